@@ -4,12 +4,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.rollout.samplers.test_huggingface import make_engine
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import (
+    TINY,
+    Costs,
     Piece,
     Sample,
-    cost,
     length_of,
     micro_batches,
     plan_batches,
@@ -17,7 +19,7 @@ from shoal.train.agent.batch import (
     share_prefixes,
     token_values,
 )
-from shoal.train.agent.policy import policy_of, score
+from shoal.train.agent.policy import costs_of, policy_of, score
 
 BATCHINGS = ["auto", "padded", "bucketed", "packed"]
 lengths_of = st.lists(st.integers(2, 60), min_size=1, max_size=40)
@@ -48,7 +50,9 @@ def test_packing_never_costs_more_rows_and_auto_is_the_cheapest_of_its_plans(len
     plans = {name: plan_batches(lengths, max_tokens, name) for name in BATCHINGS}
     rows = {name: sum(map(len, plan)) for name, plan in plans.items()}
     assert rows["packed"] <= rows["padded"] == rows["bucketed"] == len(lengths)
-    assert cost(plans["auto"], lengths) == min(cost(plans[name], lengths) for name in ("bucketed", "packed"))
+    assert TINY.plan(plans["auto"], lengths) == min(
+        TINY.plan(plans[name], lengths) for name in ("bucketed", "packed")
+    )
 
 
 def test_packing_fills_the_gaps_of_long_rows():
@@ -148,6 +152,28 @@ def test_members_of_a_group_are_one_piece_of_half_the_tokens():
     pieces = share_prefixes(ids, [50, 50, 50, 50, 1], 1000)
     assert pieces == [Piece((4,)), Piece((0, 1, 2, 3), 49)]
     assert length_of(pieces[1], [53, 53, 53, 53, 3]) == 49 + 4 * 4
+
+
+def test_a_wide_network_shares_stems_that_a_narrow_one_does_not():
+    ids = [(*range(10, 110), *range(i, i + 150)) for i in (200, 400, 600)]
+    firsts = [101] * 3
+    assert share_prefixes(ids, firsts, 1000) == [Piece((0, 1), 100), Piece((2,))]  # 1306 for 1206
+    assert share_prefixes(ids, firsts, 1000, Costs(long_row=1500)) == [Piece((0, 1, 2), 100)]
+
+
+def llama(**changes):
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=50, **{**shape, **changes}))
+
+
+def test_costs_of_a_network_are_those_of_its_weights_without_the_embedding():
+    assert costs_of(llama()) == TINY  # as narrow as it can be
+    model = llama(intermediate_size=8192)
+    weights = 2 * (4 * 64 * 64 + 3 * 64 * 8192 + 2 * 64) + 64
+    assert costs_of(model) == Costs(2000.0, 16 + 2.5e8 / weights)  # 6208 by its weights
+    assert costs_of(llama(intermediate_size=2000)).long_row == pytest.approx(400320 / 256, rel=1e-3)
+    engine = make_engine()
+    assert policy_of(engine).costs == costs_of(engine.model)
 
 
 def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engine):

@@ -23,15 +23,38 @@ from shoal.core.data import Trajectory
 Batching = Literal["auto", "padded", "bucketed", "packed"]
 Row = list[int]
 """The samples of one row, by number."""
-LONG_ROW = 400
-"""Width at which attention, which grows with its square, costs as much as all the rest (`auto` weighs by it)."""
-BATCH_COST = 256
-"""What starting a micro-batch costs, in tokens."""
-ENOUGH = 1024
-"""Tokens from which on a micro-batch of rows of like length ends rather than take on more padding."""
 
 
-def plan_batches(lengths: Sequence[int], max_tokens: int, batching: Batching) -> list[list[Row]]:
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What decides how samples share rows, in tokens of short rows; the defaults are those of a tiny network."""
+
+    long_row: float = 400
+    """Width at which attention, which grows with its square, costs as much as all the rest (`auto` weighs by it)."""
+    batch: float = 256
+    """What starting a micro-batch costs."""
+
+    @property
+    def enough(self) -> float:
+        """Tokens from which on a micro-batch of rows of like length ends rather than take on more padding."""
+        return max(256.0, 4 * self.batch)
+
+    def row(self, width: int) -> float:
+        """About how long a row of `width` tokens takes."""
+        return width * (1 + width / self.long_row)
+
+    def plan(self, plan: Sequence[Sequence[Row]], lengths: Sequence[int]) -> float:
+        """About how long micro-batches take."""
+        widths = [max(_filled(row, lengths) for row in batch) for batch in plan]
+        return sum(len(rows) * self.row(width) + self.batch for rows, width in zip(plan, widths, strict=True))
+
+
+TINY = Costs()
+
+
+def plan_batches(
+    lengths: Sequence[int], max_tokens: int, batching: Batching, costs: Costs = TINY
+) -> list[list[Row]]:
     """Micro-batches of rows of samples; each sample is in exactly one.
 
     Args:
@@ -39,7 +62,8 @@ def plan_batches(lengths: Sequence[int], max_tokens: int, batching: Batching) ->
         max_tokens: of a micro-batch, padding included; a sample that is longer is alone in its micro-batch.
         batching: `padded` takes one sample a row in the given order, `bucketed` one a row with rows of like
             length together, `packed` as many a row as fit into the length of the longest; `auto` is the cheaper
-            one of the latter two, see `cost`.
+            one of the latter two.
+        costs: of the network that reads them.
     """
     if not lengths:
         return []
@@ -48,24 +72,10 @@ def plan_batches(lengths: Sequence[int], max_tokens: int, batching: Batching) ->
     by_length = sorted(range(len(lengths)), key=lambda i: lengths[i])
     plans = []
     if batching != "packed":
-        plans.append(_cut([[i] for i in by_length], lengths, max_tokens, padding=0.1))
+        plans.append(_cut([[i] for i in by_length], lengths, max_tokens, padding=0.1, enough=costs.enough))
     if batching != "bucketed":
         plans.append(_cut(_fill_rows(by_length[::-1], lengths), lengths, max_tokens))
-    return min(plans, key=lambda plan: cost(plan, lengths))
-
-
-def cost(plan: Sequence[Sequence[Row]], lengths: Sequence[int]) -> float:
-    """About how long a plan takes, in tokens of short rows."""
-    total = 0.0
-    for batch in plan:
-        width = max(_filled(row, lengths) for row in batch)
-        total += len(batch) * row_cost(width) + BATCH_COST
-    return total
-
-
-def row_cost(width: int) -> float:
-    """About how long a row of `width` tokens takes, in tokens of short rows."""
-    return width * (1 + width / LONG_ROW)
+    return min(plans, key=lambda plan: costs.plan(plan, lengths))
 
 
 def _filled(row: Row, lengths: Sequence[int]) -> int:
@@ -90,16 +100,16 @@ def _fill_rows(order: Sequence[int], lengths: Sequence[int]) -> list[Row]:
 
 
 def _cut(
-    rows: Sequence[Row], lengths: Sequence[int], max_tokens: int, padding: float = 1.0
+    rows: Sequence[Row], lengths: Sequence[int], max_tokens: int, padding: float = 1.0, enough: float = 0
 ) -> list[list[Row]]:
-    """Rows in order, as many at once as `max_tokens` and, beyond `ENOUGH` tokens, a share of `padding` allow."""
+    """Rows in order, as many at once as `max_tokens` and, beyond `enough` tokens, a share of `padding` allow."""
     batches: list[list[Row]] = []
     widest = filled = 0
     for row in rows:
         length = _filled(row, lengths)
         widest, filled = max(widest, length), filled + length
         size = (len(batches[-1]) + 1) * widest if batches else 0
-        if batches and size <= max_tokens and (filled - length < ENOUGH or size - filled <= padding * size):
+        if batches and size <= max_tokens and (filled - length < enough or size - filled <= padding * size):
             batches[-1].append(row)
         else:
             batches.append([row])
@@ -130,7 +140,12 @@ PieceRow = list[Piece]
 
 
 def plan_pieces(
-    ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int, batching: Batching, prefixes: bool
+    ids: Sequence[Sequence[int]],
+    firsts: Sequence[int],
+    max_tokens: int,
+    batching: Batching,
+    prefixes: bool,
+    costs: Costs = TINY,
 ) -> list[list[PieceRow]]:
     """Micro-batches of rows of pieces; each sample is in exactly one piece.
 
@@ -140,21 +155,24 @@ def plan_pieces(
         max_tokens: of a micro-batch, see `plan_batches`.
         batching: see `plan_batches`.
         prefixes: whether the network can read them. They are used where `batching` is `auto` and they save time.
+        costs: of the network.
     """
     alone = [Piece((i,)) for i in range(len(ids))]
     lengths = [len(sample) for sample in ids]
-    plan = plan_batches(lengths, max_tokens, batching)
+    plan = plan_batches(lengths, max_tokens, batching, costs)
     pieces = alone
     if prefixes and batching == "auto":
-        shared = share_prefixes(ids, firsts, max_tokens)
+        shared = share_prefixes(ids, firsts, max_tokens, costs)
         shared_lengths = [length_of(piece, lengths) for piece in shared]
-        shared_plan = plan_batches(shared_lengths, max_tokens, batching)
-        if cost(shared_plan, shared_lengths) < WORTH * cost(plan, lengths):
+        shared_plan = plan_batches(shared_lengths, max_tokens, batching, costs)
+        if costs.plan(shared_plan, shared_lengths) < WORTH * costs.plan(plan, lengths):
             plan, pieces = shared_plan, shared
     return [[[pieces[i] for i in row] for row in batch] for batch in plan]
 
 
-def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int) -> list[Piece]:
+def share_prefixes(
+    ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int, costs: Costs = TINY
+) -> list[Piece]:
     """Pieces that together cost less than their samples, found among neighbours in the order of the tokens."""
     lengths = [len(sample) for sample in ids]
     pieces: list[Piece] = []
@@ -163,8 +181,8 @@ def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], max_toke
             last = pieces[-1]
             joined = Piece((*last.members, i), _prefix(last, i, ids, firsts))
             together = length_of(joined, lengths)
-            apart = row_cost(length_of(last, lengths)) + row_cost(lengths[i])
-            if joined.prefix and together <= max_tokens and row_cost(together) < apart:
+            apart = costs.row(length_of(last, lengths)) + costs.row(lengths[i])
+            if joined.prefix and together <= max_tokens and costs.row(together) < apart:
                 pieces[-1] = joined
                 continue
         pieces.append(Piece((i,)))
@@ -285,17 +303,18 @@ def micro_batches(
     batching: Batching = "bucketed",
     prefixes: bool = False,
     equals: bool = False,
+    costs: Costs = TINY,
 ) -> Iterator[MicroBatch]:
     """Samples in rows, see `plan_pieces`; each batch at most `max_tokens` with padding (or one sample).
 
     Where `equals` says so, and `batching` is `auto`, samples that are equal share one place.
     """
-    for plan in _plan(samples, max_tokens, batching, prefixes, equals):
+    for plan in _plan(samples, max_tokens, batching, prefixes, equals, costs):
         yield _fill(plan, samples, pad, device)
 
 
 def _plan(
-    samples: Sequence[Sample], max_tokens: int, batching: Batching, prefixes: bool, equals: bool
+    samples: Sequence[Sample], max_tokens: int, batching: Batching, prefixes: bool, equals: bool, costs: Costs
 ) -> list[Plan]:
     equal: dict[object, list[int]] = {}
     for i, sample in enumerate(samples):
@@ -304,7 +323,7 @@ def _plan(
     numbers = list(equal.values())
     distinct = [samples[first] for first, *_ in numbers]
     firsts = [int(sample.places[0]) for sample in distinct]
-    plan = plan_pieces([sample.ids for sample in distinct], firsts, max_tokens, batching, prefixes)
+    plan = plan_pieces([sample.ids for sample in distinct], firsts, max_tokens, batching, prefixes, costs)
 
     def of_all(piece: Piece) -> Piece:
         together = [numbers[i] for i in piece.members]
@@ -323,6 +342,7 @@ def token_values(
     batching: Batching = "bucketed",
     prefixes: bool = False,
     equals: bool = False,
+    costs: Costs = TINY,
     in_step: Callable[[list[Plan]], Iterable[Plan | None]] = list,
     idle: Sample | None = None,
 ) -> list[Floats]:
@@ -332,7 +352,7 @@ def token_values(
     """
     found: list[Floats] = [np.empty(0, dtype=np.float32)] * len(samples)
     with torch.no_grad():
-        for plan in in_step(_plan(samples, max_tokens, batching, prefixes, equals)):
+        for plan in in_step(_plan(samples, max_tokens, batching, prefixes, equals, costs)):
             if plan is None:
                 if idle is not None:
                     compute(_fill([[Piece((0,))]], [idle], pad, device))

@@ -29,7 +29,7 @@ from shoal.rollout.samplers.registry import make_engine
 from shoal.rollout.samplers.sampler import require_trainable, require_weights
 from shoal.rollout.samplers.settings import EngineConfig
 from shoal.rollout.samplers.tiny import TinyNetwork
-from shoal.train.agent.batch import Batching, MicroBatch, Sample, token_values
+from shoal.train.agent.batch import TINY, Batching, Costs, MicroBatch, Sample, token_values
 from shoal.train.agent.losses import entropy_of
 from shoal.train.agent.weights import fill
 
@@ -89,6 +89,11 @@ class Policy(ABC):
         return self.shares_prefixes
 
     @property
+    def costs(self) -> Costs:
+        """What its passes cost, which decides how samples share rows."""
+        return TINY
+
+    @property
     def context(self) -> int | None:
         """Tokens of the longest prompt and response together; None where the network does not say."""
         return None
@@ -139,6 +144,7 @@ class Around(Policy):
     head = of_inner("head")
     shares_prefixes = of_inner("shares_prefixes")
     merges_equals = of_inner("merges_equals")
+    costs = of_inner("costs")
     context = of_inner("context")
     save = of_inner("save")
     read = of_inner("read")
@@ -282,6 +288,11 @@ class HuggingFacePolicy(Policy):
             return False
         gap = (found.last_hidden_state[0, 2:] - expected.flatten(0, 1)).abs().max()
         return bool(gap <= 0.02 * expected.abs().max())
+
+    @cached_property
+    def costs(self) -> Costs:  # type: ignore[override]
+        """See `costs_of`; where attention is not fused its memory grows as its time, so rows stay short."""
+        return costs_of(self.module) if self._implementation == "sdpa" else TINY
 
     def _reading(self, ids: Tensor, lengths: Tensor, begins: Tensor | None) -> dict[str, Tensor]:
         context = _reads(ids, begins, self._implementation)
@@ -817,6 +828,23 @@ def packing_fault(policy: Policy) -> str | None:
     if not gap <= tolerance:
         return f"log-probs in a packed row differ by {gap:.2g} from those alone (positions that do not start anew)"
     return None
+
+
+def costs_of(model: nn.Module) -> Costs:
+    """What passes of a Hugging Face model cost, from its size.
+
+    A token of a row of `w` takes `2 w width` multiplications of attention in a layer, and one for each of the layer's
+    weights; those of attention run at half the speed (measured for widths 128 and 576, see benchmarks/trl_update.py).
+    A micro-batch on a CPU takes what 16 tokens take, to add up gradients, and a time that depends on no size.
+    """
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    if not layers or not width:
+        return TINY
+    weights = sum(p.numel() for p in model.get_decoder().parameters()) - config.vocab_size * width  # type: ignore[operator]
+    long_row = min(2000.0, max(TINY.long_row, weights / (4 * layers * width)))
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    return Costs(long_row, min(TINY.batch, 16 + 2.5e8 / max(1, weights)) if on_cpu else TINY.batch)
 
 
 def _trial(policy: Policy, start: int) -> list[Sample]:

@@ -163,7 +163,7 @@ def gradient_step(learner: Learner, minibatch: Sequence[Sample], totals: Totals)
     learner.optimizer.zero_grad(set_to_none=True)
     device = str(next(policy.module.parameters()).device)
     own = [weighted[i] for i in processes.part([len(sample.ids) for sample in weighted])]
-    size, sharing = config.micro_batch_tokens, (policy.shares_prefixes, policy.merges_equals)
+    size, sharing = config.micro_batch_tokens, (policy.shares_prefixes, policy.merges_equals, policy.costs)
     micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, *sharing))
     for micro in processes.in_step(micros):
         if micro is None:
@@ -349,6 +349,7 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
             algorithm.batching,
             read.shares_prefixes,
             read.merges_equals,
+            read.costs,
             processes.in_step,
             shortest,
         )

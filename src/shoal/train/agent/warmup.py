@@ -61,7 +61,8 @@ def warm_up(
             optimizer.zero_grad(set_to_none=True)
             total = 0.0
             how: Batching = "auto" if policy.merges_equals else "bucketed"
-            for micro in micro_batches(samples, micro_batch_tokens, policy.pad_id, device, how, True, True):
+            sharing = (True, True, policy.costs)
+            for micro in micro_batches(samples, micro_batch_tokens, policy.pad_id, device, how, *sharing):
                 loss = -score(policy, micro, 1.0).logprobs.sum() / n_tokens
                 (share * loss).backward()  # type: ignore[no-untyped-call]
                 optimizer.take_gradients()
