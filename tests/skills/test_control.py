@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from shoal.cli.main import main
@@ -387,6 +388,31 @@ def test_a_folder_that_was_prepared_by_hand_is_processed_without_more_ado(tmp_pa
     finish_training(other, {0: net("own").params()}, {0: 10})
     with pytest.raises(ConfigError, match="expert 3 belongs to 'Collect Wood'"):
         process_completed_training(other, "Drink", 3, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("experts", "acted", "message"),
+    [
+        ({}, {}, "has no parameters of the expert that was trained, local 0"),
+        ({0: {"only": np.array([1, np.nan])}}, {0: 10}, "'only' of expert 0 has numbers that are not finite"),
+        ({0: {"only": np.ones(2)}, 1: {"only": np.ones(2)}}, {0: 10}, r"numbered \[0\] here, got 1"),
+        ({0: {"only": np.ones(2)}}, {7: 10}, r"numbered \[0\] here, got 7"),
+        (
+            {0: {"only": np.ones(2)}},
+            {0: -3},
+            "acted_frames of expert 0 must be a whole number of steps, at least 0",
+        ),
+    ],
+)
+def test_a_result_of_no_use_is_refused_before_it_is_anybodys_expert(
+    tmp_path: Path, experts, acted, message
+) -> None:
+    folder, _, _ = prepare_training_run("Collect Wood", AMOUNTS, 0, [], {}, tmp_path)
+    with pytest.raises(DataError, match=message):
+        finish_training(folder, experts, acted)
+    with pytest.raises(DataError, match="is not done"):
+        process_completed_training(folder, "Collect Wood", 0, tmp_path)
+    assert not Store(tmp_path).versions()
 
 
 def test_a_result_counts_once_however_often_and_by_whomever_it_is_processed(tmp_path: Path, net) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -347,6 +348,38 @@ def test_numbers_of_a_result_may_be_numpys_and_need_not_be_finite(tmp_path: Path
     assert read_done(tmp_path, 1)["numbers"] == {"loss": 0.5, "best": 3, "rest": [None, None]}
     with pytest.raises(TypeError, match=r"numbers must be plain JSON, got \{3\}"):
         run.finish(numbers={"loss": {3}})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"needs": [3]}, r"what 'one' needs must be a list of names, got \[3\]"),
+        ({"settings": {"text": np.int64(3)}}, "what 'one' is to do must be plain JSON: .* int64"),
+        ({"settings": {"text": math.nan}}, "what 'one' is to do must be plain JSON: .*not JSON compliant"),
+        ({"steps": -4}, "the budget of 'one' must be a whole number of steps, at least 0, got -4"),
+        ({"steps": math.nan}, "the budget of 'one' must be a whole number of steps, at least 0, got nan"),
+        ({"steps": "9"}, "the budget of 'one' must be a whole number of steps, at least 0, got '9'"),
+        ({"function": "write"}, "named module:function or file.py:function, got 'write'"),
+    ],
+)
+def test_a_job_that_could_never_run_is_refused_and_the_others_go_on(
+    tmp_path: Path, jobs: str, options: dict[str, Any], message: str
+) -> None:
+    with contextlib.closing(Graph(tmp_path / "graph", 2)) as graph:
+        with pytest.raises(ValueError, match=message):
+            graph.add("one", **{"function": f"{jobs}:says_nothing", "settings": {"text": ""}, **options})
+        graph.add("one", f"{jobs}:says_nothing", settings={"text": ""})
+        assert graph.run()
+
+
+def test_a_job_that_used_no_number_of_steps_says_so(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, "one", "m:f", {}, 0, {})
+    for steps in (-5, "3", None, 1.5, math.nan):
+        with pytest.raises(DataError, match="what 'one' used must be a whole number of steps, at least 0"):
+            run.finish(b"", steps=steps)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+    run.finish(b"", steps=np.int64(3))
+    assert read_done(tmp_path)["steps"] == 3
 
 
 def test_a_job_started_by_hand_beside_its_folder_leaves_its_failure_there(tmp_path: Path, jobs: str) -> None:

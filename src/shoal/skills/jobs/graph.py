@@ -80,6 +80,8 @@ class Graph:
             steps: its budget, as it counts itself; 0: no limit.
         """
         named = function if isinstance(function, str) else name_of(function)
+        if not all(named.rpartition(":")[::2]):
+            raise ConfigError(f"a job's function is named module:function or file.py:function, got {named!r}")
         self.store.add(name, {"function": named, "settings": dict(settings or {})}, needs, steps)
         self.runner.wake()
 

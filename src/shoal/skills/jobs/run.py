@@ -27,7 +27,7 @@ from typing import Any
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, write_bytes
-from shoal.skills.jobs.store import DONE, write_done, write_failure
+from shoal.skills.jobs.store import DONE, steps_used, write_done, write_failure
 from shoal.skills.jobs.store import ExhaustedError as ExhaustedError
 
 
@@ -80,6 +80,7 @@ class Run:
             numbers: to show, and for those who need this job.
             steps: that were used.
         """
+        steps = steps_used(steps, f"what {self.name!r} used")
         packed = not isinstance(made, bytes) and Path(made).is_dir()
         data = made if isinstance(made, bytes) else pack(Path(made)) if packed else Path(made).read_bytes()
         write_bytes(self.folder / "result", data)

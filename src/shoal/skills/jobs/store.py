@@ -336,13 +336,17 @@ class Store:
 
         The same is what was submitted before, even if it was changed since by what was learned of it.
         """
-        if isinstance(needs, str):
+        if isinstance(needs, str) or not all(isinstance(one, str) for one in needs):
             raise ValueError(f"what {name!r} needs must be a list of names, got {needs!r}")
+        budget = steps_used(budget, f"the budget of {name!r}")
+        try:
+            text = json.dumps(dict(payload), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"what {name!r} is to do must be plain JSON: {error}") from None
         with self.transaction() as db:
             known = self._query(
                 "select name, payload, submitted from job where name=? or slug=?", name, slug(name)
             )
-            text = json.dumps(dict(payload))
             if known:
                 plain = json.loads(text)
                 before = known[0]["submitted"]
@@ -621,6 +625,14 @@ def write_done(folder: Path, attempt: int | None, fields: Mapping[str, Any]) -> 
     text = json.dumps({"attempt": attempt, "id": secrets.token_hex(8), **fields}, default=_plain)
     write_json(path, json.loads(text, parse_constant=lambda _: None))
     return path
+
+
+def steps_used(count: Any, what: str) -> int:
+    """`count`, a number of Python's, NumPy's or torch's, as whole steps, none below 0."""
+    count = count.item() if hasattr(count, "item") else count
+    if isinstance(count, int | float) and 0 <= count < 2**63 and count % 1 == 0:
+        return int(count)
+    raise DataError(f"{what} must be a whole number of steps, at least 0, got {count!r}")
 
 
 def _plain(value: Any) -> Any:

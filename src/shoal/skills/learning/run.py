@@ -37,6 +37,7 @@ from shoal.skills.jobs.store import (
     merge_once,
     read_done,
     slug,
+    steps_used,
     write_done,
 )
 from shoal.skills.learning.spec import (
@@ -345,9 +346,14 @@ def finish_training(
         success: success rate of the skill on evaluation episodes.
         numbers: anything else worth showing.
         episodes: start and end features of evaluation episodes, for the analysis.
+
+    Raises:
+        DataError: a result that nothing could be done with; it is not written.
     """
     run = Run.open(run_folder)
     to_global = run.local_to_global
+    _check_result(run, experts, acted_frames)
+    frames = steps_used(sum(acted_frames.values()) if frames is None else frames, "frames")
     arrays = join_mixture(experts)
     arrays |= {f"expert_{len(to_global)}/episodes/{key}": array for key, array in (episodes or {}).items()}
     data = encode(arrays)
@@ -358,11 +364,34 @@ def finish_training(
         {
             "sha256": hashlib.sha256(data).hexdigest(),
             "acted_frames": {to_global[local]: int(count) for local, count in acted_frames.items()},
-            "frames": int(sum(acted_frames.values()) if frames is None else frames),
+            "frames": frames,
             "success": success,
             "numbers": dict(numbers or {}),
         },
     )
+
+
+def _check_result(
+    run: Run, experts: Mapping[int, Mapping[str, NDArray]], acted_frames: Mapping[int, int]
+) -> None:
+    """Refuse what would become the head of an expert, or count, and be of no use to anybody."""
+    known = run.local_to_global
+    if unknown := [local for local in [*experts, *acted_frames] if local not in known]:
+        raise DataError(f"{run.folder}: its experts are numbered {sorted(known)} here, got {unknown[0]!r}")
+    if run.expert not in {known[local] for local in experts}:
+        own = next(local for local, index in known.items() if index == run.expert)
+        raise DataError(
+            f"{run.folder}: the result has no parameters of the expert that was trained, local {own}"
+        )
+    for local, params in experts.items():
+        for key, array in params.items():
+            if not np.isfinite(array).all():
+                raise DataError(
+                    f"{run.folder}: {key!r} of expert {local} has numbers that are not finite, so the training "
+                    "diverged; lower its learning rate"
+                )
+    for local, count in acted_frames.items():
+        steps_used(count, f"{run.folder}: acted_frames of expert {local}")
 
 
 def read_outcome(run_folder: Path | str, attempt: int | None = None) -> Outcome:
