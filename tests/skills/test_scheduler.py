@@ -5,11 +5,13 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError, WorkerError
+from shoal.skills.jobs.graph import Graph
 from shoal.skills.learning.run import Run, finish_training
 from shoal.skills.learning.scheduler import (
     SkillScheduler,
@@ -18,7 +20,7 @@ from shoal.skills.learning.scheduler import (
     levels,
     scheduler_state,
 )
-from shoal.skills.learning.spec import Skill, Store, new_version, parse_skill
+from shoal.skills.learning.spec import Predicate, Skill, Store, new_version, parse_skill, plan_for
 from shoal.skills.learning.trainer import Network, Shape, encode
 from shoal.skills.learning.worlds import CRAFTING
 
@@ -603,3 +605,43 @@ def test_what_waits_needs_what_a_corrected_plan_uses_too(tmp_path: Path, scripte
     s.merged(None)  # type: ignore[arg-type]
     assert s.store.skill("Place Table").dependencies == ()
     s.close()
+
+
+@pytest.mark.parametrize("name", ["mixture.safetensors", "remap.json", "../0.json"])
+def test_a_training_whose_folder_was_damaged_is_laid_out_anew(tmp_path: Path, scripted, name: str) -> None:
+    launcher = scripted()
+
+    def damaged_at_first(folder: Path, attempt: int) -> None:
+        if attempt == 1:
+            path = Run.open(folder).policies / name
+            path.write_bytes(path.read_bytes()[:-3])
+            raise RuntimeError("killed")
+        assert Run.open(folder).mixture is not None
+        launcher.finish(folder, attempt)
+
+    launcher.script = damaged_at_first
+    s = scheduler(tmp_path, launcher, max_retries=1)
+    s.add_skill(WOOD.name, WOOD)
+    assert s.run(), s.get_failed_skills()
+
+
+def test_a_long_chain_of_skills_has_levels_and_one_too_long_for_a_plan_says_so(tmp_path: Path) -> None:
+    chain = [
+        Skill(f"S{n}", Predicate(f"f{n}"), {f"f{n - 1}": 1} if n else {}, gain={f"f{n}": 1}, horizon=1)
+        for n in range(1500)
+    ]
+    rows = [SimpleNamespace(name=one.name, dependencies=(f"S{n - 1}",)) for n, one in enumerate(chain)]
+    assert levels(rows[::-1])["S1499"] == 1499  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="too many skills follow one after another to 'S1499'"):
+        plan_for("S1499", chain)
+
+
+@pytest.mark.parametrize(
+    "options", [{"slots": "2"}, {"slots": 1.5}, {"max_retries": "1"}, {"time_limit": "5"}, {"time_limit": 0}]
+)
+def test_limits_of_a_graph_that_are_no_numbers_are_refused_before_its_folder_is_made(
+    tmp_path: Path, options: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=f"got .*{next(iter(options.values()))!r}"):
+        Graph(tmp_path / "graph", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "graph").exists()

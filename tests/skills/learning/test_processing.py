@@ -284,7 +284,7 @@ def test_an_average_that_did_not_win_is_not_kept(tmp_path: Path, net, monkeypatc
     assert [(row.kind, row.accepted, row.wins) for row in rows] == [("run", True, None), ("run", True, 9)]
 
 
-def test_start_states_are_made_again_for_another_seed_and_not_for_another_budget(
+def test_start_states_are_made_again_for_another_seed_or_where_damaged_and_not_for_another_budget(
     tmp_path: Path, quick, monkeypatch
 ) -> None:
     folder = prepare_training_run("Wood", amounts(wood=1), 0, [], {}, tmp_path, config=quick)[0]
@@ -292,15 +292,18 @@ def test_start_states_are_made_again_for_another_seed_and_not_for_another_budget
     real = Trainer.prepare
     monkeypatch.setattr(Trainer, "prepare", lambda self: made.append(self.task.seed) or real(self))
     banks = []
-    for change in ({}, {}, {"seed": 1}, {}):
+    for change in ({}, {}, {"seed": 1}, {}, {"damaged": True}):
+        if change.pop("damaged", False):
+            bank = Run.open(folder).policies / "bank.safetensors"
+            bank.write_bytes(bank.read_bytes()[:-9])
         spec = Run.open(folder).spec
         (folder / "0.json").write_text(json.dumps({**spec, **change}))
         Run.open(folder).allow(4096 + len(made))
         trainer = Trainer(Run.open(folder).task())
         _prepare(Run.open(folder), trainer)
         banks.append(trainer.bank.arrays["cells"].tobytes())
-    assert made == [0, 1]
-    assert banks[0] == banks[1] != banks[2] == banks[3]
+    assert made == [0, 1, 1]
+    assert banks[0] == banks[1] != banks[2] == banks[3] == banks[4]
 
 
 def acting(action: int) -> Network:

@@ -21,7 +21,7 @@ from typing import Any
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import write_json
 from shoal.skills.jobs.run import Run, name_of, unpack
-from shoal.skills.jobs.runner import Launcher, Runner, job_environment, make_launcher, put_away
+from shoal.skills.jobs.runner import Launcher, Runner, check_limits, job_environment, make_launcher, put_away
 from shoal.skills.jobs.store import AttemptRow, JobRow, NewVersion, Store, mark_of, merge_once, read_done
 
 
@@ -49,6 +49,7 @@ class Graph:
         time_limit: float | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
+        check_limits(slots, max_retries, time_limit=time_limit)
         self.folder, self.slots = Path(folder), slots
         if isinstance(launcher, str):
             launcher = make_launcher(launcher, slots=slots, folder=folder)

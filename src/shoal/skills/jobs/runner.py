@@ -20,8 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 from shoal.core.errors import ConfigError, ShoalError, WorkerError, did_you_mean
 from shoal.core.executors import available_cpus, available_memory, connect_ray
@@ -118,12 +119,7 @@ class Runner:
         on_event: Callable[[dict[str, Any]], None] | None = None,
         free_memory: Callable[[], int | None] = available_memory,
     ) -> None:
-        late = time_limit is not None and not time_limit > 0  # NaN never comes
-        if slots < 1 or max_retries < 0 or not poll_interval > 0 or late:
-            raise ConfigError(
-                "max_parallel must be at least 1, max_retries at least 0, poll_interval and time_limit positive, "
-                f"got {slots}, {max_retries}, {poll_interval} and {time_limit}"
-            )
+        check_limits(slots, max_retries, poll_interval, time_limit)
         self.store, self.work, self.launcher = store, work, launcher
         self.slots, self.max_retries, self.time_limit = slots, max_retries, time_limit
         self.poll_interval = min(poll_interval, LOOK)
@@ -479,6 +475,20 @@ class Runner:
                 self.store.set_handle(attempt.id, "local", handle, folder / f"training-{attempt.id}.log")
                 return handle
         return None
+
+
+def check_limits(slots: Any, max_retries: Any, poll_interval: Any = LOOK, time_limit: Any = None) -> None:
+    """Refuse what no graph can be run with, before anything is made for it."""
+    whole = isinstance(slots, Integral) and isinstance(max_retries, Integral)
+    times = [poll_interval, 1 if time_limit is None else time_limit]
+    if not (whole and slots >= 1 and max_retries >= 0) or not all(
+        isinstance(one, SupportsFloat) and float(one) > 0  # NaN never comes
+        for one in times
+    ):
+        raise ConfigError(
+            "max_parallel (slots) must be a whole number and at least 1, max_retries at least 0, poll_interval and "
+            f"time_limit positive, got {slots!r}, {max_retries!r}, {poll_interval!r} and {time_limit!r}"
+        )
 
 
 def put_away(folder: Path, kept: Path, *also: str) -> None:

@@ -258,10 +258,15 @@ class Run:
         remapping = read_json(self.policies / "remap.json")["local_to_global"]
         return {int(local): int(index) for local, index in remapping.items()}
 
+    @property
+    def mixture(self) -> dict[int, Arrays]:
+        """Parameters of the experts that it starts from, by local number."""
+        path = self.policies / "mixture.safetensors"
+        return split_mixture(decode(path.read_bytes(), str(path))[0])
+
     def task(self) -> Task:
         """What to train."""
-        data = (self.policies / "mixture.safetensors").read_bytes()
-        mixture = split_mixture(decode(data, "mixture.safetensors")[0])
+        mixture = self.mixture
         return Task(
             world=self.spec["world"],
             skill=self.spec["skill"],
@@ -480,7 +485,7 @@ def _prepare(run: Run, trainer: Trainer) -> None:
     mark = hashlib.sha256(
         (run.policies / "mixture.safetensors").read_bytes() + json.dumps(spec, sort_keys=True).encode()
     ).hexdigest()
-    if path.exists():
+    with contextlib.suppress(FileNotFoundError, DataError):  # one that is damaged is made again
         arrays, note = decode(path.read_bytes(), str(path))
         sums = {key: hashlib.sha256(array.tobytes()).hexdigest() for key, array in sorted(arrays.items())}
         if note.get("mark") == mark and note.get("sha256") == sums:

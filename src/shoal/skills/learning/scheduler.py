@@ -21,6 +21,7 @@ from shoal.core.seeding import derive_seed
 from shoal.skills.jobs.runner import (
     Launcher,
     Runner,
+    check_limits,
     condition,
     is_held,
     job_environment,
@@ -93,11 +94,7 @@ class SkillScheduler:
         time_limit: float | None = None,
         gpu_ids: str | None = None,
     ) -> None:
-        if max_parallel < 1 or max_retries < 0 or not poll_interval > 0:
-            raise ConfigError(
-                "max_parallel must be at least 1, max_retries at least 0, poll_interval positive, "
-                f"got {max_parallel}, {max_retries} and {poll_interval}"
-            )
+        check_limits(max_parallel, max_retries, poll_interval, time_limit)
         if merge not in RULES:
             raise ConfigError(f"merge must be one of {', '.join(RULES)}, got {merge!r}")
         self.base_dir = Path(base_dir)
@@ -300,9 +297,11 @@ class SkillScheduler:
         export_state(self.store, self.max_parallel)
 
     def _can_resume(self, folder: Path, row: JobRow) -> bool:
+        """Whether a training of this skill and seed lies there whole; one that is damaged is laid out anew."""
         try:
             run = Run.open(folder)
-            return run.spec["skill"] == row.name and int(run.spec["seed"]) == self._seed(row)
+            whole = bool(run.local_to_global) and run.mixture is not None
+            return whole and run.spec["skill"] == row.name and int(run.spec["seed"]) == self._seed(row)
         except (DataError, FileNotFoundError):
             return False
 
@@ -516,18 +515,17 @@ COLOURS = {
 
 def levels(rows: Sequence[SkillRow]) -> dict[str, int]:
     """How deep each skill lies: one more than the deepest it depends on; circles end at 0."""
-    depth: dict[str, int] = {}
     by_name = {row.name: row for row in rows}
-
-    def of(name: str, path: tuple[str, ...]) -> int:
-        if name in path or name not in by_name:
-            return -1
-        if name not in depth:
-            depth[name] = 1 + max((of(n, (*path, name)) for n in by_name[name].dependencies), default=-1)
-        return depth[name]
-
+    depth: dict[str, int] = {}
     for row in rows:
-        of(row.name, ())
+        path = [row.name]
+        while path:
+            needs = [name for name in by_name[path[-1]].dependencies if name in by_name and name not in path]
+            if ahead := [name for name in needs if name not in depth]:
+                path.append(ahead[0])
+            else:
+                name = path.pop()
+                depth[name] = depth.get(name, 1 + max((depth[need] for need in needs), default=-1))
     return depth
 
 

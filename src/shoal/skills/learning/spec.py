@@ -292,7 +292,12 @@ def plan_for(
     if target not in by_name:
         raise ConfigError(f"no skill named {target!r}.{did_you_mean(target, by_name)}")
     resolver = _Resolver(skills, features, hands)
-    resolver.apply(by_name[target], times or by_name[target].practice, ())
+    try:
+        resolver.apply(by_name[target], times or by_name[target].practice, ())
+    except RecursionError:
+        raise ConfigError(
+            f"too many skills follow one after another to {target!r}; join some of them"
+        ) from None
     return _merge_repeats(resolver.steps, by_name, features, hands)
 
 
