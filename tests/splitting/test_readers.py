@@ -1,4 +1,5 @@
 import base64
+import errno
 import io
 import json
 import tarfile
@@ -386,8 +387,9 @@ def test_a_reader_does_not_take_the_name_of_one_of_shoals_unasked():
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "tar", "parquet", "atif"])
-def test_one_torn_record_takes_no_other_with_it(processor, tmp_path, kind):
-    """The second of three is torn: the others are split, and it is skipped by a name and with a reason."""
+@pytest.mark.parametrize("torn", [0, 1])
+def test_one_torn_record_takes_no_other_with_it(processor, tmp_path, kind, torn):
+    """One of three is torn: the others are split, and it is skipped by a name and with a reason."""
     said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     steps = [
         {"step_id": 1, "source": "user", "message": "hi"},
@@ -399,35 +401,36 @@ def test_one_torn_record_takes_no_other_with_it(processor, tmp_path, kind):
         chat = json.dumps({"id": f"r{number}", "messages": said})
         if kind == "jsonl":
             with (root / "all.jsonl").open("a") as file:
-                file.write((chat if number != 1 else chat[:-9]) + "\n")
+                file.write((chat if number != torn else chat[:-9]) + "\n")
         elif kind == "json":
-            (root / f"r{number}.json").write_text(chat if number != 1 else chat[:-9])
+            (root / f"r{number}.json").write_text(chat if number != torn else chat[:-9])
         elif kind == "tar":
             with tarfile.open(root / f"{number}.tar", "w") as archive:
                 about = tarfile.TarInfo(f"r{number}.json")
                 about.size = len(chat)
                 archive.addfile(about, io.BytesIO(chat.encode()))
-            if number == 1:
-                (root / "1.tar").write_bytes(b"\xff" * 300)
+            if number == torn:
+                (root / f"{torn}.tar").write_bytes(b"\xff" * 300)
         elif kind == "parquet":
             pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
             table = pyarrow.Table.from_pylist([{"id": f"r{number}", "messages": said}])
             parquet.write_table(table, root / f"{number}.parquet")
-            if number == 1:
-                (root / "1.parquet").write_bytes(b"PAR1")
+            if number == torn:
+                (root / f"{torn}.parquet").write_bytes(b"PAR1")
         else:
             place = root / f"r{number}" / "agent" / "trajectory.json"
             place.parent.mkdir(parents=True)
             told = json.dumps({"schema_version": "ATIF-v1.4", "session_id": "s", "steps": steps})
-            place.write_text(told if number != 1 else told[:-9])
+            place.write_text(told if number != torn else told[:-9])
     reader = find_reader(root)
     names = reader.ids()
     assert len(names) == 3
     splitter = StepwiseTrajectorySplitter(processor, root, reader=reader, on_error="skip", padding="longest")
     batch = splitter.split(names, [1.0, 2.0, 3.0])
-    assert batch["dataset_ids"].tolist() == ["r0", "r2"]
-    assert batch["reward_tensor"].sum(1).tolist() == [1.0, 3.0]
-    assert [item.dataset_id for item in batch.skipped] == [names[1]]
+    whole = [number for number in range(3) if number != torn]
+    assert batch["dataset_ids"].tolist() == [f"r{number}" for number in whole]
+    assert batch["reward_tensor"].sum(1).tolist() == [1.0 + number for number in whole]
+    assert [item.dataset_id for item in batch.skipped] == [names[torn]]
     assert str(root) in batch.skipped[0].reason
 
 
@@ -450,3 +453,25 @@ def test_a_screen_with_a_padded_number_is_no_first_screen(osworld):
     assert shown() == ["step_00.png", "step_01.png", "step_02.png"]
     (folder / "step_00.png").unlink()
     assert shown() == ["step_01.png", "step_02.png"]
+
+
+def test_a_torn_or_empty_file_does_not_hide_of_what_kind_the_others_are(tmp_path):
+    steps = [{"source": "user", "message": "hi"}, {"source": "agent", "message": "ho"}]
+    told = json.dumps({"schema_version": "ATIF-v1.4", "session_id": "s", "steps": steps})
+    (tmp_path / "a.json").write_text(told[:-9])
+    (tmp_path / "b.jsonl").write_text("")
+    (tmp_path / "c.jsonl").write_text(told[:-9] + "\n" + told)
+    reader = find_reader(tmp_path)
+    assert type(reader).__name__ == "AtifReader"
+    assert [message.text for message in reader.read("s").messages] == ["hi", "ho"]
+
+
+def test_a_file_that_cannot_be_opened_now_is_not_taken_for_a_torn_one(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("[]")
+
+    def none_left(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "open", none_left)
+    with pytest.raises(OSError, match="Too many open files"):
+        ChatReader(tmp_path).ids()

@@ -78,7 +78,7 @@ def _kind_of(path: Path) -> str:
             f"{path} holds no recordings: expected <id>/final_messages.json, trajectories/*.jsonl, traj.jsonl of "
             "OSWorld, agent/trajectory.json of Harbor, or .json, .jsonl, .parquet or .tar files of records"
         )
-    first = first_record(files[0])
+    first = first_record(files)
     if isinstance(first, dict):
         if str(first.get("schema_version", "")).startswith("ATIF"):
             return "atif"

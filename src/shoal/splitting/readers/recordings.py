@@ -5,6 +5,7 @@ What is wrong with a file is a `DataError` with its name; an image that is read 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -283,6 +284,16 @@ def from_json(text: str | bytes, where: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not valid JSON ({error})") from error
+
+
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
+
+
+def shortage(error: BaseException | None) -> OSError | None:
+    """What lies behind an error where the machine ran short of something, so that no recording is to blame for it."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in SHORTAGES):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def safe_id(name: str) -> str:

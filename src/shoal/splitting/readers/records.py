@@ -7,6 +7,7 @@ places is made once, and what is kept of a file is the record (of parquet: the r
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import hashlib
 import re
@@ -28,6 +29,7 @@ from shoal.splitting.readers.recordings import (
     plain_file,
     read_json_file,
     safe_id,
+    shortage,
 )
 
 KINDS: dict[bytes, str] = {
@@ -314,7 +316,9 @@ def _places_and_breaks(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[A
     """`_named_places`, and where the file cannot be read on, a record without a place: whoever reads it is told why."""
     try:
         yield from _named_places(file, columns)
-    except DataError:
+    except DataError as error:
+        if fault := shortage(error):
+            raise fault from None
         yield None, None
 
 
@@ -437,13 +441,15 @@ def _tar_record(file: Path, members: Sequence[tuple[str, int, int]]) -> tuple[An
     return value, images
 
 
-def first_record(file: Path) -> Any:
-    """The first record of a file, or None where there is none."""
-    for place, value in _named_places(file, ()):
-        if file.suffix.lower() == ".tar":
-            return _tar_record(file, place[1])[0]
-        if file.suffix.lower() == ".parquet":
-            with _parquet(file) as table:
-                return dict.fromkeys(table.schema_arrow.names)
-        return value
+def first_record(files: Sequence[Path]) -> Any:
+    """The first record of files that can be read, or None where there is none."""
+    for file in files:
+        for place, value in _places_and_breaks(file, ()):
+            if place is None or value is None:  # broken: reading it says why
+                continue
+            if file.suffix.lower() == ".parquet":
+                with _parquet(file) as table:
+                    return dict.fromkeys(table.schema_arrow.names)
+            with contextlib.suppress(DataError):
+                return _tar_record(file, place[1])[0] if file.suffix.lower() == ".tar" else value
     return None
