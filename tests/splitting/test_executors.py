@@ -1,19 +1,24 @@
 """The same batch from every executor, bad trajectories included."""
 
+import errno
 import json
 import os
 import pickle
 import shutil
+import signal
 import sys
 import types
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 import torch
 
 from shoal.core import executors
 from shoal.core.errors import DataError
+from shoal.core.executors import ProcessExecutor, make_executor
 from shoal.splitting import FolderReader, StepwiseTrajectorySplitter, TrajectorySplitter
 from shoal.splitting.splitters import _start_ray
 
@@ -347,6 +352,10 @@ def test_bad_arguments_say_what_was_expected(processor, tmp_path):
         ({"stride_size": 1.5}, "stride_size must be a whole number, got 1.5"),
         ({"max_prompt_length": 1e4}, "max_prompt_length must be a whole number"),
         ({"limit_images": float("nan")}, "limit_images must be a whole number"),
+        ({"stride_size": "2"}, "stride_size must be a whole number, got '2'"),
+        ({"traj_filter": "no"}, "traj_filter must be one of False, True, got 'no'"),
+        ({"model_text": "<|box_start|>"}, "model_text must be a list of special tokens"),
+        ({"reader": "chat"}, r"reader must have ids\(\) and read\(\), got 'chat'"),
     ):
         with pytest.raises(ValueError, match=message):
             TrajectorySplitter(processor, tmp_path, **options)
@@ -354,10 +363,14 @@ def test_bad_arguments_say_what_was_expected(processor, tmp_path):
         TrajectorySplitter(processor, tmp_path).split([])
     for given, message in (
         (("abc",), "must be a list of ids, got the text 'abc'"),
+        ((None,), "must be a list of ids, got None"),
+        ((["1", "2"], 5), "one entry per trajectory: 2 dataset_ids, got 1"),
         ((["1", "2"], {"1": 0.5, "2": 1.0}), "one entry per trajectory, in order, got dict"),
     ):
         with pytest.raises(ValueError, match=message):
             TrajectorySplitter(processor, tmp_path).split(*given)
+    with pytest.raises(ValueError, match="executor must be one, got 'thread'; make_executor makes one"):
+        TrajectorySplitter(processor, tmp_path).split(["a"], executor="thread")
     with pytest.raises(ValueError, match="a row of scores per trajectory, got 0.5"):
         TrajectorySplitter(processor, tmp_path).split(["a", "b"], process_reward_tensor=[0.5, 0.5])
 
@@ -385,3 +398,75 @@ def test_a_recording_that_its_reader_stumbles_over_is_left_out_under_traj_filter
     batch = splitter.split(ids, [1.0, 1.0, 1.0])
     assert [item.dataset_id for item in batch.skipped] == [ids[1]]
     assert batch["dataset_ids"].tolist() == [ids[0]] * 2 + [ids[2]] * 2
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_what_the_machine_ran_short_of_is_no_fault_of_a_recording(
+    processor, make_root, monkeypatch, filtered
+):
+    """It would be left out for good: a lot that is there is not split again."""
+    from PIL import Image
+
+    root, ids = make_root(2, steps=1, size=(60, 60))
+
+    def none_left(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    splitter = StepwiseTrajectorySplitter(processor, root, on_error="skip", traj_filter=filtered)
+    if filtered:
+        monkeypatch.setattr(Path, "read_bytes", none_left)
+    else:
+        monkeypatch.setattr(Image, "open", none_left)
+    with pytest.raises(OSError, match="Too many open files"):
+        splitter.split(ids, [1.0, 1.0])
+
+
+class Killed(FolderReader):
+    def read(self, dataset_id, path=None):
+        if dataset_id == "gui_001_run0" and not (self.root / "killed").exists():
+            (self.root / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(dataset_id, path)
+
+
+def test_a_process_that_was_killed_costs_time_and_no_trajectory(processor, make_root):
+    root, ids = make_root(3, steps=1, size=(60, 60))
+    splitter = StepwiseTrajectorySplitter(processor, root, reader=Killed(root), padding="longest")
+    with make_executor("process", 1) as executor:
+        batch = splitter.split(ids, executor=executor)
+    assert (root / "killed").exists()
+    assert_same_batches(batch, StepwiseTrajectorySplitter(processor, root, padding="longest").split(ids))
+
+
+class Doomed(ProcessExecutor):
+    """Runs tasks in this process; those that `kills` names break the pool, as a bad image may."""
+
+    def __init__(self, kills):
+        super().__init__(1)
+        self.kills, self.broken = kills, False
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = Future()
+        self.broken = self.broken or self.kills(*args)
+        if self.broken:
+            future.set_exception(BrokenProcessPool("terminated abruptly"))
+        else:
+            future.set_result(fn(*args, **kwargs))
+        return future
+
+    def renew(self):
+        self.broken = False
+
+
+def test_a_recording_that_ends_each_worker_is_refused_and_no_other_blamed(processor, make_root):
+    root, ids = make_root(4, steps=1, size=(60, 60))
+    splitter = StepwiseTrajectorySplitter(processor, root, on_error="skip", padding="longest")
+    deadly = Doomed(lambda *items: any(job.dataset_id == ids[2] for _, job, _ in items))
+    batch = splitter.split(ids, executor=deadly)
+    assert batch["dataset_ids"].tolist() == [ids[0], ids[1], ids[3]]
+    assert [item.dataset_id for item in batch.skipped] == [ids[2]]
+    assert (
+        "ended its worker each time that it was split alone (terminated abruptly)" in batch.skipped[0].reason
+    )
+    with pytest.raises(BrokenProcessPool):  # where no process can live, no recording is blamed
+        splitter.split(ids, executor=Doomed(lambda *items: True))

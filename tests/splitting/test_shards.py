@@ -273,6 +273,7 @@ def test_pixels_are_sent_as_they_are_where_there_is_no_room_for_a_file(
         monkeypatch.setattr(os, "fdopen", lambda descriptor, *_, **__: os.close(descriptor) or Full())
         assert park(pixels, place) is pixels
         assert not list(Path(place).iterdir())
+    assert park(pixels, place) is pixels  # nor where the folder is gone
     assert "no room" in caplog.text
 
 

@@ -117,7 +117,12 @@ class ProcessExecutor(concurrent.futures.ProcessPoolExecutor):
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers, mp_context=multiprocessing.get_context("spawn"))
-        self._used = False
+        self._workers, self._used = workers, False
+
+    def renew(self) -> None:
+        """Have processes again after one died, which ends the pool."""
+        super().shutdown()
+        ProcessExecutor.__init__(self, self._workers)
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Run `fn` in a process of the pool."""
@@ -144,7 +149,12 @@ class LokyExecutor(Executor):
             from joblib.externals.loky import ProcessPoolExecutor
         except ImportError as error:
             raise missing_extra("the loky executor", "parallel") from error
-        self._pool = ProcessPoolExecutor(workers)
+        self._workers, self._pool = workers, ProcessPoolExecutor(workers)
+
+    def renew(self) -> None:
+        """Have processes again after one died, which ends the pool."""
+        self.shutdown(cancel_futures=True)
+        LokyExecutor.__init__(self, self._workers)
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Run `fn` in a process of the pool."""

@@ -150,9 +150,9 @@ def park(value: T, folder: str) -> T | Parked[T]:
     parts = [array.raw() for array in arrays]
     if sum(len(part) for part in parts) <= SMALL:
         return value
-    descriptor, path = tempfile.mkstemp(dir=folder)
-    spans = []
+    spans, path = [], ""
     try:
+        descriptor, path = tempfile.mkstemp(dir=folder)
         with os.fdopen(descriptor, "wb", buffering=0) as file:
             end = 0
             for part in parts:
@@ -163,7 +163,8 @@ def park(value: T, folder: str) -> T | Parked[T]:
                 while part:
                     part = part[file.write(part) :]
     except OSError as error:
-        os.unlink(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
         logger.warning("results are sent through a pipe, since %s has no room for them (%s)", folder, error)
         return value
     return Parked(head, path, tuple(spans))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
@@ -14,8 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from shoal.core.errors import DataError, ShoalError
-from shoal.core.executors import RayExecutor, SerialExecutor, connect_ray, map_ordered
+from shoal.core.errors import DataError, ShoalError, WorkerDiedError
+from shoal.core.executors import (
+    LokyExecutor,
+    ProcessExecutor,
+    RayExecutor,
+    SerialExecutor,
+    connect_ray,
+    map_ordered,
+)
 from shoal.core.sharing import Parked, Shared, park, parking_place, shared_by_ray
 from shoal.splitting.batch import Batch, Padding, Sample, Shape, Skipped
 from shoal.splitting.cut import Cut, Limits, answers_of, places_of
@@ -43,6 +51,7 @@ from shoal.splitting.readers.recordings import (
     RolloutTokens,
     check_tokens,
     finite_reward,
+    shortage,
 )
 
 if TYPE_CHECKING:
@@ -158,12 +167,14 @@ class TrajectorySplitter:
         _whole(1, window_size=window_size, limit_messages=limit_messages, max_image_pixels=max_image_pixels)
         _whole(1, max_prompt_length=max_prompt_length, max_response_length=max_response_length)
         _whole(1, image_threads=image_threads)
+        _whole(0, limit_images=limit_images, stride_size=stride_size)
         if not 1 <= stride_size <= window_size:
             raise ValueError(
                 f"stride_size must be in [1, window_size={window_size}] so no turn is skipped, "
                 f"got {stride_size}"
             )
-        _whole(0, limit_images=limit_images, stride_size=stride_size)
+        _one_of("traj_filter", traj_filter, (False, True))
+        _one_of("use_vllm_logp", _use_rollout, (False, True))
         _one_of("truncation", truncation, ("error", "left", "right", "middle"))
         _one_of("padding", padding, ("max", "longest"))
         _one_of("on_error", on_error, ("raise", "skip"))
@@ -171,6 +182,12 @@ class TrajectorySplitter:
         _one_of("position_rows", position_rows, (None, 1, 3, 4))
         if not callable(reward):
             _one_of("reward", reward, ("final", "all", "last_step"))
+        if isinstance(model_text, str) or not all(isinstance(token, str) for token in model_text):
+            raise ValueError(f"model_text must be a list of special tokens, got {model_text!r}")
+        if reader is not None and not callable(getattr(reader, "read", None)):
+            raise ValueError(
+                f"reader must have ids() and read(), got {reader!r}; find_reader(path) makes one"
+            )
         way, escape = Way(), True
         if compat != "fixed" or fixes is not None:
             from shoal.splitting.original import way_of
@@ -337,6 +354,8 @@ class TrajectorySplitter:
         in_flight: int | None = None,
     ) -> Iterator[SplitTrajectory | Skipped]:
         executor = executor if executor is not None else SerialExecutor()
+        if not callable(getattr(executor, "submit", None)):
+            raise ValueError(f"executor must be one, got {executor!r}; make_executor makes one by its name")
         local = isinstance(executor, SerialExecutor | ThreadPoolExecutor)
         by_file = not local and not (isinstance(executor, RayExecutor) and _several_machines())
         store = self.plan.images.store
@@ -351,8 +370,8 @@ class TrajectorySplitter:
         plan = shared_by_ray(self.plan) if isinstance(executor, RayExecutor) else Shared(self.plan)
         with contextlib.ExitStack() as stack:
             parking = stack.enter_context(parking_place()) if by_file else None
-            todo = ((plan, job, parking) for job in jobs if job.refused is None)
-            outcomes = map_ordered(executor, _work, todo, in_flight=in_flight)
+            todo = deque((plan, job, parking) for job in jobs if job.refused is None)
+            outcomes = _outcomes(executor, todo, in_flight)
             for done, job in enumerate(jobs, 1):
                 outcome = next(outcomes) if job.refused is None else job.refused
                 if isinstance(outcome, Parked):
@@ -445,20 +464,61 @@ def _several_machines() -> bool:
     return len([node for node in ray.nodes() if node.get("Alive")]) > 1
 
 
-def _work(
-    item: tuple[Shared[Plan], Job, str | None],
-) -> SplitTrajectory | Parked[SplitTrajectory] | DataError:
+Item = tuple[Shared[Plan], Job, str | None]
+Outcome = SplitTrajectory | Parked[SplitTrajectory] | DataError
+MOST_DEATHS = 3
+
+
+def _outcomes(executor: Executor, todo: deque[Item], in_flight: int | None) -> Iterator[Outcome]:
+    """What came of each trajectory, in order, also where workers die.
+
+    The one at which that happened is done again, alone, so that no other is blamed for it; one that ends its worker
+    again and again is refused.
+    """
+    deaths = 0
+    while todo:
+        ahead = [todo[0]] if deaths else list(todo)
+        try:
+            for outcome in map_ordered(executor, _work, ahead, in_flight=in_flight):
+                todo.popleft()
+                deaths = 0
+                yield outcome
+        except (BrokenExecutor, WorkerDiedError) as error:
+            deaths += 1
+            name = todo[0][1].dataset_id
+            if isinstance(executor, ProcessExecutor | LokyExecutor):
+                executor.renew()
+            elif isinstance(error, BrokenExecutor):
+                raise WorkerDiedError(
+                    f"a worker died while trajectory {name!r} or one behind it was split ({error}); split again with "
+                    "make_executor('process'), which replaces workers"
+                ) from error
+            logger.warning("a worker died while %r or one behind it was split, which is done again", name)
+            if deaths == MOST_DEATHS:
+                executor.submit(int).result()  # raises where no worker can live at all
+                todo.popleft()
+                deaths = 0
+                said = str(error).partition("\n")[0]
+                yield DataError(
+                    f"trajectory {name!r} ended its worker each time that it was split alone ({said}); remove it"
+                )
+
+
+def _work(item: Item) -> Outcome:
     plan, job, parking = item
     try:
         done = split_recording(plan.get(), job)
         return done if parking is None else park(done, parking)
-    except (DataError, OSError) as error:
-        refused = DataError(f"trajectory {job.dataset_id!r}: {error}")
-        refused.__cause__ = error
-        return refused
-    except (ImportError, MemoryError, ShoalError):
-        raise
-    except Exception as error:  # of a template, a tokenizer or a processor, about what is in this recording
+    except Exception as error:
+        if fault := shortage(error):
+            raise fault from None  # the recording is whole, and would be missing
+        if isinstance(error, DataError | OSError):
+            refused = DataError(f"trajectory {job.dataset_id!r}: {error}")
+            refused.__cause__ = error
+            return refused
+        if isinstance(error, ImportError | MemoryError | ShoalError):
+            raise
+        # of a template, a tokenizer or a processor, about what is in this recording
         refused = DataError(
             f"trajectory {job.dataset_id!r} cannot be split: {type(error).__name__}: {error}; "
             "mend it, or leave it out (on_error='skip')"
@@ -574,8 +634,9 @@ def make_jobs(
     store: Store,
 ) -> list[Job]:
     """One job per trajectory, in order; `refused` where what came with a trajectory is wrong."""
-    if isinstance(dataset_ids, str):
-        raise ValueError(f"dataset_ids must be a list of ids, got the text {dataset_ids!r}")
+    if isinstance(dataset_ids, str) or not isinstance(dataset_ids, Iterable):
+        what = "the text " if isinstance(dataset_ids, str) else ""
+        raise ValueError(f"dataset_ids must be a list of ids, got {what}{dataset_ids!r}")
     ids = [str(item) for item in dataset_ids]
     if not ids:
         raise ValueError("dataset_ids is empty; give at least one trajectory")
@@ -600,8 +661,10 @@ def without_first_turns(reader: Reader, jobs: list[Job]) -> list[Job]:
         if job.refused is None:
             try:
                 recording = reader.read(job.dataset_id, job.path)
-            except Exception:  # splitting it says the same, where that is handled
-                continue
+            except Exception as error:
+                if fault := shortage(error):
+                    raise fault from None
+                continue  # splitting it says the same, where that is handled
             lengths[job.index] = len(answers_of(recording.messages))
             rewards[job.index] = job.reward if job.reward is not None else recording.reward
     if any(reward is None for reward in rewards.values()):
@@ -619,7 +682,8 @@ def rows_of(name: str, values: Any, count: int) -> list[Any] | None:
         return None
     if isinstance(values, Mapping | str):
         raise ValueError(f"{name} must have one entry per trajectory, in order, got {type(values).__name__}")
-    rows = values.tolist() if hasattr(values, "tolist") else list(values)
+    rows = values.tolist() if hasattr(values, "tolist") else values
+    rows = list(rows) if isinstance(rows, Iterable) else rows
     if not isinstance(rows, list) or len(rows) != count:
         got = len(rows) if isinstance(rows, list) else 1
         raise ValueError(f"{name} must have one entry per trajectory: {count} dataset_ids, got {got}")
