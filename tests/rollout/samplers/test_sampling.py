@@ -14,7 +14,15 @@ from tests.rollout.doubles import llama_engine as make_engine
 from shoal.core.errors import EngineError
 from shoal.rollout.samplers.http import Patience
 from shoal.rollout.samplers.openai import DIALECTS, OpenAIEngine
-from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling, restricted
+from shoal.rollout.samplers.sampler import (
+    NO_NUMBERS,
+    Key,
+    Noise,
+    Request,
+    Sampling,
+    generate_each,
+    restricted,
+)
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
@@ -79,6 +87,16 @@ def test_tokens_as_likely_as_the_last_one_stay_together():
         assert np.allclose(restricted(values, Sampling(4, **limit)), third)
     one = restricted(values, Sampling(4, top_k=1))
     assert one.tolist() == [0.0, -math.inf, -math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_weights_that_give_no_numbers_are_told_as_such_however_tokens_are_chosen(sampling):
+    for engine in (TinyEngine(["Up"]), make_engine()):
+        with torch.no_grad():
+            next(engine.model.parameters()).fill_(math.nan)
+        prompt = engine.tokenizer.start([{"role": "user", "content": "Up"}])
+        found = generate_each(engine, [Request(prompt, Key(0, 0, 0, 0, 0), Sampling(4, **sampling))])
+        assert NO_NUMBERS in str(found[0])
 
 
 @pytest.mark.parametrize("stop", [("",), ("</action>", ""), "</action>"])

@@ -414,9 +414,9 @@ def restricted(logprobs: np.ndarray, sampling: Sampling) -> np.ndarray:
 
     Args:
         logprobs: `[V]` of all tokens, at the temperature.
-        sampling: what restricts them; if nothing does, `logprobs` come back as they are.
+        sampling: what restricts them; if nothing does, or they are no numbers, `logprobs` come back as they are.
     """
-    if not sampling.restricted:
+    if not sampling.restricted or np.isnan(logprobs).any():
         return logprobs
     values = logprobs.astype(np.float64)
     least = -np.inf
@@ -460,7 +460,7 @@ class Noise:
         uniform = self._rng.random(len(logprobs))
         likeliest = int(logprobs.argmax())
         least = float(logprobs[likeliest]) + float(_gumbel(uniform[likeliest : likeliest + 1])[0])
-        can_win = np.flatnonzero((uniform >= _RARE) | (logprobs >= least - _FAR))
+        can_win = np.flatnonzero((uniform >= _RARE) | ~(logprobs < least - _FAR))  # NaN can too
         noisy = logprobs[can_win] + _gumbel(uniform[can_win])
         return int(can_win[noisy.argmax()])
 
