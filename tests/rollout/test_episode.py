@@ -49,6 +49,17 @@ def test_one_response_may_hold_several_actions_where_the_config_says_so():
         collect(engine, max_actions_per_turn=0)
 
 
+@pytest.mark.parametrize(
+    ("limit", "turns", "terminated"), [(1, 1, False), (5, 5, False), (6, 6, True), (7, 6, True)]
+)
+def test_an_episode_is_truncated_after_its_last_turn_unless_it_has_ended_in_it(limit, turns, terminated):
+    way = ["Down", "Down", "Right", "Right", "Down", "Right"]
+    engine = ScriptedEngine(lambda prompt, key: f"<action>{way[key.turn]}</action>", WORDS)
+    for trajectory in collect(engine, max_actions_per_traj=limit):
+        assert (len(trajectory.turns), trajectory.status) == (turns, "ok")
+        assert (trajectory.terminated, trajectory.truncated) == (terminated, not terminated)
+
+
 # --- templates of one kind of env
 def test_a_kind_of_env_may_have_templates_of_its_own():
     seen = []

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.core.data import Trajectory, read_trajectories
+from shoal.core.data import Trajectory, Turn, read_trajectories
 from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
 from shoal.rollout.samplers.sampler import Sampling
-from shoal.train.agent.config import compose_config
+from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, compose_config
 from shoal.train.agent.distributed import Processes, SharedCollector
-from shoal.train.agent.evaluation import iteration_times, rollout_metrics, shaping_only
+from shoal.train.agent.evaluation import iteration_times, rollout_metrics, shaping_only, signal_metrics
 from shoal.train.agent.trainer import AgentTrainer
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
@@ -74,21 +74,51 @@ def test_every_number_of_a_run_is_defined_and_its_times_add_up(kind, tmp_path):
 
 
 def test_where_the_time_went_by_hand():
-    row = {"engine_busy": 0.75, "trained_tokens": 300}
-    assert iteration_times(row, rollout_seconds=6.0, seconds=8.0, tokens=1200) == {
+    row = {"engine_busy": 0.75, "trained_tokens": 301}
+    assert iteration_times(row, rollout_seconds=6.0, seconds=9.0, tokens=1201) == {
         "seconds_rollout": 6.0,
-        "seconds_update": 2.0,
-        "tokens_per_second": 200.0,
-        "update_tokens_per_second": 150.0,
-        "share_rollout": 0.75,
-        "share_update": 0.25,
-        "share_idle": 0.1875,  # a quarter of three quarters
+        "seconds_update": 3.0,
+        "tokens_per_second": 200.2,
+        "update_tokens_per_second": 100.3,
+        "share_rollout": 0.6667,
+        "share_update": 0.3333,
+        "share_idle": 0.1667,  # a quarter of two thirds
     }
     assert iteration_times({"engine_busy": 1.0}, 1.0, 2.0, 10)["update_tokens_per_second"] == 0.0
 
 
 def test_nothing_played_is_nothing_shaped():
     assert shaping_only([]) == 0.0
+
+
+def test_the_groups_with_signal_are_those_whose_whole_episodes_earned_differently():
+    def episode(group, rewards, valid=True, status="ok"):
+        turns = tuple(Turn("", (1,), (2,), (-1.0,), "", None, valid, r, "", finish="length") for r in rewards)
+        return Trajectory("e", 0, group, 0, 0, turns, False, True, False, status)
+
+    played = [
+        episode(0, [1.0]), episode(0, [0.0]),  # differs
+        episode(1, [0.0, 1.0]), episode(1, [0.5]),  # differs undiscounted: 1 and 0.5
+        episode(2, [0.0], valid=False), episode(2, [0.0]),  # by its format alone
+        episode(3, [0.0]), episode(3, [1.0], status="timeout"),  # what failed says nothing
+        episode(4, [0.0], valid=False, status="timeout"),
+    ]  # fmt: skip
+    for gamma, penalty, signal, shaping in (
+        (1.0, 0.1, 0.5, 0.25),
+        (0.5, 0.1, 0.25, 0.25),
+        (1.0, 0.0, 0.5, 0),
+    ):
+        config = AgentConfig(
+            algorithm=Algorithm(gamma=gamma, overlong_filter=True),
+            agent_proxy=AgentProxy(format_penalty=penalty),
+        )
+        assert signal_metrics(played, played[:4], config) == {
+            "groups_with_signal": signal, "groups_shaping_only": shaping, "groups_trained": 2.0,
+            "overlong_episodes": 1.0,
+        }  # fmt: skip
+    assert signal_metrics([], [], AgentConfig()) == {
+        "groups_with_signal": 0.0, "groups_shaping_only": 0.0, "groups_trained": 0.0
+    }  # fmt: skip
 
 
 SCORES = {"std": np.std, "max_mean": lambda rewards: max(rewards) - np.mean(rewards)}

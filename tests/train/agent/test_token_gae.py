@@ -2,7 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.train.agent.advantages import bi_level_gae, token_gae, turn_gae
+from shoal.train.agent.advantages import ESTIMATORS, bi_level_gae, token_gae, turn_gae
+from shoal.train.agent.config import Algorithm, Critic
 
 EPISODES = st.lists(
     st.tuples(st.floats(-2, 2), st.lists(st.floats(-2, 2), min_size=1, max_size=4)), min_size=1, max_size=5
@@ -60,6 +61,18 @@ def test_bi_level_gae_by_hand():
     advantages, returns = bi_level_gae([0.0, 1.0], [np.array([0.1, 0.3]), np.array([0.4])], 0.5, 1.0, 0.5)
     np.testing.assert_allclose(np.concatenate(advantages), [0.3, 0.2, 0.6])
     np.testing.assert_allclose(np.concatenate(returns), [0.4, 0.5, 1.0])
+
+
+def test_each_estimator_reads_the_settings_of_a_run():
+    # The episode above, with lambda 3/4: the last turn has 0.6. By tokens, the end of turn 0 has
+    # 0.5*0.4 - 0.3 + 0.5*0.75*0.6 = 0.125, its first token 0.3 - 0.1 + 0.75*0.125 = 0.29375; by turns, both have
+    # 0.5*0.4 - 0.1 + 0.375*0.6 = 0.325; by both, the first token has 0.3 - 0.1 + 0.5*0.125 = 0.2625.
+    algorithm = Algorithm(gamma=0.5, critic=Critic(gae_lambda=0.75, token_lambda=0.5))
+    wanted = {"gae": [0.29375, 0.125], "turn_gae": [0.325, 0.325], "bi_level_gae": [0.2625, 0.125]}
+    for name, first in wanted.items():
+        values = [np.array([0.1, 0.3]), np.array([0.4])]
+        advantages, _ = ESTIMATORS[name].compute([0.0, 1.0], values, algorithm)
+        np.testing.assert_allclose(np.concatenate(advantages), [*first, 0.6])
 
 
 @given(EPISODES, RATES, RATES)
