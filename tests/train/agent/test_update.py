@@ -1,3 +1,6 @@
+import math
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.core.data import Trajectory, Turn
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import Sample, make_samples, micro_batches, token_values
-from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
+from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, RolloutCorrection
 from shoal.train.agent.losses import aggregation_weights
 from shoal.train.agent.policy import Critic, MasterAdamW, policy_of, score, trained_parameters
 from shoal.train.agent.update import Learner, Totals, critic_loss, gradient_step, token_loss, update
@@ -81,21 +84,38 @@ def test_the_gradient_does_not_depend_on_micro_batches_order_padding_or_packing(
     assert split_totals.kl_to_reference == pytest.approx(totals.kl_to_reference, abs=1e-3)
 
 
-def test_the_loss_is_that_of_a_loop_over_tokens():
+def test_the_loss_and_what_is_told_are_those_of_a_loop_over_tokens():
     samples = random_samples(5, 3)
-    expected, n_tokens = 0.0, sum(len(s.places) for s in samples)
+    config = Algorithm(
+        kl=KLPenalty(0.1, "k2"), rollout_correction=RolloutCorrection("truncate"), adv_estimator="gae"
+    )
+    expected, n_tokens = Counter(), sum(len(s.places) for s in samples)
     for sample in samples:
         hidden = ENGINE.module.hidden(torch.tensor([sample.ids]), torch.zeros(1, dtype=torch.int64))
         scores = ENGINE.module.head(hidden)[0].log_softmax(-1).detach()
         for k, place in enumerate(sample.places):
             row = scores[place - 1]
-            ratio = float(torch.exp(row[sample.ids[place]] - sample.columns["old_logprobs"][k]))
-            advantage = float(sample.columns["advantages"][k])
-            surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
-            expected -= surrogate * float(sample.columns["correction"][k]) / n_tokens
-            expected -= 0.02 * float(-(row.exp() * row).sum()) / n_tokens
-    _, totals = gradient(samples, Algorithm(), 64)
-    assert totals.loss == pytest.approx(expected, rel=1e-5)
+            column = {name: float(values[k]) for name, values in sample.columns.items()}
+            gap = float(row[sample.ids[place]]) - column["old_logprobs"]
+            surrogate = min(
+                math.exp(gap) * column["advantages"],
+                min(max(math.exp(gap), 0.8), 1.28) * column["advantages"],
+            )
+            to_reference = (float(row[sample.ids[place]]) - column["reference_logprobs"]) ** 2 / 2
+            entropy = float(-(row.exp() * row).sum())
+            near = column["values"] - max(-0.5, min(column["values"], 0.5))  # the critic says 0 as yet
+            expected["loss"] += 0.1 * to_reference - surrogate * column["correction"] - 0.02 * entropy
+            expected["entropy"] += entropy
+            expected["kl_to_rollout"] += math.exp(gap) - 1 - gap
+            expected["kl_to_reference"] += to_reference
+            expected["value_loss"] += max(column["returns"] ** 2, (near - column["returns"]) ** 2) / 2
+            expected["rollout_correction_mean"] += column["correction"]
+    _, totals = gradient(samples, config, 64)
+    told = totals.metrics(config, critic=True)
+    assert {name: told[name] for name in expected} == pytest.approx(
+        {name: total / n_tokens for name, total in expected.items()}, rel=1e-5
+    )
+    assert told["trained_tokens"] == n_tokens
 
 
 def turn(prompt, response):
