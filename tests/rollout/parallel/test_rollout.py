@@ -259,6 +259,15 @@ def test_a_passing_fault_is_repaired_by_a_fresh_env(calm, tmp_path):
     assert played == calm
 
 
+def test_every_failed_attempt_at_an_episode_but_the_last_is_told(caplog):
+    with caplog.at_level(logging.WARNING, "shoal.rollout"):
+        played, _ = play("threads", fault="raise", parallel={"env_retries": 2})
+    failed = [index for index, t in enumerate(played) if t.status == "env_error"]
+    told = sorted(tuple(record.args[:2]) for record in caplog.records if "attempt" in record.msg)
+    assert told == [(index, attempt) for index in failed for attempt in (1, 2)]
+    assert failed
+
+
 @pytest.mark.parametrize("backend", ["processes", "loky"])
 def test_an_env_that_kills_its_worker_costs_only_its_own_episode(calm, backend, caplog):
     with caplog.at_level(logging.WARNING, "shoal.rollout"):
