@@ -119,6 +119,26 @@ def test_half_a_frame_holds_up_nobody(shared):
         good.close()
 
 
+@pytest.mark.parametrize("part", ["nothing", "half an introduction", "half a request"])
+def test_a_connection_that_does_not_end_its_message_is_ended_and_one_that_is_silent_is_not(
+    shared, monkeypatch, part
+):
+    address = shared.serve()
+    hello = frame(Hello(address.token, 1))
+    begun = {"half an introduction": hello[:-3], "half a request": hello + frame(Ask(0, request()))[:-3]}
+    good = SocketLink(address)
+    assert good.generate([request()]) == HashEngine().generate([request()])
+    with socket.socket(socket.AF_UNIX) as slow:
+        slow.settimeout(60)
+        slow.connect(address.path)
+        slow.sendall(begun.get(part, b""))
+        monkeypatch.setattr(transport, "MESSAGE_SECONDS", 0.1)
+        with contextlib.suppress(ConnectionResetError):
+            assert slow.recv(100) == b""
+    assert good.generate([request(1)]) == HashEngine().generate([request(1)])
+    good.close()
+
+
 def test_thousands_of_connections_are_refused_beyond_the_limit(shared, monkeypatch):
     monkeypatch.setattr("shoal.rollout.parallel.transport.MAX_CONNECTIONS", 20)
     address = shared.serve()
