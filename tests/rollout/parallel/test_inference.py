@@ -109,6 +109,29 @@ def test_a_forged_client_is_cut_off_and_others_go_on(shared, data):
     assert not os.path.exists("/tmp/shoal-evil-marker")
 
 
+def test_whoever_has_its_answer_lets_another_one_read():
+    gate, found, threads = threading.Semaphore(0), {}, []
+    with SharedLLMInferenceManager(HashEngine(lambda _: gate.acquire()), max_batch=1) as manager:
+        link = SocketLink(manager.serve())
+
+        def ask(member):
+            found[member] = link.generate([request(member)], timeout=30)
+
+        for member in range(3):  # the first one reads, the others sleep
+            threads.append(threading.Thread(target=ask, args=(member,), daemon=True))
+            threads[-1].start()
+            while (
+                not link._reading.locked()
+                or sum(c.bell is not None for c in [*link._calls.values()]) < member
+            ):
+                time.sleep(0.001)
+        for thread in threads:
+            gate.release()
+            thread.join()
+        link.close()
+    assert found == {member: HashEngine().generate([request(member)]) for member in range(3)}
+
+
 def test_half_a_frame_holds_up_nobody(shared):
     address = shared.serve()
     with socket.socket(socket.AF_UNIX) as slow:
