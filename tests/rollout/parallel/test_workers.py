@@ -1,11 +1,14 @@
 import json
 import os
+import pickle
 import queue
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -153,3 +156,18 @@ def test_a_worker_counts_as_frozen_some_seconds_after_its_env_should_have_answer
     for settings, seconds in (({}, None), ({"make_timeout": 9}, None), ({"step_timeout": 2}, 7.0),
                               ({"step_timeout": 2, "make_timeout": 9}, 14.0)):  # fmt: skip
         assert pool.heartbeat_timeout(ParallelConfig(**settings)) == seconds
+
+
+def test_a_worker_gives_signs_of_life_while_it_works_and_only_then(monkeypatch):
+    monkeypatch.setattr(pool, "BEAT", 0.01)
+    sent, lock, busy = queue.SimpleQueue(), threading.Lock(), threading.Event()
+    channel = SimpleNamespace(send=sent.put)
+    threading.Thread(target=pool._beat, args=(channel, lock, busy), daemon=True).start()
+    busy.set()
+    assert [pickle.loads(sent.get(timeout=60)) for _ in range(3)] == [None] * 3
+    with lock:
+        busy.clear()
+        while not sent.empty():
+            sent.get()
+    time.sleep(0.1)
+    assert sent.empty()
