@@ -14,6 +14,7 @@ from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, compose_config
 from shoal.train.agent.distributed import Processes, SharedCollector
 from shoal.train.agent.evaluation import iteration_times, rollout_metrics, shaping_only, signal_metrics
+from shoal.train.agent.records import PANELS, write_curves
 from shoal.train.agent.trainer import AgentTrainer
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
@@ -71,6 +72,20 @@ def test_every_number_of_a_run_is_defined_and_its_times_add_up(kind, tmp_path):
             row["trained_tokens"] / row["seconds_update"], rel=0.02
         )
         assert row["trained_tokens"] > 0
+
+
+def test_the_loss_of_the_warm_up_is_that_of_its_last_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.train.agent.trainer.warmed_up", lambda *_: iter([3.0, 2.0, 1.0]))
+    rows = run(tmp_path / "run", "demo", "trainer.iterations=1")
+    assert [row.get("warmup_loss") for row in rows] == [1.0, None]
+
+
+def test_every_curve_is_drawn(tmp_path):
+    rows = [{"iteration": i} for i in range(3)]
+    write_curves(rows, tmp_path / "none.png")
+    for name in [name for _, names in PANELS for name in names]:
+        write_curves([row | {name: row["iteration"] / 3} for row in rows], tmp_path / "one.png")
+        assert (tmp_path / "one.png").read_bytes() != (tmp_path / "none.png").read_bytes()
 
 
 def test_where_the_time_went_by_hand():
