@@ -97,6 +97,21 @@ def missing_extra(feature: str, extra: str) -> MissingExtraError:
     return MissingExtraError(f'{feature} needs an extra: run pip install "shoal[{extra}]"')
 
 
+def in_words(error: BaseException) -> str:
+    """The type and the message of what somebody else's code raised, also where its message raises.
+
+    >>> in_words(KeyError("lost"))
+    "KeyError: 'lost'"
+    >>> in_words(SystemExit())
+    'SystemExit'
+    """
+    try:
+        message = str(error)
+    except BaseException as problem:  # SystemExit, say
+        message = f"its message raises {type(problem).__name__}"
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
 PACKAGES = {
     "train": ("torch", "hydra", "safetensors", "numba", "matplotlib", "tensorboard"),
     "llm": ("transformers", "peft", "accelerate", "tokenizers"),

@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from shoal import envs
 from shoal.core.data import Trajectory
-from shoal.core.errors import ConfigError, DataError, EngineError, did_you_mean, missing_extra
+from shoal.core.errors import ConfigError, DataError, EngineError, did_you_mean, in_words, missing_extra
 from shoal.integrations.rows import bridge_config, require_whole_episodes
 from shoal.integrations.verl import agent_loop_outputs
 from shoal.rollout.collector import place_of
@@ -120,7 +120,7 @@ class ShoalAgentLoop(AgentLoopBase):
         except (ConfigError, EngineError):
             raise
         except Exception as error:
-            return episode.trajectory("env_error", f"{type(error).__name__}: {error}")
+            return episode.trajectory("env_error", in_words(error))
         finally:
             if env is not None:
                 env.close()
@@ -139,7 +139,7 @@ class ShoalAgentLoop(AgentLoopBase):
                 sampling_params={**sampling_params, "max_tokens": min(sampling.max_tokens, room)},
             )
         except Exception as error:
-            raise EngineError(f"verl's server failed: {type(error).__name__}: {error}") from error
+            raise EngineError(f"verl's server failed: {in_words(error)}") from error
         metrics.generate_sequences += asyncio.get_running_loop().time() - clock
         end = self._end(list(answer.token_ids[: min(sampling.max_tokens, room)]), sampling.stop)
         if not end:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from shoal.core.data import Status, Trajectory
-from shoal.core.errors import EngineError, EnvError, WorkerError, WorkerTimeoutError
+from shoal.core.errors import EngineError, EnvError, WorkerError, WorkerTimeoutError, in_words
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
@@ -176,7 +176,7 @@ def _told(i: int, failed: dict[int, tuple[Status, str]], status: Status = "env_e
         plain = late or (status == "engine_error" and isinstance(error, EngineError))
         failed[i] = (
             "timeout" if late else status,
-            str(error) if plain else f"{type(error).__name__}: {error}",
+            str(error) if plain else in_words(error),
         )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.core.data import MOST_REWARD, Status, Trajectory, Turn, refuse_words
-from shoal.core.errors import EngineError
+from shoal.core.errors import EngineError, in_words
 from shoal.envs.actions import Projected, Projection
 from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene, first_difference
@@ -110,7 +110,7 @@ class Episode:
             written = _text(self._prompter.tokenizer.decode(completion.token_ids))
         except Exception as error:
             raise EngineError(
-                f"the tokenizer cannot decode the engine's answer ({type(error).__name__}: {error}): "
+                f"the tokenizer cannot decode the engine's answer ({in_words(error)}): "
                 f"{str(completion.token_ids)[:200]}"
             ) from error
         self._response = self._prompter.config.response(written)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import gymnasium
 
-from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
+from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError, in_words
 from shoal.core.processes import RemoteTraceback
 from shoal.core.seeding import derive_seed
 from shoal.vector.values import Told
@@ -52,12 +52,7 @@ def shown(value: Any) -> str | None:
 def from_exception(env: int, doing: str, error: BaseException, pid: int | None = None) -> Failure:
     """A failure from an exception being handled."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    try:
-        message = str(error)
-    except Exception as problem:
-        message = f"its message raises {type(problem).__name__}"
-    summary = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return Failure(env, doing, summary, trace, None, pid, error)
+    return Failure(env, doing, in_words(error), trace, None, pid, error)
 
 
 def portable(failure: Failure) -> Failure:

@@ -91,6 +91,26 @@ def test_an_exception_in_the_place_of_an_answer_ends_its_episode_alone(calm, bac
             assert now == before
 
 
+class SpeechlessError(Exception):
+    def __str__(self):
+        raise SystemExit(5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("error", [SpeechlessError, KeyboardInterrupt])
+def test_whatever_an_engine_raises_of_itself_ends_the_episode_alone_that_it_is_about(calm, backend, error):
+    def before(requests):
+        if any((r.key.group, r.key.turn) == (1, 2) for r in requests):
+            raise error
+
+    for usual, now in zip(calm, play(backend, HashEngine(before)), strict=True):
+        if now.group == 1:
+            assert (now.status, now.turns) == ("engine_error", usual.turns[:2])
+            assert error.__name__ in now.error
+        else:
+            assert now == usual
+
+
 def test_an_answer_that_cannot_be_sent_fails_alone():
     def reply(number, result):
         if isinstance(result, Completion):

@@ -95,6 +95,16 @@ class OddMessage(Odd):
         raise ValueError("caf\udce9")
 
 
+class SpeechlessError(Exception):
+    def __str__(self):
+        raise SystemExit(5)
+
+
+class Speechless(Odd):
+    def odd(self, *answer):
+        raise SpeechlessError
+
+
 class BadExit(Odd):
     """It raises, and its end does too."""
 
@@ -140,6 +150,7 @@ ODD = [
     (HalfCharacter, "UnicodeEncodeError"),
     (BadPicture, "picture"),
     (Cancelled, "CancelledError"),
+    (Speechless, "SpeechlessError: its message raises SystemExit"),
     (OddMessage, r"ValueError: caf\udce9"),
     (BadExit, "ValueError: lost"),
 ]
@@ -164,6 +175,24 @@ def test_whatever_an_env_answers_only_its_own_episode_ends(calm, backend, env, c
         else:
             assert (now.status, now.turns) == ("env_error", before.turns[:1])
             assert cause in now.error
+
+
+class Interrupts(Odd):
+    def odd(self, *answer):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("at_once", [None, 1])  # in threads of a worker, or in its main one
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_an_interrupt_that_an_env_raises_by_itself_is_a_failure_of_its_own(calm, backend, at_once):
+    for before, now in zip(
+        calm, play(backend, Interrupts, parallel={"episodes_at_once": at_once}), strict=True
+    ):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert (now.status, now.turns) == ("env_error", before.turns[:1])
+            assert "KeyboardInterrupt" in now.error
 
 
 class Forks(Odd):

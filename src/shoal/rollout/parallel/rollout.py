@@ -27,6 +27,7 @@ from shoal.core.errors import (
     WorkerError,
     WorkerTimeoutError,
     did_you_mean,
+    in_words,
 )
 from shoal.core.executors import available_cpus
 from shoal.envs.catalogue import resolve_text
@@ -393,7 +394,7 @@ class _Rollout:
             self._played(future.result())
             return
         if not isinstance(error, WorkerDiedError | WorkerTimeoutError | BrokenExecutor):
-            raise WorkerError(f"a rollout worker failed: {type(error).__name__}: {error}") from error
+            raise WorkerError(f"a rollout worker failed: {in_words(error)}") from error
         if isinstance(error, BrokenExecutor) and not self.broken:
             self.broken = True
             self.pool.forget()

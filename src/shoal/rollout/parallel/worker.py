@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, Protocol
 import msgspec
 
 from shoal.core.data import Status, Trajectory, refuse_words
-from shoal.core.errors import EngineError, WorkerError
+from shoal.core.errors import EngineError, WorkerError, in_words
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.parallel.transport import Link, Schedule
 from shoal.rollout.prompts import PromptConfig, Prompter
@@ -160,7 +160,7 @@ def encode_report(rollout: int, index: int, trajectory: Trajectory) -> bytes:
     try:
         return msgspec.msgpack.encode((rollout, index, trajectory))
     except (OverflowError, TypeError, ValueError, msgspec.MsgspecError) as error:
-        why = f"its record cannot be written: {type(error).__name__}: {error}"
+        why = f"its record cannot be written: {in_words(error)}"
         told = why.encode("utf-8", "backslashreplace").decode()
         lost = replace(trajectory, turns=(), success=False, status="env_error", error=told)
         return msgspec.msgpack.encode((rollout, index, lost))
@@ -220,6 +220,8 @@ class Player:
     inside: tuple[str, float] | None = None
     """What the env is at, and since when."""
     abandoned: bool = False
+    in_caller: bool = True
+    """Whether Ctrl-C, which comes in the main thread alone, would be the caller's."""
 
     def overdue(self, now: float, settings: ParallelConfig) -> str | None:
         """Why this player's episode has to be given up, if it has."""
@@ -240,7 +242,7 @@ class Player:
         """Call into the env, so that what it raises is told apart from all else.
 
         Raises:
-            EnvFailedError: it raised something, be it `SystemExit` or a cancellation; Ctrl-C is none of its own.
+            EnvFailedError: it raised something, be it `SystemExit` or a cancellation; the caller's Ctrl-C is none of its own.
         """
         process, failure = os.getpid(), None
         self.inside = doing, time.monotonic()
@@ -248,10 +250,10 @@ class Player:
             return call()
         except BaseException as error:
             failure = error
-            if isinstance(error, KeyboardInterrupt):
+            main = threading.current_thread() is threading.main_thread()
+            if isinstance(error, KeyboardInterrupt) and self.in_caller and main:
                 raise
-            message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise EnvFailedError(f"{doing} failed: {message}") from error
+            raise EnvFailedError(f"{doing} failed: {in_words(error)}") from error
         finally:
             self.inside = None
             if os.getpid() != process:
@@ -330,7 +332,7 @@ def play_share(share: Share, connect: Connect, here: InCaller | None = None) -> 
     """Play all episodes of a share; each is reported through the link as soon as it is over."""
     link = connect.connect(share.number)
     try:
-        return _Worker(share, link, here or InCaller(KEPT)).run()
+        return _Worker(share, link, here).run()
     finally:
         close = getattr(link, "close", None)
         if close is not None and id(link) != id(connect):
@@ -340,7 +342,8 @@ def play_share(share: Share, connect: Connect, here: InCaller | None = None) -> 
 class _Worker:
     """One share being played."""
 
-    def __init__(self, share: Share, link: Link, here: InCaller) -> None:
+    def __init__(self, share: Share, link: Link, here: InCaller | None) -> None:
+        self.in_caller, here = here is not None, here or InCaller(KEPT)
         self.share, self.link, self.stop = share, link, here.stop
         self.prompter = Prompter(share.prompt, share.tokenizer)
         self.kinds: Mapping[str, Hashable] = share.kinds or {tag: tag for tag in share.env_fns}
@@ -440,6 +443,7 @@ class _Worker:
 
     def _play_all(self, player: Player) -> None:
         """Play episodes until none is left."""
+        player.in_caller = self.in_caller
         try:
             assignment = player.assignment or self._next()
             while assignment is not None:
@@ -506,7 +510,7 @@ class _Worker:
         except EngineError as error:
             status, why = "engine_error", str(error)
         except Exception as error:  # of the tokenizer or a template, say: the env has no part in it
-            status, why = "engine_error", f"{type(error).__name__}: {error}"
+            status, why = "engine_error", in_words(error)
             logger.warning("episode %d ends: %s", assignment.index, why, exc_info=True)
         finally:
             if env is not None and status != "env_error" and not player.abandoned:

@@ -7,6 +7,7 @@ not depend on what else is in the batch, on order, padding, or the number of wor
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -15,7 +16,7 @@ from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args, run
 import msgspec
 import numpy as np
 
-from shoal.core.errors import ConfigError, EngineError
+from shoal.core.errors import ConfigError, EngineError, in_words
 from shoal.core.seeding import stream, stream_key
 
 Level = Literal["L0", "L1", "L2"]
@@ -192,7 +193,7 @@ def as_completion(answer: Any) -> Completion | Exception:
     if isinstance(answer, EngineError | TimeoutError):
         return answer
     if isinstance(answer, BaseException):
-        refused = EngineError(f"the engine failed: {type(answer).__name__}: {answer}")
+        refused = EngineError(f"the engine failed: {in_words(answer)}")
         refused.__cause__ = answer
         return refused
     return EngineError(f"the engine must answer with a Completion, it gave {str(answer)[:200]}")
@@ -295,8 +296,9 @@ def generate_each(
             answers = checked(engine, part, given)
         except (
             BaseException
-        ) as error:  # SystemExit, say: it is the engine's, and its neighbours do not end with it
-            if isinstance(error, KeyboardInterrupt):
+        ) as error:  # SystemExit, say: the engine's own, of which its neighbours do not end
+            main = threading.current_thread() is threading.main_thread()
+            if isinstance(error, KeyboardInterrupt) and main:  # Ctrl-C, which comes there alone
                 raise
             refused = as_completion(error)
             if given_up():

@@ -25,7 +25,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
-from shoal.core.errors import ConfigError, DataError, DivergedError, EngineError, EnvError, missing_extra
+from shoal.core.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    EngineError,
+    EnvError,
+    in_words,
+    missing_extra,
+)
 from shoal.core.executors import connect_ray
 from shoal.core.files import verify_folder, write_folder
 from shoal.rollout.collector import TrajectoryCollector
@@ -158,7 +166,7 @@ class Processes:
             value = work()
         except Exception as error:
             failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        told = None if failure is None else in_words(failure)
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, (told, value))
         if failure is not None:
