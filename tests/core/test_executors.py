@@ -1,3 +1,4 @@
+import pickle
 import socket
 import sys
 import threading
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core import executors
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.executors import SerialExecutor, enter_ray, leave_ray, make_executor, map_ordered
 
 
@@ -37,6 +38,54 @@ def test_an_exception_comes_out_where_its_result_would_have(backend):
         assert [next(results), next(results), next(results)] == [0, 1, 2]
         with pytest.raises(KeyError, match="three"):
             next(results)
+
+
+class UnreadableError(Exception):
+    def __init__(self, what, why):
+        super().__init__(f"{what}: {why}")
+
+
+class UnsendableError(Exception):
+    def __init__(self):
+        super().__init__("it holds a lock")
+        self.lock = threading.Lock()
+
+
+class SpeechlessError(Exception):
+    def __str__(self):
+        raise SystemExit(5)
+
+    def __reduce__(self):
+        raise SystemExit(5)
+
+
+ODD = {
+    1: (UnreadableError, ("the server", "it is gone"), "UnreadableError: the server: it is gone"),
+    3: (UnsendableError, (), "UnsendableError: it holds a lock"),
+    5: (SpeechlessError, (), "SpeechlessError: its message raises SystemExit"),
+    7: (SystemExit, (3,), ""),
+    9: (KeyboardInterrupt, (), ""),
+}
+
+
+def raise_at(x, odd):
+    if x in odd:
+        kind, args, _ = odd[x]
+        raise kind(*args)
+    return x
+
+
+@pytest.mark.parametrize(
+    "backend", ["process", "loky", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+)
+def test_an_exception_that_cannot_be_sent_or_read_is_told_in_words_and_fails_its_task_alone(backend):
+    with make_executor(backend, 2) as executor:
+        futures = [executor.submit(raise_at, x, ODD) for x in range(11)]
+        errors = {x: future.exception(60) for x, future in enumerate(futures)}
+    assert [x for x, error in errors.items() if error is not None] == list(ODD)
+    assert {x: str(errors[x]) for x in (1, 3, 5)} == {x: ODD[x][2] for x in (1, 3, 5)}
+    assert {type(errors[x]) for x in (1, 3, 5)} == {WorkerError}
+    assert (type(errors[7]), errors[7].code, type(errors[9])) == (SystemExit, 3, KeyboardInterrupt)
 
 
 @pytest.mark.timeout(30)
@@ -188,6 +237,8 @@ class Tasks:
             try:
                 time.sleep(0.01)
                 return function(*args)
+            except Exception as error:
+                raise pickle.loads(pickle.dumps(error)) from None  # as it arrives from another process
             finally:
                 with self.lock:
                     self.now -= 1

@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import operator
 import os
+import pickle
 import socket
 import threading
 import time
@@ -22,7 +23,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.core.errors import ConfigError, WorkerDiedError, did_you_mean, missing_extra
+import cloudpickle
+
+from shoal.core.errors import (
+    ConfigError,
+    WorkerDiedError,
+    WorkerError,
+    did_you_mean,
+    in_words,
+    missing_extra,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -112,6 +122,40 @@ def make_executor(backend: str = "serial", workers: int = -1) -> Executor:
     raise ValueError(f"no executor backend named {backend!r}.{did_you_mean(backend, BACKENDS)}")
 
 
+class Sent(Exception):  # noqa: N818  (it arrives as what it carries)
+    """An exception on its way out of a process: it arrives as itself, or as a `WorkerError` in its words.
+
+    Pools give up all their tasks at an exception that cannot be read.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(in_words(error))
+        try:
+            self._data = cloudpickle.dumps(error, protocol=5)
+            pickle.loads(self._data)  # what harms whoever reads it does so here
+        except BaseException:
+            self._data = b""
+
+    def __reduce__(self) -> Any:
+        return _arrived, (self._data, *self.args)
+
+
+def _arrived(data: bytes, words: str) -> BaseException:
+    with contextlib.suppress(BaseException):
+        error = pickle.loads(data)
+        if isinstance(error, BaseException):
+            return error
+    return WorkerError(words)
+
+
+def _call(fn: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
+    # Ray takes Python functions only, not built-in ones or partials.
+    try:
+        return fn(*args, **kwargs)
+    except BaseException as error:
+        raise Sent(error) from error
+
+
 class ProcessExecutor(concurrent.futures.ProcessPoolExecutor):
     """Python's process pool, with processes that are spawned."""
 
@@ -127,7 +171,7 @@ class ProcessExecutor(concurrent.futures.ProcessPoolExecutor):
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Run `fn` in a process of the pool."""
         self._used = True
-        return super().submit(fn, *args, **kwargs)
+        return super().submit(_call, fn, args, kwargs)  # type: ignore[arg-type]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes.
@@ -158,17 +202,12 @@ class LokyExecutor(Executor):
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Run `fn` in a process of the pool."""
-        future: Future[R] = self._pool.submit(fn, *args, **kwargs)
+        future: Future[R] = self._pool.submit(_call, fn, args, kwargs)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes; without `wait`, or with `cancel_futures`, by force."""
         self._pool.shutdown(wait=wait, kill_workers=cancel_futures or not wait)
-
-
-def _call(fn: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> R:
-    # Ray takes Python functions only, not built-in ones or partials.
-    return fn(*args, **kwargs)
 
 
 RAY_ANSWERS_SECONDS = 10.0
@@ -344,7 +383,7 @@ class RayExecutor(Executor):
 
     def _translate(self, error: BaseException) -> BaseException:
         exceptions = self._ray.exceptions
-        if isinstance(error, exceptions.RayTaskError) and isinstance(error.cause, Exception):
+        if isinstance(error, exceptions.RayTaskError) and isinstance(error.cause, BaseException):
             error.cause.__cause__ = None
             return error.cause
         if isinstance(error, exceptions.RayError):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import cloudpickle
 
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from shoal.core.executors import RayExecutor, available_cpus, make_executor
+from shoal.core.executors import RayExecutor, Sent, available_cpus, make_executor
 from shoal.core.processes import (
     Channel,
     ChannelClosedError,
@@ -401,12 +401,7 @@ def _answer(task: bytes | bytearray) -> bytes:
         return whole
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))
-        try:
-            data: bytes = cloudpickle.dumps((False, error, trace, False), protocol=5)
-            cloudpickle.loads(data)
-        except BaseException:
-            told = WorkerError(f"{type(error).__name__}: {error}")
-            data = cloudpickle.dumps((False, told, trace, False), protocol=5)
+        data: bytes = cloudpickle.dumps((False, Sent(error), trace, False), protocol=5)
         return data
 
 

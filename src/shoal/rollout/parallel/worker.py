@@ -242,7 +242,7 @@ class Player:
         """Call into the env, so that what it raises is told apart from all else.
 
         Raises:
-            EnvFailedError: it raised something, be it `SystemExit` or a cancellation; the caller's Ctrl-C is none of its own.
+            EnvFailedError: it raised something, be it `SystemExit` or a cancellation, but not Ctrl-C of the caller.
         """
         process, failure = os.getpid(), None
         self.inside = doing, time.monotonic()
