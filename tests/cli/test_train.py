@@ -30,3 +30,12 @@ def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, mo
     ]
     assert iterations == [0, 1, 2]
     assert f"shoal show {folder}" in capsys.readouterr().out
+
+
+def test_a_run_that_was_done_and_lost_its_metrics_says_what_is_left_of_it(tmp_path, capsys):
+    command = ["train", "--config-name", "demo-bandit", *QUICK, f"run_dir={tmp_path / 'run'}"]
+    assert shoal.main(command) == 0
+    for name in ("metrics.jsonl", "summary.json"):
+        (tmp_path / "run" / name).unlink()
+    assert shoal.main([*command, "resume=true"]) == 0
+    assert "held-out success unknown after 2 iterations" in capsys.readouterr().out

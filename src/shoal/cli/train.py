@@ -173,9 +173,10 @@ def _line(row: dict[str, Any], iterations: int) -> str:
 def _say_results(run: Path, next_step: str, out: Any) -> None:
     summary = read_summary(run)
     metrics = summary["metrics"]
+    success = metrics.get("heldout_success")  # not there where the rows of metrics were lost
     lines = [
         "",
-        f"held-out success {metrics['heldout_success']:.2f} after "
+        f"held-out success {'unknown' if success is None else f'{success:.2f}'} after "
         f"{count_of(metrics['iterations'], 'iteration')}, {duration(summary['seconds'])}",
         f"curves      {run / 'curves.png'}",
         f"episodes    {run / 'trajectories'}",

@@ -166,6 +166,23 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(tmp_path, scored):
 def test_there_is_nothing_to_resume_in_an_empty_folder(tmp_path):
     with pytest.raises(DataError, match="no checkpoint in .*: start without resume"):
         train(tmp_path, "resume=true")
+    with pytest.raises(DataError, match="there is no run .*nosuch to go on with: start without resume"):
+        train(tmp_path / "nosuch", "resume=true")
+    assert not (tmp_path / "nosuch").exists()
+
+
+@pytest.mark.parametrize("left", ["all", "torn", "none"])
+def test_a_run_that_has_succeeded_does_not_go_on_though_its_metrics_are_lost(tmp_path, scored, left):
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert [row["iteration"] for row in train(tmp_path / "run", "trainer.stop_at_success=0.5")] == [0, 1, 2]
+    if left == "torn":
+        metrics.write_bytes(metrics.read_bytes()[:-9])
+    elif left == "none":
+        metrics.unlink()
+    train(tmp_path / "run", "trainer.stop_at_success=0.5", "resume=true")
+    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000002"]
+    assert read_json(tmp_path / "run" / "summary.json")["metrics"]["iterations"] == 2
+    assert train(tmp_path / "run", "trainer.stop_at_success=0.6", "resume=true")[-1]["iteration"] == 4
 
 
 def test_half_written_checkpoints_of_killed_runs_do_not_pile_up(tmp_path):

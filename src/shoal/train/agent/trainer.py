@@ -94,6 +94,8 @@ class AgentTrainer:
         if not isinstance(config, AgentConfig):
             config = AgentConfig.read(plain_values(config))
         begun = Path(config.run_dir or DEFAULT_FOLDER) / "config.yaml"
+        if config.resume and not begun.parent.is_dir():  # before one is made that would look like a run
+            raise DataError(f"there is no run {begun.parent} to go on with: start without resume")
         if config.resume and begun.exists():
             try:
                 config = config.as_begun(yaml.safe_load(begun.read_bytes()))
@@ -309,7 +311,9 @@ class AgentTrainer:
         if self._reference is not None:
             self._reference.load()
         rows = self.processes.together(lambda: self.records.go_on(self.progress.iteration))[0]
-        self._success = float(rows[-1].get("heldout_success") or 0.0) if rows else 0.0
+        last = rows[-1] if rows else {}
+        at_end = last.get("iteration") == self.progress.iteration  # else its row was lost: the best is known
+        self._success = float(last.get("heldout_success") or 0.0) if at_end else self.progress.best_success
         yield from rows
 
     def _validate(self) -> dict[str, float]:
