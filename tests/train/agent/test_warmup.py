@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.core.errors import ConfigError, DivergedError
+from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.envs import make
 from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig, Prompter
@@ -112,7 +112,7 @@ def test_play_that_fills_the_context_is_cut_before_the_turn_that_does_not_fit():
         env = Endless()
         role = Role("Lake", "", env.projection, 12)
         prompter = Prompter(PromptConfig(mode="append"), policy.tokenizer)
-        samples = _play(policy, env, role, prompter, Warmup(), seed=3)
+        samples = _play(policy, env, role, prompter, Warmup(), seed=3, anew=None)
         return [next(samples) for _ in range(n)]
 
     roomy = plays(4096)
@@ -129,7 +129,9 @@ def test_an_answer_is_what_the_prompt_of_its_kind_of_env_leaves_to_write():
     own = {"first": "go", "later": "go", "prefill": "<action>", "closing": "</action>"}
     role = Role("Lake", "", env.projection, 9, own)
     policy = policy_of(TinyEngine(env.projection.words()))
-    samples = _play(policy, env, role, Prompter(PromptConfig(), policy.tokenizer), Warmup(), seed=0)
+    samples = _play(
+        policy, env, role, Prompter(PromptConfig(), policy.tokenizer), Warmup(), seed=0, anew=None
+    )
     for _ in range(5):
         sample = next(samples)
         before, word = sample.ids[: sample.places[0]], sample.ids[sample.places[0] :]
@@ -155,11 +157,13 @@ class Told(Endless):
         return super().step(action)
 
 
-def played(env, n, **settings):
+def played(env, n, anew=None, **settings):
     """Prompts and answers of the first `n` samples of the warm-up, in words."""
     policy = policy_of(TinyEngine(env.projection.words(), TinyShape(16, 1, 2, 4096)))
     prompter = Prompter(PromptConfig(first="go", later="{history}", prefill="<action>"), policy.tokenizer)
-    samples = _play(policy, env, Role("Lake", "", env.projection, 8), prompter, Warmup(**settings), seed=3)
+    samples = _play(
+        policy, env, Role("Lake", "", env.projection, 8), prompter, Warmup(**settings), seed=3, anew=anew
+    )
     ids = [(sample.ids, sample.places[0]) for sample in itertools.islice(samples, n)]
     return [(policy.tokenizer.decode(row[:at]), policy.tokenizer.decode(row[at:])) for row, at in ids]
 
@@ -177,7 +181,9 @@ def test_where_a_prompt_goes_on_the_moves_by_lot_are_read_and_not_learned():
     policy = policy_of(TinyEngine(env.projection.words(), TinyShape(16, 1, 2, 4096)))
     prompter = Prompter(PromptConfig(mode="append"), policy.tokenizer)
     settings = Warmup(expert=1.0, only_expert=True)
-    sample = next(_play(policy, env, Role("Lake", "", env.projection, 6), prompter, settings, seed=3))
+    sample = next(
+        _play(policy, env, Role("Lake", "", env.projection, 6), prompter, settings, seed=3, anew=None)
+    )
     learned = policy.tokenizer.decode(tuple(sample.ids[place] for place in sample.places))
     assert (learned.count("Up"), learned.count("Left")) == (3, 0)
     assert (
@@ -205,6 +211,48 @@ def test_an_env_without_expert_is_learned_whole_beside_one_that_has_some():
     assert {word.partition("<")[0] for _, word in played(Unknowing(), 40, expert=1.0, only_expert=True)} == {
         "Left"
     }
+
+
+class Failing(type(make("frozen_lake"))):
+    """Fails at the second step of some episodes, the first time or each time."""
+
+    def __init__(self, seeds=None, seen=None):
+        super().__init__()
+        self.seeds, self.seen, self.closed = seeds, seen, False
+
+    def step(self, action):
+        answer = super().step(action)
+        seed, first = self._seed, self.seen is None or self._seed not in self.seen
+        if self._steps == 2 and first and (self.seeds is None or seed in self.seeds):
+            if self.seen is not None:
+                self.seen.append(seed)
+            raise SystemExit(3)
+        return answer
+
+    def close(self):
+        self.closed = True
+
+
+def test_an_episode_whose_env_fails_is_played_again_in_another_and_then_left_out():
+    calm = played(Failing(seeds=()), 60)
+    env = Failing(seen=[])
+    assert played(env, 60, lambda: Failing(seen=env.seen)) == calm
+    assert env.closed
+    assert len(env.seen) > 3
+    bad = env.seen[:1]
+    left = played(Failing(bad), 40, lambda: Failing(bad))
+    assert any(left == [*calm[:i], *calm[j:]][:40] for i in range(40) for j in range(i + 1, i + 9))
+
+
+def test_an_env_that_always_fails_ends_the_warm_up_with_its_reason():
+    class Lost(Failing):
+        def reset(self, **how):
+            raise ValueError("no world")
+
+    with pytest.raises(
+        EnvError, match=r"on 'Lake' failed one after another; the last: reset failed: .*no world"
+    ):
+        played(Lost(), 1, Lost)
 
 
 def test_the_experts_moves_alone_need_a_share_of_them():

@@ -6,20 +6,23 @@ Where the config says so, a share of the actions is the env's expert's, and the 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from numpy.random import Generator
 from torch import nn
 
-from shoal.core.errors import ConfigError, DivergedError
+from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs import TextEnv
 from shoal.maths.updates import decayed
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import CLOSE_SECONDS
-from shoal.rollout.parallel.worker import close_all
+from shoal.rollout.parallel.worker import MAKE, EnvFailedError, Player, close_all
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Completion, Sampling
 from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batches
@@ -27,6 +30,11 @@ from shoal.train.agent.config import Warmup
 from shoal.train.agent.policy import MasterAdamW, Policy, score, trained_parameters
 from shoal.train.agent.update import refuse_diverged
 
+logger = logging.getLogger(__name__)
+TRIES = 2
+"""At an episode whose env fails, each in a fresh env; then it is left out."""
+MOST_LOST = 16
+"""Episodes of an env left out one after another, with which it is given up."""
 MAX_EPISODE_TURNS = 32
 """Random play is cut here: later states of an env with few endings add nothing to the format."""
 
@@ -46,10 +54,18 @@ def warm_up(
     `share` is this process's part of a gradient that several compute alike and sum.
     """
     made: dict[str, TextEnv[Any]] = {}
+
+    def anew(tag: str) -> TextEnv[Any]:
+        made[tag] = makers[tag]()
+        return made[tag]
+
     try:
         for tag, maker in sorted(makers.items()):
             made[tag] = maker()
-        plays = [_play(policy, env, roles[tag], prompter, config, seed) for tag, env in made.items()]
+        plays = [
+            _play(policy, env, roles[tag], prompter, config, seed, partial(anew, tag))
+            for tag, env in made.items()
+        ]
         parameters = trained_parameters(policy.module)
         optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
         device = str(parameters[0].device)
@@ -81,43 +97,97 @@ def warm_up(
 
 
 def _play(
-    policy: Policy, env: TextEnv[Any], role: Role, prompter: Prompter, config: Warmup, seed: int
+    policy: Policy,
+    env: TextEnv[Any] | None,
+    role: Role,
+    prompter: Prompter,
+    config: Warmup,
+    seed: int,
+    anew: Callable[[], TextEnv[Any]],
 ) -> Iterator[Sample]:
-    """Endless samples from episodes of an agent that asks the expert in a share of the turns."""
-    expert = config.expert
-    context, written = policy.context, prompter.variant(role.prompt).config.written
+    """Endless samples from episodes of an agent that asks the expert in a share of the turns.
+
+    An episode whose env fails is played again in another one, which `anew` makes, and then left out.
+
+    Raises:
+        EnvError: the env always fails.
+    """
+    tag, lost, failure = role.tag, 0, None
     for number in range(2**63):
-        rng = stream(seed, "warmup", role.tag, number)
-        place = EpisodeId(seed, 0, 0, 0, derive_seed(seed, "warmup-env", role.tag, number))
-        episode = Episode(place, role, prompter, Sampling())
-        episode.begin(*env.reset(seed=place.env_seed))
-        only_expert = config.only_expert and env.expert_action() is not None
-        learned: list[bool] = []
-        while not episode.over and len(learned) < MAX_EPISODE_TURNS:
-            prompt = episode.request().prompt_ids
-            word = env.expert_action() if expert and rng.random() < expert else None
-            asked = word is not None or not only_expert
-            if word is None:
-                word = env.random_action(rng)
-            if word is None:
-                raise ConfigError(
-                    f"warm-up on random play needs an env that draws actions by lot, and {role.tag!r} takes free text: "
-                    f"set warmup.steps=0, or warmup.expert=1 where the env has an expert"
-                )
-            answer = policy.tokenizer.encode(written(f"<action>{word}</action>"))
-            if context is not None and len(prompt) + len(answer) > context:
-                break  # later turns do not fit either
-            learned.append(asked)
-            for action in episode.respond(Completion(answer, (0.0,) * len(answer), "stop")):
-                episode.observe(*env.step(action))
-            episode.end_turn()
-        trajectory = episode.trajectory()
-        if not trajectory.turns:
-            raise ConfigError(
-                f"the first prompt of {role.tag!r} and an action do not fit the model's context of {context} tokens: "
-                f"shorten the prompt, or raise engine.context"
-            )
-        turns = tuple(itertools.compress(trajectory.turns, learned))
-        samples = make_samples(replace(trajectory, turns=turns))
+        for attempt in range(1, TRIES + 1):
+            rng = stream(seed, "warmup", tag, number)
+            try:
+                if env is None:
+                    env = Player().in_env(MAKE, anew)
+                samples = _episode(policy, env, role, prompter, config, seed, number, rng)
+                break
+            except EnvFailedError as error:
+                failure = error
+                logger.warning("episode %d of the warm-up on %s, attempt %d: %s", number, tag, attempt, error)
+                close_all([] if env is None else [env], CLOSE_SECONDS)
+                env = None
+        else:
+            lost += 1
+            if lost == MOST_LOST:
+                raise EnvError(
+                    f"{lost} episodes of the warm-up on {tag!r} failed one after another; the last: {failure}"
+                ) from failure
+            continue
+        lost = 0
         for i in rng.permutation(len(samples)):
             yield samples[i]
+
+
+def _episode(
+    policy: Policy,
+    env: TextEnv[Any],
+    role: Role,
+    prompter: Prompter,
+    config: Warmup,
+    seed: int,
+    number: int,
+    rng: Generator,
+) -> list[Sample]:
+    """What is learned of one episode.
+
+    Raises:
+        EnvFailedError: the env raised, or answered what it must not.
+    """
+    in_env = Player().in_env
+
+    def step(action: int | str) -> None:
+        episode.observe(*env.step(action))
+
+    context, written = policy.context, prompter.variant(role.prompt).config.written
+    place = EpisodeId(seed, 0, 0, 0, derive_seed(seed, "warmup-env", role.tag, number))
+    episode = Episode(place, role, prompter, Sampling())
+    in_env("reset", lambda: episode.begin(*env.reset(seed=place.env_seed)))
+    only_expert = config.only_expert and in_env("expert_action", env.expert_action) is not None
+    learned: list[bool] = []
+    while not episode.over and len(learned) < MAX_EPISODE_TURNS:
+        prompt = episode.request().prompt_ids
+        ask = config.expert and rng.random() < config.expert
+        word = in_env("expert_action", env.expert_action) if ask else None
+        asked = word is not None or not only_expert
+        if word is None:
+            word = in_env("random_action", lambda: env.random_action(rng))
+        if word is None:
+            raise ConfigError(
+                f"warm-up on random play needs an env that draws actions by lot, and {role.tag!r} takes free text: "
+                f"set warmup.steps=0, or warmup.expert=1 where the env has an expert"
+            )
+        answer = policy.tokenizer.encode(written(f"<action>{word}</action>"))
+        if context is not None and len(prompt) + len(answer) > context:
+            break  # later turns do not fit either
+        learned.append(asked)
+        for action in episode.respond(Completion(answer, (0.0,) * len(answer), "stop")):
+            in_env(f"step({action!r})", partial(step, action))
+        episode.end_turn()
+    trajectory = episode.trajectory()
+    if not trajectory.turns:
+        raise ConfigError(
+            f"the first prompt of {role.tag!r} and an action do not fit the model's context of {context} tokens: "
+            f"shorten the prompt, or raise engine.context"
+        )
+    turns = tuple(itertools.compress(trajectory.turns, learned))
+    return make_samples(replace(trajectory, turns=turns))
