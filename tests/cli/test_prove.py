@@ -22,8 +22,8 @@ TINY = [
 ]  # fmt: skip
 
 
-def agents(*wanted, faults=False):
-    part = prove_agents.agents("demo", TINY, faults=faults, ray=False)
+def agents(*wanted, faults=False, more=()):
+    part = prove_agents.agents("demo", [*TINY, *more], faults=faults, ray=False)
     cases = [case for case in part.cases if case.name in wanted]
     return Part(part.name, part.again, cases, part.digests, part.difference)
 
@@ -41,6 +41,15 @@ def test_one_run_made_three_ways_leaves_the_same_bytes(tmp_path):
         "train-000001",
         "train-000002",
     ]
+
+
+def test_episodes_that_fail_alike_are_equal_whoever_played_them(tmp_path):
+    lost = "custom_envs.FrozenLakeEnv.env_type=tests.cli.test_rollout:LostLake"
+    rows = prove(agents("one by one", "lockstep, envs in 3 workers", more=[lost]), tmp_path)
+    assert [row.problem for row in rows] == ["", ""]
+    assert rows[0].digests == rows[1].digests
+    files = (tmp_path / "one-by-one" / "trajectories").glob("*.jsonl")
+    assert {t.status for file in files for t in read_trajectories(file)} == {"ok", "env_error"}
 
 
 def test_a_stream_that_is_broken_is_found_and_its_first_token_is_named(tmp_path, monkeypatch):

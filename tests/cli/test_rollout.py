@@ -5,6 +5,7 @@ from tests.rollout.doubles import FakeServer
 
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories, write_trajectories
+from shoal.envs.frozen_lake import FrozenLakeEnv
 
 SMALL = ["es_manager.train.env_groups=3", "es_manager.train.group_size=2", "agent_proxy.parallel_n_jobs=2"]
 
@@ -115,6 +116,26 @@ def test_comparing_says_that_everything_is_equal(tmp_path, capsys):
     assert 1 <= metrics["replayed_episodes"] <= 6
     killed = next(line for line in said.splitlines() if "a worker killed" in line and "bit-equal" in line)
     assert int(killed.split()[-2]) == metrics["worker_deaths"]
+
+
+class LostLake(FrozenLakeEnv):
+    """Some episodes fail, each time at the same step."""
+
+    def step(self, action):
+        answer = super().step(action)
+        if self._seed % 2 and self._steps == 2:
+            raise ValueError("lost")
+        return answer
+
+
+def test_episodes_that_fail_alike_are_equal_whoever_played_them_and_says_so(tmp_path, capsys):
+    lost = f"custom_envs.FrozenLakeEnv.env_type={__name__}:LostLake"
+    assert main(["rollout", "--compare", *SMALL, lost, f"run_dir={tmp_path / 'run'}"]) == 0
+    failed = {t.error for t in read_trajectories(tmp_path / "run" / "trajectories" / "rollout.jsonl")} - {
+        None
+    }
+    assert failed
+    assert capsys.readouterr().out.count("bit-equal") == 4
 
 
 def test_a_comparison_in_which_no_worker_died_is_no_proof(tmp_path, capsys, monkeypatch):

@@ -209,9 +209,11 @@ def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.E
     trajectories = lockstep.collect(options.iteration, config.agent_proxy.sampling())
     seconds = time.perf_counter() - clock
     lockstep.close()
-    verdict = compare(reference, trajectories)
+    verdict = compare(_wordless(reference), _wordless(trajectories))
     verdicts = [verdict]
     rows.append(_row("lockstep alone", trajectories, seconds, sequential, 0, _equal(verdict)))
+    if verdict.first:
+        print(f"lockstep alone: {verdict.first}", file=sys.stderr)
 
     notes, parallel, died = [], 0.0, None
     backend = options.backend or config.agent_proxy.parallel.backend
@@ -227,7 +229,7 @@ def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.E
             play = _collect_and_kill if fault else ParallelRolloutManager.collect
             trajectories = play(manager, options.iteration)
             report = manager.report
-        verdict = compare(reference, trajectories)
+        verdict = compare(_wordless(reference), _wordless(trajectories))
         verdicts.append(verdict)
         plural = "" if report.workers == 1 else "s"
         notes.append(f"{name}: {report.workers} worker{plural}, {report.batches} batches of the engine")
@@ -257,6 +259,11 @@ def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.E
         print_json(summary)
     equal = least >= min(engine.level, "L1")
     return 0 if equal and (died is None or died.worker_deaths) else 1
+
+
+def _wordless(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The same without the words of failures, which tell who played them."""
+    return [replace(trajectory, error=None) for trajectory in trajectories]
 
 
 def _lockstep_here(config: Any, engine: Engine) -> Any:

@@ -112,7 +112,8 @@ def episodes_digest(run: Path, *, tokens_only: bool = False) -> str:
     for recording in recordings_of(run):
         digest.update(recording.name.encode())
         for trajectory in read_trajectories(recording.file):
-            digest.update(encode_trajectory(_without_logprobs(trajectory) if tokens_only else trajectory))
+            told = replace(trajectory, error=None)  # words of a failure tell who played it
+            digest.update(encode_trajectory(_without_logprobs(told) if tokens_only else told))
     return digest.hexdigest()
 
 
