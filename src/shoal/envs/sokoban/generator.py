@@ -67,7 +67,7 @@ def generate(
     limit = math.inf if max_pushes is None else max_pushes
     deepest = 0
     for _ in range(MAX_ROOMS):
-        floor = _dig(dice, plan, num_boxes)
+        floor = _dig(dice, plan)
         if floor.bit_count() < 2 * num_boxes + 2:
             continue
         targets = 0
@@ -228,7 +228,7 @@ def _plan(height: int, width: int) -> _Plan:
     return _Plan(rows, columns, neighbours, stamps)
 
 
-def _dig(dice: Dice, plan: _Plan, num_boxes: int) -> int:
+def _dig(dice: Dice, plan: _Plan) -> int:
     """A connected floor, dug by a random walk that opens a small shape wherever it stands."""
     steps = int(STEPS * (plan.rows + plan.columns))
     place = dice.below(plan.rows) * plan.stride + dice.below(plan.columns)

@@ -57,7 +57,7 @@ def solve(
         done.add(key)
         boxes = key[0]
         if boxes == level.targets:
-            return search.solution(came, players, key, len(done))
+            return search.solution(came, key, len(done))
         if len(done) > max_nodes:
             raise SearchLimitError(
                 f"{max_nodes} positions did not decide this {level.rows}x{level.columns} level "
@@ -130,9 +130,7 @@ class _Search:
             self._bounds[boxes] = _assignment(rows)
         return self._bounds[boxes]
 
-    def solution(
-        self, came: dict[_Key, tuple[_Key, int, int]], players: dict[_Key, int], key: _Key, nodes: int
-    ) -> Solution:
+    def solution(self, came: dict[_Key, tuple[_Key, int, int]], key: _Key, nodes: int) -> Solution:
         """The actions from the start to `key`, with the shortest walks between pushes."""
         pushes = []
         while key in came:
