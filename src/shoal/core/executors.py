@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import cloudpickle
 
@@ -37,8 +37,21 @@ from shoal.core.errors import (
 T = TypeVar("T")
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
-
 BACKENDS = ("serial", "thread", "process", "loky", "ray")
+
+
+class Closing:
+    """What holds workers, files or connections, and gives them up when it is closed: at the end of a `with`."""
+
+    def close(self) -> None:
+        """Give up what it holds."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class SerialExecutor(Executor):

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import ConfigError, DataError, WorkerError
+from shoal.core.executors import Closing
 from shoal.core.files import read_json, write_bytes, write_json
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ def _locked(descriptor: int, path: Path, how: int) -> bool:
     return True
 
 
-class RunFolder:
+class RunFolder(Closing):
     """`runs/<name>/` of one run, which it alone writes until `finish` or `close`.
 
     Args:
@@ -234,12 +235,6 @@ class RunFolder:
             )
         if self._lock is not None:
             self._lock.note(command)
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let others write the folder; may be called twice."""

@@ -12,6 +12,7 @@ from typing import Any
 from shoal import envs
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, EnvError, missing_extra
+from shoal.core.executors import Closing
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.integrations.rows import TokenRow, bridge_config, require_whole_episodes, token_rows
@@ -25,7 +26,7 @@ from shoal.rollout.settings import Backend
 HELD_OUT = " held-out"
 
 
-class TRLRollout:
+class TRLRollout(Closing):
     """A `rollout_func` for TRL's GRPOTrainer that plays whole episodes of shoal's envs.
 
     A row of the dataset names a start state; the `num_generations` episodes of a group begin in it and differ in
@@ -54,12 +55,6 @@ class TRLRollout:
         self._manager: ParallelRolloutManager | None = None
         self._model: Any = None
         self._calls = (-1, 0)  # the trainer's step, and how often it has asked in it
-
-    def __enter__(self) -> TRLRollout:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the env workers; may be called twice."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from shoal.core.data import Trajectory, Turn, read_trajectories
 from shoal.core.errors import ConfigError, DataError, EngineError
+from shoal.core.executors import Closing
 from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import attribute_named, resolve_text
 from shoal.envs.text import TextEnv
@@ -88,7 +89,7 @@ def find_episode(run: Path, name: str = "") -> Found:
     return Found(run, chosen, at, trajectories[at])
 
 
-class Replay:
+class Replay(Closing):
     """Plays the episodes of a run again.
 
     Args:
@@ -109,12 +110,6 @@ class Replay:
         self.device = device or self.config.engine.device
         self._ending = ExitStack()
         self._loaded: dict[Path, Any] = {}
-
-    def __enter__(self) -> Replay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End what was started; may be called twice."""

@@ -20,6 +20,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from shoal.core.errors import EnvError
+from shoal.core.executors import Closing
 from shoal.core.processes import START_METHODS, StartMethod
 from shoal.vector.buffers import one_each
 from shoal.vector.failures import Failure, OnFailure
@@ -37,7 +38,7 @@ from shoal.vector.values import whole
 from shoal.vector.vector_env import Description, VectorPool, groups
 
 
-class MultiProcessEnvironmentContainer:
+class MultiProcessEnvironmentContainer(Closing):
     """`env_num` groups of `group_n` environments; those of a group start from the same state.
 
     Group g holds environments `g * group_n … (g + 1) * group_n - 1`; in the k-th `reset()` they all get the
@@ -130,14 +131,8 @@ class MultiProcessEnvironmentContainer:
         """End the worker processes."""
         self.envs.close()
 
-    def __enter__(self) -> MultiProcessEnvironmentContainer:
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-class ParallelEnv:
+class ParallelEnv(Closing):
     """Environments in worker processes that reset themselves when an episode ends.
 
     Args:
@@ -184,12 +179,6 @@ class ParallelEnv:
 
     def __len__(self) -> int:
         return self.num_envs
-
-    def __enter__(self) -> ParallelEnv:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class AsyncVectorEnv(VectorPool):

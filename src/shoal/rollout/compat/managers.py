@@ -16,6 +16,7 @@ import numpy as np
 from shoal.core.configuration import from_mapping
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import ConfigError, unknown_name
+from shoal.core.executors import Closing
 from shoal.envs.actions import Projected, Projection
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.compat.projections import ActionSpace, as_actions, create_projection_function, takes_two
@@ -56,7 +57,7 @@ class Container(Protocol):
         ...
 
 
-class EnvironmentManager:
+class EnvironmentManager(Closing):
     """Steps a batch of envs with the responses of a model.
 
     Args:
@@ -167,12 +168,6 @@ class EnvironmentManager:
 
     def __len__(self) -> int:
         return len(self.envs)
-
-    def __enter__(self) -> EnvironmentManager:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     # --- inside
     def _project(self, texts: Sequence[str], spaces: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

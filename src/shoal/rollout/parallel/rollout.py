@@ -29,7 +29,7 @@ from shoal.core.errors import (
     did_you_mean,
     in_words,
 )
-from shoal.core.executors import available_cpus
+from shoal.core.executors import Closing, available_cpus
 from shoal.envs.catalogue import resolve_text
 from shoal.rollout.collector import group_numbers, place_of, slot_of
 from shoal.rollout.episode import Episode
@@ -81,7 +81,7 @@ class RolloutReport:
         }
 
 
-class ParallelRolloutManager:
+class ParallelRolloutManager(Closing):
     """Plays groups of episodes on workers; the counterpart of `TrajectoryCollector`.
 
     Args:
@@ -147,12 +147,6 @@ class ParallelRolloutManager:
         self._at_engine = threading.Lock()  # on "serial", also of an episode that an earlier rollout gave up
         self._player: int | None = None  # the thread that plays
         self._closes = 0
-
-    def __enter__(self) -> ParallelRolloutManager:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End workers and the shared engine's thread; may be called twice.

@@ -22,6 +22,7 @@ from typing import get_args
 import msgspec
 
 from shoal.core.errors import EngineError, did_you_mean, in_words
+from shoal.core.executors import Closing
 from shoal.rollout.parallel.transport import (
     Address,
     Alive,
@@ -392,7 +393,7 @@ class _Runner:
 
 
 # --- the server
-class SharedLLMInferenceManager:
+class SharedLLMInferenceManager(Closing):
     """Batches the requests of many askers for one engine; an `Engine` itself, safe to use from any thread.
 
     Args:
@@ -447,12 +448,6 @@ class SharedLLMInferenceManager:
         self._runner = _Runner(self._call_is_over)
         self._thread = threading.Thread(target=self._run, daemon=True, name="shoal-inference")
         self._thread.start()
-
-    def __enter__(self) -> SharedLLMInferenceManager:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     # --- an engine itself
     @property

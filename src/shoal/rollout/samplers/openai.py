@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.core.errors import EngineError, did_you_mean
+from shoal.core.executors import Closing
 from shoal.core.registry import check_name
 from shoal.rollout.images import as_url
 from shoal.rollout.samplers.http import HttpClient, Patience, Question, RefusedError
@@ -43,7 +44,7 @@ FULL = "context_length_exceeded"
 """What OpenAI's API calls a prompt that leaves no room in the context."""
 
 
-class OpenAIEngine:
+class OpenAIEngine(Closing):
     """Completes prompts on a server.
 
     Args:
@@ -240,12 +241,6 @@ class OpenAIEngine:
     def close(self) -> None:
         """Give up requests that are under way and close the connections; nothing is asked any more."""
         self.client.close(for_good=True)
-
-    def __enter__(self) -> OpenAIEngine:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _identify(self, server: Server, model: str | None) -> tuple[Dialect, str, int | None]:
         """The kind of server, the name of the model and its context, asked for where they were not said."""

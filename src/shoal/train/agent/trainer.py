@@ -21,6 +21,7 @@ from shoal import envs
 from shoal.core.configuration import plain_values
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DataError
+from shoal.core.executors import Closing
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.maths.updates import decayed
@@ -67,7 +68,7 @@ from shoal.train.agent.weights import WeightSync
 logger = logging.getLogger(__name__)
 
 
-class AgentTrainer:
+class AgentTrainer(Closing):
     """Trains one policy on the envs of a config.
 
     Args:
@@ -181,12 +182,6 @@ class AgentTrainer:
         begun.callback(self._val_collector.close)
         self._success = 0.0  # held out, at this iteration; 0 if not measured
         self._warned = False
-
-    def __enter__(self) -> AgentTrainer:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End env workers, and what the engine started; may be called twice."""

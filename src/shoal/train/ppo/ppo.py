@@ -17,6 +17,7 @@ from torch import nn
 
 from shoal.core.data import refuse_words, reward_of
 from shoal.core.errors import ConfigError, EnvError
+from shoal.core.executors import Closing
 from shoal.core.processes import StartMethod
 from shoal.core.seeding import stream
 from shoal.envs.catalogue import Wrapper, wrapper_name
@@ -52,7 +53,7 @@ REPLAY_LIMIT = 10_000
 """Longer episodes are broken off (and bootstrapped) at a checkpoint: resuming would take too long."""
 
 
-class PPO:
+class PPO(Closing):
     """Proximal policy optimisation of one policy on `n_envs` environments.
 
     `PPO("CartPole-v1", n_envs=8, seed=0).learn(100_000)` trains; the same seed gives the same weights bit for
@@ -305,12 +306,6 @@ class PPO:
     def close(self) -> None:
         """End workers and environments; the policy stays usable."""
         self._experience.close()
-
-    def __enter__(self) -> PPO:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextlib.contextmanager
     def _threads(self) -> Iterator[None]:
