@@ -196,10 +196,10 @@ class Progress:
 
 
 @contextmanager
-def counted(what: str, total: int, out: Any = None) -> Iterator[Callable[[int, int], None]]:
+def counted(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
     """Progress of countable work: the block gets a function of (done, total); off a terminal ten lines tell it."""
     step = max(1, -(-total // 10))
-    with Progress(what, out or sys.stderr) as progress:
+    with Progress(what, sys.stderr) as progress:
 
         def told(done: int, _: int) -> None:
             line = f"{what} {done} of {total}" if done % step == 0 or done == total else ""

@@ -195,8 +195,8 @@ def _block(row: dict[str, float], run: PPORun, since: Since) -> str:
     return "\n".join(lines)
 
 
-def _number(value: float, digits: int = 2) -> str:
-    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
+def _number(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "-"
 
 
 def _kept_in(run: PPORun) -> Path:

@@ -192,20 +192,18 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def restore_folder(folder: Path | str) -> bool:
-    """Put back what a writer had put aside when it was killed before its own was in place; True if it was so."""
+def restore_folder(folder: Path | str) -> None:
+    """Put back what a writer had put aside when it was killed before its own was in place."""
     folder = Path(folder)
     if os.path.lexists(folder) or not folder.parent.is_dir():
-        return False
+        return
     aside = [path for path, name, kind in _leftovers(folder.parent) if (name, kind) == (folder.name, "old")]
     aside = [path for path in aside if os.path.lexists(path / "was")]
-    if not aside:
-        return False
-    last = max(aside, key=lambda path: ((path / "was" / MANIFEST).is_file(), path.stat().st_mtime_ns))
-    os.replace(last / "was", folder)
-    fsync_folder(folder.parent)
-    _remove(last)
-    return True
+    if aside:
+        last = max(aside, key=lambda path: ((path / "was" / MANIFEST).is_file(), path.stat().st_mtime_ns))
+        os.replace(last / "was", folder)
+        fsync_folder(folder.parent)
+        _remove(last)
 
 
 def restore_folders(parent: Path | str) -> None:

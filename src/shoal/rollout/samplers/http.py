@@ -96,13 +96,13 @@ class HttpClient:
         self._end: Callable[[], Any] | None = None
         self._lock = threading.RLock()  # a signal's handler may close while its thread is in here
 
-    def post(self, path: str, body: Any, *, name: str = "") -> Any:
+    def post(self, path: str, body: Any) -> Any:
         """The reply to a JSON body.
 
         Raises:
             EngineError: the server refused the request, or gave no answer in all attempts.
         """
-        (reply,) = self.post_each([Question(path, body, name)])
+        (reply,) = self.post_each([Question(path, body)])
         if isinstance(reply, EngineError):
             raise reply
         return reply

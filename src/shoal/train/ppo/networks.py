@@ -108,14 +108,14 @@ class Encoder(nn.Module):
     """What an observation with images says, as `[B, width]`: convolutions for each image, a layer for its numbers."""
 
     def __init__(
-        self, rows: ObservationRows, *, kind: str = "auto", features: int | None = None, numbers: int = 64,
-        precision: str = "float32", seed: int = 0,
+        self, rows: ObservationRows, *, kind: str = "auto", numbers: int = 64, precision: str = "float32",
+        seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.halved = precision == "bfloat16"  # between the pixels and what the heads read
         self._images = [(leaf, leaf.picture) for leaf in rows.leaves if leaf.picture is not None]
         self._n_numbers = rows.n_numbers
-        towers = [_tower(picture, kind, features) for _, picture in self._images]
+        towers = [_tower(picture, kind) for _, picture in self._images]
         self.towers = nn.ModuleList(tower for tower, _ in towers)
         self.width = sum(width for _, width in towers)
         if self._n_numbers:
@@ -144,12 +144,10 @@ class CNNActorCritic(Encoder, ActorCritic):
     """Convolutions for the images of an observation, its numbers beside them, two linear heads on top."""
 
     def __init__(
-        self, rows: ObservationRows, actions: ActionRows, *, kind: str = "auto", features: int | None = None,
-        hidden: Sequence[int] = (64,), log_std_init: float = 0.0, precision: str = "float32", seed: int = 0,
+        self, rows: ObservationRows, actions: ActionRows, *, kind: str = "auto", log_std_init: float = 0.0,
+        precision: str = "float32", seed: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(
-            rows, kind=kind, features=features, numbers=hidden[-1], precision=precision, seed=seed
-        )
+        super().__init__(rows, kind=kind, precision=precision, seed=seed)
         self.actor = nn.utils.skip_init(nn.Linear, self.width, actions.n_parameters)
         self.critic = nn.utils.skip_init(nn.Linear, self.width, 1)
         self.log_std = _log_std(actions, log_std_init)
@@ -332,14 +330,14 @@ def _pixels(rows: Tensor, picture: Picture) -> Tensor:
 Layers = tuple[nn.Module, int]  # and how many features come out
 
 
-def _tower(picture: Picture, kind: str, features: int | None) -> Layers:
+def _tower(picture: Picture, kind: str) -> Layers:
     """The convolutions `kind`; "auto" is nature's from 36 pixels on and small ones below."""
     if kind == "auto":
         kind = "nature" if min(picture.height, picture.width) >= 36 else "small"
-    return _impala(picture, features or 256) if kind == "impala" else _plain(picture, kind, features or 512)
+    return _impala(picture) if kind == "impala" else _plain(picture, kind)
 
 
-def _plain(picture: Picture, kind: str, features: int) -> Layers:
+def _plain(picture: Picture, kind: str) -> Layers:
     """The convolutions of Mnih et al. (2015), or small ones."""
     channels, height, width = picture.channels, picture.height, picture.width
     nature, small = [(32, 8, 4, 0), (64, 4, 2, 0), (64, 3, 1, 0)], [(32, 3, 1, 1), (64, 3, 2, 1)]
@@ -353,8 +351,8 @@ def _plain(picture: Picture, kind: str, features: int) -> Layers:
             f"the convolutions cnn='nature' need pictures of at least 36 x 36 pixels, got "
             f"{picture.height} x {picture.width}; use cnn='small' or 'auto'"
         )
-    flat = nn.utils.skip_init(nn.Linear, channels * height * width, features)
-    return nn.Sequential(*layers, nn.Flatten(), flat, nn.ReLU()), features
+    flat = nn.utils.skip_init(nn.Linear, channels * height * width, 512)
+    return nn.Sequential(*layers, nn.Flatten(), flat, nn.ReLU()), 512
 
 
 class _Residual(nn.Module):
@@ -369,7 +367,7 @@ class _Residual(nn.Module):
         return x + self.second(torch.relu(self.first(torch.relu(x))))  # type: ignore[no-any-return]
 
 
-def _impala(picture: Picture, features: int) -> Layers:
+def _impala(picture: Picture) -> Layers:
     """The residual network of Espeholt et al. (2018, arXiv:1802.01561), of 15 convolutions."""
     channels, height, width = picture.channels, picture.height, picture.width
     layers: list[nn.Module] = []
@@ -377,8 +375,8 @@ def _impala(picture: Picture, features: int) -> Layers:
         layers += [nn.utils.skip_init(nn.Conv2d, channels, units, 3, 1, 1), nn.MaxPool2d(3, 2, 1)]
         layers += [_Residual(units), _Residual(units)]
         channels, height, width = units, (height + 1) // 2, (width + 1) // 2
-    flat = nn.utils.skip_init(nn.Linear, channels * height * width, features)
-    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), flat, nn.ReLU()), features
+    flat = nn.utils.skip_init(nn.Linear, channels * height * width, 256)
+    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), flat, nn.ReLU()), 256
 
 
 def build_network(

@@ -520,8 +520,8 @@ def write_ppo_curves(rows: Sequence[dict[str, Any]], path: Path, title: str) -> 
     figure.savefig(path, dpi=110)
 
 
-def write_video(path: Path, frames: list[Any], fps: float = 30.0) -> Path:
-    """Write frames `[H, W, 3]` as an animated GIF; every second one is kept when there are many."""
+def write_video(path: Path, frames: list[Any]) -> None:
+    """Write frames `[H, W, 3]` as an animated GIF of 30 a second; every second one is kept when there are many."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -532,6 +532,5 @@ def write_video(path: Path, frames: list[Any], fps: float = 30.0) -> Path:
         raise EnvError("the environment rendered no frames")
     path.parent.mkdir(parents=True, exist_ok=True)
     pictures[0].save(
-        path, save_all=True, append_images=pictures[1:], duration=max(20, int(1000 * stride / fps)), loop=0
+        path, save_all=True, append_images=pictures[1:], duration=int(1000 * stride / 30), loop=0
     )
-    return path
