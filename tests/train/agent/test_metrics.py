@@ -83,7 +83,7 @@ def test_the_loss_of_the_warm_up_is_that_of_its_last_step(tmp_path, monkeypatch)
 def test_every_curve_is_drawn(tmp_path):
     rows = [{"iteration": i} for i in range(3)]
     write_curves(rows, tmp_path / "none.png")
-    for name in [name for _, names in PANELS for name in names]:
+    for name in [name for _, lines in PANELS for name, _ in lines]:
         write_curves([row | {name: row["iteration"] / 3} for row in rows], tmp_path / "one.png")
         assert (tmp_path / "one.png").read_bytes() != (tmp_path / "none.png").read_bytes()
 

@@ -145,20 +145,12 @@ class Records:
 
 
 PANELS = (
-    ("success rate", ("success", "heldout_success")),
-    ("reward per episode", ("reward", "heldout_reward")),
-    ("valid actions, groups with signal", ("valid_actions", "groups_with_signal")),
-    ("entropy per token (nats)", ("entropy",)),
-)
-_LABELS = {
-    "success": "training, sampled",
-    "heldout_success": "held out, greedy",
-    "reward": "training, sampled",
-    "heldout_reward": "held out, greedy",
-    "valid_actions": "valid actions",
-    "groups_with_signal": "groups with signal",
-    "entropy": "entropy",
-}
+    ("success rate", (("success", "training, sampled"), ("heldout_success", "held out, greedy"))),
+    ("reward per episode", (("reward", "training, sampled"), ("heldout_reward", "held out, greedy"))),
+    ("valid actions, groups with signal",
+     (("valid_actions", "valid actions"), ("groups_with_signal", "groups with signal"))),
+    ("entropy per token (nats)", (("entropy", "entropy"),)),
+)  # fmt: skip
 
 
 def write_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -169,12 +161,12 @@ def write_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(10, 6.4))
     figure.subplots_adjust(left=0.06, right=0.98, bottom=0.08, top=0.95, wspace=0.14, hspace=0.3)  # no search
     FigureCanvasAgg(figure)
-    for axis, (title, names) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        for name in names:
+    for axis, (title, lines) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        for name, label in lines:
             points = [(row["iteration"], row[name]) for row in rows if row.get(name) is not None]
             if points:
                 marker = "o" if name.startswith("heldout") else None
-                axis.plot(*zip(*points, strict=True), label=_LABELS[name], marker=marker, markersize=4)
+                axis.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("iteration", fontsize=9)
         axis.grid(alpha=0.3)
