@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +23,7 @@ from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import FolderLock, command_of, read_summary
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
-from shoal.viewer.markup import number
-
-_TAG = re.compile(r"<(action|answer)>.*?</\1>", re.DOTALL)
-
+from shoal.viewer.markup import ACTION, number
 
 FIRST = (
     "heldout_success", "best_heldout_success", "success", "success_low", "success_high", "reward", "heldout_reward",
@@ -249,7 +245,7 @@ def print_turn(
     shown = turn.observation if decode is None else decode(turn.prompt_ids)
     console.print(Padding(Text(shown), (0, 0, 0, 4)))
     response = Text(turn.response.strip("\n") or "(nothing)", style="cyan")
-    for match in _TAG.finditer(response.plain):
+    for match in ACTION.finditer(response.plain):
         response.stylize("bold green" if turn.action_is_valid else "bold red", *match.span())
     verdict = turn.action if turn.action_is_valid else "no valid action"
     console.print(

@@ -18,7 +18,7 @@ from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import DataError
 from shoal.core.files import read_json
 from shoal.viewer.index import ORDERS, Episode, Filter
-from shoal.viewer.markup import Html, counted, histogram, join, number, tag
+from shoal.viewer.markup import ACTION, Html, counted, histogram, join, number, tag
 from shoal.viewer.pages import Page, Site, anchor, command, facts, table
 from shoal.viewer.runs import PICTURES, Run
 
@@ -28,7 +28,6 @@ PAGE = 50
 Spell = Callable[[Sequence[int]], list[str]]
 """Token ids to the text of each."""
 OUTCOMES = {"success": "solved", "failed": "failed", "truncated": "out of turns", "error": "error"}
-_TAG = re.compile(r"<(action|answer)>.*?</\1>", re.DOTALL)
 
 
 def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
@@ -256,7 +255,7 @@ def _marked(text: str, valid: bool) -> Html:
     """Text of a model with its action marked."""
     parts: list[Any] = []
     end = 0
-    for match in _TAG.finditer(text):
+    for match in ACTION.finditer(text):
         parts += [
             text[end : match.start()],
             tag("mark", match.group(), class_="valid" if valid else "invalid"),

@@ -14,6 +14,8 @@ from typing import Any
 
 NONE = "\N{EN DASH}"
 """What stands where there is no value."""
+ACTION = re.compile(r"<(action|answer)>.*?</\1>", re.DOTALL)
+"""What is marked in a response."""
 _VOID = frozenset({"br", "hr", "img", "input", "link", "meta", "source"})
 _NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
 _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in range(32) if chr(code) not in "\t\n\r"}
