@@ -224,9 +224,9 @@ def rows_of(
     )
 
 
-def token_logprobs(model: nn.Module, rows: Rows, temperature: float = 1.0) -> Tensor:
+def token_logprobs(model: nn.Module, rows: Rows) -> Tensor:
     """`[N]` log-probabilities of the trained tokens."""
-    return scores_of(model, rows.inputs, rows.where, temperature).gather(1, rows.targets[:, None])[:, 0]
+    return scores_of(model, rows.inputs, rows.where).gather(1, rows.targets[:, None])[:, 0]
 
 
 def scores_of(model: Any, inputs: Mapping[str, Tensor], where: Tensor, temperature: float = 1.0) -> Tensor:
@@ -456,9 +456,7 @@ def _next_tokens(
         following = following + 1
 
 
-def tiny_model(
-    vocabulary: int, image_token_id: int, seed: int, *, width: int = 64, layers: int = 2, patch: int = 14
-) -> Any:
+def tiny_model(vocabulary: int, image_token_id: int, seed: int, *, width: int = 64, layers: int = 2) -> Any:
     """A Qwen2.5-VL of random weights, small enough to train on two cores.
 
     Args:
@@ -467,7 +465,6 @@ def tiny_model(
         seed: of the weights.
         width: of the language part; the vision part has half.
         layers: of each part.
-        patch: side of an image patch in pixels.
     """
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -481,9 +478,9 @@ def tiny_model(
                             "mrope_section": [head // 2 - 2 * (head // 6), head // 6, head // 6]},
     }  # fmt: skip
     sight = {
-        "hidden_size": width // 2, "depth": layers, "num_heads": 2, "intermediate_size": width, "patch_size": patch,
+        "hidden_size": width // 2, "depth": layers, "num_heads": 2, "intermediate_size": width, "patch_size": 14,
         "out_hidden_size": width, "spatial_merge_size": 2, "temporal_patch_size": 2, "fullatt_block_indexes": [0],
-        "window_size": 8 * patch,
+        "window_size": 112,
     }  # fmt: skip
     config = Qwen2_5_VLConfig(
         text_config=text, vision_config=sight, image_token_id=image_token_id, tie_word_embeddings=True
