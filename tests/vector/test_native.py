@@ -865,3 +865,17 @@ def test_an_answer_of_the_wrong_kind_is_a_failure_of_the_batch(place: int, part:
     with pytest.raises(EnvError, match=f"failed in step: ValueError: .*{said}"):
         envs.step(np.full(3, 5))
     envs.close()
+
+
+@pytest.mark.parametrize("parts", [lambda b: (b[0], b[1][:1]), lambda b: (b[0], None), lambda b: b[:1]])
+def test_a_part_of_parts_without_a_row_of_each_environment_is_a_failure_of_the_batch(parts: Any) -> None:
+    class Ragged(Nested):
+        def step(self, actions: Any) -> Any:
+            obs, *rest = super().step(actions)
+            return {**obs, "b": parts(obs["b"])}, *rest
+
+    envs = native(lambda num_envs: Ragged(num_envs, AutoresetMode.NEXT_STEP))
+    envs.reset()
+    with pytest.raises(EnvError, match="failed in step: ValueError: "):
+        envs.step([5, 5, 5])
+    envs.close()

@@ -253,6 +253,12 @@ def test_short_steps_that_show_text_stay_with_the_caller(texts: int, backend: st
     assert make.choose(StepCost(20e-6, 20e-6, 500, texts), 64, cpus=2).backend == "process"
 
 
+def test_what_a_worker_writes_is_part_of_its_share() -> None:
+    assert make.choose(StepCost(20e-6, 20e-6, 100_000), 32, cpus=2).backend == "serial"
+    plan = make.choose(StepCost(20e-6, 20e-6, 20_000), 32, cpus=2)
+    assert (plan.backend, plan.caller_share) == ("process", 16)
+
+
 def test_texts_are_counted_wherever_they_are() -> None:
     spaces = gymnasium.spaces
     space = spaces.Dict({"a": spaces.Text(9), "b": spaces.Tuple((spaces.Text(9), spaces.Discrete(2)))})

@@ -244,7 +244,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             seed = seed_each(seed, self.num_envs)
         elif seed is not None:
             seed = int(seed)
-        result = self._run("reset", lambda: _pair(self._seeded(seed, mask, options), self.num_envs))
+        result = self._run("reset", lambda: _pair(self._seeded(seed, mask, options), self.batch))
         self._begun = True
         self._examine("reset", result[0])
         return self._mine(result[0]), result[1]
@@ -278,7 +278,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         self._refuse(timeout is not None, "step_wait(timeout=)", "no timeout")
         self._state = None
         native = self.batch.recv if self.can.split_step else lambda: self.batch.step(self._pending)
-        obs, *arrays, infos = self._run("step", lambda: _five(native(), self.num_envs))
+        obs, *arrays, infos = self._run("step", lambda: _five(native(), self.batch))
         self._seconds.append(time.perf_counter() - self._since)
         rewards, terminated, truncated = arrays
         ended = terminated | truncated
@@ -286,7 +286,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         if self._adapts and ended.any():
             final = _column(obs, self.num_envs, ended)
             given = {"reset_mask": ended.copy()}
-            obs, told = self._run("reset", lambda: _pair(self.batch.reset(options=given), self.num_envs))
+            obs, told = self._run("reset", lambda: _pair(self.batch.reset(options=given), self.batch))
             self._examine("reset", obs)
             ends = {"final_obs": final, "_final_obs": ended.copy()}
             ends |= {"final_info": _only(ended, infos), "_final_info": ended.copy()}
@@ -460,26 +460,39 @@ def _bounds(space: Any) -> tuple[Any, Any] | None:
     return (0, 2) if isinstance(space, spaces.MultiBinary) else None
 
 
-def _pair(result: Any, n_envs: int) -> tuple[Any, dict[str, Any]]:
+def _columns(obs: Any, space: Any) -> Iterator[Any]:
+    """The parts of observations that hold a row of each environment; of a Text space that is a tuple."""
+    if isinstance(obs, dict):
+        for key, part in obs.items():
+            yield from _columns(part, space.get(key) if isinstance(space, spaces.Dict) else None)
+    elif isinstance(obs, tuple) and isinstance(space, spaces.Tuple):
+        for part, inner in zip(obs, space, strict=True):
+            yield from _columns(part, inner)
+    else:
+        yield obs
+
+
+def _pair(result: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
     obs, infos = result
-    for leaf in obs.values() if isinstance(obs, dict) else [obs]:
-        if leaf is None or (isinstance(leaf, np.ndarray) and leaf.shape[:1] != (n_envs,)):
+    for leaf in _columns(obs, batch.single_observation_space):
+        if leaf is None or (isinstance(leaf, np.ndarray) and leaf.shape[:1] != (batch.num_envs,)):
             raise ValueError(
-                f"expected observations of {n_envs}, got {leaf!r:.80} of shape {getattr(leaf, 'shape', ())}"
+                f"expected observations of {batch.num_envs}, got {leaf!r:.80} of shape {getattr(leaf, 'shape', ())}"
             )
     if not isinstance(infos, dict):
         raise ValueError(f"expected infos as a dict, got {infos!r:.80}")
     return obs, infos
 
 
-def _five(result: Any, n_envs: int) -> tuple[Any, ...]:
+def _five(result: Any, batch: Any) -> tuple[Any, ...]:
+    n_envs = batch.num_envs
     obs, paid, terminated, truncated, infos = result
     rewards, *flags = map(np.asarray, (paid, terminated, truncated))
     kinds = [rewards.dtype.kind in "biuf", *(flag.dtype.kind in "biu" for flag in flags)]
     if kinds != [True] * 3 or any(column.shape != (n_envs,) for column in (rewards, *flags)):
         told = ", ".join(f"{column.shape} of {column.dtype}" for column in (rewards, *flags))
         raise ValueError(f"expected {n_envs} rewards, terminated and truncated, got {told}")
-    obs, infos = _pair((obs, infos), n_envs)
+    obs, infos = _pair((obs, infos), batch)
     return obs, np.array(rewards, np.float64), *(np.array(flag, np.bool_) for flag in flags), infos
 
 
