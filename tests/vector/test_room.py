@@ -571,3 +571,7 @@ def test_actions_are_read_as_they_were_written_whatever_part_of_them_is_loose() 
     assert read(plain, 1, [0, 2], loose) == [3, 4]
     assert read(plain, 1, [1], loose) == ["up"]
     assert of_group(NOTHING_LOOSE, 0, 4) is NOTHING_LOOSE
+    pairs = Buffers(2, Layout.of(Discrete(2)), Layout.of(Box(0, 1, (2,))))
+    loose = write_some(pairs, [0, 1], [np.ones(2, np.float32), np.ones(1, np.float32)])
+    assert {i: action.shape for i, action in loose[WHOLE].items()} == {1: (1,)}
+    assert [action.tolist() for action in read(pairs, 0, range(2), loose)] == [[1, 1], [1]]
