@@ -523,6 +523,14 @@ def test_a_space_of_nothing_is_refused(space):
         ObservationRows(space)
 
 
+@pytest.mark.parametrize(
+    "space", [spaces.Box(-1, 1, (0,)), spaces.Box(-1, 1, (2, 0)), spaces.MultiDiscrete(np.zeros(0, int))]
+)
+def test_actions_of_nothing_are_refused(space):
+    with pytest.raises(ConfigError, match="the action space .* is empty"):
+        ActionRows(space)
+
+
 def test_choices_that_are_left_without_any_option_are_named():
     actions = ActionRows(spaces.MultiDiscrete([2, 3]))
     assert (actions.groups, actions.size, actions.n_parameters, actions.is_discrete) == ((2, 3), 2, 5, True)

@@ -260,6 +260,8 @@ class ActionRows:
             )
         self.is_discrete = bool(self.groups)
         self.size = len(self.groups) if self.groups else int(np.prod(space.shape or (1,)))
+        if not self.size:
+            raise ConfigError(f"the action space {space} is empty; it must have something to choose")
         self.n_parameters = sum(self.groups) if self.groups else self.size
         self.dtype = np.dtype(np.int64 if self.groups else np.float32)
 
