@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -229,6 +230,17 @@ def test_nan_leaves_an_emergency_checkpoint_of_the_last_good_weights(tmp_path, c
     for kept in ("emergency", "best"):  # from either the run can go on as it was
         options, _ = run.saved_options(str(tmp_path / "run" / kept))
         assert (options.total_timesteps, options.eval_episodes) == (6400, 2)
+
+
+def test_a_full_disk_does_not_hide_why_a_run_failed(tmp_path, capsys, caplog, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run.PPO, "save", full)
+    broken = ["--env", "tests.train.ppo.ppo_envs:NaNLaterEnv", "--checkpoint-every", "0"]
+    assert train(tmp_path / "run", "--total-timesteps", "6400", *broken) == 1
+    assert "observation must be finite, got [nan, 0.0]" in capsys.readouterr().err
+    assert "could not be saved: [Errno 28] No space left on device" in caplog.text
 
 
 def test_video_and_tensorboard_are_written(tmp_path):

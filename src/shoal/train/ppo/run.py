@@ -408,11 +408,17 @@ class PPORun:
         return folder
 
     def _emergency(self, error: Exception) -> None:
-        """Keep the last good weights, where no later checkpoint overwrites or prunes them."""
-        folder = self.ppo.save(self.path / "emergency", error=str(error), **self._told())
-        self.folder.event("emergency", step=self.ppo.log.n_steps, path=str(folder))
-        logger.error("training stopped; the last good weights are in %s", folder)
-        self._finish({}, "failed")
+        """Keep the last good weights, where no later checkpoint overwrites or prunes them.
+
+        A full disk does not hide `error`.
+        """
+        try:
+            folder = self.ppo.save(self.path / "emergency", error=str(error), **self._told())
+            self.folder.event("emergency", step=self.ppo.log.n_steps, path=str(folder))
+            logger.error("training stopped; the last good weights are in %s", folder)
+            self._finish({}, "failed")
+        except OSError as other:
+            logger.error("training stopped, and the last good weights could not be saved: %s", other)
 
     def _report(self, row: Metrics) -> None:
         wanted = "eval_return_mean" in row or self._owes_evaluation
