@@ -1,3 +1,4 @@
+import concurrent.futures
 import pickle
 import socket
 import sys
@@ -86,6 +87,53 @@ def test_an_exception_that_cannot_be_sent_or_read_is_told_in_words_and_fails_its
     assert {x: str(errors[x]) for x in (1, 3, 5)} == {x: ODD[x][2] for x in (1, 3, 5)}
     assert {type(errors[x]) for x in (1, 3, 5)} == {WorkerError}
     assert (type(errors[7]), errors[7].code, type(errors[9])) == (SystemExit, 3, KeyboardInterrupt)
+
+
+class Reduces:
+    """Raises when it is sent, or when it is read."""
+
+    def __init__(self, error, *, sent):
+        self.error, self.sent = error, sent
+
+    def __reduce__(self):
+        if self.sent:
+            raise self.error
+        return raise_it, (self.error,)
+
+
+def raise_it(error):
+    raise error
+
+
+def give_odd(x, kind):
+    return x if x % 2 else Reduces(kind(f"item {x}"), sent=x % 4 == 0)
+
+
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+@pytest.mark.parametrize("backend", ["process", "loky"])
+def test_tasks_and_results_that_cannot_be_sent_or_read_fail_alone(backend, kind):
+    with make_executor(backend, 2) as executor:
+        futures = [executor.submit(give_odd, x, kind) for x in range(6)]
+        errors = [future.exception(60) for future in futures]
+        asked = executor.submit(square, Reduces(ValueError("of a task"), sent=True))
+        read = executor.submit(square, Reduces(kind("of a task"), sent=False))
+        told = [future.exception(60) for future in (asked, read)]
+        assert executor.submit(square, 3).result(60) == 9
+    assert [futures[x].result() for x in (1, 3, 5)] == [1, 3, 5]
+    said = [None if error is None else (type(error), str(error)) for error in errors]
+    unread = f"the result of this task cannot be read here: {kind.__name__}: item 2"
+    assert said == [(kind, "item 0"), None, (WorkerError, unread), None, (kind, "item 4"), None]
+    assert [(type(error), str(error)) for error in told] == [(ValueError, "of a task"), (kind, "of a task")]
+
+
+def test_a_task_of_a_pool_that_has_not_begun_can_be_cancelled():
+    with make_executor("process", 1) as executor:
+        futures = [executor.submit(time.sleep, 0.2) for _ in range(8)]
+        assert futures[-1].cancel()
+        assert futures[-1].cancelled()
+        assert concurrent.futures.wait(futures, timeout=60).not_done == set()
+        assert not futures[0].cancel()
+        assert [future.cancelled() for future in futures] == [False] * 7 + [True]
 
 
 @pytest.mark.timeout(30)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -169,6 +170,64 @@ def _call(fn: Callable[..., R], args: tuple[Any, ...], kwargs: Mapping[str, Any]
         raise Sent(error) from error
 
 
+class _Delivered(Future[R]):
+    """The future of a pool whose result comes as bytes: they are read here, and fail their own task alone.
+
+    Pools give up all their tasks at a task or result that cannot be read.
+    """
+
+    def __init__(self, sent: Future[bytes]) -> None:
+        super().__init__()
+        self._sent: Future[bytes] | None = sent
+        sent.add_done_callback(self._open)
+
+    def cancel(self) -> bool:
+        return super().cancel() if (sent := self._sent) is None else sent.cancel()
+
+    def running(self) -> bool:
+        return (sent := self._sent) is not None and sent.running()
+
+    def _open(self, sent: Future[bytes]) -> None:
+        self._sent = None  # the bytes are not kept beside what they hold
+        if sent.cancelled():
+            self.cancel()
+        if not self.set_running_or_notify_cancel():
+            return
+        if error := sent.exception():
+            self.set_exception(error)
+            return
+        try:
+            result = pickle.loads(sent.result())
+        except BaseException as problem:
+            unread = WorkerError(f"the result of this task cannot be read here: {in_words(problem)}")
+            unread.__cause__ = problem
+            self.set_exception(unread)
+        else:
+            self.set_result(result)
+
+
+def _deliver(
+    submit: Callable[..., Future[bytes]],
+    dumps: Callable[[Any], Any],
+    fn: Callable[..., R],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Future[R]:
+    """Run `fn` in the pool that `submit` is of; task and result are bytes there, as `dumps` makes them."""
+    try:
+        task = bytes(dumps((fn, args, kwargs)))
+    except Exception as error:
+        unsent: Future[R] = Future()
+        unsent.set_exception(error)
+        return unsent
+    return _Delivered(submit(_call, _run, (task, dumps), {}))
+
+
+def _run(task: bytes, dumps: Callable[[Any], Any]) -> bytes:
+    fn, args, kwargs = pickle.loads(task)
+    return bytes(dumps(fn(*args, **kwargs)))
+
+
 class ProcessExecutor(concurrent.futures.ProcessPoolExecutor):
     """Python's process pool, with processes that are spawned."""
 
@@ -184,7 +243,7 @@ class ProcessExecutor(concurrent.futures.ProcessPoolExecutor):
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Run `fn` in a process of the pool."""
         self._used = True
-        return super().submit(_call, fn, args, kwargs)  # type: ignore[arg-type]
+        return _deliver(super().submit, ForkingPickler.dumps, fn, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes.
@@ -204,9 +263,10 @@ class LokyExecutor(Executor):
     def __init__(self, workers: int) -> None:
         try:
             from joblib.externals.loky import ProcessPoolExecutor
+            from joblib.externals.loky.backend.reduction import dumps
         except ImportError as error:
             raise missing_extra("the loky executor", "parallel") from error
-        self._workers, self._pool = workers, ProcessPoolExecutor(workers)
+        self._workers, self._pool, self._dumps = workers, ProcessPoolExecutor(workers), dumps
 
     def renew(self) -> None:
         """Have processes again after one died, which ends the pool."""
@@ -215,8 +275,7 @@ class LokyExecutor(Executor):
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Run `fn` in a process of the pool."""
-        future: Future[R] = self._pool.submit(_call, fn, args, kwargs)
-        return future
+        return _deliver(self._pool.submit, self._dumps, fn, args, kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes; without `wait`, or with `cancel_futures`, by force."""
