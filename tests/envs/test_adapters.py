@@ -7,7 +7,10 @@ import pickle
 import queue
 import random
 import re
+import signal
 import socket
+import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -516,13 +519,13 @@ def test_textworld_games_are_generated_kept_and_won(tmp_path):
 # --- the OpenEnv convention, between two ends of our own; foreign ends below
 
 
-def start_server():
+def start_server(make=lambda: shoal.envs.make("sokoban", max_steps=12)):
     from shoal.envs.adapters.openenv_server import serve
 
     ready = queue.Queue()
 
     def run():
-        serve("sokoban", lambda: shoal.envs.make("sokoban", max_steps=12), port=0, on_ready=ready.put)
+        serve("sokoban", make, port=0, on_ready=ready.put)
 
     threading.Thread(target=run, daemon=True).start()
     return ready.get(timeout=30)
@@ -570,7 +573,7 @@ def test_an_env_behind_a_server_plays_the_same_episodes(port):
 def test_talking_to_a_server_leaves_no_thread_and_global_random_alone(port):
     # websockets' own pings draw from the global generator, in a thread, at any moment
     def threads():  # without those in which the server, in this process too, steps its envs
-        return {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
+        return {thread for thread in threading.enumerate() if thread.name != "shoal-session"}
 
     before, state = threads(), random.getstate()
     env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{port}")
@@ -764,6 +767,125 @@ def test_sessions_are_bounded_and_given_back(hurried_port):
     assert answer["type"] == "observation"
 
 
+class OfOneThread(BanditEnv):
+    """Holds what may only be used in the thread that opened it."""
+
+    def __init__(self):
+        super().__init__()
+        self.database = sqlite3.connect(":memory:")
+
+    def _start(self, rng):
+        self.database.execute("select 1")
+        super()._start(rng)
+
+    def close(self):
+        self.database.close()  # raises in another thread
+        super().close()
+
+
+def test_a_served_env_is_made_stepped_and_closed_in_one_thread(caplog):
+    ended = queue.Queue()
+
+    class Watched(OfOneThread):
+        def close(self):
+            super().close()
+            ended.put(self)
+
+    env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{start_server(Watched)}")
+    ended.get(timeout=20)  # the one that the server tried first
+    env.reset(seed=1)
+    assert env.step("1")[1] >= 0
+    env.close()
+    ended.get(timeout=20)
+    assert not caplog.records
+
+
+def test_envs_that_hang_keep_no_other_session_from_playing():
+    from websockets.sync.client import connect
+
+    free = threading.Event()
+
+    class Waiting(BanditEnv):
+        def _start(self, rng):
+            if self._seed:
+                free.wait()
+            super()._start(rng)
+
+    port = start_server(Waiting)
+    with contextlib.ExitStack() as hanging:
+        hanging.callback(free.set)  # before they are closed
+        for _ in range(40):  # more than there are threads in a pool of asyncio's
+            line = hanging.enter_context(connect(f"ws://127.0.0.1:{port}/ws", proxy=None))
+            hanging.callback(free.set)
+            line.send('{"type": "reset", "data": {"seed": 1}}')
+        env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{port}", answer_seconds=30.0)
+        assert env.reset(seed=0)[1]["seed"] == 0
+        env.close()
+
+
+def test_a_constructor_that_fails_on_a_server_is_told_to_who_plays(caplog):
+    made = []
+
+    def make():
+        made.append(1)
+        if len(made) > 1:
+            raise RuntimeError("no more of them")
+        return BanditEnv()
+
+    env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{start_server(make)}")
+    with pytest.raises(EnvError, match="RuntimeError: no more of them"):
+        env.reset(seed=0)
+    env.close()
+
+
+@pytest.mark.parametrize("error", [StopIteration("done"), SystemExit(3)])
+def test_whatever_a_served_env_raises_is_an_answer(error):
+    class Raising(BanditEnv):
+        def _advance(self, action):
+            raise error
+
+    env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{start_server(Raising)}", answer_seconds=20.0)
+    env.reset(seed=0)
+    with pytest.raises(EnvError, match=f"{type(error).__name__}: {error}"):
+        env.step("1")
+    assert env.reset(seed=1)[1]["step"] == 0
+    env.close()
+
+
+SERVED = """
+import threading
+from shoal.envs.adapters.openenv_server import serve
+from shoal.envs.bandit import BanditEnv
+
+class Hanging(BanditEnv):
+    def _start(self, rng):
+        print("hangs", flush=True)
+        threading.Event().wait()
+
+serve("bandit", Hanging, port=0, on_ready=lambda port: print(port, flush=True))
+"""
+
+
+def test_a_server_whose_env_hangs_ends_on_an_interrupt():
+    from websockets.sync.client import connect
+
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    with (
+        server,
+        contextlib.suppress(OSError),
+        connect(f"ws://127.0.0.1:{int(server.stdout.readline())}/ws", proxy=None) as line,
+    ):
+        try:
+            line.send('{"type": "reset"}')
+            assert server.stdout.readline() == "hangs\n"
+            server.send_signal(signal.SIGINT)
+            assert server.wait(timeout=60) != 0
+        finally:
+            server.kill()
+
+
 def test_a_request_in_pieces_is_answered_and_its_connection_kept(hurried_port):
     def asked(raw):
         for piece in (b"GET /health HTTP/1.1\r\n", b"Host: 127.0.", b"0.1\r\n", b"\r\n"):
@@ -889,6 +1011,13 @@ def test_words_of_a_server_do_not_count_as_success_or_end(monkeypatch):
     _, reward, terminated, truncated, info = answered(monkeypatch, observation=said, done=True).step("x")
     assert (reward, terminated, truncated) == (0.0, True, False)
     assert (info["success"], info["action_is_valid"], info["action_is_effective"]) == (False, True, True)
+
+
+def test_a_step_after_close_plays_no_other_episode(monkeypatch):
+    env = answered(monkeypatch)
+    env.close()
+    with pytest.raises(EnvError, match=r"reset\(\) first"):
+        env.step("x")
 
 
 def test_an_answer_that_is_too_deep_to_be_read_is_an_env_error(monkeypatch):

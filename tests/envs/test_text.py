@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 import pickle
 import random
@@ -216,6 +217,38 @@ def test_an_end_in_words_is_refused(which):
     env.reset(seed=1)
     with pytest.raises(EnvError, match=f"{which} must be True or False, got 'False'"):
         env.step(1)
+
+
+def test_what_numpy_says_of_a_step_is_told_in_pythons_own_words(monkeypatch):
+    env = BanditEnv()
+    env.reset(seed=0)
+    yes = np.array([1]).any()
+    monkeypatch.setattr(env, "_advance", lambda action: Outcome(1.0, yes, yes, yes, yes))
+    _, _, terminated, truncated, info = env.step(1)
+    told = (
+        terminated,
+        truncated,
+        *(info[key] for key in ("success", "action_is_valid", "action_is_effective")),
+    )
+    assert json.dumps(told) == "[true, false, true, true, true]"
+
+
+@pytest.mark.parametrize("which", ["success", "valid", "effective"])
+def test_what_a_step_was_like_is_not_told_in_words(monkeypatch, which):
+    env = BanditEnv()
+    env.reset(seed=0)
+    monkeypatch.setattr(env, "_advance", lambda action: Outcome(1.0, **{which: "False"}))
+    with pytest.raises(EnvError, match=f"{which} must be True or False, got 'False'"):
+        env.step(1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_env_that_was_closed_has_no_episode_to_be_stepped(name):
+    env = shoal.envs.make(name)
+    env.reset(seed=0)
+    env.close()
+    with pytest.raises(EnvError, match=r"reset\(\) first"):
+        env.step(env.invalid_action)
 
 
 def test_the_config_of_another_env_is_refused():

@@ -45,6 +45,16 @@ class Outcome(NamedTuple):
 _BEGINNING = Outcome(0.0, effective=False)
 
 
+def _in_bools(outcome: Outcome) -> Outcome:
+    """The outcome whose yes and no are Python's, which files and servers can tell; words are refused."""
+    said = {
+        name: getattr(outcome, name) for name in ("terminated", "truncated", "success", "effective", "valid")
+    }
+    refuse_words(**said)
+    yes = {name: bool(value) for name, value in said.items()}
+    return outcome._replace(**yes)  # type: ignore[arg-type]
+
+
 class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
     """Base of shoal's text environments.
 
@@ -175,7 +185,8 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
                 f"{type(self).__name__}: the episode is over or was never started; call reset() first"
             )
         outcome = self._advance(self._checked(action))
-        refuse_words(outcome.terminated, outcome.truncated)
+        if {*map(type, outcome[1:5]), type(outcome.truncated)} != {bool}:
+            outcome = _in_bools(outcome)
         self._steps += 1
         self._success = self._success or outcome.success
         late = outcome.truncated or self._steps >= self.config.max_steps  # type: ignore[attr-defined]
@@ -183,6 +194,10 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         self._over = outcome.terminated or truncated
         reward = outcome.reward if type(outcome.reward) is float else reward_of(outcome.reward)
         return self._observation(), reward, outcome.terminated, truncated, self._info(outcome)
+
+    def close(self) -> None:
+        """End the episode; what an env holds is let go by its own `close`, which calls this one."""
+        self._over = True
 
     def render(self) -> Any:
         """The observation, for `render_mode="ansi"`."""

@@ -229,6 +229,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
 
     def close(self) -> None:
         """Close the env inside."""
+        super().close()
         self.inner.close()
 
 

@@ -106,7 +106,8 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
         return self._text
 
     def close(self) -> None:
-        """End the session."""
+        """End the session, and the episode with it: another one would know nothing of it."""
+        super().close()
         self._session.close()
         self._socket = None
 
@@ -158,7 +159,6 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
             answer = json.loads(self._socket.recv(timeout=self.config.answer_seconds))
         except (OSError, ValueError, RecursionError, WebSocketException) as error:
             self.close()
-            self._over = True  # the server has lost the episode with the connection
             raise EnvError(
                 f"{url} did not answer a {message['type']}: {error or type(error).__name__}"
             ) from error

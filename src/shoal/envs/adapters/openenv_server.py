@@ -10,13 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import queue
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from shoal import __version__
-from shoal.core.errors import ShoalError, missing_extra
+from shoal.core.errors import EnvError, ShoalError, missing_extra
 from shoal.core.ports import LOCAL, listening
 from shoal.envs.text import TextEnv
 
@@ -29,20 +33,67 @@ MAX_MESSAGE = 1024 * 1024
 IDLE_SECONDS = 3600.0
 REQUEST_SECONDS = 10.0
 """From the first byte of a request, or the connection, to the last byte of its body."""
+CLOSE_SECONDS = 3
+"""How long the end of the server waits for envs that are at something, and as long for them to close."""
 
 
 class Session:
-    """One env and where it stands, in the words of the protocol."""
+    """One env and where it stands, in the words of the protocol.
+
+    The env is made on first use, stepped and closed in a thread of its own, which no exit waits for: one that hangs
+    keeps neither the others from playing nor the server from ending.
+    """
 
     def __init__(self, make: Make) -> None:
-        self.env = make()
-        self.steps = 0
-        self._lock = asyncio.Lock()
+        self._make, self.steps = make, 0
+        self._env: TextEnv[Any] | None = None
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._closing: Future[Any] | None = None
+        threading.Thread(target=self._work, daemon=True, name="shoal-session").start()
+
+    @property
+    def env(self) -> TextEnv[Any]:
+        """The env; only for the thread of the session."""
+        if self._env is None:
+            self._env = self._make()
+        return self._env
 
     async def answer(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a reset or step; the env runs in a thread, one call at a time."""
-        async with self._lock:
-            return await asyncio.to_thread(self.reset if kind == "reset" else self.step, data)
+        """The answer to a reset or step, one call at a time."""
+        answered = self._put(partial(self.reset if kind == "reset" else self.step, data))
+        return await asyncio.wrap_future(answered)  # type: ignore[no-any-return]
+
+    async def instructions(self) -> str:
+        """The rules of the env."""
+        return await asyncio.wrap_future(self._put(lambda: self.env.instructions))  # type: ignore[no-any-return]
+
+    def close(self) -> Future[Any]:
+        """Close the env after what it is at, and end its thread."""
+        if self._closing is None:
+            self._closing = self._put(self._close)
+        return self._closing
+
+    def _put(self, call: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def _close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+
+    def _work(self) -> None:
+        while self._closing is None or not self._closing.done():
+            future, call = self._calls.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                plain = isinstance(error, Exception) and not isinstance(
+                    error, StopIteration
+                )  # of which no task ends
+                future.set_exception(error if plain else EnvError(f"{type(error).__name__}: {error}"))
 
     def reset(self, data: dict[str, Any]) -> dict[str, Any]:
         """Start an episode, from `data["seed"]` if there is one."""
@@ -107,8 +158,7 @@ class _Answers:
             return _refusal("a request with a body must say content-type: application/json")
         try:
             data = await _read(request)
-            if self._shared is None:
-                self._shared = Session(self._make)
+            self._shared = self._shared or Session(self._make)
             if kind == "step":
                 data = data.get("action", data) if isinstance(data.get("action"), dict) else data
             return JSONResponse(await self._shared.answer(kind, data))
@@ -130,15 +180,23 @@ class _Answers:
         try:
             await _converse(socket, session)
         finally:
-            self._sessions.discard(session)
-            await asyncio.to_thread(session.env.close)
+            session.close().add_done_callback(lambda closed: self._closed(session, closed))
 
-    def metadata(self) -> dict[str, Any]:
+    def _closed(self, session: Session, closed: Future[Any]) -> None:
+        self._sessions.discard(session)
+        if (error := closed.exception()) is not None:
+            logger.error("an env that is served cannot be closed", exc_info=error)
+
+    async def metadata(self, request: Any) -> Any:
         """Name and rules of the env."""
-        env = self._make()
-        description = env.instructions
-        env.close()
-        return {"name": self._name, "description": description, "version": __version__}
+        from starlette.responses import JSONResponse
+
+        session = Session(self._make)
+        try:
+            description = await session.instructions()
+        finally:
+            session.close()
+        return JSONResponse({"name": self._name, "description": description, "version": __version__})
 
     def state(self) -> dict[str, Any]:
         """Where the session of plain HTTP stands."""
@@ -148,8 +206,11 @@ class _Answers:
     async def lifespan(self, app: Any) -> AsyncIterator[None]:
         """Close all envs at the end."""
         yield
-        for session in [*self._sessions, *([self._shared] if self._shared else [])]:
-            session.env.close()
+        closing = [
+            asyncio.wrap_future(one.close()) for one in (*self._sessions, self._shared) if one is not None
+        ]
+        if closing:
+            await asyncio.wait(closing, timeout=CLOSE_SECONDS)
 
 
 def create_app(name: str, make: Make) -> Any:
@@ -173,7 +234,7 @@ def create_app(name: str, make: Make) -> Any:
     return Starlette(
         routes=[
             told("/health", lambda: {"status": "healthy"}),
-            told("/metadata", answers.metadata),
+            Route("/metadata", answers.metadata),
             told("/schema", lambda: SCHEMA),
             told("/state", answers.state),
             Route("/reset", answers.over_http, methods=["POST"]),
@@ -203,6 +264,7 @@ def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], 
         http=_impatient_protocol(),
         ws_max_size=MAX_MESSAGE,
         ws="websockets-sansio",
+        timeout_graceful_shutdown=CLOSE_SECONDS,
         ws_ping_interval=None,  # pings draw from the global `random`; idle sessions end by themselves
     )
     with listening(port) as listener:

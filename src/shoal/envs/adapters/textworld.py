@@ -105,6 +105,7 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
 
     def close(self) -> None:
         """End the game's interpreter."""
+        super().close()
         if self._game is not None:
             self._game.close()
             self._game = None
