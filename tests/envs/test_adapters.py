@@ -187,6 +187,25 @@ def test_an_env_that_is_called_like_a_known_one_has_as_many_actions_as_it_has():
     assert env.projection.words() == ["0", "1", "2"]
 
 
+def test_an_env_that_cannot_be_asked_to_draw_is_shown_by_its_values():
+    class Old(gymnasium.Env):
+        metadata = types.MappingProxyType({"render_modes": ["ansi"]})
+        observation_space = action_space = spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            return 1, {}
+
+    make = shoal.envs.catalogue.resolve_text(Old)
+    assert make().reset(seed=0)[0] == "1"
+    with pytest.raises(ConfigError, match="unexpected keyword|takes no arguments"):
+        GymnasiumEnv(id="Old", make=Old, show="ansi")
+    Old.metadata = {"render_modes": None}
+    assert make().reset(seed=0)[0] == "1"
+    Old.action_space = spaces.Discrete(2_000_000)
+    with pytest.raises(ConfigError, match="Old has 2000000 actions; text can offer 65536"):
+        make()
+
+
 def test_an_env_that_cannot_be_shown_as_asked_is_closed(monkeypatch):
     monkeypatch.setattr(Told, "closed", 0)
     with pytest.raises(ConfigError, match="3 actions"):

@@ -442,6 +442,47 @@ def test_wrappers_that_are_none_are_named(wrapper, error, message):
         resolve(Counter, wrappers=f"{HERE}:Doubled")
 
 
+@pytest.mark.parametrize("wrapper", [lambda env: 1 / 0, lambda env: None])
+def test_an_env_that_cannot_be_wrapped_is_closed(wrapper):
+    closed = []
+
+    class Held(Counter):
+        def close(self):
+            closed.append(self)
+
+    with pytest.raises((ZeroDivisionError, ConfigError)):
+        resolve(Held, wrappers=[PlusOne, wrapper])()
+    assert len(closed) == 1
+
+
+def test_wrappers_and_arguments_of_no_use_are_refused_before_anything_is_made():
+    once = (wrapper for wrapper in [PlusOne])  # the second env would have none
+    with pytest.raises(ConfigError, match="wrappers must be a sequence of wrappers"):
+        make_vec([Counter, Counter], wrappers=once, backend="serial")
+    for door in (resolve, lambda env, env_kwargs: resolve_text(env, env_kwargs)):
+        with pytest.raises(ConfigError, match="env_kwargs must be a mapping of names to values, got {1: 2}"):
+            door(lambda **anything: Counter(), env_kwargs={1: 2})
+        with pytest.raises(ConfigError, match=r"env_kwargs must be a mapping of names to values, got \[1\]"):
+            door(Counter, env_kwargs=[1])
+
+
+def test_what_makes_no_env_is_told_to_agents():
+    class Nothing(Counter):
+        def __new__(cls):
+            return None
+
+    for source in (lambda: None, Nothing):
+        with pytest.raises(ConfigError, match="must make a gymnasium.Env, got NoneType"):
+            resolve_text(source)()
+
+
+def test_an_env_is_called_by_its_class_whatever_it_calls_id():
+    class Numbered(Counter):
+        id = property(lambda self: 3)
+
+    assert name_of(Numbered).endswith("Numbered")
+
+
 def test_arguments_on_a_command_line_are_json_or_plain_text():
     words = ["a=3", "b=0.5", "c=8x8", "d=[1, 2]", 'e="3"', "f=null", "g=true", "h=x=y", "i="]
     assert parse_env_kwargs(words) == {
@@ -524,6 +565,20 @@ def test_a_module_that_raises_is_an_error_that_names_it(text, message, tmp_path,
     for command in (["bench", "raising_module:Env"], ["train-ppo", "--env", "raising_module:Env"]):
         assert main(command) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_module_that_fails_midway_can_be_imported_again_with_what_it_registers(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    code = f"from shoal.envs import register\nregister('test_midway', '{HERE}:Counter')\nimport test_midway_gone\n"
+    (tmp_path / "test_midway_module.py").write_text(code)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="No module named 'test_midway_gone'"):
+            find("test_midway_module:Env")
+        assert "test_midway" not in shoal.envs.names()
+    (tmp_path / "test_midway_gone.py").write_text("")
+    with pytest.raises(UnknownNameError):
+        find("test_midway_module:Env")
+    assert shoal.envs.catalogue._envs._items.pop("test_midway") == f"{HERE}:Counter"
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch):

@@ -16,7 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from shoal.core.errors import ConfigError, EnvError, MissingExtraError
+from shoal.core.errors import ConfigError, EnvError, MissingExtraError, UnknownNameError
 from shoal.vector import groups, make_vec
 from shoal.vector.native import int32_seed, to_gymnasium
 
@@ -796,8 +796,22 @@ def test_specs_and_names_of_modules_are_taken_like_ids() -> None:
     first, *others = [one.reset(seed=3)[0].tolist() for one in envs]
     assert others == [first, first]
     assert envs[1].name == "the native batch of 'CartPole-v1' (CartPoleVectorEnv, 2 environments)"
-    with pytest.raises(ConfigError, match="vector_entry_point, got 'gymnasium:CartPol-v1', which has none"):
+    with pytest.raises(UnknownNameError, match=r"Did you mean 'gymnasium:CartPole-v1'\?"):
         native("gymnasium:CartPol-v1")
+    with pytest.raises(ConfigError, match="there is no module 'no_such_module' here"):
+        native("no_such_module:Env")
+    with pytest.raises(
+        ConfigError, match="vector_entry_point, got 'gymnasium.envs.classic_control:CartPoleEnv'"
+    ):
+        native("gymnasium.envs.classic_control:CartPoleEnv")
+    with pytest.raises(ConfigError, match="env_kwargs must be a mapping"):
+        native("CartPole-v1", env_kwargs=[1])
+    function = f"{__name__}:make_many"
+    assert native(function, 2).reset(seed=3)[0].tolist() == first
+
+
+def make_many(num_envs: int) -> Any:
+    return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
 
 
 def test_what_is_no_number_of_environments_or_no_operation_is_refused() -> None:

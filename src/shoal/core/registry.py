@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from shoal.core.errors import unknown_name
 
@@ -26,22 +27,39 @@ def check_name(kind: str, name: str) -> str:
     return name
 
 
-_JOURNAL: ContextVar[list[tuple[dict[str, Any], str, Any]] | None] = ContextVar("journal", default=None)
+class _Entry(NamedTuple):
+    """What was registered, in place of what, and the namespace of the module that was being imported then."""
+
+    items: dict[str, Any]
+    name: str
+    before: Any
+    item: Any
+    namespace: dict[str, Any]
+
+
+_JOURNAL: ContextVar[list[_Entry] | None] = ContextVar("journal", default=None)
 _ABSENT = object()
 
 
 @contextmanager
 def all_or_nothing() -> Iterator[None]:
-    """What this thread registers meanwhile is taken back if the block raises: it can then be tried again."""
-    outer = _JOURNAL.get()
-    journal: list[tuple[dict[str, Any], str, Any]] = []
+    """What this thread registers meanwhile is taken back if the block raises: it can then be tried again.
+
+    Not so what a module registered that was imported whole meanwhile: it stays imported, so nobody would run it again.
+    """
+    outer, known = _JOURNAL.get(), {*sys.modules}
+    journal: list[_Entry] = []
     token = _JOURNAL.set(journal)
     try:
         yield
     except BaseException:
-        for items, name, before in reversed(journal):
+        for items, name, before, item, namespace in reversed(journal):
+            by = namespace.get("__name__")
+            whole = by not in known and getattr(sys.modules.get(by), "__dict__", None) is namespace  # type: ignore[arg-type]
+            if whole or items.get(name) is not item:
+                continue
             if before is _ABSENT:
-                items.pop(name, None)
+                del items[name]
             else:
                 items[name] = before
         raise
@@ -50,6 +68,14 @@ def all_or_nothing() -> Iterator[None]:
             outer += journal
     finally:
         _JOURNAL.reset(token)
+
+
+def _namespace() -> dict[str, Any]:
+    """That of the module which is being run, from however deep in its calls this is asked."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name != "<module>":
+        frame = frame.f_back
+    return frame.f_globals  # type: ignore[no-any-return]
 
 
 class Registry(Generic[T]):
@@ -72,7 +98,7 @@ class Registry(Generic[T]):
             self._items[name] = item
         journal = _JOURNAL.get()
         if journal is not None:
-            journal.append((self._items, name, before))
+            journal.append(_Entry(self._items, name, before, item, _namespace()))
         return item
 
     def __getitem__(self, name: str) -> T:

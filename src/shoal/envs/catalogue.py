@@ -8,6 +8,7 @@ Adding an env of shoal's own: a file with a `TextEnv`, a line in `BUILT_IN`, a t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -26,7 +27,7 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
 from shoal.core.errors import ConfigError, MissingExtraError, UnknownNameError, did_you_mean, explain_import
-from shoal.core.registry import SAFE_NAME, Registry
+from shoal.core.registry import SAFE_NAME, Registry, all_or_nothing
 from shoal.envs.text import TextEnv
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def name_of(env: Source) -> str:
         return env
     if isinstance(env, functools.partial):
         return name_of(env.func)
-    return str(getattr(env, "id", None) or getattr(env, "__qualname__", type(env).__name__))
+    return env.id if isinstance(env, EnvSpec) else str(getattr(env, "__qualname__", type(env).__name__))
 
 
 # --- from a name to what makes an env
@@ -158,12 +159,19 @@ def resolve(
     >>> make().unwrapped.config.size
     3
     """
-    if isinstance(wrappers, str) or not isinstance(wrappers, Iterable):
+    if isinstance(wrappers, str) or not isinstance(wrappers, Sequence):
         raise ConfigError(f"wrappers must be a sequence of wrappers, got {wrappers!r:.80}: put it in a list")
-    if not isinstance(env_kwargs, Mapping | None):
-        raise ConfigError(f"env_kwargs must be a mapping of names to values, got {env_kwargs!r:.80}")
-    make = _bound(name_of(env), find(env), dict(env_kwargs or {}))
+    make = _bound(name_of(env), find(env), named(env_kwargs))
     return functools.partial(_make_wrapped, make, *map(find_wrapper, wrappers)) if wrappers else make
+
+
+def named(env_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments of an env, which must be a mapping of names to values."""
+    if not isinstance(env_kwargs, Mapping | None) or not all(
+        isinstance(name, str) for name in env_kwargs or ()
+    ):
+        raise ConfigError(f"env_kwargs must be a mapping of names to values, got {env_kwargs!r:.80}")
+    return dict(env_kwargs or {})
 
 
 def _bound(name: str, found: Callable[..., Env] | EnvSpec, kwargs: dict[str, Any]) -> EnvFn:
@@ -195,7 +203,7 @@ def resolve_text(env: Source, config: Mapping[str, Any] | None = None) -> Callab
         config: the env's settings; to set how the adapter shows it, name the adapter and give the env as its `id`.
     """
     found = find(env)
-    make = _bound(name_of(env), found, dict(config or {}))
+    make = _bound(name_of(env), found, named(config))
     if _is_text_class(found):
         return make  # type: ignore[return-value]
     if isinstance(found, type | EnvSpec):
@@ -217,6 +225,8 @@ def _shown_as_text(make: EnvFn, name: str) -> TextEnv[Any]:
     env = make()
     if isinstance(env, TextEnv):
         return env
+    if not isinstance(env, gymnasium.Env):
+        raise ConfigError(f"{name} must make a gymnasium.Env, got {type(env).__name__}")
     show = "auto" if env.render_mode == "ansi" else "values"
     env.close()
     return env_class("gymnasium")(id=name, make=make, show=show)
@@ -254,7 +264,8 @@ def attribute_named(name: str, kind: str) -> tuple[Any, Any]:
             f"{kind} must be 'module:Name' with the module as Python imports it ('package.module:Name'), got {name!r}"
         )
     try:
-        module = found = importlib.import_module(path)
+        with all_or_nothing():
+            module = found = importlib.import_module(path)
         for part in rest.split("."):
             found = getattr(found, part, None)  # type: ignore[assignment]
     except (Exception, SystemExit) as error:  # a module may raise whatever it likes; its name must be told
@@ -415,19 +426,29 @@ def wrapper_name(wrapper: Wrapper) -> str:
 
 def _make_wrapped(make: EnvFn, /, *wrappers: Callable[[Any], Env]) -> Env:
     env = make()
-    for wrapper in wrappers:
-        try:
-            env = wrapper(env)
-        except TypeError as error:
-            raise ConfigError(
-                f"the wrapper {name_of(wrapper)} cannot be put around an env: {error}; give it its other arguments "
-                f"by functools.partial or a function of your own"
-            ) from error
-        if not isinstance(env, gymnasium.Env):
-            raise ConfigError(
-                f"the wrapper {name_of(wrapper)} must return a gymnasium.Env, got {type(env).__name__}"
-            )
+    try:
+        for wrapper in wrappers:
+            env = _wrapped(env, wrapper)
+    except BaseException:
+        with contextlib.suppress(Exception):  # what went wrong before is what is told
+            env.close()
+        raise
     return env
+
+
+def _wrapped(env: Env, wrapper: Callable[[Any], Env]) -> Env:
+    try:
+        around = wrapper(env)
+    except TypeError as error:
+        raise ConfigError(
+            f"the wrapper {name_of(wrapper)} cannot be put around an env: {error}; give it its other arguments "
+            f"by functools.partial or a function of your own"
+        ) from error
+    if not isinstance(around, gymnasium.Env):
+        raise ConfigError(
+            f"the wrapper {name_of(wrapper)} must return a gymnasium.Env, got {type(around).__name__}"
+        )
+    return around
 
 
 # --- unknown names

@@ -22,6 +22,7 @@ from gymnasium.vector.utils import batch_space
 
 from shoal.core.errors import ConfigError, EnvError, MissingExtraError, ShoalError, missing_extra
 from shoal.core.seeding import derive_seed
+from shoal.envs.catalogue import find, named
 from shoal.vector.values import Ready, whole
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def make_native(
             f"backend='native' steps all of {name!r} in its own batch; expected none of "
             f"shoal's workers' options, got {'; '.join(refused)}"
         )
-    batch = _open(env, name, num_envs, dict(env_kwargs or {}), options.autoreset)
+    batch = _open(env, name, num_envs, named(env_kwargs), options.autoreset)
     problem = _mismatch(batch, num_envs, options.autoreset)
     if problem is not None:
         batch.close()
@@ -125,6 +126,8 @@ def _open(env: Any, name: Any, num_envs: int, kwargs: dict[str, Any], mode: Auto
             f"the native batch of {name!r} cannot be made with {kwargs}: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(batch, VectorEnv):
+        if isinstance(batch, gymnasium.Env):
+            batch.close()
         raise TypeError(f"{name}(num_envs={num_envs}) must give a VectorEnv, got {type(batch).__name__}")
     return batch
 
@@ -136,14 +139,14 @@ def _maker(
         return functools.partial(EnvPoolBatch, env.removeprefix("envpool:"))
     if isinstance(env, str) and env.startswith("gymnax:"):
         return functools.partial(gymnax_batch, env.removeprefix("gymnax:"))
-    if isinstance(env, str | gymnasium.envs.registration.EnvSpec):
-        spec = _spec(env)
-        if spec is None or spec.vector_entry_point is None:
+    env = spec = cast(Any, find(env)) if isinstance(env, str) else env
+    if isinstance(spec, gymnasium.envs.registration.EnvSpec) or _is_single(spec):
+        entry = getattr(spec, "vector_entry_point", None)
+        if entry is None:
             raise ConfigError(
                 f"backend='native' needs an environment with a vector_entry_point, got {name!r}, which has none; "
                 "use another backend"
             )
-        entry = spec.vector_entry_point
         load = gymnasium.envs.registration.load_env_creator
         _tell_mode(load(entry) if isinstance(entry, str) else entry, kwargs, mode)
         return functools.partial(gymnasium.make_vec, spec, vectorization_mode="vector_entry_point")
@@ -158,17 +161,8 @@ def _maker(
     return functools.partial(env)
 
 
-def _spec(env: Any) -> Any:
-    """The registered spec of a name; None where Gymnasium knows none."""
-    if not isinstance(env, str):
-        return env
-    if ":" in env:
-        module, _, env = env.partition(":")
-        importlib.import_module(module)  # which registers its ids
-    try:
-        return gymnasium.spec(env)
-    except gymnasium.error.Error:
-        return None
+def _is_single(env: Any) -> bool:
+    return isinstance(env, type) and issubclass(env, gymnasium.Env)
 
 
 def _tell_mode(make: Callable[..., Any], kwargs: dict[str, Any], mode: AutoresetMode) -> None:

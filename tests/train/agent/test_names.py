@@ -294,6 +294,31 @@ def test_an_import_that_fails_midway_registers_nothing_and_can_be_tried_again_on
         forget("best_of", "plain")
 
 
+def test_what_modules_registered_that_were_imported_whole_is_there_when_a_package_is_tried_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "test_names_package"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        OWN.replace("best_of", "first_of").replace("plain", "simple")
+        + "\nfrom . import own\nimport test_names_gone\n"
+    )
+    (package / "own.py").write_text(OWN)
+    try:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="No module named 'test_names_gone'"):
+                import_extensions(["test_names_package"])
+            assert "best_of" in ESTIMATORS
+            assert "first_of" not in ESTIMATORS
+        (tmp_path / "test_names_gone.py").write_text("")
+        import_extensions(["test_names_package"])
+        assert {"best_of", "first_of"} <= {*ESTIMATORS}
+        assert {"plain", "simple"} <= {*LOSSES}
+    finally:
+        forget("best_of", "plain", "first_of", "simple")
+
+
 def test_what_a_failing_import_replaced_is_back_as_it_was(tmp_path):
     before = ESTIMATORS["grpo"]
     code = 'from shoal.train.agent.advantages import advantage\nadvantage("grpo", replace=True)(len)\n1 / 0\n'

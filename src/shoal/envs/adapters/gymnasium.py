@@ -21,6 +21,8 @@ from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 MAX_NUMBERS = 512
 """Numbers in an observation that can still be shown as text."""
+MAX_CHOICES = 65_536
+"""Actions of a discrete space that can still be listed."""
 
 NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "CartPole": (
@@ -110,12 +112,18 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
     def _adapt(self, make: Callable[..., gymnasium.Env[Any, Any]]) -> None:
         """Find the words for what the env inside shows and takes."""
         config = self.config
-        drawn = "ansi" in self.inner.metadata.get("render_modes", ()) and config.show != "values"
+        modes = (self.inner.metadata or {}).get("render_modes") or ()
+        drawn = "ansi" in modes and config.show != "values"
         if config.show == "ansi" and not drawn:
             raise ConfigError(f"{config.id} has no render_mode 'ansi'; use show='values'")
         if drawn and self.inner.render_mode != "ansi":
             self.inner.close()
-            self.inner = _made(make, config.id, render_mode="ansi")
+            try:
+                self.inner = _made(make, config.id, render_mode="ansi")
+            except ConfigError:  # an older env, or one of the user's own, that cannot be asked to draw
+                if config.show == "ansi":
+                    raise
+                drawn, self.inner = False, _made(make, config.id)
         self._drawn = drawn
         name = config.id.rpartition(":")[2].rpartition("/")[2].rpartition("-v")[0] or config.id
         known_actions, known_numbers = NAMES.get(name, ((), ()))
@@ -132,6 +140,8 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             )
         space = self.inner.action_space
         if isinstance(space, spaces.Discrete):
+            if space.n > MAX_CHOICES:
+                raise ConfigError(f"{config.id} has {space.n} actions; text can offer {MAX_CHOICES}")
             numbered = tuple(map(str, range(int(space.n))))
             words = config.action_names or (known_actions if len(known_actions) == space.n else numbered)
             if len(words) != space.n:
@@ -323,9 +333,12 @@ def _maker(name: str, kwargs: Mapping[str, Any]) -> Callable[..., gymnasium.Env[
 
 def _made(make: Callable[..., gymnasium.Env[Any, Any]], name: str, **more: Any) -> gymnasium.Env[Any, Any]:
     try:
-        return make(**more)
+        env = make(**more)
     except (gymnasium.error.Error, TypeError, ModuleNotFoundError) as error:
         raise ConfigError(f"the environment {name!r} cannot be made: {error}") from error
+    if not isinstance(env, gymnasium.Env):
+        raise ConfigError(f"{name} must make a gymnasium.Env, got {type(env).__name__}")
+    return env
 
 
 def _check_size(space: Space[Any], env_id: str) -> None:
