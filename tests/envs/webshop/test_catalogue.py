@@ -20,7 +20,7 @@ import shelf
 from shoal.core.errors import ConfigError, DataError
 from shoal.envs import make
 from shoal.envs.webshop import expert_action, generate_catalogue, load_catalogue, make_goals, reward, search
-from shoal.envs.webshop.catalogue import NO_LIMIT, Catalogue, Review, price_limit, split_goals
+from shoal.envs.webshop.catalogue import NO_LIMIT, Catalogue, Instruction, Review, price_limit, split_goals
 from shoal.envs.webshop.generator import KINDS, OPTIONS
 
 
@@ -109,6 +109,47 @@ def test_broken_files_are_named(tmp_path):
     product = generate_catalogue(1).products[0]
     with pytest.raises(DataError, match="same asin"):
         Catalogue((product, product))
+
+
+TEXTS = ("name", "full_description", "category", "query", "product_category")
+OTHER_THAN_TEXT = [
+    *({name: value} for name in TEXTS for value in (5, ["x"])),
+    {"small_description": ["x", 5]}, {"small_description": {"a": "b"}}, {"asin": 5},
+    {"attributes": "soft"}, {"attributes": [None]}, {"instruction": 5}, {"instruction_attributes": "soft"},
+    {"instruction_options": "red"}, {"instruction_options": {"color": 5}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHER_THAN_TEXT)
+def test_what_is_no_text_is_refused_by_name_when_a_file_is_read(tmp_path, other):
+    paths = shelf.write(tmp_path)
+    asin = shelf.ITEMS[0]["asin"]
+    about = {"attributes": ["soft"], "instruction": "a table", "instruction_attributes": ["soft"]}
+    paths["items"].write_text(json.dumps([{**shelf.ITEMS[0], **other}]))
+    paths["attributes"].write_text(json.dumps({asin: {**about, **other}}))
+    paths["human"].write_text(json.dumps({asin: [{**about, "instruction_options": [], **other}]}))
+    (name,) = other
+    with pytest.raises(
+        DataError, match=rf"items\.json, product 0: ValueError: {name} must be (text|a list of texts), got"
+    ):
+        load_catalogue(paths["items"], paths["attributes"], paths["human"])
+    if name.startswith("instruction") and name != "instruction_options":
+        with pytest.raises(DataError, match=f"product 0: ValueError: {name} must be"):
+            load_catalogue(paths["items"], paths["attributes"])
+
+
+def test_a_price_beyond_all_numbers_and_options_beyond_all_counting_are_refused(tmp_path):
+    paths = shelf.write(tmp_path)
+    paths["items"].write_text(json.dumps([{**shelf.ITEMS[0], "pricing": "$1 to $" + "9" * 400}]))
+    with pytest.raises(DataError, match="product 0: ValueError: expected a price like"):
+        load_catalogue(paths["items"], paths["attributes"])
+    values = tuple(map(str, range(10)))
+    many = replace(
+        generate_catalogue(1).products[0],
+        options={f"option {i}": values for i in range(12)}, instructions=(Instruction("a thing", ("soft",)),),
+    )  # fmt: skip
+    with pytest.raises(DataError, match="can be had in 1000000000000 ways"):
+        make_goals(Catalogue((many,)))
 
 
 def test_price_limits_are_the_larger_of_two_draws_among_the_next_tens():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+from shoal.core.data import MOST_REWARD
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed, stream
@@ -135,6 +137,8 @@ def search(catalogue: Catalogue, query: str, k: int = 50) -> list[str]:
 # --- goals
 NO_LIMIT = 1_000_000.0
 """The price limit of a goal whose instruction names none."""
+MOST_CHOICES = 1_000_000
+"""Combinations of a product's options that goals are made of."""
 SPLITS = ("all", "train", "val", "test")
 TEST_GOALS, VAL_GOALS = 500, 1000
 """Sizes of the test and validation splits, as RAGEN has them; at most a tenth and a fifth of all goals."""
@@ -194,6 +198,12 @@ def _choices(
         yield instruction.options, ""
         return
     names = sorted(product.options)
+    n_choices = math.prod(map(len, product.options.values()))
+    if n_choices > MOST_CHOICES:
+        raise DataError(
+            f"product {product.asin} can be had in {n_choices} ways, each a goal of its own; expected at most "
+            f"{MOST_CHOICES}: leave options out, or use human_path"
+        )
     for values in itertools.product(*(product.options[name] for name in names)):
         pairs = dict(zip(names, values, strict=True))
         told = ", and ".join(f"{name}: {value}" for name, value in pairs.items())
@@ -256,7 +266,7 @@ def load_catalogue(
     products, seen = [], set()
     for number, item in enumerate(items[:limit]):
         try:
-            asin = item["asin"]
+            asin = _text("asin", item["asin"])
             if asin == "nan" or len(asin) > 10 or asin in seen:
                 continue
             seen.add(asin)
@@ -282,19 +292,20 @@ def _product(
     reviewed: Mapping[str, Any],
 ) -> Product:
     bullets = item["small_description"]
+    bullets = bullets if isinstance(bullets, list) else [bullets or ""]
     prices, tag = read_prices(item.get("pricing"))
     return Product(
         asin=item["asin"],
-        title=item["name"] or "",
-        description=item["full_description"] or "",
-        bullets=tuple(bullets) if isinstance(bullets, list) else (bullets or "",),
+        title=_text("name", item["name"]),
+        description=_text("full_description", item["full_description"]),
+        bullets=_texts("small_description", bullets),
         prices=prices,
         price_tag=tag,
-        category=item["category"] or "",
-        query=(item["query"] or "").lower().strip(),
-        product_category=item["product_category"] or "",
+        category=_text("category", item["category"]),
+        query=_text("query", item["query"]).lower().strip(),
+        product_category=_text("product_category", item["product_category"]),
         options=read_options(item["customization_options"]),
-        attributes=tuple(about["attributes"]) if "attributes" in about else ("DUMMY_ATTR",),
+        attributes=_texts("attributes", about["attributes"]) if "attributes" in about else ("DUMMY_ATTR",),
         rating=str(reviewed.get("average_rating", "N.A.")),
         reviews=tuple(
             Review(
@@ -315,7 +326,9 @@ def read_prices(pricing: str | None) -> tuple[tuple[float, ...], str]:
         try:
             amounts.append(float(Decimal(re.sub(r"[^\d.]", "", part))))
         except InvalidOperation as error:
-            raise ValueError(f"expected a price like '$19.99', got {pricing!r}") from error
+            raise ValueError(f"expected a price like '$19.99', got {pricing!r:.80}") from error
+        if amounts[-1] > MOST_REWARD:
+            raise ValueError(f"expected a price like '$19.99', got {pricing!r:.80}")
     if not amounts:
         return (NO_PRICE,), f"${NO_PRICE}"
     if len(amounts) == 1:
@@ -336,13 +349,32 @@ def read_options(customization: Mapping[str, Any] | str | None) -> dict[str, tup
 def _made_up(about: Mapping[str, Any]) -> tuple[Instruction, ...]:
     if not about.get("instruction") or not about.get("instruction_attributes"):
         return ()
-    return (Instruction(about["instruction"], tuple(about["instruction_attributes"])),)
+    attributes = _texts("instruction_attributes", about["instruction_attributes"])
+    return (Instruction(_text("instruction", about["instruction"]), attributes),)
 
 
 def _human(entries: Sequence[Mapping[str, Any]]) -> Iterator[Instruction]:
     """Instructions of people; those without attributes are left out, as in WebShop."""
     for entry in entries:
         if entry["instruction_attributes"]:
+            attributes = _texts("instruction_attributes", entry["instruction_attributes"])
             options = entry["instruction_options"]
-            wanted = dict(options) if isinstance(options, Mapping) else tuple(options)
-            yield Instruction(entry["instruction"].strip("."), tuple(entry["instruction_attributes"]), wanted)
+            values = _texts(
+                "instruction_options", [*options.values()] if isinstance(options, dict) else options
+            )
+            wanted = dict(zip(options, values, strict=True)) if isinstance(options, dict) else values
+            yield Instruction(_text("instruction", entry["instruction"]).strip("."), attributes, wanted)
+
+
+def _text(name: str, value: Any) -> str:
+    """The text that a file has there, where None is none."""
+    if not isinstance(value, str | None):
+        raise ValueError(f"{name} must be text, got {value!r:.80}")
+    return value or ""
+
+
+def _texts(name: str, values: Any) -> tuple[str, ...]:
+    """Those that a file has in a list."""
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{name} must be a list of texts, got {values!r:.80}")
+    return tuple(values)
