@@ -28,7 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shoal.envs
-from shoal.core.errors import ConfigError, EnvError, UnknownNameError
+from shoal.core.errors import ConfigError, EnvError, MissingExtraError, UnknownNameError
 from shoal.envs.adapters.gymnasium import (
     GymnasiumEnv,
     describe_space,
@@ -275,6 +275,26 @@ def test_success_is_what_an_env_says_and_no_word(key):
 
 
 # --- reasoning-gym
+
+
+def test_a_library_that_is_there_and_broken_is_not_to_be_installed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "textworld", raising=False)
+    (tmp_path / "textworld.py").write_text("import part_of_textworld_gone\n")
+    told = "textworld is installed, but cannot be imported: No module named 'part_of_textworld_gone'"
+    with pytest.raises(MissingExtraError, match=told):
+        shoal.envs.make("textworld")
+
+
+def test_no_number_is_no_answer_where_a_number_is_asked_for():
+    pytest.importorskip("reasoning_gym")
+    env = shoal.envs.make("reasoning_gym", dataset="complex_arithmetic", size=5)
+    for answer in ("nan", " NaN ", "-nan", "nan+nanj", "nanj"):
+        env.reset(seed=3)
+        _, reward, terminated, _, info = env.step(answer)
+        assert (reward, terminated, info["success"]) == (0.0, False, False)
+    env.reset(seed=3)
+    assert env.step(env._item["answer"])[1] == pytest.approx(1.0)
 
 
 def test_reasoning_gym_scores_its_own_answers_right():
@@ -1030,6 +1050,27 @@ def test_words_of_a_server_do_not_count_as_success_or_end(monkeypatch):
     _, reward, terminated, truncated, info = answered(monkeypatch, observation=said, done=True).step("x")
     assert (reward, terminated, truncated) == (0.0, True, False)
     assert (info["success"], info["action_is_valid"], info["action_is_effective"]) == (False, True, True)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://localhost:abc", "http://localhost:99999", "http://:80", "x"]
+)
+def test_an_address_that_is_none_is_refused_before_anybody_plays(url):
+    with pytest.raises(ConfigError, match="url must be like"):
+        shoal.envs.make("openenv", url=url)
+
+
+def test_what_an_address_asks_for_reaches_the_server(monkeypatch):
+    asked = []
+
+    def connect(url, **settings):
+        asked.append(url)
+        raise OSError("nobody there")
+
+    monkeypatch.setattr("websockets.sync.client.connect", connect)
+    with pytest.raises(EnvError, match="nobody there"):
+        shoal.envs.make("openenv", url="https://example.org/shop?token=7").reset(seed=0)
+    assert asked == ["wss://example.org/shop/ws?token=7"]
 
 
 def test_a_step_after_close_plays_no_other_episode(monkeypatch):

@@ -341,6 +341,15 @@ def package(tmp_path):
     return site
 
 
+def test_what_is_installed_by_half_or_names_extras_is_known_all_the_same(tmp_path, monkeypatch):
+    info = tmp_path / "half_gone-1.0.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text(f"[shoal.envs]\ntest_half = {HERE}:Counter [web,llm]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert shoal.envs.catalogue.installed()["test_half"] == ("(unknown)", f"{HERE}:Counter")
+    assert find("test_half") is Counter
+
+
 def test_an_installed_package_names_envs_that_are_imported_on_first_use(package, tmp_path):
     out = run_script(
         tmp_path,

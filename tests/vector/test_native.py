@@ -107,7 +107,7 @@ def test_another_autoreset_than_the_batchs_is_refused_unless_masked_resets_make_
 
 @pytest.mark.skipif(importlib.util.find_spec("envpool") is not None, reason="EnvPool is here")
 def test_a_package_that_is_missing_is_named_with_its_command() -> None:
-    with pytest.raises(MissingExtraError, match="'envpool:Pong-v5' needs EnvPool: run pip install envpool"):
+    with pytest.raises(MissingExtraError, match='envpool envs need a package: run pip install "envpool"'):
         native("envpool:Pong-v5")
 
 

@@ -88,15 +88,16 @@ def installed() -> dict[str, Installed]:
     """The envs that installed packages name in the group `shoal.envs`, none of them imported."""
     found: dict[str, Installed] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
-        package = entry.dist.name if entry.dist is not None else "(unknown)"
+        package = getattr(entry.dist, "name", None) or "(unknown)"  # none where it was removed by half
+        where = entry.value.partition("[")[0].strip()  # behind it stand the extras that it needs
         if not SAFE_NAME.fullmatch(entry.name):
             logger.warning("package %s names an env %r, which is no usable name", package, entry.name)
-        elif entry.name in found and found[entry.name].where != entry.value:
+        elif entry.name in found and found[entry.name].where != where:
             logger.warning(
                 "the env %r of package %s is hidden by that of %s", entry.name, package, found[entry.name].package
             )  # fmt: skip
         else:
-            found.setdefault(entry.name, Installed(package, entry.value))
+            found.setdefault(entry.name, Installed(package, where))
     return found
 
 

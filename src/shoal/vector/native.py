@@ -6,7 +6,6 @@ It is another implementation of the environment, so it is only taken when named,
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import time
 from collections import deque
@@ -20,8 +19,9 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from shoal.core.errors import ConfigError, EnvError, MissingExtraError, ShoalError, missing_extra
+from shoal.core.errors import ConfigError, EnvError, ShoalError, missing_extra
 from shoal.core.seeding import derive_seed
+from shoal.envs.adapters.library import library
 from shoal.envs.catalogue import find, named
 from shoal.vector.values import Ready, whole
 
@@ -577,10 +577,7 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
     """
 
     def __init__(self, env_id: str, num_envs: int, **settings: Any) -> None:
-        try:
-            self._envpool = importlib.import_module("envpool")
-        except ImportError as error:
-            raise MissingExtraError(f"'envpool:{env_id}' needs EnvPool: run pip install envpool") from error
+        self._envpool = library("envpool")
         self.num_envs, self._id, self._settings = num_envs, env_id, settings
         self._make(settings.pop("seed", int(np.random.SeedSequence().generate_state(1)[0] >> 1)))
         if self._pool.config.get("max_num_players", 1) != 1:
@@ -673,11 +670,7 @@ def _order(ids: Any, wanted: Any) -> Any:
 
 def gymnax_batch(env_id: str, num_envs: int, **settings: Any) -> JaxVectorEnv:
     """An environment of gymnax by its id."""
-    try:
-        gymnax = importlib.import_module("gymnax")
-    except ImportError as error:
-        raise MissingExtraError(f"'gymnax:{env_id}' needs gymnax: run pip install gymnax") from error
-    env, params = gymnax.make(env_id, **settings)
+    env, params = library("gymnax").make(env_id, **settings)
     return JaxVectorEnv(env, num_envs, params=params)
 
 

@@ -20,13 +20,17 @@ def library(module: str) -> Any:
     """The library of that name. No env keeps it: a module cannot be copied or sent elsewhere.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: it is not installed, or not whole.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.replace("_", "-")
-        raise MissingExtraError(f'{module} envs need a package: run pip install "{package}"') from error
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            told = f'{module} envs need a package: run pip install "{package}"'
+        else:
+            told = f"{package} is installed, but cannot be imported: {error}"
+        raise MissingExtraError(told) from error
 
 
 class PrivateRandom:

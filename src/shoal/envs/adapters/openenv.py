@@ -45,7 +45,14 @@ class OpenEnvConfig:
     """Reward of a response without a usable action; the server is not asked then."""
 
     def __post_init__(self) -> None:
-        if urlsplit(self.url).scheme not in ("http", "https", "ws", "wss") or not urlsplit(self.url).netloc:
+        try:
+            parts = urlsplit(self.url)
+            known = (
+                parts.scheme in ("http", "https", "ws", "wss") and bool(parts.hostname) and parts.port != 0
+            )
+        except ValueError:  # of brackets or a port
+            known = False
+        if not known:
             raise ConfigError(f"url must be like http://127.0.0.1:8000, got {self.url!r}")
         check_numbers(self, max_steps=1)
 
@@ -174,7 +181,7 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
         scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
         path = parts.path.rstrip("/").removesuffix("/ws") + "/ws"
         connection = connect(
-            urlunsplit((scheme, parts.netloc, path, "", "")),
+            urlunsplit((scheme, parts.netloc, path, parts.query, "")),
             open_timeout=self.config.connect_seconds,
             max_size=MAX_MESSAGE,
             proxy=None,

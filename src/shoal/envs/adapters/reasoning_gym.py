@@ -39,6 +39,7 @@ CHECKED = frozenset(
 """Datasets whose scorers, in reasoning-gym 0.1.25, neither evaluate an answer nor give it to sympy's parser: they
 were looked through, and a test watches them score. What is not listed is refused."""
 
+_NO_NUMBER = re.compile(r"(?<![a-z])nan(?=j?(?![a-z]))", re.IGNORECASE)
 _RUNS_TEXT = re.compile(r"\b(?:eval|exec|compile|parse_expr|sympify)\(\s*(?!entry\b)")
 
 
@@ -103,7 +104,12 @@ class ReasoningGymEnv(TextEnv[ReasoningGymConfig]):
         return Outcome(score, terminated=right, success=right)
 
     def _score(self, answer: str) -> float:
-        """The dataset's score; 0 for an answer that its scorer cannot read, whatever it raises then."""
+        """The dataset's score; 0 for an answer that its scorer cannot read, whatever it raises then.
+
+        And for one that is no number where the right one is: by NaN any distance is none (`min(1.0, nan)` is 1).
+        """
+        if _NO_NUMBER.search(answer) and not _NO_NUMBER.search(str(self._item["answer"])):
+            return 0.0
         with self._random.active():
             try:
                 return float(self._dataset.score_answer(answer, self._item))
