@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import gymnasium
@@ -863,6 +865,13 @@ class Wrong(Counters):
     [
         (0, None, "expected observations of 3, got None"),
         (0, np.zeros((2, 1)), "expected observations of 3"),
+        (0, np.zeros((3, 5)), r"of shape \(3, 5\), not of Box"),
+        (0, [[0.0]] * 2, "expected observations of 3"),
+        (0, [[0.0] * 3], "expected observations of 3"),
+        (0, 0.0, r"of shape \(\), not of Box"),
+        (0, {"a": np.zeros((3, 1))}, r"expected observations of 3, got \{"),
+        (0, np.full((3, 1), "a"), "expected observations of 3"),
+        (0, np.full((3, 1), None), "expected observations of 3"),
         (1, np.zeros(2), r"expected 3 rewards.* got \(2,\) of float64"),
         (1, ["1", "2", "3"], "expected 3 rewards.* of <U1"),
         (1, [None, 1.0, 2.0], "expected 3 rewards.* of object"),
@@ -876,7 +885,7 @@ def test_an_answer_of_the_wrong_kind_is_a_failure_of_the_batch(place: int, part:
     envs = native(Wrong)
     envs.reset(seed=0)
     envs.batch.place, envs.batch.part = place, part
-    with pytest.raises(EnvError, match=f"failed in step: ValueError: .*{said}"):
+    with pytest.raises(EnvError, match=f"failed in step: ValueError: (?s:.*){said}"):
         envs.step(np.full(3, 5))
     envs.close()
 
@@ -893,3 +902,96 @@ def test_a_part_of_parts_without_a_row_of_each_environment_is_a_failure_of_the_b
     with pytest.raises(EnvError, match="failed in step: ValueError: "):
         envs.step([5, 5, 5])
     envs.close()
+
+
+class Scripted(Counters):
+    """Does in a step what it is told."""
+
+    script: Callable[[Any], Any] = staticmethod(lambda answer: answer)
+
+    def step(self, actions: Any) -> Any:
+        return self.script(super().step(actions))
+
+
+@pytest.mark.parametrize("last", [None, np.zeros((2, 1))])
+def test_an_end_without_its_last_observation_is_a_failure_of_the_batch(last: Any) -> None:
+    envs = native(
+        lambda num_envs: Scripted(num_envs, autoreset_mode=AutoresetMode.SAME_STEP), autoreset="same_step"
+    )
+    envs.reset(seed=0)
+    envs.batch.script = lambda answer: (*answer[:2], np.ones(3, bool), answer[3], {"final_obs": last})
+    with pytest.raises(EnvError, match="failed in step"):
+        envs.step(np.full(3, 5))
+
+
+@pytest.mark.parametrize(("error", "told"), [(KeyboardInterrupt, KeyboardInterrupt), (SystemExit, EnvError)])
+def test_a_batch_that_was_interrupted_begins_again_with_a_reset(error: Any, told: Any) -> None:
+    envs = native(Scripted)
+    envs.reset(seed=0)
+
+    def interrupt(answer: Any) -> Any:
+        raise error
+
+    envs.batch.script = interrupt
+    with pytest.raises(told):
+        envs.step(np.full(3, 5))
+    with pytest.raises(EnvError, match=r"a step before reset\(\) \(or after a failure\)"):
+        envs.step(np.full(3, 5))
+
+
+def test_of_two_threads_at_once_the_second_is_told_and_a_close_waits() -> None:
+    envs = native(Scripted)
+    envs.reset(seed=0)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def waits(answer: Any) -> Any:
+        inside.set()
+        assert go_on.wait(60)
+        assert not envs.batch.closed
+        return answer
+
+    envs.batch.script = waits
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(envs.step, np.full(3, 5))
+        assert inside.wait(60)
+        for call in (lambda: envs.step(np.full(3, 5)), envs.reset):
+            with pytest.raises(AlreadyPendingCallError, match="another thread"):
+                call()
+        closing = pool.submit(envs.close)
+        go_on.set()
+        assert first.result(60)[1].shape == (3,)
+        closing.result(60)
+    assert envs.batch.closed
+
+
+def test_infos_that_were_told_are_not_written_again() -> None:
+    envs = native(Scripted)
+    envs.reset(seed=0)
+    counts = np.zeros(3)
+
+    def count(answer: Any) -> Any:
+        counts[:] += 1
+        return (*answer[:4], {"count": counts, "inner": {"count": counts}})
+
+    envs.batch.script = count
+    infos = envs.step(np.full(3, 5))[4]
+    envs.step(np.full(3, 5))
+    assert infos["count"].tolist() == infos["inner"]["count"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["num_envs", "metadata", "single_action_space"])
+def test_a_batch_without_what_all_have_is_told_and_closed(name: str) -> None:
+    closed = []
+
+    class Bare(Counters):
+        def __init__(self, num_envs: int) -> None:
+            super().__init__(num_envs)
+            setattr(self, name, None)
+
+        def close(self, **how: Any) -> None:
+            closed.append(self)
+            raise RuntimeError("nor can it be closed")
+
+    with pytest.raises(ConfigError, match=f"must have what every VectorEnv has, got none of {name}"):
+        native(Bare)
+    assert len(closed) == 1

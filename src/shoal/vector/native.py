@@ -5,8 +5,11 @@ It is another implementation of the environment, so it is only taken when named,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +112,8 @@ def make_native(
     batch = _open(env, name, num_envs, named(env_kwargs), options.autoreset)
     problem = _mismatch(batch, num_envs, options.autoreset)
     if problem is not None:
-        batch.close()
+        with contextlib.suppress(Exception):  # what is wrong with it is what is told
+            batch.close()
         raise ConfigError(f"the native batch of {name!r} ({type(batch).__name__}) {problem}")
     copies = options.copy_observations is not False
     return NativeVectorEnv(batch, str(name), options.autoreset, options.check_nan, copies)
@@ -172,6 +176,9 @@ def _tell_mode(make: Callable[..., Any], kwargs: dict[str, Any], mode: Autoreset
 
 
 def _mismatch(batch: Any, num_envs: int, mode: AutoresetMode) -> str | None:
+    needed = ("num_envs", "metadata", "single_observation_space", "single_action_space")
+    if missing := [name for name in needed if getattr(batch, name, None) is None]:
+        return f"must have what every VectorEnv has, got none of {', '.join(missing)}"
     if batch.num_envs != num_envs or getattr(batch, "batch_size", num_envs) not in (0, num_envs):
         if not isinstance(batch, EnvPoolBatch):
             return f"must step {num_envs} environments at once, got num_envs={batch.num_envs}, batch_size too"
@@ -215,6 +222,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         self._flying: set[int] = set()
         self._seconds: deque[float] = deque(maxlen=1024)
         self._failures = 0
+        self._alone = threading.RLock()  # held by the thread that is at something
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset all environments, or those in `options["reset_mask"]` where the batch can.
@@ -238,10 +246,10 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             seed = seed_each(seed, self.num_envs)
         elif seed is not None:
             seed = int(seed)
-        result = self._run("reset", lambda: _pair(self._seeded(seed, mask, options), self.batch))
+        obs, infos = self._run("reset", lambda: self._pair(self._seeded(seed, mask, options)))
         self._begun = True
-        self._examine("reset", result[0])
-        return self._mine(result[0]), result[1]
+        self._examine("reset", obs)
+        return self._mine(obs), self._mine(infos)
 
     def _seeded(self, seed: Any, mask: Any, options: dict[str, Any] | None) -> Any:
         given = None if options is None else dict(options)
@@ -271,8 +279,12 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             raise NoAsyncCallError("Calling `step_wait` without any prior call to `step_async`.", "step")
         self._refuse(timeout is not None, "step_wait(timeout=)", "no timeout")
         self._state = None
+        with self._held("step"):
+            return self._stepped()
+
+    def _stepped(self) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         native = self.batch.recv if self.can.split_step else lambda: self.batch.step(self._pending)
-        obs, *arrays, infos = self._run("step", lambda: _five(native(), self.batch))
+        obs, *arrays, infos = self._run("step", lambda: self._five(native()))
         self._seconds.append(time.perf_counter() - self._since)
         rewards, terminated, truncated = arrays
         ended = terminated | truncated
@@ -280,15 +292,15 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         if self._adapts and ended.any():
             final = _column(obs, self.num_envs, ended)
             given = {"reset_mask": ended.copy()}
-            obs, told = self._run("reset", lambda: _pair(self.batch.reset(options=given), self.batch))
+            obs, told = self._run("reset", lambda: self._pair(self.batch.reset(options=given)))
             self._examine("reset", obs)
             ends = {"final_obs": final, "_final_obs": ended.copy()}
             ends |= {"final_info": _only(ended, infos), "_final_info": ended.copy()}
             infos = {**_where(ended, told, infos), **ends}
         elif "final_obs" in infos and "_final_obs" not in infos:
-            infos = {**infos, "final_obs": _column(infos["final_obs"], self.num_envs, ended)}
-            infos["_final_obs"] = ended.copy()
-        return self._mine(obs), rewards, terminated, truncated, infos
+            final = self._run("step", lambda: _column(infos["final_obs"], self.num_envs, ended))
+            infos = {**infos, "final_obs": final, "_final_obs": ended.copy()}
+        return self._mine(obs), rewards, terminated, truncated, self._mine(infos)
 
     def reset_async(self, seed: Any = None, options: dict[str, Any] | None = None) -> None:
         """Begin a reset; `reset_wait` returns its result."""
@@ -370,8 +382,9 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the batch."""
-        self._pending = None
-        self.batch.close()
+        with self._alone:  # after what another thread is at
+            self._pending = None
+            self.batch.close()
 
     def __getattr__(self, name: str) -> Any:
         if name in NOT_HERE:
@@ -400,12 +413,28 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             )
 
     def _run(self, operation: str, work: Callable[[], Any]) -> Any:
-        """Let the batch work; what it raises is told as its own."""
+        """Let the batch work; what it raises is told as its own, and nobody knows where it stands after that."""
+        with self._held(operation):
+            try:
+                return work()
+            except BaseException as error:
+                self._begun, self._flying, self._failures = False, set(), self._failures + 1
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise EnvError(
+                    f"{self.name} failed in {operation}: {type(error).__name__}: {error}"
+                ) from error
+
+    @contextlib.contextmanager
+    def _held(self, operation: str) -> Iterator[None]:
+        """Of two threads at once the second is told so."""
+        if not self._alone.acquire(blocking=False):
+            said = f"Calling `{operation}` while another thread waits for a call to complete."
+            raise AlreadyPendingCallError(said, operation)
         try:
-            return work()
-        except Exception as error:
-            self._begun, self._flying, self._failures = False, set(), self._failures + 1
-            raise EnvError(f"{self.name} failed in {operation}: {type(error).__name__}: {error}") from error
+            yield
+        finally:
+            self._alone.release()
 
     def _checked(self, actions: Any, ids: Sequence[int]) -> Any:
         """A copy of the actions, as the batch wants them."""
@@ -442,7 +471,23 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             )
 
     def _mine(self, obs: Any) -> Any:
-        return tree(np.array, obs) if self._copies else obs
+        return tree(_copied, obs) if self._copies else obs
+
+    def _pair(self, result: Any) -> tuple[Any, dict[str, Any]]:
+        obs, infos = result
+        if not isinstance(infos, dict):
+            raise ValueError(f"expected infos as a dict, got {infos!r:.80}")
+        return _rows(obs, self.single_observation_space, self.num_envs), infos
+
+    def _five(self, result: Any) -> tuple[Any, ...]:
+        obs, paid, terminated, truncated, infos = result
+        rewards, *flags = map(np.asarray, (paid, terminated, truncated))
+        kinds = [rewards.dtype.kind in "biuf", *(flag.dtype.kind in "biu" for flag in flags)]
+        if kinds != [True] * 3 or any(column.shape != (self.num_envs,) for column in (rewards, *flags)):
+            told = ", ".join(f"{column.shape} of {column.dtype}" for column in (rewards, *flags))
+            raise ValueError(f"expected {self.num_envs} rewards, terminated and truncated, got {told}")
+        obs, infos = self._pair((obs, infos))
+        return obs, np.array(rewards, np.float64), *(np.array(flag, np.bool_) for flag in flags), infos
 
 
 def _bounds(space: Any) -> tuple[Any, Any] | None:
@@ -454,40 +499,24 @@ def _bounds(space: Any) -> tuple[Any, Any] | None:
     return (0, 2) if isinstance(space, spaces.MultiBinary) else None
 
 
-def _columns(obs: Any, space: Any) -> Iterator[Any]:
-    """The parts of observations that hold a row of each environment; of a Text space that is a tuple."""
-    if isinstance(obs, dict):
-        for key, part in obs.items():
-            yield from _columns(part, space.get(key) if isinstance(space, spaces.Dict) else None)
-    elif isinstance(obs, tuple) and isinstance(space, spaces.Tuple):
-        for part, inner in zip(obs, space, strict=True):
-            yield from _columns(part, inner)
-    else:
-        yield obs
+def _rows(obs: Any, space: Any, n_envs: int) -> Any:
+    """Observations as arrays with a row for each environment, as the space has them."""
+    if isinstance(space, spaces.Dict) and isinstance(obs, dict) and obs.keys() == space.spaces.keys():
+        return {key: _rows(obs[key], part, n_envs) for key, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple) and isinstance(obs, tuple) and len(obs) == len(space.spaces):
+        return tuple(_rows(own, part, n_envs) for own, part in zip(obs, space.spaces, strict=True))
+    rows, fits = obs, obs is not None and not isinstance(space, spaces.Dict | spaces.Tuple)
+    if isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
+        rows = np.asarray(obs)
+        fits = rows.dtype.kind in "biuf" and rows.size == n_envs * math.prod(space.shape or ())
+    if not fits or (isinstance(rows, np.ndarray) and rows.shape[:1] != (n_envs,)):
+        told = f"got {obs!r:.80} of shape {getattr(rows, 'shape', ())}, not of {space}"
+        raise ValueError(f"expected observations of {n_envs}, {told}")
+    return rows
 
 
-def _pair(result: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-    obs, infos = result
-    for leaf in _columns(obs, batch.single_observation_space):
-        if leaf is None or (isinstance(leaf, np.ndarray) and leaf.shape[:1] != (batch.num_envs,)):
-            raise ValueError(
-                f"expected observations of {batch.num_envs}, got {leaf!r:.80} of shape {getattr(leaf, 'shape', ())}"
-            )
-    if not isinstance(infos, dict):
-        raise ValueError(f"expected infos as a dict, got {infos!r:.80}")
-    return obs, infos
-
-
-def _five(result: Any, batch: Any) -> tuple[Any, ...]:
-    n_envs = batch.num_envs
-    obs, paid, terminated, truncated, infos = result
-    rewards, *flags = map(np.asarray, (paid, terminated, truncated))
-    kinds = [rewards.dtype.kind in "biuf", *(flag.dtype.kind in "biu" for flag in flags)]
-    if kinds != [True] * 3 or any(column.shape != (n_envs,) for column in (rewards, *flags)):
-        told = ", ".join(f"{column.shape} of {column.dtype}" for column in (rewards, *flags))
-        raise ValueError(f"expected {n_envs} rewards, terminated and truncated, got {told}")
-    obs, infos = _pair((obs, infos), batch)
-    return obs, np.array(rewards, np.float64), *(np.array(flag, np.bool_) for flag in flags), infos
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _column(obs: Any, n_envs: int, ended: Any) -> Any:
