@@ -13,6 +13,7 @@ import multiprocessing
 import operator
 import os
 import pickle
+import queue
 import socket
 import threading
 import time
@@ -53,6 +54,38 @@ class Closing:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class OwnThread:
+    """A daemon thread that runs calls one after another, for what must live and die in one thread.
+
+    No exit waits for it: with a call that hangs it is left behind.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True, name=name).start()
+
+    def submit(self, call: Callable[[], R]) -> Future[R]:
+        """Run `call` after those before it."""
+        future: Future[R] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def end(self) -> None:
+        """End the thread after the calls that it has."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            future, call = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:  # SystemExit, say: whoever waits is to be told
+                future.set_exception(error)
+            del item, future, call  # what they hold ends with them
 
 
 class SerialExecutor(Executor):

@@ -1,8 +1,10 @@
 """The warm-up teaches the format from random play, or an expert's moves from the expert's."""
 
+import copy
 import itertools
 import json
 import math
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -17,7 +19,7 @@ from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import Warmup, compose_config
 from shoal.train.agent.policy import MasterAdamW, policy_of
 from shoal.train.agent.trainer import AgentTrainer
-from shoal.train.agent.warmup import _play, warm_up
+from shoal.train.agent.warmup import Home, _play, warm_up
 
 SOLVED_ENVS = [
     ("sokoban", {"max_pushes": 3}),
@@ -112,7 +114,7 @@ def test_play_that_fills_the_context_is_cut_before_the_turn_that_does_not_fit():
         env = Endless()
         role = Role("Lake", "", env.projection, 12)
         prompter = Prompter(PromptConfig(mode="append"), policy.tokenizer)
-        samples = _play(policy, env, role, prompter, Warmup(), seed=3, anew=None)
+        samples = _play(policy, Home(lambda: env), role, prompter, Warmup(), seed=3)
         return [next(samples) for _ in range(n)]
 
     roomy = plays(4096)
@@ -130,7 +132,7 @@ def test_an_answer_is_what_the_prompt_of_its_kind_of_env_leaves_to_write():
     role = Role("Lake", "", env.projection, 9, own)
     policy = policy_of(TinyEngine(env.projection.words()))
     samples = _play(
-        policy, env, role, Prompter(PromptConfig(), policy.tokenizer), Warmup(), seed=0, anew=None
+        policy, Home(lambda: env), role, Prompter(PromptConfig(), policy.tokenizer), Warmup(), seed=0
     )
     for _ in range(5):
         sample = next(samples)
@@ -161,9 +163,9 @@ def played(env, n, anew=None, **settings):
     """Prompts and answers of the first `n` samples of the warm-up, in words."""
     policy = policy_of(TinyEngine(env.projection.words(), TinyShape(16, 1, 2, 4096)))
     prompter = Prompter(PromptConfig(first="go", later="{history}", prefill="<action>"), policy.tokenizer)
-    samples = _play(
-        policy, env, Role("Lake", "", env.projection, 8), prompter, Warmup(**settings), seed=3, anew=anew
-    )
+    makers = itertools.chain([lambda: env], itertools.repeat(anew))
+    home = Home(lambda: next(makers)())
+    samples = _play(policy, home, Role("Lake", "", env.projection, 8), prompter, Warmup(**settings), seed=3)
     ids = [(sample.ids, sample.places[0]) for sample in itertools.islice(samples, n)]
     return [(policy.tokenizer.decode(row[:at]), policy.tokenizer.decode(row[at:])) for row, at in ids]
 
@@ -182,7 +184,7 @@ def test_where_a_prompt_goes_on_the_moves_by_lot_are_read_and_not_learned():
     prompter = Prompter(PromptConfig(mode="append"), policy.tokenizer)
     settings = Warmup(expert=1.0, only_expert=True)
     sample = next(
-        _play(policy, env, Role("Lake", "", env.projection, 6), prompter, settings, seed=3, anew=None)
+        _play(policy, Home(lambda: env), Role("Lake", "", env.projection, 6), prompter, settings, seed=3)
     )
     learned = policy.tokenizer.decode(tuple(sample.ids[place] for place in sample.places))
     assert (learned.count("Up"), learned.count("Left")) == (3, 0)
@@ -318,6 +320,55 @@ def test_an_infinite_gradient_of_the_warm_up_is_told_before_a_step_is_made_with_
 def test_gradients_cannot_be_shortened_to_nothing():
     with pytest.raises(ConfigError, match="max_grad_norm must be positive"):
         compose_config("sokoban", ["warmup.max_grad_norm=0"])
+
+
+@pytest.mark.parametrize("doing", ["reset", "step", "random_action", "make"])
+def test_an_env_that_hangs_in_the_warm_up_costs_an_episode_and_always_hanging_ends_it(doing):
+    class Hanging(Endless):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            if doing == "make" and made:
+                hang.wait()
+            made.append(self)
+
+        def hang_in(self, name):
+            if name == doing and (always or len(made) == 1):
+                hang.wait()
+
+        def reset(self, **kwargs):
+            self.hang_in("reset")
+            return self.inner.reset(**kwargs)
+
+        def step(self, action):
+            self.hang_in("step")
+            return super().step(action)
+
+        def random_action(self, rng):
+            self.hang_in("random_action")
+            return self.inner.random_action(rng)
+
+    policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))
+    prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
+    roles = {"a": Role("a", "", make("frozen_lake").projection, 9)}
+
+    def losses(maker, seconds=None):
+        config = Warmup(steps=2, batch_size=2)
+        return list(warm_up(policy, {"a": maker}, roles, prompter, config, 4096, 0, 1.0, lambda _: seconds))
+
+    start = copy.deepcopy(policy.module.state_dict())
+    calm = losses(Endless)
+    policy.module.load_state_dict(start)
+    made, hang, always = [], threading.Event(), False
+    try:
+        if doing != "make":
+            assert losses(Hanging, 2.0) == calm
+            always = True
+        else:
+            made.append(None)
+        with pytest.raises(EnvError, match=rf"{doing}(\(\d\))? did not answer within 0.05 s"):
+            losses(Hanging, 0.05)
+    finally:
+        hang.set()
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import queue
-import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -20,7 +18,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shoal import __version__
-from shoal.core.errors import EnvError, ShoalError, missing_extra
+from shoal.core.errors import EnvError, ShoalError, in_words, missing_extra
+from shoal.core.executors import OwnThread
 from shoal.core.ports import LOCAL, listening
 from shoal.envs.text import TextEnv
 
@@ -47,9 +46,8 @@ class Session:
     def __init__(self, make: Make) -> None:
         self._make, self.steps = make, 0
         self._env: TextEnv[Any] | None = None
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._closing: Future[Any] | None = None
-        threading.Thread(target=self._work, daemon=True, name="shoal-session").start()
+        self._thread = OwnThread("shoal-session")
 
     @property
     def env(self) -> TextEnv[Any]:
@@ -71,29 +69,21 @@ class Session:
         """Close the env after what it is at, and end its thread."""
         if self._closing is None:
             self._closing = self._put(self._close)
+            self._thread.end()
         return self._closing
 
     def _put(self, call: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._calls.put((future, call))
-        return future
+        def run() -> Any:
+            try:
+                return call()
+            except (StopIteration, SystemExit, KeyboardInterrupt) as error:  # of which no task can end
+                raise EnvError(in_words(error)) from error
+
+        return self._thread.submit(run)
 
     def _close(self) -> None:
         if self._env is not None:
             self._env.close()
-
-    def _work(self) -> None:
-        while self._closing is None or not self._closing.done():
-            future, call = self._calls.get()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except (Exception, SystemExit, KeyboardInterrupt) as error:
-                plain = isinstance(error, Exception) and not isinstance(
-                    error, StopIteration
-                )  # of which no task ends
-                future.set_exception(error if plain else EnvError(f"{type(error).__name__}: {error}"))
 
     def reset(self, data: dict[str, Any]) -> dict[str, Any]:
         """Start an episode, from `data["seed"]` if there is one."""

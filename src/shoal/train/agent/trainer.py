@@ -30,6 +30,7 @@ from shoal.rollout.episode import Role
 from shoal.rollout.factory import EnvironmentSet, make_environments, make_roles
 from shoal.rollout.filters import filter_rollouts
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.worker import MAKE
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.registry import close_engine
 from shoal.rollout.samplers.sampler import Completion, EngineAround, Request, Sampler
@@ -437,7 +438,18 @@ def warmed_up(
     tokens = config.algorithm.micro_batch_tokens
     share = 1 / processes.count if processes.sharded else 1.0
     prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
-    yield from warm_up(policy, makers, roles, prompter, config.warmup, tokens, config.seed, share)
+    limits = config.vector, config.agent_proxy.parallel
+
+    def seconds_for(doing: str) -> float | None:
+        given = [
+            one.make_timeout if doing == MAKE and one.make_timeout is not None else one.step_timeout
+            for one in limits
+        ]
+        return max((seconds for seconds in given if seconds is not None), default=None)
+
+    yield from warm_up(
+        policy, makers, roles, prompter, config.warmup, tokens, config.seed, share, seconds_for
+    )
 
 
 def play_groups(

@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from numpy.random import Generator
 from torch import nn
 
 from shoal.core.errors import ConfigError, DivergedError, EnvError
+from shoal.core.executors import OwnThread
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs import TextEnv
 from shoal.maths.updates import decayed
@@ -39,6 +41,60 @@ MAX_EPISODE_TURNS = 32
 """Random play is cut here: later states of an env with few endings add nothing to the format."""
 
 
+def unlimited(doing: str) -> None:
+    """For envs that may take any time."""
+
+
+class Home:
+    """Where an env lives: with the caller or, where its calls have a time limit, in a thread of its own."""
+
+    def __init__(
+        self, make: Callable[[], TextEnv[Any]], seconds_for: Callable[[str], float | None] = unlimited
+    ) -> None:
+        self._make, self._seconds_for = make, seconds_for
+        self._env: TextEnv[Any] | None = None
+        self._thread: OwnThread | None = None
+        self._hangs = False
+
+    def begin(self) -> None:
+        """Make the env; what its constructor raises is raised as it is."""
+        try:
+            self.ready()
+        except EnvFailedError as error:
+            raise error.__cause__ or EnvError(f"the warm-up cannot begin: {error}") from None
+
+    def ready(self) -> TextEnv[Any]:
+        """The env, a new one after `leave`."""
+        if self._env is None:
+            limited = (self._seconds_for(MAKE), self._seconds_for("step")) != (None, None)
+            self._thread = OwnThread("shoal-warmup") if limited else None
+            self._env = self.in_env(MAKE, self._make)
+        return self._env
+
+    def in_env(self, doing: str, call: Callable[[], Any]) -> Any:
+        """See `Player.in_env`; a call that takes too long leaves env and thread behind."""
+        if self._thread is None:
+            return Player().in_env(doing, call)
+        seconds = self._seconds_for(doing)
+        try:
+            return self._thread.submit(partial(Player().in_env, doing, call)).result(seconds)
+        except TimeoutError:
+            self._hangs = True
+            raise EnvFailedError(f"{doing} did not answer within {seconds:g} s") from None
+
+    def leave(self) -> None:
+        """Close the env, for which one that does not hang already is waited for."""
+        env, thread, hangs = self._env, self._thread, self._hangs
+        self._env, self._thread, self._hangs = None, None, False
+        envs = [] if env is None else [env]
+        if thread is None:
+            close_all(envs, CLOSE_SECONDS)
+        else:
+            closing = thread.submit(partial(close_all, envs))
+            thread.end()
+            wait([closing], 0 if hangs else CLOSE_SECONDS)
+
+
 def warm_up(
     policy: Policy,
     makers: Mapping[str, Callable[[], TextEnv[Any]]],
@@ -48,24 +104,18 @@ def warm_up(
     micro_batch_tokens: int,
     seed: int,
     share: float = 1.0,
+    seconds_for: Callable[[str], float | None] = unlimited,
 ) -> Iterator[float]:
     """Train `policy` on random or expert play of the envs; yields the loss of each step (nats a token).
 
-    `share` is this process's part of a gradient that several compute alike and sum.
+    `share` is this process's part of a gradient that several compute alike and sum; `seconds_for` says for how long an
+    env may be at what it does.
     """
-    made: dict[str, TextEnv[Any]] = {}
-
-    def anew(tag: str) -> TextEnv[Any]:
-        made[tag] = makers[tag]()
-        return made[tag]
-
+    homes = {tag: Home(maker, seconds_for) for tag, maker in sorted(makers.items())}
     try:
-        for tag, maker in sorted(makers.items()):
-            made[tag] = maker()
-        plays = [
-            _play(policy, env, roles[tag], prompter, config, seed, partial(anew, tag))
-            for tag, env in made.items()
-        ]
+        for home in homes.values():
+            home.begin()
+        plays = [_play(policy, home, roles[tag], prompter, config, seed) for tag, home in homes.items()]
         parameters = trained_parameters(policy.module)
         optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
         device = str(parameters[0].device)
@@ -93,21 +143,21 @@ def warm_up(
             optimizer.step()
             yield total
     finally:
-        close_all(list(made.values()), CLOSE_SECONDS)
+        for home in homes.values():
+            home.leave()
 
 
 def _play(
     policy: Policy,
-    env: TextEnv[Any] | None,
+    home: Home,
     role: Role,
     prompter: Prompter,
     config: Warmup,
     seed: int,
-    anew: Callable[[], TextEnv[Any]],
 ) -> Iterator[Sample]:
     """Endless samples from episodes of an agent that asks the expert in a share of the turns.
 
-    An episode whose env fails is played again in another one, which `anew` makes, and then left out.
+    An episode whose env fails is played again in another one, and then left out.
 
     Raises:
         EnvError: the env always fails.
@@ -117,15 +167,12 @@ def _play(
         for attempt in range(1, TRIES + 1):
             rng = stream(seed, "warmup", tag, number)
             try:
-                if env is None:
-                    env = Player().in_env(MAKE, anew)
-                samples = _episode(policy, env, role, prompter, config, seed, number, rng)
+                samples = _episode(policy, home, role, prompter, config, seed, number, rng)
                 break
             except EnvFailedError as error:
                 failure = error
                 logger.warning("episode %d of the warm-up on %s, attempt %d: %s", number, tag, attempt, error)
-                close_all([] if env is None else [env], CLOSE_SECONDS)
-                env = None
+                home.leave()
         else:
             lost += 1
             if lost == MOST_LOST:
@@ -140,7 +187,7 @@ def _play(
 
 def _episode(
     policy: Policy,
-    env: TextEnv[Any],
+    home: Home,
     role: Role,
     prompter: Prompter,
     config: Warmup,
@@ -151,9 +198,9 @@ def _episode(
     """What is learned of one episode.
 
     Raises:
-        EnvFailedError: the env raised, or answered what it must not.
+        EnvFailedError: the env raised, answered what it must not, or did not answer in time.
     """
-    in_env = Player().in_env
+    env, in_env = home.ready(), home.in_env
 
     def step(action: int | str) -> None:
         episode.observe(*env.step(action))
