@@ -185,7 +185,8 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
                 f"{type(self).__name__}: the episode is over or was never started; call reset() first"
             )
         outcome = self._advance(self._checked(action))
-        if {*map(type, outcome[1:5]), type(outcome.truncated)} != {bool}:
+        _, ended, success, effective, valid, _, cut = outcome
+        if not (type(ended) is type(success) is type(effective) is type(valid) is type(cut) is bool):
             outcome = _in_bools(outcome)
         self._steps += 1
         self._success = self._success or outcome.success
