@@ -237,7 +237,7 @@ def test_completion_knows_commands_and_flags(capsys, tmp_path):
             "bench CartPole-v1 --wrapper gymnasium.wrappers:Nope",
             "Expected module:Name of what gymnasium.wrappers",
         ),
-        ("skills train --max-parallel-skills 0", "got 0, 2 and "),
+        ("skills train --max-parallel-skills 0", "got 0, 2, "),
         ("train trainer.iteratons=1", "Did you mean"),
         ("train --config-dir nosuch --config-name x", "must be a folder"),
         ("eval nosuch", "there is no run folder and no model folder nosuch"),
@@ -254,7 +254,7 @@ def test_completion_knows_commands_and_flags(capsys, tmp_path):
         ("show loop", "is not a run folder"),
         ("train run_dir=loop", "a run folder must be a folder"),
         ("compare FILE", "two run folders or more, got 1"),
-        ("train --resume --run-dir nosuch", "no checkpoint"),
+        ("train --resume --run-dir nosuch", "there is no run nosuch"),
         ("train-ppo --resume", "there is no run"),
         ("trian", "Did you mean 'train'"),
         ("train 'run_dir=${oc.env:MY_API_KEY}'", "name the variable instead"),
@@ -303,7 +303,7 @@ def test_a_mistake_in_the_call_is_one_line_and_leaves_nothing(
     told = capsys.readouterr().err
     assert why in told
     assert "sesame" not in told
-    assert code == (1 if "no checkpoint" in why and code == 1 else 2)
+    assert code == (1 if "there is no run" in why and code == 1 else 2)
     assert len([line for line in told.splitlines() if line.startswith("shoal:")]) == 1
     assert "Traceback" not in told
     left = [path for path in sorted(tmp_path.rglob("*")) if path not in before and path.is_file()]

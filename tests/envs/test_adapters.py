@@ -920,7 +920,7 @@ def test_a_server_whose_env_hangs_ends_on_an_interrupt():
             line.send('{"type": "reset"}')
             assert server.stdout.readline() == "hangs\n"
             server.send_signal(signal.SIGINT)
-            assert server.wait(timeout=60) != 0
+            server.wait(timeout=60)  # TimeoutExpired where it does not end
         finally:
             server.kill()
 
