@@ -1757,9 +1757,13 @@ def test_one_thread_gets_what_was_begun_and_another_is_told_that_it_waits() -> N
 def test_workers_whose_close_was_interrupted_end_with_the_vector_env() -> None:
     envs = make_vec(functools.partial(Misbehaving, "hang", "close"), 2, backend="process", num_workers=2)
     workers = {row["pid"] for row in envs.stats()["workers"]}
+    was = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have SIGINT ignored
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        envs.close()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            envs.close()
+    finally:
+        signal.signal(signal.SIGINT, was)
     assert workers <= children()
     del envs
     gc.collect()
