@@ -17,6 +17,7 @@ import queue
 import socket
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
@@ -45,9 +46,9 @@ BACKENDS = ("serial", "thread", "process", "loky", "ray")
 class Closing:
     """What holds workers, files or connections, and gives them up when it is closed: at the end of a `with`."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give up what it holds."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

@@ -834,7 +834,7 @@ def costs_of(model: nn.Module) -> Costs:
     """What passes of a Hugging Face model cost, from its size.
 
     A token of a row of `w` takes `2 w width` multiplications of attention in a layer, and one for each of the layer's
-    weights; those of attention run at half the speed (measured for widths 128 and 576, see benchmarks/trl_update.py).
+    weights; those of attention are taken to run at half the speed (fitted to width 128; at 576 they run a bit faster).
     A micro-batch on a CPU takes what 16 tokens take, to add up gradients, and a time that depends on no size.
     """
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
