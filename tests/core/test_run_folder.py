@@ -336,3 +336,15 @@ def test_a_run_stays_in_its_folder_when_the_working_directory_changes(tmp_path, 
         run.finish({})
     assert not list((tmp_path / "elsewhere").iterdir())
     assert (tmp_path / "runs" / "mine" / "summary.json").exists()
+
+
+def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, "no space", str(path))
+
+    monkeypatch.setattr("shoal.core.run_folder.write_json", full)
+    with RunFolder(tmp_path, "train", 0) as run:
+        run.fail(RuntimeError("nan loss"))
+    assert "its summary could not be written: [Errno 28] no space" in caplog.text

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from shoal.cli.command import parsed
 from shoal.cli.main import main
 from shoal.cli.skills_train import COMMAND
+from shoal.skills.learning.scheduler import Frontier
 from shoal.skills.learning.spec import Store
 
 QUICK = [
@@ -63,6 +65,18 @@ def test_a_folder_in_use_is_only_continued_when_asked(
     assert "Collect Wood: " not in told  # was told by the run before
     assert [len(Store(trained).attempts(name)) for name in ("Collect Wood",)] == [1]
     assert len(Store(trained).skills()) == 2
+
+
+def test_a_run_that_an_error_ends_says_so_in_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Frontier) -> bool:
+        raise OSError(errno.ENOSPC, "database or disk is full", "state.db")
+
+    monkeypatch.setattr(Frontier, "run", fail)
+    assert skills("train", "--graph-path", str(tmp_path), *QUICK) == 1
+    assert "database or disk is full (state.db); what was saved before is whole" in capsys.readouterr().err
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
 def test_status_history_eval_logs_and_export_tell_of_the_run(

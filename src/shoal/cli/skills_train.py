@@ -213,6 +213,7 @@ def train(options: TrainOptions) -> int:
             if not (options.json_events or options.json):
                 stack.enter_context(_Show(scheduler))
             finished = Frontier(scheduler, proposer, options.max_nodes, told, told).run()
+        metrics = _measure(options, scheduler, began)
     except KeyboardInterrupt:
         going = ", ".join(scheduler.get_running_skills())
         run.finish(_counts(scheduler, began), "interrupted")
@@ -221,7 +222,10 @@ def train(options: TrainOptions) -> int:
         print(f"shoal: go on with: {shlex.join(['shoal', 'skills', 'train', *words])}", file=sys.stderr)
         print(f"shoal: end them with: shoal skills stop --graph-path {options.graph_path}", file=sys.stderr)
         return 130
-    return _conclude(options, scheduler, run, finished, began)
+    except Exception as error:
+        run.fail(error)
+        raise
+    return _conclude(options, scheduler, run, finished, metrics)
 
 
 COMMAND = Command(TrainOptions, train, MORE, WANTED, _defaults)
@@ -256,10 +260,8 @@ def _refuse_what_is_ignored(options: TrainOptions) -> None:
         raise ConfigError("--llm-url does nothing without --llm-name: leave it out")
 
 
-def _conclude(
-    options: TrainOptions, scheduler: SkillScheduler, run: RunFolder, finished: bool, began: float
-) -> int:
-    """Pictures, the final evaluation, summary.json."""
+def _measure(options: TrainOptions, scheduler: SkillScheduler, began: float) -> dict[str, Any]:
+    """Counts, pictures, the final evaluation."""
     metrics = _counts(scheduler, began)
     store = scheduler.store
     draw_graph(store, options.graph_path / "graph.png")
@@ -275,6 +277,13 @@ def _conclude(
                 metrics["film_finished"] = draw_chain(store, options.graph_path / "chain.gif", UNSEEN)
             except MissingExtraError as error:
                 print(f"shoal: no chain.gif: {error}", file=sys.stderr)
+    return metrics
+
+
+def _conclude(
+    options: TrainOptions, scheduler: SkillScheduler, run: RunFolder, finished: bool, metrics: dict[str, Any]
+) -> int:
+    """Write summary.json and say how it went."""
     stopped = scheduler.runner.stopped
     status = "completed" if finished else "interrupted" if stopped else "failed"
     summary = run.finish(metrics, status)

@@ -314,9 +314,15 @@ class RunFolder(Closing):
         return summary
 
     def fail(self, error: BaseException) -> None:
-        """Write the summary of a run that `error` ended; one of before stays if nothing has been added to it."""
+        """Write the summary of a run that `error` ended; one of before stays if nothing has been added to it.
+
+        A full disk does not hide `error`.
+        """
         if self._changed or not (self.path / "summary.json").exists():
-            self.finish({}, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+            try:
+                self.finish({}, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+            except OSError as other:
+                logger.error("the run failed, and its summary could not be written: %s", other)
 
 
 def _cpu_seconds() -> float:

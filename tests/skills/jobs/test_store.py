@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sqlite3
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -84,6 +88,48 @@ def test_an_error_in_a_transaction_takes_all_of_it_back(tmp_path: Path) -> None:
         half_way()
     assert store.skill("Collect Wood").status == "running"
     assert "something" not in [event["kind"] for event in store.events()]
+
+
+def test_an_interrupt_while_another_process_writes_leaves_no_transaction_open(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    other = sqlite3.connect(tmp_path / "state.db", isolation_level=None, check_same_thread=False)
+    other.execute("begin immediate")
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        other.execute("commit")
+
+    timer = threading.Timer(0.2, interrupt)
+    timer.start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            store.set_setting("one", 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        timer.join()
+    store.set_setting("two", 2)  # it would have joined the open one, and been lost with it
+    assert Store(tmp_path).setting("two") == 2
+
+
+def test_a_full_disk_is_an_error_of_files_and_the_store_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    pages = store._query("pragma page_count")[0][0]
+    store._db.execute(f"pragma max_page_count={pages}")
+    with pytest.raises(OSError, match="database or disk is full") as caught:
+        store.set_setting("much", "x" * 100_000)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "state.db"))
+    store._db.execute("pragma max_page_count=100000")
+    store.set_setting("much", "x" * 100_000)
+    assert Store(tmp_path).setting("much") == "x" * 100_000
+
+
+def test_a_number_that_no_database_holds_is_told_as_such(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add_skill(WOOD, [], 10)
+    for ask in (store.version, store.head, lambda n: store.update_skill("Collect Wood", budget_total=n)):
+        with pytest.raises(DataError, match="a number is larger than .*state.db can hold"):
+            ask(10**30)
 
 
 @pytest.mark.parametrize("altered", [b"weightz", b"weight"])

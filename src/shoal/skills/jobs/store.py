@@ -10,6 +10,7 @@ newer ones are refused.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -179,6 +180,10 @@ update job set submitted = payload where name not in (select job from event wher
 update job set fresh = 1 where name not in (select job from attempt)
 """
 MIGRATIONS = (_FIRST, _SECOND)
+_ERRNO = {
+    sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR: errno.EIO, sqlite3.SQLITE_CANTOPEN: errno.EIO,
+    sqlite3.SQLITE_READONLY: errno.EROFS, sqlite3.SQLITE_BUSY: errno.EBUSY,
+}  # fmt: skip
 
 
 class Store:
@@ -243,17 +248,34 @@ class Store:
             if self._db.in_transaction:
                 yield self._db
                 return
-            self._db.execute("begin immediate")
             try:
-                yield self._db
-            except BaseException:
-                self._db.execute("rollback")
-                raise
-            self._db.execute("commit")
+                with self._told():
+                    self._db.execute("begin immediate")
+                    yield self._db
+                    self._db.execute("commit")
+            finally:
+                if self._db.in_transaction:  # also where Ctrl-C came amid "begin"
+                    self._db.execute("rollback")
 
     def _query(self, sql: str, *values: Any) -> list[sqlite3.Row]:
-        with self._lock:
+        with self._lock, self._told():
             return self._db.execute(sql, values).fetchall()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """What SQLite says it cannot do, as the error of files or data that it is."""
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            path = self.root / "state.db"
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+            if code in _ERRNO:
+                raise OSError(_ERRNO[code], str(error), str(path)) from error
+            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise DataError(f"{path} cannot be read: {error}") from error
+            raise
+        except OverflowError as error:
+            raise DataError(f"a number is larger than {self.root / 'state.db'} can hold: {error}") from error
 
     def changes(self) -> int:
         """A number that changes when anybody writes, in this process or another."""
