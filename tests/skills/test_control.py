@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -474,3 +476,42 @@ def test_graphs_in_two_folders_do_not_end_each_others_tmux_sessions(tmp_path: Pa
     finally:
         for launcher in launchers:
             launcher._tmux("kill-server", check=False)
+
+
+def test_a_scheduler_is_run_by_one_thread_at_a_time(tmp_path: Path, scripted) -> None:
+    launcher = scripted()
+    launcher.gate.clear()
+    s = scheduler(tmp_path, launcher, "Collect Wood")
+    thread = in_thread(s.run)
+    wait_for(lambda: launcher.running)
+    for again in (s.run, s.settle, Frontier(s, SimpleNamespace(), 1).run):
+        with pytest.raises(WorkerError, match="another thread of this process is running"):
+            again()
+    launcher.gate.set()
+    thread.join(timeout=30)
+    assert [row.outcome for row in s.store.attempts()] == ["merged"]
+    assert s.run()  # one after the other is no fault
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_a_result_waits_for_who_trains_when_other_trainings_are_ended(
+    tmp_path: Path, scripted, net, kill: bool
+) -> None:
+    s = scheduler(tmp_path, scripted(), "Collect Wood", "Collect Sapling")
+    folders = [s.prepare(s.store.job(name), resume=False) for name in ("Collect Wood", "Collect Sapling")]
+    done, going = (s.store.begin_attempt(name, folder)
+                   for name, folder in zip(("Collect Wood", "Collect Sapling"), folders, strict=True))  # fmt: skip
+    finish_training(folders[0], {0: net("wood").params()}, {0: 1000}, attempt=done)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    handle = {"pid": process.pid, "began": start_time(process.pid)}
+    s.store.set_handle(done, "local", {"pid": process.pid, "began": "long ago"}, folders[0] / "log")
+    s.store.set_handle(going, "local", handle, folders[1] / "log")
+    if not kill:
+        ask_to_cancel(s.store, "Collect Sapling")
+    s.settle(kill=kill)
+    assert process.wait(timeout=30) == -signal.SIGKILL
+    assert s.store.attempt(done).state == "running"  # this scheduler may know other rules than its own
+    assert not s.store.versions()
+    assert s.get_status("Collect Sapling") == ("waiting" if kill else "skipped")
+    assert s.run() is kill
+    assert s.store.attempt(done).outcome == "merged"

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from numbers import Integral
 from pathlib import Path
@@ -136,9 +136,11 @@ class Runner:
         self._watched: dict[int, tuple[Handle, Launcher]] = {}
         self._began: dict[int, float] = {}  # on the monotonic clock, of the launches that are watched
         self._resting: dict[str, float] = {}  # until when on the monotonic clock
+        self._busy = threading.Lock()  # of who runs or settles: the lock of the folder knows processes alone
         self._merging: set[int] = set()  # attempts whose merge has not been handled here yet
         self._killed: set[int] = set()
         self._phase: Phase = "run"
+        self._settling = False
         self._holders = 0
         self._told = store.last_event()
 
@@ -150,28 +152,27 @@ class Runner:
         Raises:
             WorkerError: another runner holds this folder.
         """
-        self.lock.take()
-        try:
-            self.store.set_setting(STOP, None)
-            self.stopped = False
-            self._recover()
-            for row in self.store.jobs("blocked"):
-                self.store.update(row.name, status="waiting", reason=None)
-            self._loop()
-            self._flush()
-            self._tell()
-        finally:
-            self._phase = "run"
-            self._killed.clear()
-            self.store.set_setting(STOP, None)
-            self.lock.release()
+        with self._held():
+            try:
+                self.store.set_setting(STOP, None)
+                self.stopped = False
+                self._recover()
+                for row in self.store.jobs("blocked"):
+                    self.store.update(row.name, status="waiting", reason=None)
+                self._loop()
+                self._flush()
+                self._tell()
+            finally:
+                self.store.set_setting(STOP, None)
         return all(row.status == "completed" for row in self.store.jobs())
 
     def settle(self, *, kill: bool = False) -> None:
-        """Do what was asked for in a folder that no runner holds, launching nothing; with `kill` end all jobs."""
-        self.lock.take()
-        try:
-            self._phase = "kill" if kill else "drain"
+        """Do what was asked for in a folder that no runner holds, launching nothing; with `kill` end all jobs.
+
+        Results are left to who runs the graph: what becomes of them follows from its options.
+        """
+        with self._held():
+            self._phase, self._settling = "kill" if kill else "drain", True
             self._recover()
             self._look()
             until = time.monotonic() + 30
@@ -183,10 +184,34 @@ class Runner:
                 except queue.Empty:
                     continue
             self._flush()
+
+    def take(self) -> None:
+        """Hold the folder, which nobody but this runner may run then, in one thread.
+
+        Raises:
+            WorkerError: another process runs it, or another thread of this one.
+        """
+        if self._busy.locked():
+            raise self._taken()
+        self.lock.take()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise self._taken()
+        try:
+            self.lock.take()
+            yield
         finally:
-            self._phase = "run"
+            self._phase, self._settling = "run", False
             self._killed.clear()
             self.lock.release()
+            self._busy.release()
+
+    def _taken(self) -> WorkerError:
+        return WorkerError(
+            f"another thread of this process is running {self.store.root}; stop it or wait for it"
+        )
 
     def stop(self, phase: Phase) -> None:
         """Launch nothing more, and "drain" what runs, "leave" it to go on, or "kill" it."""
@@ -373,11 +398,16 @@ class Runner:
         attempt = self.store.attempt(number)
         if attempt.state != "running" or number in self._merging:
             return
+        if self._settling and number not in self._killed:
+            return
         try:
             self.work.examine(attempt)
         except Exception as error:  # whatever a job may leave behind: it is no result
             told, final = read_failure(self.store.root / attempt.run_folder, number)
             self._decided(Ended(attempt, reason=told or f"{how}; {error}", final=final))
+            return
+        if self._settling and not self.store.job(attempt.job).cancel:
+            self._killed.discard(number)  # it was faster, and waits to be merged
             return
         self._decided(Ended(attempt, done=True))
 

@@ -205,9 +205,9 @@ class SkillScheduler:
         """Hold the folder before anything in it is changed; `run` does it too.
 
         Raises:
-            WorkerError: another scheduler is running on this folder.
+            WorkerError: another scheduler is running on this folder, or this one in another thread.
         """
-        self.runner.lock.take()
+        self.runner.take()
 
     def run(self) -> bool:
         """Train until nothing more can be done; True if every skill is completed.
