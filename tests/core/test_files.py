@@ -365,3 +365,9 @@ def test_broken_json_names_the_file(tmp_path):
     write_bytes(tmp_path / "bad.json", b'{"a": ')
     with pytest.raises(DataError, match="bad.json is not valid JSON"):
         read_json(tmp_path / "bad.json")
+
+
+def test_half_a_surrogate_pair_survives_the_way_through_json(tmp_path) -> None:
+    write_json(tmp_path / "a.json", {"\ud800é": ["\udfff", "𝄞"]})
+    (tmp_path / "a.json").read_text(encoding="utf-8")
+    assert read_json(tmp_path / "a.json") == {"\ud800é": ["\udfff", "𝄞"]}

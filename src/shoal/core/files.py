@@ -81,9 +81,25 @@ def write_text(path: Path | str, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
+def append_line(path: Path | str, line: bytes, *, durable: bool = False) -> None:
+    """Add `line`, which ends with a newline, to a file; what was half written before stays a line of its own."""
+    with open(path, "a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+        line = b"\n" + line if torn else line
+        while line:
+            line = line[file.write(line) :]
+        if durable:
+            os.fsync(file.fileno())
+
+
 def write_json(path: Path | str, value: Any) -> None:
-    """`write_bytes` for JSON; NaN and infinity are refused, since JSON has no word for them."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    """`write_bytes` for JSON; NaN and infinity are refused, since JSON has no word for them.
+
+    Half a surrogate pair, which UTF-8 has no bytes for, is written as its escape.
+    """
+    text = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    write_text(path, re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text))
 
 
 def read_json(path: Path | str) -> Any:

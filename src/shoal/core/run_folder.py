@@ -26,7 +26,7 @@ import numpy as np
 
 from shoal.core.errors import ConfigError, DataError, WorkerError
 from shoal.core.executors import Closing
-from shoal.core.files import read_json, write_bytes, write_json
+from shoal.core.files import append_line, read_json, write_bytes, write_json
 
 logger = logging.getLogger(__name__)
 Event = Callable[[dict[str, Any]], None]
@@ -254,13 +254,7 @@ class RunFolder(Closing):
         """Add one row, its numbers Python's or NumPy's; those that JSON has no word for (NaN, infinity) become null."""
         self._hold()
         self._changed = True
-        line = json.dumps(finite(dict(row))).encode() + b"\n"
-        with self.metrics_path.open("a+b", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-            line = b"\n" + line if torn else line  # what was half written stays a line of its own
-            while line:
-                line = line[file.write(line) :]
+        append_line(self.metrics_path, json.dumps(finite(dict(row))).encode() + b"\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The whole rows written so far; half-written ones are passed over with a warning."""

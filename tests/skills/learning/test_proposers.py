@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
@@ -368,3 +372,76 @@ def test_a_proposer_that_names_one_skill_for_ever_is_an_error(tmp_path: Path, sc
     with pytest.raises(ConfigError, match="named 'Collect Wood', which is among the skills already"):
         Frontier(s, Recording([SKILLS[0]] * 9), max_nodes=5).run()
     assert list(s.get_completed_skills()) == ["Collect Wood"]
+
+
+CUT = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"
+CUT_CHUNK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n{"
+
+
+def drip(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+    with contextlib.suppress(OSError):
+        while True:
+            connection.sendall(b" ")
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (CUT, "IncompleteRead"),
+        (CUT_CHUNK, "IncompleteRead"),
+        (b"HELLO\r\n\r\n", "BadStatusLine"),
+        (drip, "in time"),
+    ],
+)
+def test_a_reply_that_breaks_off_or_never_ends_is_asked_for_again(reply: Any, words: str) -> None:
+    asked = []
+
+    def answer() -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection:
+                asked.append(connection.recv(1 << 20))
+                if callable(reply):
+                    reply(connection)
+                else:
+                    connection.sendall(reply)
+                    connection.shutdown(socket.SHUT_WR)
+                    with contextlib.suppress(OSError):
+                        while connection.recv(1 << 20):
+                            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        model = LanguageModel("m", url, CRAFTING, tries=2, timeout=0.5, patience=0.0)
+        with pytest.raises(EngineError, match=words):
+            model.next_skill([], [], {})
+        thread.join(timeout=30)
+    assert len(asked) == 2
+
+
+def test_a_reply_nested_without_end_is_an_engine_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "dumps", lambda value, **more: "[" * 200_000 if "choices" in value else "{}")
+    server.replies = ["deep"]
+    with pytest.raises(EngineError, match="RecursionError"):
+        LanguageModel("m", server.url, CRAFTING).next_skill([], [], {})
+
+
+def test_a_proposal_after_one_that_a_kill_cut_short_is_replayed(server: Server, tmp_path: Path) -> None:
+    record = tmp_path / "proposals.jsonl"
+    record.write_text('{"skill": {"name": "cut sho')
+    server.replies = [json.dumps(WOOD)]
+    LanguageModel("m", server.url, CRAFTING, record=record).next_skill([], [], {})
+    assert [skill.name for skill in Replay(record, CRAFTING).skills] == ["Collect Wood"]
+
+
+@pytest.mark.parametrize("data", [b"", b"\x7fELF\xd0\x00", b'{"skill": "wood"}\n', b'{"skill": [1]}\n'])
+def test_what_is_no_record_of_proposals_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "proposals.jsonl").write_bytes(data)
+    with pytest.raises(ConfigError, match="is no record of proposals"):
+        Replay(tmp_path / "proposals.jsonl", CRAFTING)

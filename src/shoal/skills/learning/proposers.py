@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.core.errors import ConfigError, EngineError
+from shoal.core.files import append_line
 from shoal.skills.jobs.store import slug
 from shoal.skills.learning.spec import (
     Features,
@@ -28,6 +28,7 @@ from shoal.skills.learning.spec import (
 )
 
 logger = logging.getLogger(__name__)
+MAX_BODY = 1 << 22  # bytes that a server may answer
 MAX_REPLY = 20_000  # characters of a model's reply that are looked at
 
 
@@ -219,12 +220,15 @@ class LanguageModel:
         )
         for again in range(self.tries - 1, -1, -1):
             try:
+                until = time.monotonic() + self.timeout
                 with _opener.open(request, timeout=self.timeout) as response:
-                    answer = json.loads(response.read(1 << 22))
+                    answer = json.loads(_whole(response, until))
                 return str(answer["choices"][0]["message"]["content"])
-            except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            except (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError) as error:
                 status = getattr(error, "code", None)
-                passing = isinstance(error, OSError) and (status is None or status == 429 or status >= 500)
+                passing = isinstance(error, OSError | HTTPException) and (
+                    status is None or status == 429 or status >= 500
+                )
                 if not again or not passing:
                     raise EngineError(
                         f"no reply from {self.base_url}: {type(error).__name__}: {error}"
@@ -245,17 +249,28 @@ class LanguageModel:
             "refused": became if isinstance(became, str) else None,
             "skill": spec,
         }
-        with self.record.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.record, json.dumps(row).encode() + b"\n", durable=True)
+
+
+def _whole(response: Any, until: float) -> bytes:
+    """The body of a reply that is whole, and whole in time, however slowly it comes."""
+    data = b""
+    while part := response.read1(1 << 16):
+        data += part
+        if time.monotonic() > until:
+            raise TimeoutError("the reply did not end in time")
+        if len(data) > MAX_BODY:
+            raise ValueError(f"a reply of more than {MAX_BODY:,} bytes")
+    if response.length:
+        raise IncompleteRead(data, response.length)
+    return data
 
 
 def read_proposals(path: Path | str) -> list[dict[str, Any]]:
     """The whole rows of a record of proposals, oldest first; one that a kill cut short is left out."""
     rows = []
-    for line in Path(path).read_text().split("\n"):
-        with contextlib.suppress(ValueError):
+    for line in Path(path).read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
             if isinstance(row, dict):
                 rows.append(row)
@@ -274,7 +289,10 @@ class Replay:
 
     def __init__(self, path: Path | str, features: Features) -> None:
         skills: dict[str, Skill] = {}
-        for row in read_proposals(path):
+        rows = read_proposals(path)
+        if not rows or not all(isinstance(row.get("skill"), dict | None) for row in rows):
+            raise ConfigError(f"{path} is no record of proposals: name the proposals.jsonl that a run left")
+        for row in rows:
             if row.get("skill"):
                 skill = parse_skill(row["skill"])
                 # Proposed before, its run was ended before it was used, and it was asked for again.
