@@ -22,7 +22,7 @@ from shoal.skills.learning.run import (
     skill_from_data,
 )
 from shoal.skills.learning.spec import Store, load_skills, new_version, parse_skill
-from shoal.skills.learning.trainer import Network, Shape, Trainer, decode, encode
+from shoal.skills.learning.trainer import Network, Shape, Trainer, TrainingConfig, decode, encode
 from shoal.skills.learning.worlds import CRAFTING, CraftingWorld, walk
 
 MILLION = 1_000_000
@@ -397,3 +397,19 @@ def test_a_folder_of_another_skill_or_expert_is_refused(tmp_path: Path, net: Cal
         process_completed_training(folder, "Wood", 0, tmp_path)
     with pytest.raises(DataError, match="is not the folder of a training: it must hold one <expert>.json"):
         Run.open(tmp_path)
+
+
+def test_a_training_that_is_laid_out_anew_keeps_nothing_of_another_one(tmp_path: Path, net) -> None:
+    def lay_out(**more: Any) -> Run:
+        return Run.open(prepare_training_run("Dig", amounts(stone=1), 0, [], {}, tmp_path, **more)[0])
+
+    run = lay_out(seed=1)
+    run.save_checkpoint(1, {"a": np.zeros(1)}, {})
+    finish_training(run.folder, {0: net("own").params()}, {0: 10})
+    lay_out(seed=1, config=TrainingConfig(total_timesteps=9))  # the same, with another budget
+    assert read_outcome(run.folder).frames == 10
+    assert len(run.checkpoints()) == 1
+    lay_out(seed=2)
+    with pytest.raises(DataError, match="is not done"):  # it was merged as the training of seed 2
+        process_completed_training(run.folder, "Dig", 0, tmp_path)
+    assert not run.checkpoints()

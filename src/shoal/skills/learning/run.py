@@ -33,6 +33,7 @@ from shoal.skills.jobs.store import (
     AttemptRow,
     ExhaustedError,
     NewVersion,
+    clear_marks,
     mark_of,
     merge_once,
     read_done,
@@ -197,10 +198,25 @@ def _written_training(
     module, policies = folder / f"{spec['expert']}.json", folder / f"{spec['expert']}_policies"
     policies.mkdir(parents=True, exist_ok=True)
     fsync_folder(folder)
-    write_bytes(policies / "mixture.safetensors", encode(join_mixture(mixture)))
+    data = encode(join_mixture(mixture))
+    if not _lies_there(module, policies, data, spec):  # checkpoints and results are of another training
+        clear_marks(folder)
+        Run(folder, spec).clear_checkpoints()
+    write_bytes(policies / "mixture.safetensors", data)
     write_json(policies / "remap.json", remap)
     write_json(module, spec)  # comes last, since a folder without it is none
     return folder, module, policies
+
+
+def _lies_there(module: Path, policies: Path, mixture: bytes, spec: Mapping[str, Any]) -> bool:
+    """Whether this very training was laid out before, but for its budget."""
+    try:
+        before, same = read_json(module), (policies / "mixture.safetensors").read_bytes() == mixture
+        plain = json.loads(json.dumps(spec))
+        plain["config"]["total_timesteps"] = before["config"]["total_timesteps"]
+        return same and before == plain
+    except (OSError, DataError, TypeError, KeyError):
+        return False
 
 
 def _load_mixture(
