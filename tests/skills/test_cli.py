@@ -237,3 +237,13 @@ def test_a_target_that_max_nodes_would_leave_out_is_refused(capsys: pytest.Captu
     assert "raise max_nodes to 2" in capsys.readouterr().err
     assert skills(*target, "2") == 0
     assert "Place Table: needs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "- a", "config: 5", "skills: 5", "sbatch: 5"])
+def test_a_folder_whose_options_cannot_be_read_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert skills("train", "--resume", "--graph-path", str(tmp_path)) == 2
+    assert "config.yaml" in (told := capsys.readouterr().err)
+    assert "remove it to resume" in told

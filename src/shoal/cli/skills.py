@@ -311,7 +311,7 @@ def evaluate(options: EvalOptions, store: Store) -> None:
 
 
 def _expert(store: Store, text: str) -> int:
-    if text.isdigit():
+    if text.isdecimal():
         return int(text)
     row = store.skill(text)
     if row.expert is None:

@@ -116,6 +116,8 @@ def _defaults(argv: list[str]) -> TrainOptions:
 def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOptions:
     """The options that a folder was trained with, but for those that belong to one call."""
     saved = read_yaml(path)
+    if not isinstance(saved, dict) or not isinstance(saved.get("config", {}), dict):
+        raise ConfigError(f"{path} does not hold the options of a run; remove it to resume")
     kept = {
         key: value
         for key, value in saved.items()
@@ -123,10 +125,10 @@ def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOption
     }
     known = {item.name: item for item in fields(TrainOptions)}
     config = {**asdict(default.config), **kept.pop("config", {})}
-    for key in ("skills", "replay"):
-        kept[key] = Path(kept[key]) if kept.get(key) else None
-    kept["sbatch"] = tuple(kept.get("sbatch") or ())
     try:
+        for key in ("skills", "replay"):
+            kept[key] = Path(kept[key]) if kept.get(key) else None
+        kept["sbatch"] = tuple(kept.get("sbatch") or ())
         return TrainOptions(
             **{key: value for key, value in kept.items() if key in known},
             graph_path=folder,
