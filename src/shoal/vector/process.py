@@ -420,16 +420,16 @@ class ThreadWorker(Worker):
         self.box = QueueBox(backend.bell)
         self.thread: threading.Thread | None = None
 
-    def enter_thread(self) -> None:
-        """Begin with a fresh thread; one that hangs is left behind, as threads cannot be killed."""
-        self.box = QueueBox(self.backend.bell)
-        self.thread = threading.Thread(target=_serve_in_thread, args=(self.box, self.first), daemon=True)
-        self.thread.name = f"shoal-envs-{self.first}"
-        self.thread.start()
-
     def start(self, command: Any, *, bell: bool = False) -> None:
+        """Give the command to its thread: to a fresh one to make envs, for one that hangs cannot be killed."""
         del bell
         own = with_own_rows(self, command)
+        if isinstance(command, Make):
+            self.box, name = QueueBox(self.backend.bell), f"shoal-envs-{self.first}"
+            self.thread = threading.Thread(
+                target=_serve_in_thread, args=(self.box, self.first), name=name, daemon=True
+            )
+            self.thread.start()
         self.command = command
         self.box.commands.put(own)
 
@@ -491,11 +491,6 @@ class ThreadBackend(Backend):
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         cuts = even_cuts(len(env_fns), n_threads)
         self.workers: list[ThreadWorker] = [ThreadWorker(self, lo, env_fns[lo:hi], limits) for lo, hi in cuts]
-
-    def start(self, workers: Sequence[Any]) -> None:
-        for worker in workers:
-            worker.enter_thread()
-        super().start(workers)
 
     def wait_bell(self, seconds: float) -> None:
         with contextlib.suppress(queue.Empty):
