@@ -143,9 +143,10 @@ def _maker(
         return functools.partial(EnvPoolBatch, env.removeprefix("envpool:"))
     if isinstance(env, str) and env.startswith("gymnax:"):
         return functools.partial(gymnax_batch, env.removeprefix("gymnax:"))
-    env = spec = cast(Any, find(env)) if isinstance(env, str) else env
-    if isinstance(spec, gymnasium.envs.registration.EnvSpec) or _is_single(spec):
-        entry = getattr(spec, "vector_entry_point", None)
+    env = cast(Any, find(env)) if isinstance(env, str) else env
+    single = isinstance(env, type) and issubclass(env, gymnasium.Env)
+    if single or isinstance(env, gymnasium.envs.registration.EnvSpec):
+        entry = getattr(env, "vector_entry_point", None)
         if entry is None:
             raise ConfigError(
                 f"backend='native' needs an environment with a vector_entry_point, got {name!r}, which has none; "
@@ -153,7 +154,7 @@ def _maker(
             )
         load = gymnasium.envs.registration.load_env_creator
         _tell_mode(load(entry) if isinstance(entry, str) else entry, kwargs, mode)
-        return functools.partial(gymnasium.make_vec, spec, vectorization_mode="vector_entry_point")
+        return functools.partial(gymnasium.make_vec, env, vectorization_mode="vector_entry_point")
     jax_env = env() if isinstance(env, type) and hasattr(env, "default_params") else env
     if hasattr(jax_env, "default_params"):
         return functools.partial(JaxVectorEnv, jax_env)
@@ -163,10 +164,6 @@ def _maker(
         )
     _tell_mode(env, kwargs, mode)
     return functools.partial(env)
-
-
-def _is_single(env: Any) -> bool:
-    return isinstance(env, type) and issubclass(env, gymnasium.Env)
 
 
 def _tell_mode(make: Callable[..., Any], kwargs: dict[str, Any], mode: AutoresetMode) -> None:
@@ -456,7 +453,8 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
     def _examine(self, operation: str, obs: Any, rewards: Any = None, *, ids: Any = None) -> None:
         if not self._check_nan:
             return
-        seen = [*leaves(obs)] if rewards is None else [rewards, *leaves(obs)]
+        seen = [] if rewards is None else [rewards]
+        tree(lambda leaf: seen.append(np.asarray(leaf)), obs)
         what, wrong = "NaN", [np.isnan(leaf) for leaf in seen if leaf.dtype.kind == "f"]
         if rewards is not None and not any(places.any() for places in wrong):
             what, wrong = "an infinite reward", [np.isinf(rewards)]
@@ -569,15 +567,6 @@ def tree(change: Callable[..., Any], first: Any, *rest: Any) -> Any:
     if isinstance(first, tuple):
         return tuple(tree(change, *parts) for parts in zip(first, *rest, strict=True))
     return change(first, *rest)
-
-
-def leaves(nested: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """The arrays of nested dicts and tuples."""
-    if isinstance(nested, dict | tuple):
-        for part in nested.values() if isinstance(nested, dict) else nested:
-            yield from leaves(part)
-    else:
-        yield np.asarray(nested)
 
 
 def seed_each(seed: Any, n_envs: int) -> list[int]:
@@ -741,9 +730,6 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
         reset = env.reset_env if hasattr(env, "reset_env") else env.reset
         step = env.step_env if hasattr(env, "step_env") else env.step
 
-        def reset_one(key: Any, params: Any) -> Any:
-            return reset(key, params)
-
         def step_one(key: Any, count: Any, state: Any, action: Any, params: Any) -> Any:
             key = jax.random.fold_in(key, count)
             step_key, reset_key = jax.random.split(key)
@@ -758,7 +744,7 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
             shown = jax.tree.map(pick, fresh_obs, obs)
             return shown, jax.tree.map(pick, fresh, after), reward, terminated, done & cut, obs, info
 
-        self._reset_all = jax.jit(jax.vmap(reset_one, in_axes=(0, None)))
+        self._reset_all = jax.jit(jax.vmap(reset, in_axes=(0, None)))
         self._step_all = jax.jit(jax.vmap(step_one, in_axes=(0, 0, 0, 0, None)))
 
     def reset(
