@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -28,7 +28,7 @@ from shoal.vector.vector_env import Description, VectorPool, close_all, distinct
 from shoal.vector.worker import Attach, Make
 
 BackendName = Literal["auto", "serial", "process", "thread", "ray", "native"]
-BACKENDS = ("auto", "serial", "process", "thread", "ray", "native")
+BACKENDS: tuple[str, ...] = get_args(BackendName)
 AUTORESET = {mode.name.lower(): mode for mode in AutoresetMode}
 TEXT_BYTES = 2048
 
@@ -271,14 +271,7 @@ def open_workers(
     options: Options,
     describe: Callable[[Description], Description] = lambda found: found,
 ) -> Opened:
-    """Make the environments where the plan says.
-
-    Args:
-        env_fns: make them.
-        plan: where.
-        options: how.
-        describe: may refuse or change what the environments say of their spaces.
-    """
+    """Make the environments where the plan says; `describe` may refuse or change what they say of their spaces."""
     own = len(env_fns) if plan.backend == "serial" else plan.caller_share
     rest = len(env_fns) - own
     backend = _backend(env_fns[:rest], plan, options) if rest else None

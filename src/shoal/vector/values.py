@@ -75,7 +75,7 @@ class Layout:
     @classmethod
     def shared(cls, all_spaces: Sequence[Space[Any]]) -> Layout:
         """The layout of several environments: that of each if they agree, else whole values by message."""
-        layouts = [cls.of(space) for space in _distinct(all_spaces)]
+        layouts = [cls.of(space) for space in {id(space): space for space in all_spaces}.values()]
         first = layouts[0]
         if all(other.leaves == first.leaves and other.node == first.node for other in layouts[1:]):
             return first
@@ -92,14 +92,6 @@ class Layout:
     def rebuild(self, columns: Sequence[Any]) -> Any:
         """A value, or a batch, from one entry per leaf."""
         return columns[0] if self.is_leaf else _gather(self.node, columns)
-
-
-def _distinct(all_spaces: Sequence[Space[Any]]) -> list[Space[Any]]:
-    kept: list[Space[Any]] = []
-    for space in all_spaces:
-        if not any(space is other for other in kept):
-            kept.append(space)
-    return kept
 
 
 def _walk(space: Space[Any], leaves: list[Leaf]) -> Node:
