@@ -139,12 +139,7 @@ class _Plan:
 
 
 class RowWriter:
-    """Puts values of one fixed leaf into the rows of a group.
-
-    Args:
-        leaf: which values fit.
-        rows: `[count, *shape]`, one row per environment.
-    """
+    """Puts values of one fixed leaf into the `rows` of a group, `[count, *shape]`."""
 
     def __init__(self, leaf: Leaf, rows: Array) -> None:
         self.dtype, self.shape = leaf.dtype, leaf.shape
@@ -177,12 +172,7 @@ class RowWriter:
 
 
 class TextBuffer:
-    """The strings of one leaf of one group: joined, encoded once, with their lengths in front.
-
-    Args:
-        memory: writable bytes.
-        most: the largest number of strings.
-    """
+    """The strings of one leaf of one group, `most` of them: joined, encoded once, with their lengths in front."""
 
     def __init__(self, memory: memoryview, most: int) -> None:
         head = 4 * (most + 2)
@@ -229,13 +219,7 @@ class TextBuffer:
 
 
 class TableBuffer:
-    """The numbers that the infos of one group hold: a message tells once what they are, then only they are written.
-
-    Args:
-        buffers: of all environments.
-        first: the first env of the group.
-        count: how many it has.
-    """
+    """The numbers that the infos of one group hold: a message tells once what they are, then only they are written."""
 
     MOST = 64
     """Different tables; what tells more kinds of them goes by message."""
@@ -358,12 +342,8 @@ class Observations:
         copied[...] = rows
         return copied
 
-    def rows(self, ids: Sequence[int], places: Sequence[int]) -> Any:
-        """The observations of some environments, each at its place; always copies."""
-        return self.layout.rebuild(self.columns(ids, places))
-
     def columns(self, ids: Sequence[int], places: Sequence[int]) -> list[Any]:
-        """The same, a column for each leaf."""
+        """The observations of some environments, each at its place, a column for each leaf; always copies."""
         where = np.asarray(places, dtype=np.intp), np.asarray(ids, dtype=np.intp)
         return [
             tuple(own(self.values[leaf][i]) for i in ids) if leaf in self.values else rows[where]
@@ -585,12 +565,7 @@ LOADING = 0xFFFFFFFF
 
 
 class Lines:
-    """A command line, a reply line and two signals for each group, and one bell that all can ring.
-
-    Args:
-        n_groups: groups in worker processes.
-        memory: shared with them.
-    """
+    """In shared memory: a command line, a reply line and two signals for each group, and one bell that all can ring."""
 
     def __init__(self, n_groups: int, memory: Any) -> None:
         self.n_groups = n_groups
@@ -660,10 +635,7 @@ class Signal:
 class Patience:
     """How long to look before sleeping: long while looking pays, rarely when it does not.
 
-    Looking is never unbounded and yields the core each time, so that it costs little where cores are few.
-
-    Args:
-        most: seconds a wait may look before it sleeps.
+    Looking takes `most` seconds and yields the core each time, so that it costs little where cores are few.
     """
 
     def __init__(self, most: float = 200e-6) -> None:

@@ -124,12 +124,7 @@ class Reply:
         return [*self.told, *self.table] if self.table is not None else self.told
 
     def kept(self, but: Container[int], count: int) -> Reply:
-        """The same of `count` envs in this process, which may go on to change what they gave.
-
-        Args:
-            but: leaves that they cannot change.
-            count: how many envs the group has.
-        """
+        """The same of `count` envs in this process, which may change what they gave, `but` for some leaves."""
         for leaf in self.columns:
             if leaf not in but:
                 self.columns[leaf] = own(self.columns[leaf])
@@ -163,13 +158,7 @@ _HERE = os.urandom(8)
 
 
 class EnvGroup:
-    """Environments `first … first + len(env_fns) - 1`.
-
-    Args:
-        env_fns: makes them.
-        first: global index of the first one.
-        progress: a word of memory that always tells which env is at work, or None.
-    """
+    """Environments `first … first + len(env_fns) - 1`; `progress[0]` always tells which of them is at work."""
 
     def __init__(self, env_fns: Sequence[EnvFn], first: int, progress: Any = None) -> None:
         self.env_fns, self.first, self.count = list(env_fns), first, len(env_fns)
@@ -569,11 +558,7 @@ def be_busy(rounds: int) -> None:
 
 
 class StepTimes:
-    """A histogram per environment, filled by a sample of its steps.
-
-    Args:
-        rows: `[count, BUCKETS]`.
-    """
+    """A histogram per environment, `[count, BUCKETS]`, filled by a sample of its steps."""
 
     EVERY = 17
     """One step in so many is timed, where steps are short; a prime, to fall out of step with the episodes."""

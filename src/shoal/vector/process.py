@@ -60,13 +60,7 @@ NO_LIMITS = Limits()
 
 
 class Worker:
-    """A group of environments and the command it is at; here for a group that the caller itself steps.
-
-    Args:
-        first: global index of the first env.
-        env_fns: make the envs.
-        limits: of time.
-    """
+    """A group of environments, from the `first` on, and its command; here for a group that the caller itself steps."""
 
     inline = True
     sends = False
@@ -479,13 +473,7 @@ def _serve_in_thread(box: QueueBox, first: int) -> None:
 
 
 class ThreadBackend(Backend):
-    """Threads of the calling process with a group each.
-
-    Args:
-        env_fns: of all environments.
-        n_threads: how many threads share them.
-        limits: of time.
-    """
+    """Threads of the calling process with a group each."""
 
     def __init__(self, env_fns: Sequence[EnvFn], n_threads: int, limits: Limits) -> None:
         self.bell: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -664,15 +652,7 @@ class ProcessWorker(Worker):
 
 
 class ProcessBackend(Backend):
-    """Worker processes that share a block of memory with the caller.
-
-    Args:
-        env_fns: of all environments.
-        n_processes: how many processes share them.
-        threads: one thread for each env, instead of one for all of a process.
-        method: how the processes come to be.
-        limits: of time.
-    """
+    """Worker processes that share a block of memory with the caller; with `threads`, of one thread for each env."""
 
     def __init__(
         self, env_fns: Sequence[EnvFn], n_processes: int, threads: bool, method: StartMethod, limits: Limits

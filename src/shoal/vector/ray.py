@@ -54,12 +54,7 @@ class Sight(NamedTuple):
 
 
 class Host:
-    """The actor.
-
-    Args:
-        first: global index of its first env.
-        path: where its caller finds modules; those folders that exist here are searched, too.
-    """
+    """The actor; of `path`, where its caller finds modules, those folders that exist here are searched, too."""
 
     def __init__(self, first: int, path: Sequence[str]) -> None:
         sys.path += [item for item in path if item not in sys.path and os.path.isdir(item)]
@@ -274,11 +269,7 @@ def _reason(error: BaseException) -> str:
 class RayBackend(Backend):
     """Actors with a group each; Ray is started here, locally, where it does not run yet.
 
-    Args:
-        env_fns: of all environments.
-        n_workers: how many actors share them; None for as many as the cluster has room for.
-        limits: of time.
-        options: of the actors, as Ray names them.
+    Without `n_workers` there are as many as the cluster has room for; `options` are the actors', as Ray names them.
     """
 
     def __init__(

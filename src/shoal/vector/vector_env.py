@@ -1016,20 +1016,18 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
         An environment takes its next action only after `recv` has returned its last result.
         """
-        self._dispatch("send", env_ids, actions, "actions", "step")
+        self._dispatch("send", env_ids, actions, "step")
 
     def send_reset(self, env_ids: Sequence[int], seeds: Sequence[int | None] | None = None) -> None:
         """Begin to reset these environments; `recv` returns their first observations."""
         ids = list(env_ids)
-        given = one_each([None] * len(ids) if seeds is None else seeds, len(ids), "seeds")
-        self._dispatch("send_reset", ids, list(map(plain_seed, given)), "seeds", "reset")
+        self._dispatch("send_reset", ids, [None] * len(ids) if seeds is None else seeds, "reset")
 
-    def _dispatch(
-        self, operation: str, env_ids: Sequence[int], jobs: Sequence[Any], word: str, kind: str
-    ) -> None:
+    def _dispatch(self, operation: str, env_ids: Sequence[int], jobs: Sequence[Any], kind: str) -> None:
         self._enter(operation, flying=True)
         try:
-            ids, jobs = self._indices(env_ids, jobs, word)
+            ids, jobs = self._indices(env_ids, jobs, "seeds" if kind == "reset" else "actions")
+            jobs = list(map(plain_seed, jobs)) if kind == "reset" else jobs
             if not self._flying.keys().isdisjoint(ids):
                 busy = [i for i in ids if i in self._flying]
                 raise ValueError(
@@ -1329,7 +1327,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             for worker, at_work in zip(self.workers, amid, strict=True)
             for _ in range(worker.count)
         ]
-        return self._observations.rows(range(self.num_envs), places)
+        return self.buffers.observations.rebuild(self._observations.columns(range(self.num_envs), places))
 
     def observation_ring(self) -> Any:
         """The observations of the last `ring` steps, batched `[ring, num_envs, ...]`: views, not copies.

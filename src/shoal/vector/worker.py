@@ -121,11 +121,7 @@ def _made(command: Make, progress: Any) -> tuple[EnvGroup | None, Reply]:
 
 # --- a thread of the caller's process
 class QueueBox:
-    """The mailbox of a group in a thread of the caller's process.
-
-    Args:
-        bell: gets an entry for every reply.
-    """
+    """The mailbox of a group in a thread of the caller's process; `bell` gets an entry for every reply."""
 
     def __init__(self, bell: queue.SimpleQueue[None]) -> None:
         self.progress = [words.LOADING]
@@ -190,11 +186,7 @@ def serve_or_end(box: QueueBox | LineBox) -> None:
 class LineBox:
     """The mailbox of a group in a worker process: lines in shared memory, and a socket for what is no number.
 
-    Args:
-        lines: of all groups.
-        number: of this one.
-        channel: to the caller.
-        alone: no other group lives in this process.
+    It is `alone` where no other group lives in the process.
     """
 
     def __init__(self, lines: Lines, number: int, channel: Channel, alone: bool) -> None:
