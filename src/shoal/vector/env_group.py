@@ -499,7 +499,7 @@ class EnvGroup:
             self._note(failures, j, "step", problem)
 
     def _note(self, failures: list[Failure], j: int, doing: str, error: BaseException) -> None:
-        if self.let_pass and isinstance(error, self.let_pass):
+        if isinstance(error, self.let_pass):
             raise error
         failures.append(from_exception(self.first + j, doing, error, os.getpid()))
 

@@ -37,7 +37,7 @@ from shoal.vector import worker as operations
 from shoal.vector.buffers import Buffers, Lines, Patience, TableBuffer, TextBuffer, read, shared_file
 from shoal.vector.env_group import EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, ids_of, name_of
 from shoal.vector.failures import Failure, from_exception, shown
-from shoal.vector.worker import Attach, Close, Home, Make, QueueBox, serve
+from shoal.vector.worker import Attach, Close, Make, QueueBox, serve
 
 LOADING_SECONDS = 60.0
 """Time for a worker with a time limit to start and import what it needs, before its first constructor begins."""
@@ -702,8 +702,8 @@ class ProcessBackend(Backend):
                 theirs.append(their)
                 worker.connect(Channel(ours, SLICE))
             with contextlib.suppress(ChannelClosedError, WorkerDiedError):  # who waits finds out and tells
-                home = Home(self.lines.n_groups, [worker.number for worker in workers])
-                process.channel.send(dumps(home)[0], process.check)
+                groups = self.lines.n_groups, [worker.number for worker in workers]
+                process.channel.send(dumps(groups)[0], process.check)
                 descriptors = [self._control, *[item.fileno() for item in theirs]]
                 process.channel.send_descriptors(descriptors, process.check)
         finally:
@@ -711,11 +711,10 @@ class ProcessBackend(Backend):
                 their.close()
 
     def attach(self, workers: Sequence[Any], attach: Attach, buffers: Buffers) -> None:
+        super().attach(workers, attach, buffers)
         for worker in workers:
             worker.texts = TextBuffer.of(buffers, worker.first, worker.count)
             worker.tables = TableBuffer(buffers, worker.first, worker.count)
-            worker.buffers = buffers
-            worker.begin(attach)
             with contextlib.suppress(ChannelClosedError, WorkerDiedError):
                 worker.channel.send_descriptors([self._block], worker.home.check)
 

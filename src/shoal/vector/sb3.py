@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +58,6 @@ class SB3VecEnv(_VecEnv):
         backend: Any = "process",
         **options: Any,
     ) -> None:
-        if start_method is not None:
-            multiprocessing.get_context(start_method)  # raises for a method that does not exist
         if isinstance(env_fns, VectorPool):
             given = [*options, *(["start_method"] if start_method is not None else [])]
             given += ["backend"] if backend != "process" else []

@@ -182,7 +182,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._flying: dict[int, float] = {}
         self._at_work: dict[int, tuple[Worker, Command]] = {}
         self._jobs: dict[int, dict[int, tuple[str, Any]]] = {}
-        self._landed: list[_Landing] = []
+        self._landed: list[Ready] = []  # with columns of observations
         self._errors: list[Exception] = []
         self._pace = 0.0  # seconds between results in the last `recv` that had as many as it wanted
         self._waited = self._stepping = self._began = 0.0
@@ -1253,28 +1253,23 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         infos = by_env(told)
         self._landed.append(self._landing(ids, [infos.get(i, {}) for i in ids]))
 
-    def _landing(self, ids: Sequence[int], infos: list[Info]) -> _Landing:
-        """What these envs show and were paid now; copies."""
-        chosen, buffers = np.array(ids, dtype=np.intp), self.buffers
+    def _landing(self, ids: Sequence[int], infos: list[Info]) -> Ready:
+        """What these envs show, by columns, and were paid now; copies."""
+        chosen, buffers = np.array(ids, dtype=np.int64), self.buffers
         columns = self._observations.columns(ids, [self._by_env[i].place for i in ids])
-        return _Landing(
-            ids,
-            columns,
-            buffers.rewards[chosen],
-            buffers.terminated[chosen],
-            buffers.truncated[chosen],
-            infos,
-        )
+        paid = buffers.rewards[chosen], buffers.terminated[chosen], buffers.truncated[chosen]
+        return Ready(chosen, columns, *paid, infos, [])
 
     def _taken(self, timeout: float | None) -> Ready:
         landed, self._landed = self._landed or [self._landing([], [])], []
-        ids, columns, rewards, terminated, truncated, infos = zip(*landed, strict=True)
-        for i in (taken := list(itertools.chain.from_iterable(ids))):
+        ids, columns, rewards, terminated, truncated, infos, _ = zip(*landed, strict=True)
+        taken = np.concatenate(ids)
+        for i in taken.tolist():
             self._flying.pop(i, None)
         now = time.monotonic()
         late = [i for i, sent in self._flying.items() if timeout is not None and now - sent >= timeout]
         return Ready(
-            np.array(taken, dtype=np.int64),
+            taken,
             self._observations.joined(columns),
             np.concatenate(rewards),
             np.concatenate(terminated),
@@ -1399,17 +1394,6 @@ def _leave_to_parent() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-class _Landing(NamedTuple):
-    """Results of some envs that were in flight, until `recv` gives them."""
-
-    ids: Sequence[int]
-    columns: list[Any]  # of their observations, one a leaf
-    rewards: Array
-    terminated: Array
-    truncated: Array
-    infos: list[Info]
 
 
 class _Before(NamedTuple):

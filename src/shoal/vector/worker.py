@@ -43,14 +43,6 @@ TABLE = 8
 
 
 @dataclass
-class Home:
-    """What a worker process is told first; the lines and a socket for each group follow as descriptors."""
-
-    n_groups: int
-    numbers: list[int]  # of the groups that live here
-
-
-@dataclass
 class Make:
     """The first command of a group: make the environments."""
 
@@ -151,14 +143,14 @@ def main(descriptor: int, log: int) -> int:
     write_stacks_on_request(log)
     channel = Channel(socket.socket(fileno=descriptor))
     settle(channel.receive())
-    home: Home = channel.receive()
-    control, *sockets = channel.receive_descriptors(1 + len(home.numbers))
-    lines = Lines(home.n_groups, mmap.mmap(control, 0))
+    n_groups, numbers = channel.receive()  # of all groups, and the numbers of those that live here
+    control, *sockets = channel.receive_descriptors(1 + len(numbers))
+    lines = Lines(n_groups, mmap.mmap(control, 0))
     os.close(control)
-    alone = len(home.numbers) == 1
+    alone = len(numbers) == 1
     boxes = [
         LineBox(lines, number, Channel(socket.socket(fileno=item)), alone)
-        for number, item in zip(home.numbers, sockets, strict=True)
+        for number, item in zip(numbers, sockets, strict=True)
     ]
     if alone:
         serve(boxes[0])
