@@ -30,7 +30,7 @@ import pytest
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 
 import shoal.envs
-from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.vector import AsyncVectorEnv, make_vec
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.living import alive, children
@@ -1037,16 +1037,6 @@ def test_restarted_envs_take_seeds_from_the_last_ones_given_the_same_every_time(
     assert seeds_seen(6, "reset") != first
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_hundred_restart_seeds_fit_into_31_bits(layout: str) -> None:
-    n = 10
-    options = {**LAYOUTS[layout], **({"num_workers": 2} if layout == "process" else {})}
-    with closing(make_vec(TellsItsSeed, n, **options, on_failure="restart", max_restarts=25)) as envs:
-        envs.reset(seed=2**31 - 1 - n)
-        seen = [envs.step([FAULT] * n)[0][:, 0] for _ in range(20)]
-    assert np.all((np.array(seen) >= 0) & (np.array(seen) < 2**31))
-
-
 # threads and numbers
 
 
@@ -1425,21 +1415,6 @@ def test_auto_does_not_try_a_slow_env_for_long() -> None:
         envs.reset(seed=0)
         assert envs.step([1, 2])[1].tolist() == [11.0, 21.0]
     assert took < 2.9, f"trying an env whose step takes 1.5 s took {took:.1f} s"
-
-
-@pytest.mark.parametrize(
-    ("backend", "argument", "value"),
-    [
-        ("serial", "start_method", "spawn"),
-        ("serial", "threads", True),
-        ("serial", "text_bytes", 4096),
-        ("serial", "num_workers", 2),
-        ("thread", "threads", True),
-    ],
-)
-def test_an_argument_that_does_not_apply_is_refused_by_name(backend: Any, argument: str, value: Any) -> None:
-    with pytest.raises((ValueError, ConfigError), match=argument):
-        make_vec(CountEnv, 2, backend=backend, **{argument: value}).close()
 
 
 def test_gymnasiums_constructor_takes_what_applies_and_refuses_what_does_not() -> None:

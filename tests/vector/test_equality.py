@@ -425,15 +425,6 @@ def test_who_is_not_reset_or_stepped_shows_what_it_showed_before(backend: Any, o
     envs.close()
 
 
-def test_a_step_after_the_end_raises_when_nothing_resets() -> None:
-    envs = make_vec(functools.partial(CountEnv, 1), 2, backend="process", autoreset="disabled")
-    envs.reset(seed=0)
-    envs.step([1, 1])
-    with pytest.raises(RuntimeError, match="episode is over"):
-        envs.step([1, 1])
-    envs.close()
-
-
 def test_calls_attributes_and_rendering_reach_every_env_in_order() -> None:
     fns = [functools.partial(CountEnv, 5, i, "ansi") for i in range(5)]
     envs = make_vec(fns, backend="process", num_workers=2)
@@ -445,15 +436,6 @@ def test_calls_attributes_and_rendering_reach_every_env_in_order() -> None:
     assert envs.step([0] * 5)[2].tolist() == [True, False, False, False, False]
     assert envs.apply(lambda env, k: env.unwrapped.index + k, 100, indices=[3, 1]) == [103, 101]
     envs.close()
-
-
-def test_seeds_follow_the_global_index_whatever_the_workers() -> None:
-    seen = []
-    for workers in (1, 2, 5):
-        envs = make_vec(CountEnv, 5, backend="process", num_workers=workers)
-        seen.append(envs.reset(seed=40)[0][:, 0].tolist())
-        envs.close()
-    assert seen == [[40, 41, 42, 43, 44]] * 3
 
 
 def test_different_environments_stand_in_one_vector() -> None:

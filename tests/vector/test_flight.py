@@ -97,25 +97,6 @@ def test_who_asks_often_and_never_waits_long_hears_of_a_failure(
     envs.close(terminate=True)
 
 
-@pytest.mark.parametrize(
-    ("fault", "error"),
-    [("kill", WorkerDiedError), ("raise", ZeroDivisionError), ("hang", WorkerTimeoutError)],
-)
-def test_a_failure_in_flight_is_raised_by_recv_and_names_its_env(fault: str, error: Any) -> None:
-    fns = [functools.partial(CountEnv, 1000), functools.partial(Faulty, fault)]
-    timeout = 0.5 if fault == "hang" else None
-    envs = make_vec(fns, backend="process", num_workers=2, step_timeout=timeout)
-    envs.reset(seed=0)
-    envs.send([1], [9])
-    with pytest.raises(error, match="env 1"):
-        envs.recv()
-    envs.send([0], [2])  # the other one is as it was
-    assert envs.recv().rewards.tolist() == [21.0]
-    envs.reset(seed=0)
-    assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
-    envs.close()
-
-
 @pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
 def test_a_failure_in_flight_is_replaced_and_the_others_come_as_ever(fault: str) -> None:
     fns = [functools.partial(CountEnv, 1000), functools.partial(Faulty, fault)]

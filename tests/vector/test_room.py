@@ -134,7 +134,7 @@ def test_files_that_the_kernel_caches_do_not_count_as_memory_in_use(tmp_path: Pa
 
 
 def test_restart_seeds_are_numbers_that_every_generator_takes_and_never_twice_the_same() -> None:
-    seeds = [restart_seed(seed, k) for seed in range(40) for k in range(1, 6)]
+    seeds = [restart_seed(seed, k) for seed in (*range(40), 2**31 - 1, 2**64) for k in range(1, 6)]
     assert len(set(seeds)) == len(seeds)
     assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
     assert restart_seed(None, 1) is None
