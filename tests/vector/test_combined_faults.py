@@ -1158,6 +1158,32 @@ def test_two_threads_at_one_vector_env_never_see_each_others_results() -> None:
             assert sum(steps) > 0
 
 
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_nothing_begins_before_the_caller_has_what_the_last_operation_shows(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(make_vec(CountEnv, 2, backend=backend)) as envs:
+        shown = []
+
+        def amid(take: Any) -> Any:
+            def taken(*args: Any) -> Any:
+                with pytest.raises(AlreadyPendingCallError):
+                    envs.step_async([0, 0])
+                shown.append(take(*args))
+                return shown[-1]
+
+            return taken
+
+        for name in ("batch", "one"):
+            monkeypatch.setattr(envs._observations, name, amid(getattr(envs._observations, name)))
+        envs.reset(seed=0)
+        envs.step(np.array([1, 2]))
+        envs.reset_each([1, 2])
+        envs.step_some([1], [1])
+        envs.reset_some([0], [5])
+        assert len(shown) == 5
+
+
 # exceptions of every kind
 
 

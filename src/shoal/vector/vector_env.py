@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import gymnasium
 import numpy as np
@@ -83,6 +83,7 @@ from shoal.vector.values import (
 from shoal.vector.worker import Attach
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Seeds = int | Sequence[int | None] | None
 Pending = list[tuple[Worker, Any]]
 """Workers and what each was told."""
@@ -301,16 +302,17 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Info]:
         """The first observations and infos of the episodes begun by `reset_async`."""
         self._expect("reset", timeout)
-        told = self._collect(timeout, "reset")
-        return self._batch(), batch_infos(self.num_envs, told)
+        obs, told = self._collect(timeout, "reset", self._batch)
+        return obs, batch_infos(self.num_envs, told)
 
     def reset_each(
         self, seeds: Sequence[int | None], options: dict[str, Any] | None = None
     ) -> tuple[Any, list[Info]]:
         """Reset all environments: a batch of observations and one info per environment."""
         self.reset_async(list(seeds), options)
-        infos = by_env(self._collect(None, "reset"))
-        return self._batch(), [infos.get(i, {}) for i in range(self.num_envs)]
+        obs, told = self._collect(None, "reset", self._batch)
+        infos = by_env(told)
+        return obs, [infos.get(i, {}) for i in range(self.num_envs)]
 
     def reset_some(
         self, indices: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None = None
@@ -321,8 +323,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         for i, seed in zip(chosen, seeds, strict=True):
             everyone[i] = plain_seed(seed)
         self._begun("reset_some", chosen, lambda: self._begin_reset(sorted(chosen), everyone, options))
-        infos = by_env(self._collect(None, "reset"))
-        return [(self._observation(i), infos.get(i, {})) for i in chosen]
+        seen, told = self._collect(None, "reset", lambda: [self._observation(i) for i in chosen])
+        infos = by_env(told)
+        return [(obs, infos.get(i, {})) for i, obs in zip(chosen, seen, strict=True)]
 
     def _begin_reset(
         self, chosen: Sequence[int], seeds: list[int | None], options: dict[str, Any] | None
@@ -408,13 +411,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 told = self._finished([reply])
             elif reply is not None:
                 self._observations.keep(worker.ids, reply.columns)
+            shown = self._shown()  # before another thread may begin what writes over it
         except Exception:
             self._check_open()  # an env closed it meanwhile: that is why
             raise
         finally:
             self._pending = []
             self._leave()
-        return *self._shown(), batch_infos(self.num_envs, told) if told else {}
+        return *shown, batch_infos(self.num_envs, told) if told else {}
 
     def step_async_each(self, actions: Sequence[Any]) -> None:
         """`step_async` with one action per environment, not batched."""
@@ -434,8 +438,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def step_wait_each(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, list[Told] | Table]:
         """`step_wait` with the infos as they came."""
         self._expect("step", timeout)
-        told = self._collect(timeout, "step")
-        return *self._shown(), told
+        shown, told = self._collect(timeout, "step", self._shown)
+        return *shown, told
 
     def _shown(self) -> tuple[Any, Any, Any, Any]:
         """Observations, rewards, terminations and truncations of the last step."""
@@ -450,8 +454,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         chosen, actions = self._indices(indices, actions, "actions")
         write = functools.partial(write_some, self.buffers, chosen, actions)
         self._begun("step_some", chosen, lambda: self._begin_step(write(), sorted(chosen)))
-        infos = by_env(self._collect(None, "step"))
-        return [StepResult(self._observation(i), *self._paid(i), infos.get(i, {})) for i in chosen]
+        show = lambda: [(self._observation(i), *self._paid(i)) for i in chosen]  # noqa: E731
+        shown, told = self._collect(None, "step", show)
+        infos = by_env(told)
+        return [StepResult(*one, infos.get(i, {})) for i, one in zip(chosen, shown, strict=True)]
 
     def _begin_step(self, loose: Loose, chosen: Sequence[int] | None = None) -> None:
         """Begin to step all envs, or only those `chosen`."""
@@ -550,10 +556,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         worker.begin(command, bell=bell)
 
     # --- replies
-    def _collect(self, timeout: float | None, word: str) -> list[Told] | Table:
-        """Finish a reset or step: keep what came beside the buffers, deal with failures, return the infos."""
+    def _collect(
+        self, timeout: float | None, word: str, show: Callable[[], T]
+    ) -> tuple[T, list[Told] | Table]:
+        """Finish a reset or step: keep what came beside the buffers, deal with failures; what it shows, and infos."""
         try:
-            return self._finished(self._replies(timeout, word))
+            told = self._finished(self._replies(timeout, word))
+            return show(), told  # before another thread may begin what writes over it
         except Exception:
             self._check_open()  # another thread closed it meanwhile: that is why
             raise
