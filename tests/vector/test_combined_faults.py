@@ -1184,6 +1184,19 @@ def test_nothing_begins_before_the_caller_has_what_the_last_operation_shows(
         assert len(shown) == 5
 
 
+def test_a_thread_that_cannot_be_started_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "shoal-envs-1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        make_vec(CountEnv, 3, backend="thread", num_workers=3)
+
+
 # exceptions of every kind
 
 

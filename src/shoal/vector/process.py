@@ -420,10 +420,10 @@ class ThreadWorker(Worker):
         own = with_own_rows(self, command)
         if isinstance(command, Make):
             self.box, name = QueueBox(self.backend.bell), f"shoal-envs-{self.first}"
-            self.thread = threading.Thread(
-                target=_serve_in_thread, args=(self.box, self.first), name=name, daemon=True
-            )
-            self.thread.start()
+            given: Any = {"args": (self.box, self.first), "name": name, "daemon": True}
+            thread = threading.Thread(target=_serve_in_thread, **given)
+            thread.start()
+            self.thread = thread  # only now: one that could not be started cannot be waited for
         self.command = command
         self.box.commands.put(own)
 
