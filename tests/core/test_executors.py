@@ -7,6 +7,7 @@ import time
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import cloudpickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,8 +111,12 @@ def give_odd(x, kind):
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit])
-@pytest.mark.parametrize("backend", ["process", "loky"])
-def test_tasks_and_results_that_cannot_be_sent_or_read_fail_alone(backend, kind):
+@pytest.mark.parametrize(
+    "backend", ["process", "loky", "tasks", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+)
+def test_tasks_and_results_that_cannot_be_sent_or_read_fail_alone(backend, kind, request):
+    if backend == "tasks":  # a stand-in for Ray
+        backend = request.getfixturevalue(backend) and "ray"
     with make_executor(backend, 2) as executor:
         futures = [executor.submit(give_odd, x, kind) for x in range(6)]
         errors = [future.exception(60) for future in futures]
@@ -285,7 +290,7 @@ class Tasks:
             try:
                 time.sleep(0.01)
                 return function(*args)
-            except Exception as error:
+            except BaseException as error:
                 raise pickle.loads(pickle.dumps(error)) from None  # as it arrives from another process
             finally:
                 with self.lock:
@@ -302,6 +307,7 @@ class Tasks:
 def tasks(fake_ray):
     fake_ray.remote = made = Tasks()
     fake_ray.exceptions, fake_ray.cancel = Tasks.exceptions, made.cancel
+    fake_ray.cloudpickle = cloudpickle
     yield made
     made.pool.shutdown()
 

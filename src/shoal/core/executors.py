@@ -229,15 +229,20 @@ class _Delivered(Future[R]):
             return
         if error := sent.exception():
             self.set_exception(error)
-            return
-        try:
-            result = pickle.loads(sent.result())
-        except BaseException as problem:
-            unread = WorkerError(f"the result of this task cannot be read here: {in_words(problem)}")
-            unread.__cause__ = problem
-            self.set_exception(unread)
         else:
-            self.set_result(result)
+            _settle(self, sent.result())
+
+
+def _settle(future: Future[Any], data: bytes) -> None:
+    """Give a future the result in these bytes, or why they cannot be read."""
+    try:
+        result = pickle.loads(data)
+    except BaseException as problem:
+        unread = WorkerError(f"the result of this task cannot be read here: {in_words(problem)}")
+        unread.__cause__ = problem
+        future.set_exception(unread)
+    else:
+        future.set_result(result)
 
 
 def _deliver(
@@ -468,6 +473,9 @@ class RayExecutor(Executor):
                     continue
                 unsent = None
                 try:
+                    dumps = self._ray.cloudpickle.dumps
+                    # As bytes, like the result: at what cannot be read Ray forgets its futures, or loses the worker.
+                    task = _run, (dumps(task), dumps), {}
                     reference = self._ray.remote(_call).options(**self._options).remote(*task)
                     self._running[future] = reference
                 except Exception as error:  # it cannot be sent
@@ -482,7 +490,7 @@ class RayExecutor(Executor):
             self._running.pop(future, None)
         error = inner.exception()
         if error is None:
-            future.set_result(inner.result())
+            _settle(future, inner.result())
         else:
             future.set_exception(self._translate(error))
         self._start_waiting()
