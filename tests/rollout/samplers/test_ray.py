@@ -69,7 +69,9 @@ def test_replicas_that_cannot_start_say_why(cluster):
 
     with pytest.raises(EngineError, match="could not start.*no such model"):
         RayEngine(broken)
-    with pytest.raises(EngineError, match="no replica has started within 1 s: the cluster has.*CPU"):
+    with pytest.raises(
+        EngineError, match="1 of 1 replicas have not started within 1 s: the cluster has.*CPU"
+    ):
         RayEngine(make, resources={"num_gpus": 64}, timeout=1)
 
 

@@ -13,8 +13,15 @@ ASKED = [Request((3, 4), Key(0, 0, 0, member, 0), Sampling(8)) for member in ran
 
 
 class Actor:
-    def __init__(self, replica, death):
-        self.replica, self.death, self.dead = replica, death, False
+    made = 0
+
+    def __init__(self, kind, made, death):
+        Actor.made += 1
+        self.death, self.dead = death, False
+        try:
+            self.replica = kind(*made)
+        except RuntimeError:
+            self.dead = True
 
     def __getattr__(self, name):
         def call(*arguments):
@@ -31,14 +38,16 @@ def make(monkeypatch):
     death = module.RayActorError()
     cluster = SimpleNamespace(
         is_initialized=lambda: True,
-        remote=lambda **options: lambda kind: SimpleNamespace(remote=lambda *made: Actor(kind(*made), death)),
+        remote=lambda **options: lambda kind: SimpleNamespace(remote=lambda *made: Actor(kind, made, death)),
         wait=lambda calls, timeout: (calls, []),
+        cluster_resources=dict,
+        available_resources=dict,
         get=lambda call, timeout=None: call(),
         put=lambda value: value,
         kill=lambda actor: setattr(actor, "dead", True),
     )
     monkeypatch.setattr(module, "ray", cluster)
-    return lambda **options: module.RayEngine(lambda: RandomEngine(["Up"]), 2, **options)
+    return lambda engine=lambda: RandomEngine(["Up"]), **options: module.RayEngine(engine, 2, **options)
 
 
 @pytest.mark.parametrize("retries", [0, 1])
@@ -80,3 +89,80 @@ def test_an_engine_that_is_closed_at_work_says_so_and_makes_no_replica_anew(make
 def engine_death(engine):
     """What Ray raises of an actor that was killed."""
     return sys.modules[type(engine).__module__].RayActorError()
+
+
+class Weighty(RandomEngine):
+    """Says which weights it has; there may be no memory for them."""
+
+    room = True
+
+    def load_weights(self, weights, version):
+        if not self.room:
+            raise RuntimeError("out of memory")
+        self.weights_version = version
+
+
+def test_a_replica_that_cannot_take_the_last_weights_answers_with_no_others(make, monkeypatch):
+    engine = make(lambda: Weighty(["Up"]), retries=1)
+    engine.load_weights({}, 5)
+    engine._actors[1].dead = True
+    monkeypatch.setattr(Weighty, "room", False)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="replica 1 failed 2 times"):
+            engine.generate(ASKED)
+    monkeypatch.setattr(Weighty, "room", True)
+    assert [c.weights_version for c in engine.generate(ASKED)] == [5, 5, 5, 5]
+
+
+def test_a_call_that_was_left_behind_leaves_the_replicas_alone_that_were_made_since(make):
+    engine = make()
+    expected, made = engine.generate(ASKED), Actor.made
+
+    def hangs(*arguments):
+        engine.restart()
+        raise engine_death(engine)
+
+    engine._actors[0].replica.call = hangs
+    with pytest.raises(EngineError, match="made anew before the answer came"):
+        engine.generate(ASKED)
+    assert engine.generate(ASKED) == expected
+    assert Actor.made == made + 2
+
+
+def test_of_two_calls_that_lost_one_replica_only_one_makes_it_anew(make):
+    engine, made = make(), Actor.made
+    expected = engine.generate(ASKED)
+
+    def dies(*arguments):
+        engine._actors[0].dead = True
+        assert engine.generate(ASKED) == expected  # another thread's
+        raise engine_death(engine)
+
+    engine._actors[0].replica.call = dies
+    assert engine.generate(ASKED) == expected
+    assert Actor.made == made + 1
+
+
+def test_an_answer_that_cannot_be_read_is_an_engine_error_of_one_line(make):
+    engine = make()
+    module = sys.modules[type(engine).__module__]
+
+    def call(*arguments):
+        raise module.RayError("System error: no such class\ntraceback: of many lines")
+
+    engine._actors[1].replica.call = call
+    with pytest.raises(EngineError, match="replica 1: its answer cannot be read: .*no such class$"):
+        engine.generate(ASKED)
+
+
+def test_who_waits_for_a_replica_without_room_is_told_so(make, monkeypatch, caplog):
+    engine = make()
+    module, full = sys.modules[type(engine).__module__], [1, 1]
+    monkeypatch.setattr(module.ray, "wait", lambda calls, timeout: ([] if full and full.pop() else calls, []))
+    engine.generate(ASKED)
+    assert not caplog.records
+    engine._actors[1].dead = True
+    engine.generate(ASKED)
+    assert [r.message for r in caplog.records].count(
+        "still waiting for replica 1 to start: the cluster has {}, of which {} are free"
+    ) == 2

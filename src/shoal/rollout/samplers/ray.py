@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +22,15 @@ from shoal.rollout.samplers.sampler import (
 
 try:
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+    from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 except ImportError as error:
     raise missing_extra("engines as Ray actors", "parallel") from error
 
 logger = logging.getLogger(__name__)
+LOST = (RayActorError, GetTimeoutError, ObjectLostError)
+"""What is raised of a replica that is gone, or does not answer."""
+START_SECONDS = 30.0
+"""After which a replica that has not started is spoken of."""
 
 
 class _Facts(NamedTuple):
@@ -39,10 +44,12 @@ class _Facts(NamedTuple):
 
 
 class _Replica:
-    """One engine in an actor of its own."""
+    """One engine in an actor of its own; made anew it has the last weights, or it is not made."""
 
-    def __init__(self, make: Callable[[], Engine]) -> None:
+    def __init__(self, make: Callable[[], Engine], *told: Any) -> None:
         self.engine: Any = make()
+        if told:
+            self.call(*told)
 
     def facts(self) -> _Facts:
         engine = self.engine
@@ -81,23 +88,40 @@ class RayEngine:
             raise EngineError("Ray is not running: call ray.init() first, with the address of your cluster")
         self._actor = ray.remote(**(resources or {"num_cpus": 1}))(_Replica)
         self._make, self.timeout, self.retries = make, timeout, retries
-        self._last: tuple[str, Any, int] | None = None  # what replicas made anew must be told
+        self._last: tuple[Any, ...] = ()  # what replicas made anew are told
+        self._lock = threading.Lock()  # an engine that hangs is restarted by another thread
+        self._restarts = 0
         self.weights_version = 0
         self._actors = [self._actor.remote(make) for _ in range(replicas)]
+        self._starting = set(range(replicas))  # those that have not answered yet
         facts = self._first_facts()
         self.tokenizer, self.level, self.capabilities, self.context, self.vocabulary = facts
 
     def _first_facts(self) -> _Facts:
-        """What the first replica says once it has started; while there is no room for it, that is said."""
-        facts = self._actors[0].facts.remote()
+        """What the first replica says once all have started."""
+        told = [actor.facts.remote() for actor in self._actors]
         try:
-            while not ray.wait([facts], timeout=self.timeout or 30.0)[0]:
-                if self.timeout is not None:
-                    raise EngineError(f"no replica has started within {self.timeout} s: {_room()}")
-                logger.warning("still waiting for a first replica to start: %s", _room())
-            found: _Facts = ray.get(facts)
+            facts: list[_Facts] = [self._answer(home, answer) for home, answer in enumerate(told)]
+        except GetTimeoutError as error:
+            late = len(self._starting)
+            raise EngineError(
+                f"{late} of {len(told)} replicas have not started within {self.timeout} s: {_room()}"
+            ) from error
         except RayActorError as error:
             raise EngineError(f"a replica could not start: {str(error).strip().splitlines()[-1]}") from error
+        return facts[0]
+
+    def _answer(self, home: int, answer: Any) -> Any:
+        """What a replica answers; while there is no room for one to start, that is said."""
+        while (
+            self.timeout is None
+            and home in self._starting
+            and not ray.wait([answer], timeout=START_SECONDS)[0]
+        ):
+            self._open()
+            logger.warning("still waiting for replica %d to start: %s", home, _room())
+        found = ray.get(answer, timeout=self.timeout)
+        self._starting.discard(home)
         return found
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -106,18 +130,20 @@ class RayEngine:
         for index, request in enumerate(requests):
             shares.setdefault(_home(request, n), []).append(index)
         done: dict[int, Completion] = {}
+        restarts = self._restarts
         for attempt in range(self.retries + 1):
-            actors = self._open()
+            actors = list(self._open())
             asked = {
                 home: actors[home].call.remote("generate", [requests[i] for i in share])
                 for home, share in shares.items()
             }
             for home, answer in asked.items():
                 try:
-                    completions = ray.get(answer, timeout=self.timeout)
-                except (RayActorError, GetTimeoutError) as error:
-                    logger.warning("replica %d failed (%s); it is made anew", home, type(error).__name__)
-                    self._renew(home)  # also after the last attempt: for the next batch
+                    completions = self._answer(home, answer)
+                except LOST as error:
+                    if restarts != self._restarts:  # it hung, and nobody waits for it any more
+                        raise EngineError("the replicas were made anew before the answer came") from error
+                    self._renew(home, actors[home], error)  # also after the last attempt: for the next batch
                     if attempt == self.retries:
                         raise EngineError(
                             f"replica {home} failed {attempt + 1} times; the last: {type(error).__name__}: {error}"
@@ -125,6 +151,10 @@ class RayEngine:
                 except RayTaskError as error:
                     cause = error.cause if isinstance(error.cause, EngineError) else error
                     raise EngineError(f"replica {home}: {cause}") from error
+                except RayError as error:
+                    raise EngineError(
+                        f"replica {home}: its answer cannot be read: {_first(error)}"
+                    ) from error
                 else:
                     done.update(zip(shares.pop(home), completions, strict=True))
             if not shares:
@@ -141,8 +171,9 @@ class RayEngine:
 
     def restart(self) -> None:
         """Make all replicas anew, with the last weights."""
-        for home in range(len(self._actors)):
-            self._renew(home)
+        self._restarts += 1
+        for home, actor in enumerate(list(self._actors)):
+            self._renew(home, actor)
 
     def close(self) -> None:
         """End the replicas."""
@@ -156,30 +187,34 @@ class RayEngine:
         return actors
 
     def _tell(self, method: str, what: Any, version: int) -> None:
-        told = [actor.call.remote(method, what, version) for actor in self._open()]
+        actors = list(self._open())
+        told = [actor.call.remote(method, what, version) for actor in actors]
         for home, answer in enumerate(told):
             try:
-                ray.get(answer, timeout=self.timeout)
-            except (RayActorError, GetTimeoutError) as error:
-                logger.warning("replica %d failed (%s); it is made anew", home, type(error).__name__)
+                self._answer(home, answer)
+            except LOST as error:
                 self._last = (method, what, version)
-                self._renew(home)
+                self._renew(home, actors[home], error)
             except RayTaskError as error:
                 raise EngineError(f"replica {home} does not take the weights: {error.cause}") from error
         self._last, self.weights_version = (method, what, version), version
 
-    def _renew(self, home: int) -> None:
-        actors = self._open()
-        ray.kill(actors[home])
-        actors[home] = self._actor.remote(self._make)
-        if self._last is not None:
-            method, what, version = self._last
-            try:
-                ray.get(actors[home].call.remote(method, what, version), timeout=self.timeout)
-            except (RayActorError, RayTaskError, GetTimeoutError) as error:
-                raise EngineError(
-                    f"replica {home}, made anew, does not take the last weights: {type(error).__name__}: {error}"
-                ) from error
+    def _renew(self, home: int, failed: Any, why: Exception | None = None) -> None:
+        """Make a replica anew in the place of `failed`, if nobody else has."""
+        with self._lock:
+            actors = self._open()
+            if actors[home] is not failed:
+                return
+            if why is not None:
+                logger.warning("replica %d failed (%s); it is made anew", home, type(why).__name__)
+            ray.kill(failed)
+            actors[home] = self._actor.remote(self._make, *self._last)
+            self._starting.add(home)
+
+
+def _first(error: RayError) -> str:
+    """The first line of what Ray says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _room() -> str:
