@@ -192,9 +192,19 @@ def test_odd_heads_and_errors_are_engine_errors(head, body, message):
     assert time.monotonic() - begin < 8
 
 
-def test_a_server_may_ask_for_a_pause_and_gets_no_longer_one_than_allowed(monkeypatch):
+def test_an_address_that_speaks_no_tls_is_told_in_the_words_of_tls():
+    server = Hostile(answer(b"400 Bad Request"), b"", 0.02)
+    client = HttpClient(server.url.replace("http", "https"), Patience(timeout=5, retries=0))
+    with pytest.raises(EngineError, match="no connection: .*SSL: "):
+        client.get("/v1/models")
+    client.close()
+    server.close()
+
+
+@pytest.mark.parametrize("seconds", [b"100000", b"1" + b"0" * 29])
+def test_a_server_may_ask_for_a_pause_and_gets_no_longer_one_than_allowed(monkeypatch, seconds):
     asked = {}  # the pauses of each thread: other loops may be running
-    server = Hostile(answer(b"429 Busy\r\nRetry-After: 100000"), b"", 0.02)
+    server = Hostile(answer(b"429 Busy\r\nRetry-After: " + seconds), b"", 0.02)
     client = HttpClient(server.url, Patience(timeout=2, retries=2, backoff=0.001, max_backoff=0.05))
     sleep = http.asyncio.sleep
 

@@ -31,7 +31,7 @@ RETRIED = frozenset((408, 425, 429, 500, 502, 503, 504))
 """Statuses that say nothing about the request itself."""
 MAX_REPLY = 64 * 2**20
 """Bytes of an answer; a longer one is none."""
-_SECONDS = re.compile(r"[0-9]{1,6}")
+_SECONDS = re.compile(r"[0-9]{1,300}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,10 @@ class HttpClient:
                 continue
             except aiohttp.ClientConnectorError as error:
                 number = error.os_error.errno or 0
-                trouble = f"no connection: {os.strerror(number) if number > 0 else error.os_error}"
+                plain = number > 0 and not isinstance(
+                    error, aiohttp.ClientSSLError
+                )  # it has numbers of its own
+                trouble = f"no connection: {os.strerror(number) if plain else error.os_error}"
                 asked_for = 0.0
                 continue
             except (aiohttp.ClientError, OSError, ValueError, EOFError) as error:
