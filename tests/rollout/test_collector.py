@@ -1,4 +1,5 @@
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import pytest
@@ -251,3 +252,20 @@ def test_groups_are_spread_by_counts_or_proportions():
     made = make_set(checked, doubled)
     assert (len(made.tags), made.group_size) == (8, 2)
     made.pool.close()
+
+
+class Slow(RandomEngine):
+    """Lets other threads go on before it answers."""
+
+    def generate(self, requests):
+        time.sleep(0.001)
+        return super().generate(requests)
+
+
+def test_what_several_threads_ask_one_collector_for_is_played_one_after_another():
+    envs = collector(Slow(WORDS))
+    alone = [envs.collect(iteration, SAMPLING) for iteration in range(6)]
+    with ThreadPoolExecutor(3) as threads:
+        together = list(threads.map(lambda iteration: envs.collect(iteration, SAMPLING), range(6)))
+    envs.close()
+    assert together == alone

@@ -6,6 +6,7 @@ Group g of an iteration starts its members from one env seed; members differ in 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -70,6 +71,7 @@ class TrajectoryCollector:
         self.engine = engine
         self.seed = seed
         self.prompter = Prompter(prompt, engine.tokenizer)
+        self._playing = threading.Lock()  # its envs play one rollout at a time, whoever asks
 
     def close(self) -> None:
         """End the envs and their workers."""
@@ -90,6 +92,10 @@ class TrajectoryCollector:
         if groups.start < n < groups.stop:  # from n on slots are in another order: two groups may want one
             first = self.collect(iteration, sampling, first_group=groups.start, n_groups=n - groups.start)
             return first + self.collect(iteration, sampling, first_group=n, n_groups=groups.stop - n)
+        with self._playing:
+            return self._play(iteration, sampling, groups)
+
+    def _play(self, iteration: int, sampling: Sampling, groups: range) -> list[Trajectory]:
         slots = {g: slot_of(g, self.tags) for g in groups}
         episodes: dict[int, Episode] = {}
         for g in groups:

@@ -1,5 +1,6 @@
 import base64
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium
 import numpy as np
@@ -290,3 +291,14 @@ def test_a_file_becomes_a_data_url_and_other_arrays_are_refused(tmp_path):
         as_url(str(tmp_path / "b.png"))
     with pytest.raises(ValueError, match=r"must be \[rows, columns, 3\] uint8.*float64"):
         picture_url(np.zeros((2, 2, 3)))
+
+
+def test_loops_of_several_threads_over_one_manager_are_played_one_after_another():
+    def play(threads):
+        with make_manager("frozen_lake", 3, 2, 4, {"size": 3}, backend="serial") as manager:
+            engine = RandomEngine(["Up", "Down", "Left", "Right"])
+            with ThreadPoolExecutor(threads) as pool:
+                loops = list(pool.map(lambda _: multi_turn_loop(manager, engine, Sampling(8)), range(6)))
+        return sorted(loops, key=lambda loop: loop[0].iteration)
+
+    assert play(3) == play(1)

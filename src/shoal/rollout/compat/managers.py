@@ -7,6 +7,7 @@ env, the turns so far. `multi_turn_loop` plays the envs of a manager to the end,
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypedDict
@@ -92,6 +93,7 @@ class EnvironmentManager(Closing):
                 f"managers make a fresh prompt each turn: mode must be window, got {self.prompt.mode}"
             )
         self._wants_spaces = takes_two(projection_f)
+        self._playing = threading.Lock()  # its envs play one loop at a time, whoever asks
         self._past: list[list[PastTurn]] = []
         self._done: list[bool] = []
 
@@ -361,28 +363,29 @@ def multi_turn_loop(
         )
     if max_turns is not None and max_turns < 1:
         raise ValueError(f"max_turns must be at least 1, or None, got {max_turns}")
-    pool, tag = container.envs, envs.env_name or "env"
-    limits = (max_turns, envs.max_turns, getattr(envs._ask("config", None)[0], "max_steps", None))
-    if not any(limits):
-        raise ConfigError("these envs have no max_steps of their own: say max_turns")
-    role = _ManagersRole(
-        tag,
-        str(envs._ask("instructions", "")[0]),
-        Projection(),
-        min(limit for limit in limits if limit),
-        manager=envs,
-    )
-    container.iteration += 1
-    collector = _ManagersCollector(
-        pool,
-        [tag] * container.env_num,
-        {tag: role},
-        container.group_n,
-        engine,
-        envs.prompt,
-        container.seed,
-    )
-    return collector.collect(container.iteration, sampling or Sampling())
+    with envs._playing:
+        pool, tag = container.envs, envs.env_name or "env"
+        limits = (max_turns, envs.max_turns, getattr(envs._ask("config", None)[0], "max_steps", None))
+        if not any(limits):
+            raise ConfigError("these envs have no max_steps of their own: say max_turns")
+        role = _ManagersRole(
+            tag,
+            str(envs._ask("instructions", "")[0]),
+            Projection(),
+            min(limit for limit in limits if limit),
+            manager=envs,
+        )
+        container.iteration += 1
+        collector = _ManagersCollector(
+            pool,
+            [tag] * container.env_num,
+            {tag: role},
+            container.group_n,
+            engine,
+            envs.prompt,
+            container.seed,
+        )
+        return collector.collect(container.iteration, sampling or Sampling())
 
 
 @dataclass(frozen=True, slots=True)
