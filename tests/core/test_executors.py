@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core import executors
-from shoal.core.errors import ConfigError, WorkerError
+from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError
 from shoal.core.executors import SerialExecutor, enter_ray, leave_ray, make_executor, map_ordered
 
 
@@ -274,6 +274,7 @@ class Tasks:
 
     def __init__(self):
         self.pool, self.lock, self.now, self.most = ThreadPoolExecutor(8), threading.Lock(), 0, 0
+        self.thread = ThreadPoolExecutor(1)  # which tells results, and without which nothing is handed over
         self.cancelled = 0
 
     def options(self, **_):
@@ -296,9 +297,17 @@ class Tasks:
                 with self.lock:
                     self.now -= 1
 
+        def tell(told, ended):
+            if error := ended.exception():
+                told.set_exception(error)
+            else:
+                told.set_result(ended.result())
+
         def remote(*args):
-            future = self.pool.submit(run, *args)
-            return types.SimpleNamespace(future=lambda: future)
+            self.thread.submit(time.sleep, 0.001).result(10)
+            future, told = self.pool.submit(run, *args), Future()
+            future.add_done_callback(lambda ended: self.thread.submit(tell, told, ended))
+            return types.SimpleNamespace(future=lambda: told)
 
         return types.SimpleNamespace(options=lambda **_: types.SimpleNamespace(remote=remote))
 
@@ -310,6 +319,7 @@ def tasks(fake_ray):
     fake_ray.cloudpickle = cloudpickle
     yield made
     made.pool.shutdown()
+    made.thread.shutdown()
 
 
 @pytest.mark.parametrize(("workers", "most"), [(1, 1), (2, 2), (-1, 8)])
@@ -333,6 +343,16 @@ def test_tasks_that_wait_for_ray_are_cancelled_with_those_that_run(tasks):
     assert [future.cancelled() for future in futures] == [False, True, True, True, True]
     assert tasks.cancelled == 1
     assert futures[0].result() == (0, 0)
+
+
+def test_nobody_waits_for_a_task_that_the_end_of_ray_cut_off(tasks):
+    executor = make_executor("ray", 1)
+    running, waiting = executor.submit(time.sleep, 1), executor.submit(divmod, 7, 3)
+    executor.shutdown(wait=False)
+    assert isinstance(running.exception(0.9), WorkerDiedError)
+    assert waiting.cancelled()
+    executor.shutdown()
+    assert tasks.cancelled == 1
 
 
 def test_who_hears_that_a_task_of_ray_could_not_be_sent_may_submit_another(tasks, monkeypatch):

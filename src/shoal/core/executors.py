@@ -24,6 +24,7 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
 import cloudpickle
@@ -41,6 +42,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
 BACKENDS = ("serial", "thread", "process", "loky", "ray")
+CANCEL_SECONDS = 10.0
+"""For which tasks on Ray that were cancelled are waited for."""
 
 
 class Closing:
@@ -450,7 +453,9 @@ class RayExecutor(Executor):
         self._workers = workers
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Future[Any], tuple[Any, ...]]] = deque()
-        self._running: dict[Future[Any], Any] = {}
+        self._running: dict[Future[Any], Any] = {}  # and what Ray calls each, None until it is handed over
+        self._ended: SimpleQueue[tuple[Future[Any], Future[Any]] | None] = SimpleQueue()
+        self._listens = self._cancelled = False
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Run `fn` somewhere on the cluster; a worker or node that is lost shows as `WorkerDiedError`."""
@@ -471,29 +476,63 @@ class RayExecutor(Executor):
                 future, task = self._waiting.popleft()
                 if not future.set_running_or_notify_cancel():
                     continue
-                unsent = None
-                try:
-                    dumps = self._ray.cloudpickle.dumps
-                    # As bytes, like the result: at what cannot be read Ray forgets its futures, or loses the worker.
-                    task = _run, (dumps(task), dumps), {}
-                    reference = self._ray.remote(_call).options(**self._options).remote(*task)
+                self._running[future] = None
+            try:  # not under the lock: Ray may wait for a thread of its own here
+                dumps = self._ray.cloudpickle.dumps
+                # As bytes, like the result: at what cannot be read Ray forgets its futures, or loses the worker.
+                task = _run, (dumps(task), dumps), {}
+                reference = self._ray.remote(_call).options(**self._options).remote(*task)
+                with self._lock:
+                    if not self._listens:
+                        threading.Thread(target=self._listen, daemon=True, name="shoal-ray-results").start()
+                        self._listens = True
                     self._running[future] = reference
-                except Exception as error:  # it cannot be sent
-                    unsent = error
-            if unsent is not None:
-                future.set_exception(unsent)  # not under the lock: who hears of it may submit another one
-            else:
-                reference.future().add_done_callback(partial(self._finish, future))
+                    cancelled = self._cancelled
+            except BaseException as error:  # it cannot be sent
+                with self._lock:
+                    del self._running[future]
+                future.set_exception(error)  # who hears of it may submit another one
+                if not isinstance(error, Exception):
+                    raise
+                continue
+            reference.future().add_done_callback(partial(self._hear, future))
+            if cancelled:
+                self._ray.cancel(reference, force=True)
+                self._ended.put(None)
+
+    def _hear(self, future: Future[Any], inner: Future[Any]) -> None:
+        """A task has ended. A thread of Ray's says so, which waits for nobody: others wait for it inside of Ray."""
+        self._ended.put((future, inner))
+
+    def _listen(self) -> None:
+        """Give futures their results, and start what waits, in a thread that lives while tasks run."""
+        while (ended := self._ended.get()) is not None:
+            try:
+                self._finish(*ended)
+            except BaseException:  # of who hears of it
+                logger.exception("what was to be done at the end of a task on Ray failed")
+            with self._lock:
+                if not self._running and not self._waiting:
+                    self._listens = False
+                    return
+        with self._lock:  # the session is over, nothing more is heard of these
+            self._listens = False
+            left = [future for future, reference in self._running.items() if reference is not None]
+            for future in left:
+                del self._running[future]
+        for future in left:
+            future.set_exception(WorkerDiedError("the executor was shut down before this task ended"))
 
     def _finish(self, future: Future[Any], inner: Future[Any]) -> None:
-        with self._lock:
-            self._running.pop(future, None)
-        error = inner.exception()
-        if error is None:
-            _settle(future, inner.result())
-        else:
-            future.set_exception(self._translate(error))
-        self._start_waiting()
+        try:
+            if error := inner.exception():
+                future.set_exception(self._translate(error))
+            else:
+                _settle(future, inner.result())
+        finally:
+            with self._lock:
+                self._running.pop(future, None)
+            self._start_waiting()
 
     def _translate(self, error: BaseException) -> BaseException:
         exceptions = self._ray.exceptions
@@ -507,17 +546,24 @@ class RayExecutor(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Wait for the tasks, or cancel them; a Ray that was started here is stopped by its last user."""
+        cancel = cancel_futures or not wait
         with self._lock:
             session, self._session = self._session, None
+            self._cancelled |= cancel
             waiting, running = [future for future, _ in self._waiting], dict(self._running)
-        if cancel_futures or not wait:
+            if cancel:
+                self._waiting.clear()
+        if cancel:
             for future in waiting:
                 future.cancel()
+                future.set_running_or_notify_cancel()
             for reference in running.values():
-                self._ray.cancel(reference, force=True)
-        else:
-            concurrent.futures.wait([*waiting, *running])
+                if reference is not None:
+                    self._ray.cancel(reference, force=True)
+        if wait:
+            concurrent.futures.wait([*waiting, *running], CANCEL_SECONDS if cancel else None)
         leave_ray(session)
+        self._ended.put(None)
 
 
 def map_ordered(
