@@ -277,11 +277,14 @@ class RunFolder(Closing):
             logger.warning("%s ends amid a line, which is passed over", self.metrics_path)
         return rows
 
-    def keep_metrics(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop the rows that `wanted` refuses, and half-written ones: what a resumed run will write again."""
+    def keep_metrics(self, wanted: Callable[[dict[str, Any]], bool], *more: Mapping[str, Any]) -> None:
+        """Drop the rows that `wanted` refuses, and half-written ones: what a resumed run will write again.
+
+        Rows that are told anew (`more`) follow in the same moment, so that none is lost with a run that is killed.
+        """
         self._hold()
-        if self.metrics_path.exists():
-            rows = [row for row in self.read_metrics() if wanted(row)]
+        if more or self.metrics_path.exists():
+            rows = [row for row in self.read_metrics() if wanted(row)] + [finite(dict(row)) for row in more]
             write_bytes(self.metrics_path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
     def event(self, event: str, **fields: Any) -> None:

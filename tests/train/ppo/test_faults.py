@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,9 +23,11 @@ from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.files import read_json
 from shoal.core.run_folder import RunFolder
 from shoal.rollout.arrays.spaces import ActionRows
+from shoal.train.ppo import ppo as ppo_module
+from shoal.train.ppo import run as run_module
 from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint
 from shoal.train.ppo.config import PPOConfig
-from shoal.train.ppo.ppo import PPO
+from shoal.train.ppo.ppo import PPO, Evaluation
 from shoal.train.ppo.run import PPORun, RunOptions
 
 REPO = Path(__file__).resolve().parents[3]
@@ -175,24 +179,30 @@ def test_an_update_that_is_cut_short_leaves_nothing_behind(monkeypatch, path):
         assert state(ppo.learn(640)) == state(other.learn(640))
 
 
-def test_between_an_update_and_its_books_nothing_is_saved(monkeypatch, tmp_path):
-    """Such a checkpoint would have the weights of one moment and the episodes of another."""
+@pytest.mark.parametrize("moment", ["before its books", "before its row"])
+def test_between_an_update_and_its_books_nothing_is_saved(monkeypatch, tmp_path, moment):
+    """Such a checkpoint would have the weights of one moment and the episodes of another, or a row too few."""
     options = RunOptions(total_timesteps=640, run_dir=str(tmp_path / "run"), n_envs=2, backend="serial",
                          tensorboard=False, eval_every=0, checkpoint_every=128)  # fmt: skip
     run = PPORun(options, PPOConfig(n_steps=32, batch_size=32))
-    add = run.ppo.log.add
+    place, name, steps = {
+        "before its books": (run.ppo.log, "add", 320),
+        "before its row": (ppo_module, "mean_of", 384),
+    }[moment]
+    done = getattr(place, name)
 
-    def interrupted(rollout):
-        if run.ppo.log.n_steps == 320:
+    def interrupted(what):
+        if run.ppo.log.n_steps == steps:
             raise KeyboardInterrupt
-        return add(rollout)
+        return done(what)
 
-    monkeypatch.setattr(run.ppo.log, "add", interrupted)
+    monkeypatch.setattr(place, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(run.rows())
     with pytest.raises(ConfigError, match="was interrupted between an update and its books"):
         run.ppo.save(tmp_path / "elsewhere")
     run.close()
+    monkeypatch.undo()
     assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == "step_000000000256"
     assert read_json(tmp_path / "run" / "summary.json")["status"] == "interrupted"
     assert main(["train-ppo", "--resume-from", str(tmp_path / "run")]) == 0
@@ -200,16 +210,22 @@ def test_between_an_update_and_its_books_nothing_is_saved(monkeypatch, tmp_path)
     assert last(tmp_path / "run") == last(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("steps", [320, 640], ids=["amid the run", "at its end"])
-def test_an_evaluation_cut_short_by_ctrl_c_costs_no_row_and_is_done_on_resuming(monkeypatch, tmp_path, steps):
+@pytest.mark.parametrize(
+    ("steps", "moment"), [(320, "as it is played"), (640, "as it is played"), (320, "as its best is saved")]
+)
+def test_an_evaluation_cut_short_by_ctrl_c_costs_no_row_and_is_done_on_resuming(
+    monkeypatch, tmp_path, steps, moment
+):
     options = {"total_timesteps": 640, "n_envs": 2, "backend": "serial", "tensorboard": False, "eval_every": 320,
                "eval_episodes": 2, "log_every": 2}  # fmt: skip
-    played = PPO.evaluate
+    saves = moment == "as its best is saved"
+    place, name = (run_module, "save_checkpoint") if saves else (PPO, "evaluate")
+    done = getattr(place, name)
 
-    def interrupted(ppo, *args, **more):
-        if ppo.log.n_steps == steps:
+    def interrupted(what, *args, **more):
+        if (int(what.name.removeprefix("step_")) if saves else what.log.n_steps) == steps:
             raise KeyboardInterrupt
-        return played(ppo, *args, **more)
+        return done(what, *args, **more)
 
     def rows(name):
         timed = ("seconds", "steps_per_second")
@@ -220,7 +236,7 @@ def test_an_evaluation_cut_short_by_ctrl_c_costs_no_row_and_is_done_on_resuming(
     whole = PPORun(RunOptions(run_dir=str(tmp_path / "whole"), **options), config)
     list(whole.rows())
     whole.close()
-    monkeypatch.setattr(PPO, "evaluate", interrupted)
+    monkeypatch.setattr(place, name, interrupted)
     run = PPORun(RunOptions(run_dir=str(tmp_path / "run"), **options), config)
     with pytest.raises(KeyboardInterrupt):
         list(run.rows())
@@ -233,6 +249,45 @@ def test_an_evaluation_cut_short_by_ctrl_c_costs_no_row_and_is_done_on_resuming(
     assert rows("run") == rows("whole")
     assert [row["steps"] for row in rows("run") if "eval_return_mean" in row] == [320, 640]
     assert last(tmp_path / "run" / "best") == last(tmp_path / "whole" / "best")
+
+
+def test_a_run_killed_as_it_makes_up_for_an_evaluation_still_owes_it(monkeypatch, tmp_path):
+    options = RunOptions(run_dir=str(tmp_path), total_timesteps=128, n_envs=2, backend="serial", tensorboard=False,
+                         eval_every=64, eval_episodes=1)  # fmt: skip
+
+    def cut(*_, **__):
+        raise KeyboardInterrupt
+
+    for place, name, path in ((PPO, "evaluate", None), (RunFolder, "append_metrics", str(tmp_path))):
+        run = PPORun(dataclasses.replace(options, resume_from=path), PPOConfig(n_steps=32, batch_size=32))
+        monkeypatch.setattr(place, name, cut)
+        with pytest.raises(KeyboardInterrupt):
+            list(run.rows())
+        run.close()
+        monkeypatch.undo()
+        rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(rows[0])["steps"] == 64
+
+
+def test_the_best_checkpoint_is_of_the_run_that_went_on_not_of_one_that_was_lost(monkeypatch, tmp_path):
+    """The run is killed after its best evaluation, and goes on from before with another learning rate."""
+    options = RunOptions(run_dir=str(tmp_path / "run"), total_timesteps=256, n_envs=2, backend="serial",
+                         tensorboard=False, eval_every=64, checkpoint_every=64)  # fmt: skip
+    scores = {64: 1.0, 128: 5.0, 192: 7.0}
+    monkeypatch.setattr(PPO, "evaluate", lambda ppo, *_, **__: Evaluation([scores[ppo.log.n_steps]], [1]))
+    first = PPORun(options, PPOConfig(n_steps=32, batch_size=32))
+    with contextlib.closing(first), contextlib.closing(first.rows()) as rows:
+        while next(rows)["steps"] < 192:
+            pass
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    for folder in list_checkpoints(tmp_path / "killed" / "checkpoints")[1:]:
+        shutil.rmtree(folder)
+    scores |= {128: 3.0, 192: 2.0, 256: 2.5}
+    killed = str(tmp_path / "killed")
+    options = dataclasses.replace(options, run_dir=killed, resume_from=killed)
+    with contextlib.closing(PPORun(options, PPOConfig(n_steps=32, batch_size=32, learning_rate=1e-2))) as run:
+        list(run.rows())
+    assert load_checkpoint(tmp_path / "killed" / "best").training["eval_return_mean"] == 3.0
 
 
 class FailsOnce(ShortEnv):

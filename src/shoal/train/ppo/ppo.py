@@ -173,9 +173,8 @@ class PPO(Closing):
                 self._experience.close()
                 self.agent.memory = remembered
                 raise
-            self._booked = self.agent.iteration
             seconds += time.perf_counter() - started
-            yield {
+            row = {
                 "iteration": self.agent.iteration,
                 "steps": self.log.n_steps,
                 "episodes": self.log.n_episodes,
@@ -188,6 +187,8 @@ class PPO(Closing):
                 "n_envs": self.n_envs,
                 **metrics,
             }
+            self._booked = self.agent.iteration  # no sooner: what is saved on Ctrl-C has told its row
+            yield row
 
     def progress(self, total_timesteps: int | None, num_episodes: int | None) -> float:
         """The finished share of the run."""

@@ -259,7 +259,7 @@ class PPORun:
         try:
             if self._owes_evaluation and (row := self._last_row()):
                 row |= self._evaluate()
-                self._report_again(row)
+                self._report(row, again=True)
                 yield row
             updates = ppo.updates(options.total_timesteps, num_episodes=options.num_episodes)
             for row in () if self._ended else updates:
@@ -285,7 +285,7 @@ class PPORun:
         finally:
             if status == "interrupted":
                 if untold:
-                    self._report_again(row)
+                    self._report(row, again=True)
                 if ppo.is_whole:
                     self._save()
                 self._finish(row, status)
@@ -387,12 +387,16 @@ class PPORun:
     def _evaluate(self) -> Metrics:
         result = self.ppo.evaluate(self.options.eval_episodes, deterministic=self.options.eval_deterministic)
         self._last_eval = {"eval_return_mean": result.mean, "eval_return_std": result.std}
-        self._owes_evaluation = False
         if result.mean > self._best:
-            self._best = result.mean
             folder = checkpoint_folder(self.path / "best", self.ppo.log.n_steps)
-            save_checkpoint(folder, self.ppo.checkpoint(eval_return_mean=result.mean, **self._told()))
-            prune_checkpoints(self.path / "best", 1)
+            told = {**self._told(), "best": result.mean}
+            told.pop("owes_evaluation", None)
+            save_checkpoint(folder, self.ppo.checkpoint(eval_return_mean=result.mean, **told))
+            self._best = result.mean
+            for other in list_checkpoints(folder.parent):  # a later one is of a future that a killed run lost
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)
+        self._owes_evaluation = False  # no sooner: one that Ctrl-C cut short as it was saved is owed
         return dict(self._last_eval)
 
     def _told(self) -> dict[str, Any]:
@@ -420,18 +424,17 @@ class PPORun:
         except OSError as other:
             logger.error("training stopped, and the last good weights could not be saved: %s", other)
 
-    def _report(self, row: Metrics) -> None:
+    def _report(self, row: Metrics, *, again: bool = False) -> None:
+        """Add the row of an update if it is wanted; `again` replaces the one of which some may have been reported."""
         wanted = "eval_return_mean" in row or self._owes_evaluation
         if wanted or self.ppo.agent.iteration % self.options.log_every == 0:
-            self.folder.append_metrics(row)
+            if again:
+                self.folder.keep_metrics(lambda kept: kept["steps"] < row["steps"], row)
+            else:
+                self.folder.append_metrics(row)
             numbers = {f"ppo/{key}": value for key, value in row.items() if math.isfinite(value)}
             for board in self._boards:
                 board.add(numbers, int(row["steps"]))
-
-    def _report_again(self, row: Metrics) -> None:
-        """Report a row of which some may have been reported."""
-        self.folder.keep_metrics(lambda kept: kept["steps"] < row["steps"])
-        self._report(row)
 
     def _last_row(self) -> Metrics:
         """The row of the present step, if it was reported."""
