@@ -416,6 +416,40 @@ def test_a_diverged_loss_stops_and_keeps_the_last_good_weights(path):
         assert_equal(weights(ppo), good)
 
 
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({}, "Lower the learning rate, or normalise observations and rewards$"),
+        ({"normalize_obs": True}, "Lower the learning rate, or normalise rewards$"),
+        ({"normalize_obs": True, "normalize_reward": True}, "Lower the learning rate$"),
+    ],
+)
+def test_a_diverged_loss_advises_only_what_is_not_done_already(settings, advice):
+    more = {**FAST, "learning_rate": 1e38, **settings}
+    with (
+        PPO(TargetEnv, n_envs=2, backend="serial", **more) as ppo,
+        pytest.raises(DivergedError, match=advice),
+    ):
+        ppo.learn(64)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_an_observation_that_is_infinite_as_float32_alone_is_told_so():
+    class Large(IdentityEnv):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float64)
+
+        def reset(self, **more):
+            return np.full(1, 1e300), super().reset(**more)[1]
+
+    with (
+        PPO(Large, n_envs=1, backend="serial", n_steps=8, batch_size=8, preset="none") as ppo,
+        pytest.raises(EnvError, match=r"must be finite, got \[inf\] \(as float32, which ends at 3.4e38\)"),
+    ):
+        ppo.learn(8)
+
+
 # --- bad input
 
 
@@ -862,6 +896,11 @@ def test_the_default_config_is_valid_and_frozen():
         ({"max_grad_norm": float("inf")}, "max_grad_norm must be finite, got inf; 0 is off"),
         ({"log_std_init": float("nan")}, "log_std_init must be finite, got nan"),
         ({"adam_eps": -1e-5}, "adam_eps must be positive, got -1e-05"),
+        (
+            {"adam_eps": 1e-320},
+            r"adam_eps must lie between 1.2e-38 and 3.4e\+38 in size \(float32\), got 1e-320",
+        ),
+        ({"log_std_init": -1e300}, r"log_std_init must lie .* \(float32\), got -1e\+300"),
         ({"normalize_obs": "False"}, "normalize_obs must be True or False, got 'False'"),
         ({"gamma": "0.9"}, "gamma must be a number, got '0.9'"),
         ({"ent_coef": None}, "ent_coef must be a number, got None"),

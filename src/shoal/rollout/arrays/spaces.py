@@ -75,6 +75,10 @@ def picture_of(space: gym.Space) -> Picture | None:
     return Picture(shape, order, int(np.prod(shape)) // (height * width), height, width)
 
 
+AS_FLOAT32 = "as float32, which ends at 3.4e38"
+"""How the numbers of observations are read, and so told where they are not finite."""
+
+
 class ObservationRows:
     """Turns observations of a space into rows `[D]` of `dtype`.
 

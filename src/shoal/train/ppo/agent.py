@@ -17,7 +17,7 @@ from shoal.core.errors import DivergedError, EnvError
 from shoal.core.seeding import stream
 from shoal.maths.normalizer import ObservationNormalizer, RewardNormalizer
 from shoal.maths.updates import decayed, explained_variance, next_values_of
-from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+from shoal.rollout.arrays.spaces import AS_FLOAT32, ActionRows, ObservationRows
 from shoal.rollout.arrays.steps import StepRollout
 from shoal.train.ppo.compiled.network import UpdateBatch, UpdateRates
 from shoal.train.ppo.config import PPOConfig
@@ -174,9 +174,14 @@ class PPOAgent:
         stats = learner.update(batch, rates)
         if not all(map(math.isfinite, stats)):
             bad = [name for name, value in stats._asdict().items() if not math.isfinite(value)]
+            scaled = {
+                "observations": config.normalize_obs or not self.obs_rows.n_numbers,
+                "rewards": config.normalize_reward,
+            }
+            raw = " and ".join(what for what, is_scaled in scaled.items() if not is_scaled)
             raise DivergedError(
                 f"iteration {self.iteration}: {', '.join(bad)} became NaN or infinite; the update was "
-                "undone. Lower the learning rate, or normalise observations and rewards"
+                f"undone. Lower the learning rate{f', or normalise {raw}' if raw else ''}"
             )
         if self.obs_norm is not None:
             acted_on = rollout.obs[:-1] if rollout.valid is None else rollout.obs[:-1][rollout.valid]
@@ -269,14 +274,17 @@ class PPOAgent:
 
 def check_finite(rollout: StepRollout, rows: ObservationRows) -> None:
     """Raise an `EnvError` that names the env and step of the first NaN or infinity in a rollout."""
-    for what, array in (("reward", rollout.rewards), ("observation", rows.numbers(rollout.obs))):
+    numbers = rows.numbers(rollout.obs)
+    for what, array, told in (("reward", rollout.rewards, ""), ("observation", numbers, f" ({AS_FLOAT32})")):
         if np.isfinite(array).all():
             continue
         t, env = (int(place[0]) for place in np.nonzero(~np.isfinite(array))[:2])
         value = array[t, env].tolist()
-        raise EnvError(f"env {env}, step {t} of the rollout: {what} must be finite, got {value}")
+        raise EnvError(f"env {env}, step {t} of the rollout: {what} must be finite, got {value}{told}")
     finals = rows.numbers(rollout.final_obs)
     if not np.isfinite(finals).all():
         row = int(np.nonzero(~np.isfinite(finals))[0][0])
         t, env = (int(places[row]) for places in np.nonzero(rollout.truncated))
-        raise EnvError(f"env {env}, step {t} of the rollout: the final observation must be finite")
+        raise EnvError(
+            f"env {env}, step {t} of the rollout: the final observation must be finite ({AS_FLOAT32})"
+        )

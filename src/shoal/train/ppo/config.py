@@ -30,6 +30,10 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 """The settings that are words; any other word would be taken for the last of them."""
 
 
+POSITIVE = ("learning_rate", "clip_range", "adam_eps")
+TINY, HUGE = (float(end) for end in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+
+
 @dataclass(frozen=True, slots=True)
 class PPOConfig:
     """How PPO learns; the defaults are those that most libraries share."""
@@ -115,6 +119,10 @@ class PPOConfig:
             elif not math.isfinite(given):
                 off = "; 0 is off" if name in ("clip_range_vf", "max_grad_norm", "target_kl") else ""
                 raise ConfigError(f"{name} must be finite, got {given}{off}")
+            elif abs(given) > HUGE or (name in POSITIVE and 0 < given < TINY):
+                raise ConfigError(
+                    f"{name} must lie between {TINY:.1e} and {HUGE:.1e} in size (float32), got {given}"
+                )
             object.__setattr__(self, name, given)
         for name in ("n_steps", "batch_size", "n_epochs", "memory_units"):
             if getattr(self, name) < 1:
@@ -122,7 +130,7 @@ class PPOConfig:
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        for name in ("learning_rate", "clip_range", "adam_eps"):
+        for name in POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("clip_range_vf", "ent_coef", "vf_coef", "max_grad_norm", "target_kl", "sde_every"):

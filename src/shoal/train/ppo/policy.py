@@ -11,7 +11,7 @@ from gymnasium import spaces
 from shoal.core.errors import ConfigError, missing_extra
 from shoal.maths.distributions import EXPLORED_LEAST, choose
 from shoal.maths.normalizer import ObservationNormalizer
-from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+from shoal.rollout.arrays.spaces import AS_FLOAT32, ActionRows, ObservationRows
 from shoal.train.ppo.checkpoint import Checkpoint, load_checkpoint, read_space
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.envs import squashed, unbounded
@@ -173,7 +173,7 @@ def observation_row(rows: ObservationRows, observation: Any) -> Array:
     row = np.zeros((1, rows.size), rows.dtype)
     rows.encode_one(observation, row[0])
     if not np.isfinite(rows.numbers(row)).all():
-        raise ValueError(f"an observation must be finite, got {observation}")
+        raise ValueError(f"an observation must be finite, got {observation} ({AS_FLOAT32})")
     return row
 
 

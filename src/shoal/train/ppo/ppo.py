@@ -21,6 +21,7 @@ from shoal.core.executors import Closing
 from shoal.core.processes import StartMethod
 from shoal.core.seeding import stream
 from shoal.envs.catalogue import Wrapper, wrapper_name
+from shoal.rollout.arrays.spaces import AS_FLOAT32
 from shoal.rollout.arrays.steps import SeededEpisodes, mask_of
 from shoal.train.ppo.agent import PPOAgent
 from shoal.train.ppo.checkpoint import (
@@ -373,7 +374,9 @@ def evaluate(
                 frames.append(env.render())
             rows.encode_one(observation, obs[0])
             if not np.isfinite(rows.numbers(obs)).all():
-                raise EnvError(f"evaluation episode {episode}, step {length}: the observation must be finite")
+                raise EnvError(
+                    f"evaluation episode {episode}, step {length}: the observation must be finite ({AS_FLOAT32})"
+                )
             if masked:
                 masks = mask_of(info, actions.n_parameters, 0).reshape(1, -1).astype(np.uint8)
                 if any(actions.forbidden(masks)):
