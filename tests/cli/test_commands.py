@@ -280,6 +280,7 @@ def test_completion_knows_commands_and_flags(capsys, tmp_path):
         ("eval openai:M --env bandit --checkpoint best", "--checkpoint does nothing with a server"),
         ("split RUN --stride-size 2", "--stride-size does nothing with --splitter stepwise"),
         ("split RUN --splitter last-n --stride-size 2", "--stride-size does nothing with --splitter last-n"),
+        ("split RUN --shard-size -1", "--shard-size must be at least 1, or 0 for one batch of all, got -1"),
         ("split RUN --sample 2", "--sample does nothing without --html"),
         ("envs play bandit --episode 3", "--episode does nothing without --replay"),
         ("envs play bandit --replay FILE --seed 3", "--seed does nothing with --replay"),
@@ -367,6 +368,22 @@ def broken(write, at):
         return write(path, data)
 
     return writes
+
+
+def test_too_little_memory_is_one_line(tmp_path, capsys):
+    words = [
+        "--n-steps",
+        str(2**50),
+        "--n-envs",
+        "1",
+        "--backend",
+        "serial",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    assert main(["train-ppo", "--preset", "none", *words]) == 1
+    told = [line for line in capsys.readouterr().err.splitlines() if "Progress" not in line]
+    assert [line.startswith("shoal: the memory is not enough: Unable to allocate") for line in told] == [True]
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path, monkeypatch, capsys):

@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
             return 128 + got[0] if got and code == 130 else code
     except ReaderGoneError:  # it has enough, as `| head` does
         return 0
-    except (ShoalError, ValueError, OSError) as error:
+    except (ShoalError, ValueError, OSError, MemoryError) as error:
         if os.environ.get("SHOAL_TRACEBACK") and not isinstance(error, BrokenPipeError):
             raise
         return _tell(error, command)
@@ -128,6 +128,8 @@ def _tell(error: Exception, command: str) -> int:
         forget(sys.stdout)
         return 0
     text = str(error)
+    if isinstance(error, MemoryError):
+        text = f"the memory is not enough: {text or 'of this machine'}"
     code = 2 if isinstance(error, ValueError | KeyError | FileNotFoundError) else 1
     if isinstance(error, OSError) and not isinstance(error, ShoalError):
         named = f" ({error.filename})" if error.filename is not None else ""

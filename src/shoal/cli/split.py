@@ -116,6 +116,10 @@ def split(options: SplitOptions) -> None:
         refuse_idle(options, "without --html", "sample")
     if not options.root.is_dir() and not options.root.is_file():
         raise DataError(f"{options.root} does not exist: ROOT is a folder or a file of recordings")
+    if options.shard_size < 0:
+        raise ConfigError(
+            f"--shard-size must be at least 1, or 0 for one batch of all, got {options.shard_size}"
+        )
     if options.resume and not options.shard_size:
         raise ConfigError("--resume goes on with lots of recordings: it needs --shard-size")
     say = _say_aside if options.json_events or options.json else print
