@@ -179,6 +179,29 @@ def test_an_update_that_is_cut_short_leaves_nothing_behind(monkeypatch, path):
         assert state(ppo.learn(640)) == state(other.learn(640))
 
 
+def test_a_second_ctrl_c_does_not_save_half_of_what_the_first_one_undid(monkeypatch, tmp_path):
+    def cut(*_):
+        raise KeyboardInterrupt
+
+    with PPO("CartPole-v1", **{**SETTINGS, "recurrent": "gru"}) as ppo:
+        memory = ppo.learn(64).agent.memory.copy()
+        collect = ppo._experience.collect
+        monkeypatch.setattr(ppo._experience, "collect", lambda steps: collect(steps) and cut())
+        monkeypatch.setattr(ppo._experience, "close", cut)
+        with pytest.raises(KeyboardInterrupt):
+            ppo.learn(128)
+        monkeypatch.undo()
+        np.testing.assert_array_equal(ppo.agent.memory, memory)
+        monkeypatch.setattr(ppo.agent.learner, "update", cut)
+        monkeypatch.setattr(ppo.agent.learner, "restore", cut)
+        with pytest.raises(KeyboardInterrupt):
+            ppo.learn(128)
+        monkeypatch.undo()
+        for go_on in (lambda: ppo.save(tmp_path), lambda: ppo.learn(128)):
+            with pytest.raises(ConfigError, match="load the last checkpoint to go on"):
+                go_on()
+
+
 @pytest.mark.parametrize("moment", ["before its books", "before its row"])
 def test_between_an_update_and_its_books_nothing_is_saved(monkeypatch, tmp_path, moment):
     """Such a checkpoint would have the weights of one moment and the episodes of another, or a row too few."""

@@ -145,6 +145,7 @@ class PPOAgent:
         try:
             return self._improve(rollout, progress)
         except BaseException:  # Ctrl-C too: half an update must not be saved
+            self.iteration = -1  # of no moment until all is put back: a second Ctrl-C may come
             self.learner.restore(learned)
             self._load_statistics(statistics)
             raise
@@ -265,11 +266,11 @@ class PPOAgent:
         return statistics
 
     def _load_statistics(self, statistics: dict[str, Array]) -> None:
-        self.iteration = int(statistics["iteration"])
         if self.obs_norm is not None:
             self.obs_norm.load_state(statistics, self.obs_rows.of_numbers)
         if self.reward_norm is not None:
             self.reward_norm.load_state(statistics)
+        self.iteration = int(statistics["iteration"])
 
 
 def check_finite(rollout: StepRollout, rows: ObservationRows) -> None:

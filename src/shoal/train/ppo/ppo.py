@@ -160,6 +160,7 @@ class PPO(Closing):
         for name, given in (("total_timesteps", total_timesteps), ("num_episodes", num_episodes)):
             if given is not None and not given >= 1:
                 raise ConfigError(f"{name} must be at least 1, got {given}")
+        self._refuse_torn()
         seconds, first_step = 0.0, self.log.n_steps
         while self.progress(total_timesteps, num_episodes) < 1.0:
             progress = self.progress(total_timesteps, num_episodes)
@@ -171,8 +172,8 @@ class PPO(Closing):
                 ended = self.log.add(rollout)
                 self._experience.now = rollout.obs[-1]
             except BaseException:  # the environments went on, the log did not: they are played again from it
+                self.agent.memory = remembered  # first: a second Ctrl-C may cut the closing short
                 self._experience.close()
-                self.agent.memory = remembered
                 raise
             seconds += time.perf_counter() - started
             row = {
@@ -220,13 +221,16 @@ class PPO(Closing):
         Raises:
             ConfigError: Ctrl-C came between an update and its books: the last checkpoint is what there is.
         """
+        self._refuse_torn()
+        if long := self.log.longer_than(REPLAY_LIMIT):
+            self._experience.break_off(long)
+        return save_checkpoint(checkpoint_folder(root, self.log.n_steps), self.checkpoint(**extra))
+
+    def _refuse_torn(self) -> None:
         if not self.is_whole:
             raise ConfigError(
                 "the run was interrupted between an update and its books; load the last checkpoint to go on"
             )
-        if long := self.log.longer_than(REPLAY_LIMIT):
-            self._experience.break_off(long)
-        return save_checkpoint(checkpoint_folder(root, self.log.n_steps), self.checkpoint(**extra))
 
     @property
     def is_whole(self) -> bool:
