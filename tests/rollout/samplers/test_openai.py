@@ -134,6 +134,7 @@ def test_half_a_reply_is_asked_for_again(serve):
         b"[]",
         b"null",
         b'{"choices": []}',
+        b'{"choices": [%s, %s]}' % ((b'{"message": {"content": "a"}, "finish_reason": "stop"}',) * 2),
         b'{"choices": [{"message": null, "finish_reason": "stop"}]}',
         b"\xff\xfe\x00",
         b"",

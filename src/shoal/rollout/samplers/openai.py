@@ -481,7 +481,7 @@ def _chat_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[s
 
 
 def _chat_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
-    choice = reply["choices"][0]
+    choice = _only(reply.get("choices"), "choices")
     text = choice["message"]["content"]
     if not isinstance(text, str | None):
         raise TypeError("the content of the message is no text")
