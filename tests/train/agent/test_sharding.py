@@ -45,7 +45,7 @@ SLOW = [
     "paired",
     "lora-bfloat16",
 ]
-ROUGH = {"llama-autocast", "llama-bfloat16"}  # eight bits of a sum depend on its order
+ROUGH = {"llama-autocast", "llama-bfloat16", "lora-bfloat16"}  # eight bits of a sum depend on its order
 RARE = {"mixtral"}  # gradients of an expert with a token or two are near Adam's epsilon: their rounding grows
 
 
