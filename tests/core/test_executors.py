@@ -298,7 +298,7 @@ class Tasks:
                     self.now -= 1
 
         def tell(told, ended):
-            if error := ended.exception():
+            if (error := ended.exception()) is not None:
                 told.set_exception(error)
             else:
                 told.set_result(ended.result())
@@ -343,6 +343,25 @@ def test_tasks_that_wait_for_ray_are_cancelled_with_those_that_run(tasks):
     assert [future.cancelled() for future in futures] == [False, True, True, True, True]
     assert tasks.cancelled == 1
     assert futures[0].result() == (0, 0)
+
+
+class FalsyError(Exception):
+    """An error of a list of problems, say, that holds none."""
+
+    def __len__(self):
+        return 0
+
+
+def fail_falsely():
+    raise FalsyError
+
+
+@pytest.mark.parametrize("backend", ["thread", "loky", "tasks"])
+def test_an_exception_that_counts_as_false_is_an_exception(backend, request):
+    if backend == "tasks":  # a stand-in for Ray
+        backend = request.getfixturevalue(backend) and "ray"
+    with make_executor(backend, 1) as executor:
+        assert isinstance(executor.submit(fail_falsely).exception(60), FalsyError)
 
 
 def test_nobody_waits_for_a_task_that_the_end_of_ray_cut_off(tasks):

@@ -230,7 +230,7 @@ class _Delivered(Future[R]):
             self.cancel()
         if not self.set_running_or_notify_cancel():
             return
-        if error := sent.exception():
+        if (error := sent.exception()) is not None:
             self.set_exception(error)
         else:
             _settle(self, sent.result())
@@ -525,7 +525,7 @@ class RayExecutor(Executor):
 
     def _finish(self, future: Future[Any], inner: Future[Any]) -> None:
         try:
-            if error := inner.exception():
+            if (error := inner.exception()) is not None:
                 future.set_exception(self._translate(error))
             else:
                 _settle(future, inner.result())
