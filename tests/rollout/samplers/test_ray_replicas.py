@@ -114,6 +114,42 @@ def test_a_replica_that_cannot_take_the_last_weights_answers_with_no_others(make
     assert [c.weights_version for c in engine.generate(ASKED)] == [5, 5, 5, 5]
 
 
+@pytest.mark.parametrize("rejected", [True, False], ids=["rejected", "Ctrl-C"])
+@pytest.mark.parametrize("lost", [True, False], ids=["one lost", "none lost"])
+def test_weights_that_one_replica_does_not_take_are_answered_with_by_none(make, rejected, lost):
+    engine = make(lambda: Weighty(["Up"]))
+    engine.load_weights({}, 5)
+
+    def refuses(*arguments):
+        if not rejected:
+            raise KeyboardInterrupt
+        raise sys.modules[type(engine).__module__].RayTaskError("call", "", ValueError("other shapes"))
+
+    engine._actors[1].replica.call = refuses
+    engine._actors[0].dead = lost
+    error, told = (
+        (EngineError, "replica 1 does not take .* other shapes") if rejected else (KeyboardInterrupt, None)
+    )
+    with pytest.raises(error, match=told):
+        engine.load_weights({}, 6)
+    assert [c.weights_version for c in engine.generate(ASKED)] == [5, 5, 5, 5]
+    assert engine.weights_version == 5
+    engine.load_weights({}, 7)
+    assert [c.weights_version for c in engine.generate(ASKED)] == [7, 7, 7, 7]
+
+
+def test_replicas_that_are_made_anew_while_they_are_told_new_weights_have_them(make):
+    engine = make(lambda: Weighty(["Up"]))
+
+    def hangs(*arguments):
+        engine.restart()  # another thread's
+        raise engine_death(engine)
+
+    engine._actors[0].replica.call = hangs
+    engine.load_weights({}, 5)
+    assert [c.weights_version for c in engine.generate(ASKED)] == [5, 5, 5, 5]
+
+
 def test_a_call_that_was_left_behind_leaves_the_replicas_alone_that_were_made_since(make):
     engine = make()
     expected, made = engine.generate(ASKED), Actor.made

@@ -187,17 +187,23 @@ class RayEngine:
         return actors
 
     def _tell(self, method: str, what: Any, version: int) -> None:
-        actors = list(self._open())
-        told = [actor.call.remote(method, what, version) for actor in actors]
-        for home, answer in enumerate(told):
-            try:
-                self._answer(home, answer)
-            except LOST as error:
-                self._last = (method, what, version)
-                self._renew(home, actors[home], error)
-            except RayTaskError as error:
-                raise EngineError(f"replica {home} does not take the weights: {error.cause}") from error
-        self._last, self.weights_version = (method, what, version), version
+        """Tell all replicas; where one does not take it, or the wait is cut short, all are made anew as they were."""
+        actors, before = list(self._open()), self._last
+        self._last = (method, what, version)  # first: one that is made anew meanwhile has it too
+        try:
+            told = [actor.call.remote(*self._last) for actor in actors]
+            for home, answer in enumerate(told):
+                try:
+                    self._answer(home, answer)
+                except LOST as error:
+                    self._renew(home, actors[home], error)
+                except RayTaskError as error:
+                    raise EngineError(f"replica {home} does not take the weights: {error.cause}") from error
+        except BaseException:  # some have it and others do not
+            self._last = before
+            self.restart()
+            raise
+        self.weights_version = version
 
     def _renew(self, home: int, failed: Any, why: Exception | None = None) -> None:
         """Make a replica anew in the place of `failed`, if nobody else has."""
