@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -26,9 +27,11 @@ from shoal.rollout.arrays.spaces import ActionRows
 from shoal.train.ppo import ppo as ppo_module
 from shoal.train.ppo import run as run_module
 from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint
+from shoal.train.ppo.collect import EpisodeLog
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.ppo import PPO, Evaluation
 from shoal.train.ppo.run import PPORun, RunOptions
+from shoal.train.ppo.trainer import PPOTrainer
 
 REPO = Path(__file__).resolve().parents[3]
 SMALL = [
@@ -200,6 +203,40 @@ def test_a_second_ctrl_c_does_not_save_half_of_what_the_first_one_undid(monkeypa
         for go_on in (lambda: ppo.save(tmp_path), lambda: ppo.learn(128)):
             with pytest.raises(ConfigError, match="load the last checkpoint to go on"):
                 go_on()
+
+
+def test_a_trainer_whose_second_ctrl_c_left_half_an_update_refuses_all_but_load(monkeypatch, tmp_path):
+    def cut(*_):
+        raise KeyboardInterrupt
+
+    def now():
+        return [{name: array.tobytes() for name, array in part.items()} for part in trainer.agent.state()]
+
+    trainer, env = PPOTrainer(n_steps=32, batch_size=32, hidden=(8,)), gym.make("CartPole-v1")
+    trainer.train_episode(env)
+    saved, before = trainer.save(tmp_path), now()
+    monkeypatch.setattr(EpisodeLog, "add", cut)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train_episode(env)
+    monkeypatch.undo()
+    assert now() == before
+    monkeypatch.setattr(trainer.agent.learner, "update", cut)
+    monkeypatch.setattr(trainer.agent.learner, "restore", cut)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train_episode(env)
+    monkeypatch.undo()
+    seen = env.observation_space.sample()
+    calls = (
+        lambda: trainer.save(tmp_path),
+        lambda: trainer.train_episode(env),
+        lambda: trainer.select_action(seen),
+    )
+    for refused in calls:
+        with pytest.raises(ConfigError, match="load the last checkpoint to go on"):
+            refused()
+    trainer.load(saved)
+    assert now() == before
+    assert trainer.train_episode(env)["episodes"] == 2
 
 
 @pytest.mark.parametrize("moment", ["before its books", "before its row"])

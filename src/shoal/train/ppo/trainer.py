@@ -64,6 +64,7 @@ class PPOTrainer:
     """Learns a policy from environments that the caller owns.
 
     A call that fails or is interrupted changes nothing; environments that it was at begin new episodes in the next.
+    Where a second Ctrl-C came while an update was undone, all but `load` is refused.
 
     Args:
         network: an `nn.Module` (see `OwnNetwork`), or None for one that fits the spaces.
@@ -104,11 +105,19 @@ class PPOTrainer:
 
     @property
     def agent(self) -> PPOAgent:
-        """The policy and its statistics."""
+        """The policy and its statistics.
+
+        Raises:
+            ConfigError: there is none yet, or a second Ctrl-C came while half an update was undone.
+        """
         if self._agent is None:
             raise ConfigError(
                 "the trainer knows no spaces yet: train an episode first, or give "
                 "observation_space and action_space"
+            )
+        if self._agent.iteration < 0:
+            raise ConfigError(
+                "the trainer was interrupted while half an update was undone; load the last checkpoint to go on"
             )
         return self._agent
 
@@ -179,8 +188,8 @@ class PPOTrainer:
         remembered = agent.remembered()
         rollout = known.collector.collect(agent, agent.noise(n_steps), **how)
         rollout.memory = remembered
-        metrics = self.update(rollout)
         ended = known.log.add(rollout)
+        metrics = self.update(rollout)
         known.memory = agent.memory
         known.sums = None if agent.reward_norm is None else agent.reward_norm.sums
         self._known[id(env)] = known
