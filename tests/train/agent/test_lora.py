@@ -116,6 +116,7 @@ def test_adapters_of_another_base_and_engines_without_one_are_refused(base, tmp_
         ),  # peft would take some of them, by the kind of model
         ("adapter_config.json", {"use_rslora": True}),  # the adapters would count less, or more
         ("adapter_config.json", {"alpha_pattern": {"q_proj": 99}}),
+        ("adapter_config.json", {"use_nora": True}),  # of a later peft
         ("engine.json", {"base": None}),
         ("engine.json", {"base": "/nowhere"}),
         ("engine.json", {"dtype": None}),
@@ -125,8 +126,9 @@ def test_adapters_of_another_base_and_engines_without_one_are_refused(base, tmp_
 )
 def test_a_broken_folder_of_adapters_is_named(base, tmp_path, file, changed, load):
     add_lora(policy_of(HuggingFaceEngine.load(base)), Lora(rank=2), str(base), 0).save(tmp_path)
-    path = tmp_path / file
+    path, says = tmp_path / file, ""
     if isinstance(changed, dict):
+        says = next((f"says {name}=True, " for name, value in changed.items() if value is True), "")
         told = json.loads(path.read_text()) | changed
         changed = json.dumps(
             {key: value for key, value in told.items() if value is not None or key not in changed}
@@ -134,8 +136,9 @@ def test_a_broken_folder_of_adapters_is_named(base, tmp_path, file, changed, loa
     path.unlink()
     if changed is not None:
         path.write_text(changed)
-    with pytest.raises(DataError, match=re.escape(f"{tmp_path} does not load as LoRA adapters (")):
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path} does not load as LoRA adapters (")) as refused:
         load(tmp_path)
+    assert says in str(refused.value)
     assert not (tmp_path / "merged").exists()
 
 

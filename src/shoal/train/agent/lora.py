@@ -180,8 +180,14 @@ def _read(folder: Path, **options: Any) -> tuple[Lora, dict[str, Any], HuggingFa
     """The adapters that a folder is of, what `engine.json` says of them, and the base model they were trained on."""
     described, told = read_json(folder / "engine.json"), read_json(folder / "adapter_config.json")
     lora = Lora(told["r"], told["lora_alpha"], told["target_modules"], told["lora_dropout"])
-    for name, made in _settings(lora).to_dict().items():
-        given = told.get(name, made)
+    known = _settings(lora).to_dict()
+    for name, given in told.items():
+        if name not in known and given:  # one that is off or empty does nothing
+            raise DataError(
+                f"adapter_config.json says {name}={given!r}, a setting that the peft installed here does not know: "
+                "install the one that wrote it"
+            )
+        made = known.get(name, given)
         if name not in _PLACE and made != (set(given) if isinstance(made, set) else given):
             raise DataError(
                 f"adapter_config.json says {name}={given!r}, and shoal trains with {made!r} alone"
