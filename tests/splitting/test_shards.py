@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.sharing import park, parking_place
 from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
+from shoal.splitting.processors import load_processor
 from shoal.splitting.shards import count_shards, read_shards, split_shards
 
 READER = """
@@ -90,8 +92,6 @@ def test_a_killed_run_goes_on_and_does_nothing_twice(processor_folder, make_root
 
 
 def _less_one(folder):
-    import shutil
-
     copy = folder.with_name("less")
     shutil.copytree(folder, copy)
     shutil.rmtree(copy / "000003")
@@ -163,6 +163,35 @@ def test_a_folder_of_lots_is_not_mixed_with_other_settings_though_nobody_said_th
     with pytest.raises(ValueError, match="2 dataset_ids, got 1"):
         lots("third", rewards=[1.0])
     assert not (tmp_path / "third").exists()
+
+
+@pytest.mark.parametrize("changed", ["images", "template", "merges"])
+def test_a_folder_of_lots_is_not_mixed_with_another_processor(processor_folder, make_root, tmp_path, changed):
+    root, ids = make_root(2, steps=2, size=(60, 60))
+
+    def lots(folder, lots):
+        splitter = StepwiseTrajectorySplitter(load_processor(folder), root, padding="longest")
+        return [place.name for place, _ in split_shards(splitter, ids, None, tmp_path / lots, size=1)]
+
+    assert lots(processor_folder, "lots") == ["000000", "000001"]
+    assert lots(shutil.copytree(processor_folder, tmp_path / "same"), "lots") == []
+    other = Path(shutil.copytree(processor_folder, tmp_path / "other"))
+    if changed == "template":
+        path = other / "chat_template.jinja"
+        path.write_text(path.read_text().replace("message.role", "message['role']"))
+    else:
+        path = other / ("preprocessor_config.json" if changed == "images" else "tokenizer.json")
+        told = json.loads(path.read_text())
+        told |= {"image_mean": [0.1, 0.1, 0.1]} if changed == "images" else {}
+        if changed == "merges":
+            told["model"]["merges"].pop()
+        path.write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match="begun with another tokenizer, image processor or chat template"):
+        lots(other, "lots")
+    plan = json.loads((tmp_path / "lots" / "plan.json").read_text())
+    del plan["processor"]  # as it was written before processors were noted
+    (tmp_path / "lots" / "plan.json").write_text(json.dumps(plan))
+    assert lots(processor_folder, "lots") == []
 
 
 def test_a_lot_in_which_nothing_is_trained_does_not_end_the_run(processor, make_root, tmp_path):

@@ -65,12 +65,17 @@ def split_shards(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
-    digest, settings = _digest([ids, rewards, about]), _digest(_settings(splitter))
-    plan = {"recordings": len(ids), "size": size, "digest": digest, "settings": settings}
+    digests = {
+        "digest": [ids, rewards, about],
+        "settings": _settings(splitter),
+        "processor": _model(splitter),
+    }
+    plan = {"recordings": len(ids), "size": size} | {name: _digest(of) for name, of in digests.items()}
     begun = _plan_of(folder) if (folder / PLAN).is_file() else {}
-    if any(begun.get(name, value) != value for name, value in plan.items()):
+    if changed := [name for name, value in plan.items() if begun.get(name, value) != value]:
+        other = "another tokenizer, image processor or chat template" if "processor" in changed else ""
         raise ConfigError(
-            f"{folder} was begun with other recordings or settings; give another folder, or remove it"
+            f"{folder} was begun with {other or 'other recordings or settings'}; give another folder, or remove it"
         )
     write_json(folder / PLAN, plan)
     known = _counts(folder)
@@ -170,6 +175,16 @@ def _settings(splitter: TrajectorySplitter) -> list[Any]:
         plan.reward if isinstance(plan.reward, str) else getattr(plan.reward, "__qualname__", ""),
         type(plan.reader).__qualname__, getattr(processor, "chat_template", None), plan.template.header_ids.tolist(),
     ]  # fmt: skip
+
+
+def _model(splitter: TrajectorySplitter) -> list[Any]:
+    """All of the model's processor that tokens and pixels follow from."""
+    processor, tokenizer = splitter.plan.template.processor, splitter.plan.template.tokenizer
+    fast, images = getattr(tokenizer, "backend_tokenizer", None), getattr(processor, "image_processor", None)
+    told = getattr(tokenizer, "get_vocab", dict)() if fast is None else json.loads(fast.to_str())
+    words = {name: told[name] for name in sorted(told) if name not in ("padding", "truncation")}
+    templates = [getattr(one, "chat_template", None) for one in (processor, tokenizer)]
+    return [templates, words, getattr(images, "to_json_string", str)()]
 
 
 def _digest(value: Any) -> str:
