@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -169,6 +170,53 @@ def test_an_error_in_one_process_ends_all_with_its_reason(tmp_path, monkeypatch)
     assert done.returncode != 0
     assert "process 1 of 2 failed: OSError: the disk is on fire" in done.stderr
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+MEETING = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from shoal.core.errors import EngineError
+from shoal.train.agent.distributed import Processes
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+processes, weight = Processes(rank, 2), torch.nn.Parameter(torch.zeros(3))
+assert processes.together(lambda: rank) == [0, 1]
+for meet in (
+    lambda: processes.together(lambda: rank),
+    lambda: processes.sum_gradients([weight]),
+    lambda: processes.share_weights([weight]),
+):
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        meet()
+    except EngineError as error:
+        print(error)
+os._exit(0)
+"""
+
+
+def test_a_process_killed_amid_work_of_all_is_told_by_those_that_waited_for_it(tmp_path):
+    """Without a launcher that would end them."""
+    (tmp_path / "meeting.py").write_text(MEETING)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "meeting.py"), rank, str(tmp_path / "store")],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in "01"
+    )  # fmt: skip
+    said, wrong = first.communicate(timeout=280)
+    second.communicate(timeout=280)
+    assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), wrong
+    told = "another of the 2 processes ended, or cannot be reached: see what it said; what was saved is whole"
+    assert [line.startswith(told) for line in said.splitlines()] == [True, True, True], said + wrong
 
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 5))

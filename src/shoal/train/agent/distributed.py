@@ -156,7 +156,7 @@ class Processes:
         """What each process's `work` gave, by rank; an error in one is an error in all.
 
         Raises:
-            EngineError: another process failed; the message says which, and with what.
+            EngineError: another process failed; the message says which, and with what, unless it was killed.
         """
         if self.count == 1:
             return [work()]
@@ -168,7 +168,8 @@ class Processes:
             failure = error
         told = None if failure is None else in_words(failure)
         found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, (told, value))
+        with _met(self.count):
+            dist.all_gather_object(found, (told, value))
         if failure is not None:
             raise failure
         for rank, (error_there, _) in enumerate(found):
@@ -217,7 +218,7 @@ class Processes:
     def share_weights(self, tensors: Iterable[Tensor]) -> None:
         """Everyone takes over the first one's values; of shards, each process has its own."""
         if self.count > 1 and not self.sharded:
-            with torch.no_grad():
+            with torch.no_grad(), _met(self.count):
                 for tensor in tensors:
                     dist.broadcast(tensor, 0)
 
@@ -229,17 +230,31 @@ class Processes:
         if self.count == 1 or self.sharded:
             return
         known = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
-        dist.all_reduce(known)
+        with _met(self.count):
+            dist.all_reduce(known)
         wanted = [p for p, n in zip(parameters, known.tolist(), strict=True) if n]
         for bucket in _buckets(wanted):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([grad.flatten() for grad in grads])
-            dist.all_reduce(flat)
+            with _met(self.count):
+                dist.all_reduce(flat)
             for p, grad in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 p.grad = grad.view_as(p).clone()
 
 
 ALONE = Processes()
+
+
+@contextmanager
+def _met(count: int) -> Iterator[None]:
+    """What torch raises here says that another of `count` processes is gone, in the words of its own files."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise EngineError(
+            f"another of the {count} processes ended, or cannot be reached: see what it said; what was saved is whole, "
+            f"go on with resume=true ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+        ) from error
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
