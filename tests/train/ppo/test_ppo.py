@@ -908,11 +908,23 @@ def test_the_default_config_is_valid_and_frozen():
         ({"n_epochs": True}, "n_epochs must be of whole numbers, got True"),
         ({"sde_every": 1.5}, "sde_every must be of whole numbers, got 1.5"),
         ({"hidden": None}, "hidden must be a tuple of units, one for each layer, got None"),
+        ({"n_steps": 10**20}, "n_steps must be at most 2147483647, got 1000"),
+        ({"n_epochs": 10**10}, "n_epochs must be at most"),
+        ({"memory_units": 10**10}, "memory_units must be at most"),
+        ({"hidden": (64, 10**10)}, "hidden must be at most"),
     ],
 )
 def test_a_setting_that_would_be_taken_for_another_or_could_not_be_saved_is_refused(setting, message):
     with pytest.raises(ConfigError, match=message):
         PPOConfig(**setting)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("n_envs", {}), ("frame_stack", {}), ("num_workers", {"backend": "process"})]
+)
+def test_more_than_any_memory_holds_is_refused_by_its_name(name, more):
+    with pytest.raises(ConfigError, match=f"{name} must be at most 2147483647, got 10000000000"):
+        PPO(TargetEnv, **{name: 10**10}, **more)
 
 
 class MaskedLate(IdentityEnv):

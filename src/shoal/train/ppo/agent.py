@@ -116,7 +116,7 @@ class PPOAgent:
     def noise(self, n_steps: int) -> Array:
         """The chance of this iteration's rollout, `[T, N, noise_size]`."""
         if self.config.sde:
-            held = self.config.sde_every or n_steps
+            held = min(self.config.sde_every or n_steps, n_steps)
             draws = [
                 self.draw(stream(self.seed, "exploration", self.iteration, k), self.n_envs)
                 for k in range(-(-n_steps // held))

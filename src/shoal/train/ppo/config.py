@@ -32,6 +32,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 POSITIVE = ("learning_rate", "clip_range", "adam_eps")
 TINY, HUGE = (float(end) for end in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+LARGEST = 2**31 - 1
+"""Of counts that take memory for each one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ class PPOConfig:
         for name in ("n_steps", "batch_size", "n_epochs", "memory_units"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("n_steps", "n_epochs", "memory_units"):
+            check_whole(name, getattr(self, name), most=LARGEST)
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")
@@ -145,6 +149,7 @@ def _units(given: Any) -> tuple[int, ...]:
     for unit in units:
         if not isinstance(unit, int):
             raise ConfigError(f"hidden must be of whole numbers, got {unit!r}")
+        check_whole("hidden", unit, most=LARGEST)
     if not units or min(units) < 1:
         raise ConfigError(f"hidden must name at least one layer of at least one unit, got {units}")
     return units
@@ -192,12 +197,14 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"no PPO setting named {name!r}.{did_you_mean(name, known)}")
 
 
-def check_whole(name: str, given: Any, least: int | None = None) -> int:
-    """`given` as Python's own whole number; a `ConfigError` if it is none, or smaller than `least`."""
+def check_whole(name: str, given: Any, least: int | None = None, most: int | None = None) -> int:
+    """`given` as Python's own whole number; a `ConfigError` if it is none, or not from `least` to `most`."""
     if isinstance(given, bool) or not isinstance(given, int | np.integer):
         raise ConfigError(f"{name} must be a whole number, got {given!r}")
     if least is not None and given < least:
         raise ConfigError(f"{name} must be at least {least}, got {given}")
+    if most is not None and given > most:
+        raise ConfigError(f"{name} must be at most {most}, got {given}")
     return int(given)
 
 
@@ -205,7 +212,7 @@ def check_places(backend: str, num_workers: int | None, start_method: str | None
     """Raise a `ConfigError` for places of environments that cannot be."""
     if backend not in BACKENDS:
         raise ConfigError(f"no backend named {backend!r}.{did_you_mean(backend, BACKENDS)}")
-    if num_workers is not None and check_whole("num_workers", num_workers) < 0:
+    if num_workers is not None and check_whole("num_workers", num_workers, most=LARGEST) < 0:
         raise ConfigError(f"num_workers must not be negative, got {num_workers}")
     if backend == "process" and num_workers == 0:
         raise ConfigError("backend='process' needs at least one worker, got num_workers=0")

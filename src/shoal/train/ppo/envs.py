@@ -18,6 +18,7 @@ from shoal.core.seeding import derive_seed, stream
 from shoal.envs.catalogue import Source, Wrapper, find, find_wrapper, name_of, resolve
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.rollout.arrays.steps import SeededEpisodes
+from shoal.train.ppo.config import LARGEST, check_whole
 
 EnvSource = Source
 
@@ -57,6 +58,7 @@ class EnvFactory:
     def __post_init__(self) -> None:
         if self.frame_stack < 0:
             raise ConfigError(f"frame_stack must not be negative, got {self.frame_stack}")
+        check_whole("frame_stack", self.frame_stack, most=LARGEST)
         resolve(
             self.source, env_kwargs=self._kwargs(), wrappers=self.wrappers
         )  # so that a mistake shows here

@@ -34,6 +34,7 @@ from shoal.train.ppo.checkpoint import (
 )
 from shoal.train.ppo.collect import EpisodeLog, Experience, mean_of
 from shoal.train.ppo.config import (
+    LARGEST,
     PPOConfig,
     check_places,
     check_settings,
@@ -90,7 +91,8 @@ class PPO(Closing):
         tuned = preset_for(env if isinstance(env, str) else "", preset) or NO_PRESET
         n_envs = tuned.n_envs if n_envs is None else n_envs
         check_settings(settings)
-        self.n_envs, self.seed = n_envs, seed = check_whole("n_envs", n_envs, 1), check_whole("seed", seed)
+        self.n_envs = n_envs = check_whole("n_envs", n_envs, 1, LARGEST)
+        self.seed = seed = check_whole("seed", seed)
         check_places(backend, num_workers, start_method)
         base = config if config is not None else PPOConfig(**tuned.settings)
         self.config = dataclasses.replace(base, **settings)
