@@ -7,8 +7,9 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save
 
 from shoal.core import files
 from shoal.core.errors import ConfigError, DataError
@@ -169,6 +170,35 @@ def test_there_is_nothing_to_resume_in_an_empty_folder(tmp_path):
     with pytest.raises(DataError, match="there is no run .*nosuch to go on with: start without resume"):
         train(tmp_path / "nosuch", "resume=true")
     assert not (tmp_path / "nosuch").exists()
+
+
+def test_a_checkpoint_of_another_program_or_version_is_named_though_its_files_are_whole(tmp_path, scored):
+    def said(**changed):
+        with files.write_folder(run / "checkpoints" / "step-000001") as folder:
+            shutil.copytree(whole, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+            for name, data in changed.items():
+                (folder / name.replace("_", ".")).write_bytes(data)
+        with pytest.raises(DataError) as refused:
+            train(run, "trainer.iterations=2", "resume=true")
+        return str(refused.value)
+
+    run = tmp_path / "run"
+    train(run, "trainer.iterations=1")
+    whole = shutil.copytree(run / "checkpoints" / "step-000001", tmp_path / "whole")
+    state = read_json(whole / "state.json")
+    other = {name: value for name, value in state.items() if name != "tokens"}
+    begin = (
+        f"{run / 'checkpoints' / 'step-000001'} is no checkpoint that this version of shoal can go on from ("
+    )
+    for changed in (
+        {"state_json": b"[1]"},
+        {"state_json": json.dumps(other).encode()},
+        {"state_json": json.dumps(state | {"iteration": "1"}).encode()},
+        {"optimizer_safetensors": b"\x80\x04pickled"},
+        {"optimizer_safetensors": save({"a": np.zeros(3, np.float32)})},
+    ):
+        assert said(**changed).startswith(begin)
+    assert (run / "metrics.jsonl").read_text().count("\n") == 2
 
 
 @pytest.mark.parametrize("left", ["all", "torn", "none"])

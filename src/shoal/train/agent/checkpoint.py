@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shoal.core.errors import DataError
+from shoal.core.configuration import from_mapping
+from shoal.core.errors import DataError, EngineError, in_words
 from shoal.core.files import MANIFEST, read_json, restore_folders, verify_folder
 from shoal.train.agent.config import comparable
 from shoal.train.agent.distributed import ALONE, Processes
@@ -162,19 +163,40 @@ def load_checkpoint(
     """Put a checkpoint's weights and optimizer state in place and say where the run stands.
 
     Raises:
-        DataError: the checkpoint is of a run with other settings; the first differing key is named.
+        DataError: the checkpoint is of a run with other settings (the first differing key is named), or no such thing.
     """
+    try:
+        return _load(path, policy, critic, optimizer, config)
+    except (EngineError, MemoryError):  # not of these files: another process is gone, or there is no room
+        raise
+    except Exception as error:  # whatever files of other programs and versions raise
+        if isinstance(error, DataError) and str(path) in str(error):
+            raise
+        raise DataError(
+            f"{path} is no checkpoint that this version of shoal can go on from ({in_words(error)}): remove it to go "
+            "on from one before, or begin anew in another run_dir"
+        ) from error
+
+
+def _load(
+    path: Path,
+    policy: Policy,
+    critic: nn.Module | None,
+    optimizer: torch.optim.Optimizer,
+    config: dict[str, Any],
+) -> Progress:
     state = read_json(path / "state.json")
     before = state["config"] and comparable(state["config"])
     difference = _first_difference(before, json.loads(json.dumps(config)))
     if difference:
         raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
+    progress = from_mapping(Progress, {item.name: state[item.name] for item in fields(Progress)})
     policy.load_weights(policy.read(path / "engine"), state["weights_version"])
     if critic is not None:
         own = critic.state_dict(keep_vars=True)
         fill(own, _read(path / "critic", own.get))
     fill_optimizer(optimizer, _read(path / "optimizer", partial(parameter_of, optimizer)))
-    return Progress(**{item.name: state[item.name] for item in fields(Progress)})
+    return progress
 
 
 def _first_difference(old: Any, new: Any, path: str = "") -> str:
