@@ -20,13 +20,13 @@ import torch
 from tests.train.ppo.ppo_envs import CountingEnv
 
 from shoal.cli.main import main
-from shoal.core.errors import ConfigError, WorkerError
+from shoal.core.errors import ConfigError, DataError, WorkerError
 from shoal.core.files import read_json
 from shoal.core.run_folder import RunFolder
 from shoal.rollout.arrays.spaces import ActionRows
 from shoal.train.ppo import ppo as ppo_module
 from shoal.train.ppo import run as run_module
-from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint
+from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from shoal.train.ppo.collect import EpisodeLog
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.ppo import PPO, Evaluation
@@ -125,6 +125,24 @@ def test_a_loaded_run_that_is_saved_untouched_still_goes_on_exactly(tmp_path):
         ppo.save(tmp_path / "two")
     with PPO.load(tmp_path / "two", backend="serial") as ppo:
         assert state(ppo.learn(1280)) == whole
+
+
+def test_a_checkpoint_of_another_program_or_version_is_named_though_its_files_are_whole(tmp_path):
+    with PPO("CartPole-v1", **SETTINGS) as ppo:
+        ppo.learn(64)
+        ppo.save(tmp_path)
+        known = ppo.checkpoint()
+        for part, name, value in (
+            ("policy", "env_kwargs", None), ("training", "seed", None), ("training", "recent", [[1]]),
+            ("training", "n_envs", "2"), ("optimizer", "step", None), ("statistics", "iteration", None),
+            ("episodes", "started", None),
+        ):  # fmt: skip
+            told = {key: kept for key, kept in getattr(known, part).items() if key != name}
+            other = dataclasses.replace(known, **{part: told if value is None else told | {name: value}})
+            folder = save_checkpoint(tmp_path / "other", other)
+            said = f"{folder} is no checkpoint that this version of shoal can go on from \\("
+            with pytest.raises(DataError, match=said):
+                PPO.load(folder, backend="serial").close()
 
 
 # --- interrupted

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,16 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, ShoalError, in_words
 from shoal.core.files import read_json, restore_folders, verify_folder, write_folder, write_json
 from shoal.train.ppo.config import PPOConfig
 
 Array = np.ndarray
 Arrays = dict[str, Array]
 FORMAT = 1
+POLICY = {"env": str, "env_kwargs": dict, "observation_space": dict, "action_space": dict, "network": str}
+TRAINING = {"config": dict, "seed": int, "n_envs": int, "n_steps": int, "n_episodes": int, "recent": list}
+"""What the two files of JSON say at least."""
 _FOLDER = re.compile(r"step_(\d{12})")
 
 
@@ -81,13 +85,32 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
             _read(folder / f"{name}.safetensors")
             for name in ("weights", "optimizer", "statistics", "episodes")
         ]
-        return Checkpoint(policy, read_json(folder / "training.json"), *arrays)
+        saved = Checkpoint(policy, read_json(folder / "training.json"), *arrays)
+        with reading(folder):
+            for told, known in ((saved.policy, POLICY), (saved.training, TRAINING)):
+                for name, kind in known.items():
+                    if type(told[name]) is not kind:
+                        raise TypeError(f"{name} must be of {kind.__name__}, got {told[name]!r:.60}")
+        return saved
     except DataError as error:
         other = _intact_beside(folder)
         hint = (
             f"; an intact one is {other}: resume from that" if other else "; there is no intact one beside it"
         )
         raise DataError(f"{error}{hint}") from error
+
+
+@contextmanager
+def reading(path: Path | str) -> Iterator[None]:
+    """What a checkpoint of another program or version lacks, or has otherwise, is a `DataError` that names it."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DataError(
+            f"{path} is no checkpoint that this version of shoal can go on from ({in_words(error)})"
+        ) from error
 
 
 def load_run(path: Path | str) -> Checkpoint:

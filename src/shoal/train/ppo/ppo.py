@@ -30,6 +30,7 @@ from shoal.train.ppo.checkpoint import (
     checkpoint_folder,
     describe_policy,
     load_run,
+    reading,
     save_checkpoint,
 )
 from shoal.train.ppo.collect import EpisodeLog, Experience, mean_of
@@ -302,11 +303,12 @@ class PPO(Closing):
             atari=policy.get("atari", False), frame_stack=policy.get("frame_stack", 0),
         )  # fmt: skip
         check_same(saved, ppo.checkpoint())
-        ppo.agent.load_state(saved.weights, saved.optimizer, saved.statistics)
-        ppo.log.load_state(training, saved.episodes)
+        with reading(checkpoint):
+            ppo.agent.load_state(saved.weights, saved.optimizer, saved.statistics)
+            ppo.log.load_state(training, saved.episodes)
+            if ppo.agent.memory is not None:
+                ppo.agent.memory = saved.episodes["memory"].copy()
         ppo._booked = ppo.agent.iteration
-        if ppo.agent.memory is not None:
-            ppo.agent.memory = saved.episodes["memory"].copy()
         ppo._experience.now = saved.episodes.get("now")
         ppo._experience.goes_on = bool(training["begun"])
         return ppo

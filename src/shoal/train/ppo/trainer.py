@@ -26,6 +26,7 @@ from shoal.train.ppo.checkpoint import (
     load_checkpoint,
     other_shapes,
     read_space,
+    reading,
     save_checkpoint,
 )
 from shoal.train.ppo.collect import EpisodeLog, mean_of
@@ -269,7 +270,8 @@ class PPOTrainer:
         )  # fmt: skip
         if wrong := other_shapes(saved.weights, agent.state()[0]):
             raise ConfigError("the checkpoint belongs to another network:\n  " + "\n  ".join(wrong))
-        agent.load_state(saved.weights, saved.optimizer, saved.statistics)
+        with reading(path):
+            agent.load_state(saved.weights, saved.optimizer, saved.statistics)
         self._agent, self._spaces = agent, (obs, act)
         self.config, self.seed = config, agent.seed
         self.total_episodes = training.get("num_episodes")
