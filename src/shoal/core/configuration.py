@@ -83,7 +83,8 @@ def check_fields(config: Any, path: str = "") -> None:
     NumPy's numbers in it become Python's, which files and workers take.
 
     Raises:
-        ConfigError: an unknown word, a value of the wrong type, NaN or infinity; the message has the path of the key.
+        ConfigError: an unknown word, a value of the wrong type, NaN or infinity, a count beyond 64 bits (seeds are
+            none); the message has the path of the key.
     """
     for name, hint in _hints(type(config)).items():  # type: ignore[arg-type]
         value = getattr(config, name)
@@ -105,6 +106,9 @@ def _check(hint: Any, value: Any, path: str) -> None:
         raise ConfigError(f"{path} must be a finite number, got {value}")
     else:
         _convert(hint, value, path)
+        counts = int in (hint, *arguments) and not path.endswith("seed")
+        if counts and isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ConfigError(f"{path} must be a whole number of 64 bits, got {value}")
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

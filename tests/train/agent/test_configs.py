@@ -130,6 +130,16 @@ def test_a_replica_is_given_some_time(value):
         AgentConfig.read({"engine": {"name": "ray", "replicas": {"timeout": value}}})
 
 
+def test_a_count_beyond_64_bits_is_named_and_a_seed_may_be():
+    for path in ("engine.width", "engine.threads", "es_manager.train.group_size", "agent_proxy.max_turn"):
+        settings: object = 10**20
+        for key in reversed(path.split(".")):
+            settings = {key: settings}
+        with pytest.raises(ConfigError, match=f"{path.split('.')[-1]} must be a whole number of 64"):
+            AgentConfig.read(settings)
+    assert AgentConfig.read({"seed": 10**20}).seed == 10**20
+
+
 MADE_IN_PYTHON = {
     "algorithm.lr_schedule must be": {"algorithm": Algorithm(lr_schedule="linaer")},
     "algorithm.loss_aggregation must be": {"algorithm": Algorithm(loss_aggregation="mean")},
