@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from shoal.core import files
@@ -371,3 +372,12 @@ def test_half_a_surrogate_pair_survives_the_way_through_json(tmp_path) -> None:
     write_json(tmp_path / "a.json", {"\ud800é": ["\udfff", "𝄞"]})
     (tmp_path / "a.json").read_text(encoding="utf-8")
     assert read_json(tmp_path / "a.json") == {"\ud800é": ["\udfff", "𝄞"]}
+
+
+def test_an_error_of_the_disk_that_safetensors_tells_is_one_of_the_disk(tmp_path):
+    """As a full disk is, which is told otherwise on the command line than an error of the program."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    with pytest.raises(FileNotFoundError) as refused, write_folder(tmp_path / "made") as folder:
+        safetensors.save_file({"a": np.zeros(3)}, folder / "nosuch" / "a.safetensors")
+    assert (refused.value.errno, refused.value.filename) == (2, str(tmp_path / "made"))
+    assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import DataError
+from shoal.core.errors import DataError, ShoalError
 
 MANIFEST = "manifest.json"
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.(?P<kind>tmp|old)", re.DOTALL)
@@ -124,8 +124,9 @@ def write_folder(folder: Path | str) -> Iterator[Path]:
     """Yield a temporary folder to fill; on a clean exit it becomes `folder` at once, with a manifest.
 
     If `folder` exists it is replaced, and its mode kept. On an exception the temporary folder is removed and `folder`
-    stays. Several may write the same folder at a time: the last one's stays, whole. A file that a library wrote for its
-    owner alone, as safetensors does, may be read by whom the umask lets.
+    stays; what safetensors tells of the disk is raised as the `OSError` it is. Several may write the same folder at a
+    time: the last one's stays, whole. A file that a library wrote for its owner alone, as safetensors does, may be read
+    by whom the umask lets.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -146,9 +147,12 @@ def write_folder(folder: Path | str) -> Iterator[Path]:
         for inside, _, _ in os.walk(temporary):
             fsync_folder(Path(inside))
         _commit(temporary, folder)
-    except BaseException:
+    except BaseException as error:
         restore_folder(folder)
         _remove(temporary)
+        told = re.search(r"\(os error (\d+)\)", str(error))  # so a library in Rust tells of a full disk
+        if told and not isinstance(error, OSError | ShoalError):
+            raise OSError(int(told[1]), os.strerror(int(told[1])), str(folder)) from error
         raise
     fsync_folder(folder.parent)
     _remove(temporary)  # what was replaced, if it was exchanged
