@@ -49,7 +49,7 @@ from shoal.skills.learning.spec import Store as SkillStore
 
 REPO = Path(__file__).parents[3]
 JOBS = """
-import os
+import os, subprocess, sys
 from shoal.skills.jobs.run import ExhaustedError
 
 def write(run):
@@ -68,6 +68,11 @@ def counts(run):
     if int(path.read_text()) < 3:
         os.kill(os.getpid(), 9)
     run.finish(numbers={"launches": int(path.read_text())})
+
+def leaves_another(run):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", str(run.folder)])
+    if run.attempt < 3:
+        os.kill(os.getpid(), 9)
 
 def says_nothing(run):
     (run.folder / "kept").write_text(run.settings["text"])
@@ -123,6 +128,20 @@ def test_a_killed_job_finds_what_it_saved_and_one_without_enough_steps_waits_for
     assert len(graph.store.attempts("greedy")) == 1
     reopen(graph.store, "greedy", budget=60)
     assert graph.run()
+    graph.close()
+
+
+@pytest.mark.usefixtures("nothing_is_left_behind")
+@pytest.mark.parametrize("launcher", ["local", "tmux"])
+def test_nothing_is_left_of_a_job_killed_alone_and_nobody_waits_for_what_it_started(
+    tmp_path: Path, jobs: str, launcher: str
+) -> None:
+    if launcher == "tmux" and shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    graph = Graph(tmp_path / "graph", launcher=launcher)
+    graph.add("one", f"{jobs}:leaves_another")
+    assert graph.run(), graph.failures()
+    assert [row.outcome for row in graph.store.attempts()] == ["failed", "failed", "merged"]
     graph.close()
 
 

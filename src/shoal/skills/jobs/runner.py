@@ -765,6 +765,7 @@ class LocalLauncher:
 
         def wait() -> None:
             code = child.wait()
+            kill_rest(child.pid)
             self._children.pop(child.pid, None)
             ended(exit_words(code))
 
@@ -986,6 +987,7 @@ def watch_process(handle: Handle, ended: OnEnd) -> bool:
             time.sleep(0.05)
         if descriptor >= 0:
             os.close(descriptor)
+        kill_rest(pid)
         ended("ended")
 
     threading.Thread(target=wait, name=f"wait-{pid}", daemon=True).start()
@@ -1000,6 +1002,12 @@ def kill_group(handle: Handle) -> None:
             os.killpg(os.getpgid(pid), 9)
         except ProcessLookupError:
             return
+
+
+def kill_rest(pid: int) -> None:
+    """SIGKILL to what a job that was watched to its end left of its process group: the next launch is alone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, 9)
 
 
 def exit_words(code: int) -> str:
@@ -1023,14 +1031,22 @@ def resident_memory(pid: int) -> int:
 
 
 def tee(log: str, command: Sequence[str]) -> int:
-    """Run a command, its output both here and at the end of a file; returns its exit status."""
+    """Run a command, its output both here and at the end of a file; returns its exit status.
+
+    It ends with the command, also if others that the command left still hold its output.
+    """
     with Path(log).open("ab", buffering=0) as file:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
         assert process.stdout is not None
-        while chunk := process.stdout.read(65536):
-            file.write(chunk)
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()
+        over = False
+        while not over:
+            over = process.poll() is not None  # one more read takes all that a pipe holds
+            if select.select([process.stdout], [], [], 0 if over else 0.1)[0]:
+                chunk = process.stdout.read(65536)
+                file.write(chunk)
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+                over = over or not chunk
         return process.wait()
 
 
