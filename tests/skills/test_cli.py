@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 from shoal.cli.command import parsed
 from shoal.cli.main import main
 from shoal.cli.skills_train import COMMAND
-from shoal.skills.learning.scheduler import Frontier
+from shoal.core.errors import MissingExtraError
+from shoal.skills.learning.scheduler import Frontier, SkillScheduler
 from shoal.skills.learning.spec import Store
 
 QUICK = [
@@ -181,6 +183,19 @@ def test_a_dry_run_prints_the_graph_and_touches_nothing(
         "Place Table: needs Collect Wood; plan Collect Wood x2 -> Place Table x1" in capsys.readouterr().out
     )
     assert not (tmp_path / "x").exists()
+
+
+def test_a_world_whose_package_is_not_installed_is_told_before_anything_is_made_or_launched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "craftax", None)
+    assert skills("train", "--env-name", "craftax", "--graph-path", str(tmp_path / "x")) == 1
+    assert "the world 'craftax' needs an extra: run pip install \"shoal[craftax]\"" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+    scheduler = SkillScheduler(tmp_path / "y", world="craftax-classic")
+    with pytest.raises(MissingExtraError, match="the world 'craftax-classic' needs an extra"):
+        scheduler.run()
+    scheduler.close()
 
 
 def test_numbers_that_cannot_be_are_refused_before_anything_is_trained_or_changed(

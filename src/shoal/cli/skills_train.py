@@ -29,7 +29,7 @@ from shoal.skills.learning.run import Rule
 from shoal.skills.learning.scheduler import Frontier, SkillScheduler, draw_graph
 from shoal.skills.learning.spec import dependencies, load_skills, plan_for, read_yaml
 from shoal.skills.learning.trainer import TrainingConfig
-from shoal.skills.learning.worlds import default_config, world_features, world_of
+from shoal.skills.learning.worlds import check_installed, default_config, world_features, world_of
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation
 
@@ -179,6 +179,8 @@ def train(options: TrainOptions) -> int:
         proposer = KnowledgeBase(path, features, options.max_nodes, options.target_skill)
     if options.dry_run:
         return _dry_run(proposer)
+    if options.launcher in ("local", "tmux"):
+        check_installed(world)  # before anything is made for it
     if (options.graph_path / "state.db").exists() and not options.resume:
         raise ConfigError(
             f"{options.graph_path} holds skills already; pass --resume to go on, or another --graph-path"

@@ -20,6 +20,7 @@ from shoal.core.files import write_bytes, write_json
 from shoal.core.seeding import derive_seed
 from shoal.skills.jobs.runner import (
     Launcher,
+    LocalLauncher,
     Runner,
     check_limits,
     condition,
@@ -46,7 +47,7 @@ from shoal.skills.learning.run import (
 from shoal.skills.learning.spec import Skill, SkillRow, Store
 from shoal.skills.learning.spec import dependencies as plan_dependencies
 from shoal.skills.learning.trainer import TrainingConfig
-from shoal.skills.learning.worlds import world_features
+from shoal.skills.learning.worlds import check_installed, world_features
 
 logger = logging.getLogger(__name__)
 OnSkill = Callable[[str, dict[str, Any]], None]
@@ -214,9 +215,12 @@ class SkillScheduler:
 
         Raises:
             WorkerError: another scheduler is running on this folder.
+            MissingExtraError: trainings would run here, where the world cannot be made.
         """
         self.take()
         self._remember()
+        if isinstance(self.runner.launcher, LocalLauncher):
+            check_installed(self.world)
         return self.runner.run()
 
     def settle(self, *, kill: bool = False) -> None:

@@ -7,6 +7,7 @@ deep skills and checkpoints are all banks. The crafting world stands at the end.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, missing_extra
 from shoal.core.registry import Registry
 from shoal.core.seeding import stream
 from shoal.maths.distributions import sample
@@ -127,6 +128,7 @@ class WorldKind:
     training: Mapping[str, Any] = field(default_factory=dict)  # settings that suit it, see `TrainingConfig`
     most_lanes: int | None = None  # states that are worth stepping together; None: any number
     picture: Callable[[Bank], NDArray[np.uint8]] | None = None  # `[height, width, 3]` of the first state
+    extra: str | None = None  # that its worlds need, named as the package that it brings
 
 
 def _crafting() -> WorldKind:
@@ -138,7 +140,7 @@ def _craftax(name: str) -> WorldKind:
 
     return WorldKind(
         lambda lanes: craftax.CraftaxWorld(name, lanes), lambda: craftax.features_of(name), craftax.DEFAULTS, 64,
-        lambda bank: craftax.picture(name, bank),
+        lambda bank: craftax.picture(name, bank), "craftax",
     )  # fmt: skip
 
 
@@ -182,6 +184,13 @@ def default_config(world: str) -> TrainingConfig:
     from shoal.skills.learning.trainer import TrainingConfig
 
     return TrainingConfig(**world_kind(world).training)
+
+
+def check_installed(name: str) -> None:
+    """Raise a `MissingExtraError` for a world that cannot be made here: each launch would end with it."""
+    extra = world_kind(name).extra
+    if extra is not None and importlib.util.find_spec(extra) is None:
+        raise missing_extra(f"the world {name!r}", extra)
 
 
 def make_world(name: str, lanes: int) -> World:
