@@ -49,7 +49,7 @@ from shoal.skills.learning.spec import Store as SkillStore
 
 REPO = Path(__file__).parents[3]
 JOBS = """
-import os, subprocess, sys
+import os, subprocess, sys, time
 from shoal.skills.jobs.run import ExhaustedError
 
 def write(run):
@@ -73,6 +73,10 @@ def leaves_another(run):
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", str(run.folder)])
     if run.attempt < 3:
         os.kill(os.getpid(), 9)
+
+def waits(run):
+    while not (run.folder / "go").exists():
+        time.sleep(0.02)
 
 def says_nothing(run):
     (run.folder / "kept").write_text(run.settings["text"])
@@ -199,16 +203,23 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "sbatch": """
 log=""; script=""; echo "$@" >> {0}/calls
 for word in "$@"; do case $word in --output=*) log=${{word#--output=}};; --*) ;; *) script=$word;; esac; done
+[ -f {0}/late ] && {{ cp "$script" {0}/spooled; echo "Socket timed out on send/recv operation" >&2; exit 1; }}
 log=$(echo "$log" | sed 's/%%/@@/g; s/%j/7/g; s/@@/%/g')
-setsid sh "$script" >> "$log" 2>&1 < /dev/null & echo "$!;cluster"
+setsid sh "$script" >> "$log" 2>&1 < /dev/null & echo "$! $script" > {0}/last
+[ -f {0}/lost ] && {{ cat {0}/lost; exit 1; }}
+echo "$!;cluster"
 """,
         "squeue": """
-for word in "$@"; do case $word in --jobs=*) id=${{word#--jobs=}};; esac; done
+for word in "$@"; do case $word in --jobs=*) id=${{word#--jobs=}};; --name=*) named=yes;; esac; done
 [ -f {0}/down ] && {{ echo "Unable to contact slurm controller" >&2; exit 1; }}
+[ "$named" ] && {{ echo "nonsense"; echo "12 /elsewhere/training-1.sh"; cat {0}/last 2>/dev/null; exit; }}
 kill -0 $id 2>/dev/null || {{ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }}
 echo RUNNING
 """,
-        "scancel": 'kill -9 -"$1"',
+        "scancel": """
+[ -f {0}/deaf ] && {{ rm {0}/deaf; echo "Unable to contact slurm controller" >&2; exit 1; }}
+kill -9 -"$1"
+""",
     }
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -254,6 +265,83 @@ def test_a_batch_job_is_found_again_ended_and_not_given_up_while_the_controller_
     assert ended
     assert not alive("slurm", handle)
     assert not launcher.watch(handle, ended.append)
+
+
+@pytest.mark.parametrize("answer", ["Socket timed out on send/recv operation", "Submitted, I think", ""])
+def test_a_batch_job_whose_number_was_not_told_is_found_in_the_queue_and_not_launched_again(
+    slurm: Path, jobs: str, answer: str
+) -> None:
+    (slurm / "lost").write_text(answer)
+    graph = Graph(slurm / "graph", launcher=SlurmLauncher(every=0.05), max_retries=0)
+    graph.add("one", f"{jobs}:write", settings={"text": "x"})
+    assert graph.run(), graph.failures()
+    assert [row.launcher for row in graph.store.attempts()] == ["slurm"]
+    assert len((slurm / "calls").read_text().splitlines()) == 1
+    graph.close()
+
+
+def test_a_batch_job_that_the_queue_did_not_show_does_nothing_when_it_comes_after_all(
+    slurm: Path, jobs: str
+) -> None:
+    (slurm / "late").touch()
+    graph = Graph(slurm / "graph", launcher=SlurmLauncher(every=0.05), max_retries=0)
+    graph.add("one", f"{jobs}:write", settings={"text": "x"})
+    assert not graph.run()
+    assert "could not be launched: RuntimeError: sbatch failed: Socket timed" in graph.failures()["one"]
+    spooled = subprocess.run(["sh", str(slurm / "spooled")], check=False)
+    assert spooled.returncode == 0
+    assert not (slurm / "graph" / "jobs" / "one" / "made").exists()
+    graph.close()
+
+
+def test_a_scheduler_that_died_before_it_noted_a_batch_jobs_number_finds_it(slurm: Path, jobs: str) -> None:
+    graph = Graph(slurm / "graph", launcher=SlurmLauncher(every=0.05))
+    graph.add("one", f"{jobs}:write", settings={"text": "x"})
+    graph.store.set_handle = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        graph.run()
+    graph.close()
+    again = Graph(slurm / "graph", launcher=SlurmLauncher(every=0.05))
+    assert again.run(), again.failures()
+    assert [row.launcher for row in again.store.attempts()] == ["slurm"]
+    assert len((slurm / "calls").read_text().splitlines()) == 1
+    again.close()
+
+
+def test_a_batch_job_is_cancelled_until_it_is_over_and_known_without_slurms_programs(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher, ended = SlurmLauncher(every=0.05), queue.SimpleQueue()
+    handle = launcher.launch(["sleep", "60"], "name", {}, slurm / "log")
+    assert launcher.watch(handle, ended.put)
+    (slurm / "deaf").touch()
+    launcher.kill(handle)
+    assert ended.get(timeout=30) == "ended"
+    monkeypatch.setenv("PATH", "")  # a folder looked at elsewhere
+    assert alive("slurm", handle)
+
+
+@pytest.mark.usefixtures("nothing_is_left_behind")
+def test_a_tmux_that_answers_too_late_or_nonsense_has_its_session_found_and_not_made_again(
+    tmp_path: Path, jobs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "tmux"
+    fake.write_text(f'#!/bin/sh\n{shutil.which("tmux")} "$@" > /dev/null; sleep 1; echo late; exit 1\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    graph = Graph(tmp_path / "graph", launcher="tmux", max_retries=0)
+    graph.add("one", f"{jobs}:waits", settings={"text": "x"})
+    done = threading.Timer(2, (tmp_path / "graph" / "jobs" / "one" / "go").touch)
+    done.start()
+    assert graph.run(), graph.failures()
+    assert len(graph.store.attempts()) == 1
+    graph.close()
+    with pytest.raises(FileNotFoundError):  # a session that comes after it was given up: its log is gone
+        runner.tee(str(tmp_path / "gone.log"), ["touch", str(tmp_path / "ran")])
+    assert not (tmp_path / "ran").exists()
 
 
 class Ray:

@@ -363,12 +363,19 @@ class Runner:
                 log,
             )
         except Exception as error:  # whatever keeps it from starting: this job's failure, not the graph's end
-            reason = f"could not be launched: {type(error).__name__}: {error}"
-            self._rest(job)
-            self._decided(Ended(self.store.attempt(number), reason=reason))
-            return
-        self.store.set_handle(number, self.launcher.name, handle, log)
-        self._watch(number, handle, self.launcher)
+            found = self._search(
+                self.store.attempt(number)
+            )  # it may have started, and only the answer been lost
+            if found is None:
+                log.unlink(missing_ok=True)  # without which one that starts after all ends at once
+                reason = f"could not be launched: {type(error).__name__}: {error}"
+                self._rest(job)
+                self._decided(Ended(self.store.attempt(number), reason=reason))
+                return
+            self._adopt(number, found)
+        else:
+            self.store.set_handle(number, self.launcher.name, handle, log)
+            self._watch(number, handle, self.launcher)
         logger.info("running %r, launch %d%s", name, number, "" if job.fresh else " (resumed)")
 
     def _rest(self, job: JobRow) -> None:
@@ -477,13 +484,7 @@ class Runner:
             if handle is None:
                 self._events.put(("ended", attempt.id, "gone"))
                 continue
-            name = self.store.attempt(attempt.id).launcher
-            ours = name == self.launcher.name and "session" not in handle
-            launcher = self.launcher if ours else adopting_launcher(name, handle)
-            if launcher is None:
-                self._events.put(("ended", attempt.id, "gone"))
-            else:
-                self._watch(attempt.id, handle, launcher)
+            self._adopt(attempt.id, handle)
         later = {attempt.job: attempt.id for attempt in self.store.attempts()}
         for attempt in self.store.attempts():
             left = attempt.outcome == "merged" and (self.store.root / attempt.run_folder).exists()
@@ -491,9 +492,24 @@ class Runner:
                 self.work.tidy(attempt)
         self.store.sweep()
 
+    def _adopt(self, number: int, handle: Handle) -> None:
+        name = self.store.attempt(number).launcher
+        ours = name == self.launcher.name and "session" not in handle
+        launcher = self.launcher if ours else adopting_launcher(name, handle)
+        if launcher is None:
+            self._events.put(("ended", number, "gone"))
+        else:
+            self._watch(number, handle, launcher)
+
     def _search(self, attempt: AttemptRow) -> Handle | None:
-        """The process of a launch that was recorded when we died before writing down what it is."""
+        """What a launch became that was recorded before we died, or before its start went unanswered."""
         folder = (self.store.root / attempt.run_folder).resolve()
+        log = folder / f"training-{attempt.id}.log"
+        find = getattr(self.launcher, "find", lambda session, log: None)
+        handle: Handle | None = find(self.work.session(self.store.job(attempt.job), attempt.id), log)
+        if handle is not None:
+            self.store.set_handle(attempt.id, self.launcher.name, handle, log)
+            return handle
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 parts = entry.read_bytes().decode(errors="replace").split("\0")
@@ -502,7 +518,7 @@ class Runner:
             if parts[-4:-1] == [str(folder), "--attempt", str(attempt.id)] and "-m" in parts:
                 pid = int(entry.parent.name)
                 handle = {"pid": pid, "began": start_time(pid)}
-                self.store.set_handle(attempt.id, "local", handle, folder / f"training-{attempt.id}.log")
+                self.store.set_handle(attempt.id, "local", handle, log)
                 return handle
         return None
 
@@ -618,13 +634,11 @@ def ask_to_stop(store: Store, *, wait: bool, patience: float = 60.0) -> bool:
 
 def condition(store: Store, row: JobRow, *, held: bool) -> str:
     """What is true of a job now, where its status speaks of a process that may be gone."""
-    if row.status not in ("running", "merging"):
+    if held or row.status not in ("running", "merging"):
         return row.status
     last = store.attempts(row.name, "running")[-1:]
     if last and alive(last[0].launcher, last[0].handle):
-        return row.status if held else "running, no scheduler"
-    if held:
-        return row.status
+        return "running, no scheduler"
     done = bool(last) and (store.root / last[0].run_folder / DONE).exists()
     return "done, not merged" if done else "interrupted"
 
@@ -640,7 +654,11 @@ OnEnd = Callable[[str], None]  # called with how it ended, in words, from anothe
 
 
 class Launcher(Protocol):
-    """Starts jobs. One with a method `room(running, slots)` says itself how many more it has resources for."""
+    """Starts jobs.
+
+    One with a method `room(running, slots)` says itself how many more it has resources for; one with `find(session,
+    log)` finds the handle of a launch that `launch` did not return, since it raised or the scheduler died.
+    """
 
     name: str
 
@@ -701,7 +719,7 @@ def alive(name: str | None, handle: Handle | None) -> bool:
     if not handle:
         return False
     if "slurm" in handle:
-        return SlurmLauncher().state(handle) is not None
+        return SlurmLauncher.state(handle) is not None
     if "pid" in handle:
         return handle.get("began") is not None and start_time(int(handle["pid"])) == handle["began"]
     return name == "ray" and start_time(int(handle.get("driver", 0))) is not None
@@ -798,6 +816,7 @@ class TmuxLauncher(LocalLauncher):
         name = session.replace(".", "~2e").replace(":", "~3a")  # both mean something else in a tmux target
         variables = [part for key, value in env.items() for part in ("-e", f"{key}={value}")]
         teed = [sys.executable, "-m", "shoal.skills.jobs.runner", str(log), *command]
+        log.touch()
         pid = self._tmux(
             "new-session", "-d", "-P", "-F", "#{pane_pid}", "-s", name, "-x", "180", "-y", "50", *variables, "--",
             *teed,
@@ -810,10 +829,13 @@ class TmuxLauncher(LocalLauncher):
         self._tmux("kill-session", "-t", f"={handle['session']}", check=False, server=str(handle["server"]))
 
     def _tmux(self, *arguments: str, check: bool = True, server: str | None = None) -> str:
-        done = subprocess.run(
-            ["tmux", "-L", server or self.server, *arguments], capture_output=True, text=True, timeout=30,
-            check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                ["tmux", "-L", server or self.server, *arguments], capture_output=True, text=True, timeout=30,
+                check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"tmux {arguments[0]} has not answered for {error.timeout:g} s") from error
         if check and done.returncode:
             raise RuntimeError(f"tmux {arguments[0]} failed: {done.stderr.strip() or done.returncode}")
         return done.stdout.strip()
@@ -902,6 +924,7 @@ class SlurmLauncher:
 
     def __init__(self, sbatch: Sequence[str] = (), every: float = 5.0) -> None:
         self.options, self.every = list(sbatch), every
+        self._unwanted: set[str] = set()  # batch jobs that were told to end
         if shutil.which("sbatch") is None:
             raise ConfigError("the slurm launcher needs the program sbatch: run it where jobs are submitted")
 
@@ -910,21 +933,34 @@ class SlurmLauncher:
         return slots - running
 
     def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> Handle:
-        """Submit a script; every word of it is quoted."""
+        """Submit a script; every word of it is quoted. It does nothing once its file is gone."""
         script = log.with_suffix(".sh")
         lines = [f"export {key}={shlex.quote(value)}" for key, value in env.items()]
-        script.write_text("\n".join(["#!/bin/sh", *lines, f"exec {shlex.join(command)}"]) + "\n")
+        wanted = f"[ -e {shlex.quote(str(script))} ] || exit 0"
+        script.write_text("\n".join(["#!/bin/sh", wanted, *lines, f"exec {shlex.join(command)}"]) + "\n")
         done = self._run(
             "sbatch", "--parsable", f"--job-name={session}", f"--output={str(log).replace('%', '%%')}",
             "--open-mode=append", *self.options, str(script),
         )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"sbatch failed: {done.stderr.strip() or done.returncode}")
-        return {"slurm": done.stdout.strip().split(";")[0]}
+        number = done.stdout.strip().split(";")[0]
+        if not done.returncode and number.isdecimal():
+            return {"slurm": number}
+        raise RuntimeError(f"sbatch failed: {done.stderr.strip() or done.stdout.strip() or done.returncode}")
 
-    def state(self, handle: Handle) -> str | None:
+    def find(self, session: str, log: Path) -> Handle | None:
+        """A batch job of that name and log in the queue; if none is seen there, one that comes later does nothing."""
+        own = log.with_suffix(".sh")
+        done = self._run("squeue", "--noheader", "--format=%i %o", f"--name={session}")
+        for number, _, script in (line.strip().partition(" ") for line in done.stdout.splitlines()):
+            if number.isdecimal() and script == str(own):
+                return {"slurm": number}
+        own.unlink(missing_ok=True)
+        return None
+
+    @classmethod
+    def state(cls, handle: Handle) -> str | None:
         """What SLURM calls its state while it waits or runs, None when it is over."""
-        done = self._run("squeue", "--noheader", "--format=%T", f"--jobs={handle['slurm']}")
+        done = cls._run("squeue", "--noheader", "--format=%T", f"--jobs={handle['slurm']}")
         if done.returncode and "Invalid job id" not in done.stderr:
             return "UNKNOWN"  # the controller does not answer: what it would say is not known to be the end
         return done.stdout.strip() or None
@@ -937,16 +973,20 @@ class SlurmLauncher:
         def wait() -> None:
             while self.state(handle) is not None:
                 time.sleep(self.every)
+                if handle["slurm"] in self._unwanted:  # and was not ended yet: was that heard?
+                    self.kill(handle)
             ended("ended")
 
         threading.Thread(target=wait, name=f"wait-{handle['slurm']}", daemon=True).start()
         return True
 
     def kill(self, handle: Handle) -> None:
-        """Cancel the batch job."""
+        """Cancel the batch job; who watches it does so again until it is over."""
+        self._unwanted.add(handle["slurm"])
         self._run("scancel", str(handle["slurm"]))
 
-    def _run(self, *command: str) -> subprocess.CompletedProcess[str]:
+    @staticmethod
+    def _run(*command: str) -> subprocess.CompletedProcess[str]:
         try:
             return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -1031,11 +1071,12 @@ def resident_memory(pid: int) -> int:
 
 
 def tee(log: str, command: Sequence[str]) -> int:
-    """Run a command, its output both here and at the end of a file; returns its exit status.
+    """Run a command, its output both here and at the end of a file that is there; returns its exit status.
 
     It ends with the command, also if others that the command left still hold its output.
     """
-    with Path(log).open("ab", buffering=0) as file:
+    with Path(log).open("r+b", buffering=0) as file:
+        file.seek(0, os.SEEK_END)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0)
         assert process.stdout is not None
         over = False
