@@ -29,6 +29,7 @@ from shoal.skills.jobs.runner import (
     start_time,
 )
 from shoal.skills.jobs.store import ExhaustedError, write_failure
+from shoal.skills.learning import run as learning_run
 from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base
 from shoal.skills.learning.run import Run, finish_training, prepare_training_run, process_completed_training
 from shoal.skills.learning.scheduler import Frontier, SkillScheduler
@@ -431,6 +432,50 @@ def test_a_result_counts_once_however_often_and_by_whomever_it_is_processed(tmp_
     process_completed_training(folder, "Collect Wood", 0, tmp_path)
     assert store.skill("Collect Wood").budget_used == 20
     assert process_completed_training(folder, "Collect Wood", 0, tmp_path)["already_merged"]
+
+
+@pytest.mark.parametrize("until", ["mark_of", "_register", "put_blob"])
+def test_a_result_that_two_process_at_once_counts_once_and_neither_fails(
+    tmp_path: Path, net, monkeypatch: pytest.MonkeyPatch, until: str
+) -> None:
+    folder, _, _ = prepare_training_run("Collect Wood", AMOUNTS, 0, [], {}, tmp_path)
+    finish_training(folder, {0: net("own").params()}, {0: 10})
+    place = Store if until == "put_blob" else learning_run
+    real = getattr(place, until)
+
+    def other_is_faster(*arguments):
+        monkeypatch.setattr(place, until, real)
+        process_completed_training(folder, "Collect Wood", 0, tmp_path)
+        return real(*arguments)
+
+    monkeypatch.setattr(place, until, other_is_faster)
+    process_completed_training(folder, "Collect Wood", 0, tmp_path)
+    assert process_completed_training(folder, "Collect Wood", 0, tmp_path)["already_merged"]
+    store = Store(tmp_path)
+    assert len(store.versions()) == 1
+    row = store.skill("Collect Wood")
+    assert (row.status, row.budget_used) == ("completed", 10)
+    assert not [*folder.parent.iterdir()]
+    store.close()
+
+
+def test_a_result_whose_folder_was_being_removed_by_a_killed_process_is_not_missed(
+    tmp_path: Path, net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _, _ = prepare_training_run("Collect Wood", AMOUNTS, 0, [], {}, tmp_path)
+    finish_training(folder, {0: net("own").params()}, {0: 10})
+
+    def killed(path: Path, **_: object) -> None:
+        if path.exists():
+            (path / "DONE.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            process_completed_training(folder, "Collect Wood", 0, tmp_path)
+    assert process_completed_training(folder, "Collect Wood", 0, tmp_path)["already_merged"]
+    assert not [*folder.parent.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import re
 import resource
 import shutil
@@ -568,9 +569,16 @@ def process_completed_training(
     base_dir, run_folder = Path(base_dir), Path(run_folder)
     opened = store or Store(base_dir)
     try:
-        committed = _committed(opened, run_folder, skill_name, attempt)
+        try:
+            committed = _committed(opened, run_folder, skill_name, attempt)
+            if committed is None:
+                run, outcome = Run.open(run_folder), read_outcome(run_folder, attempt)
+                mark = mark_of(run_folder)
+        except (DataError, OSError):  # another may have committed and removed it meanwhile
+            committed = _committed(opened, run_folder, skill_name, attempt)
+            if committed is None:
+                raise
         if committed is None:
-            run, outcome, mark = Run.open(run_folder), read_outcome(run_folder, attempt), mark_of(run_folder)
             if total_timesteps is not None:
                 outcome.acted_frames.update(dict.fromkeys(outcome.experts, total_timesteps))
             _register(opened, run, skill_name, global_expert_idx)
@@ -579,7 +587,11 @@ def process_completed_training(
         if show:
             export_views(opened)
         if not keep_run:
-            shutil.rmtree(run_folder, ignore_errors=True)
+            going = run_folder.with_name(f".{run_folder.name}")
+            shutil.rmtree(going, ignore_errors=True)  # of one that was killed here
+            with contextlib.suppress(OSError):  # others may do the same
+                os.replace(run_folder, going)  # at once, since who repeats this must find it whole or gone
+            shutil.rmtree(going, ignore_errors=True)
     finally:
         if store is None:
             opened.close()
@@ -602,7 +614,7 @@ def _committed(store: Store, run_folder: Path, skill_name: str, attempt: int | N
         own = read_done(run_folder).get("attempt")
         known = [row for row in store.attempts(skill_name) if row.id == own and row.outcome == "merged"]
         return known[0] if known else store.merged(mark_of(run_folder))
-    past = store.attempts(skill_name)
+    past = [row for row in store.attempts(skill_name) if row.outcome != "lost"]
     gone = not run_folder.exists() and past and past[-1].outcome == "merged"
     return past[-1] if gone else None
 
