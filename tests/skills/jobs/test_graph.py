@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import math
 import os
@@ -537,14 +538,20 @@ def test_what_a_needed_job_made_is_a_file_or_is_unpacked_once(tmp_path: Path) ->
     (tmp_path / "from").mkdir()
     (tmp_path / "from" / "x").write_text("1")
     (tmp_path / "blob").write_bytes(pack(tmp_path / "from"))
-    told = {"path": str(tmp_path / "blob"), "sha256": "abc", "numbers": {"loss": 2}}
+    sha256 = hashlib.sha256((tmp_path / "blob").read_bytes()).hexdigest()
+    told = {"path": str(tmp_path / "blob"), "sha256": sha256, "numbers": {"loss": 2}}
     run = Run(
         tmp_path, 1, "one", "", {}, 0, {"file": {**told, "packed": False}, "folder": {**told, "packed": True}}
     )
     assert run.input("file") == tmp_path / "blob"
     assert (run.input("folder") / "x").read_text() == "1"
-    (tmp_path / "blob").unlink()
-    assert run.input("folder") == tmp_path / "inputs" / "abc"
+    (tmp_path / "blob").write_bytes((tmp_path / "blob").read_bytes()[:-512])
+    assert run.input("folder") == tmp_path / "inputs" / sha256
+    shutil.rmtree(tmp_path / "inputs")
+    for name in ("file", "folder"):
+        with pytest.raises(DataError, match=f"blob was altered or truncated: it is not what '{name}' made"):
+            run.input(name)
+    assert not (tmp_path / "inputs").exists()
     assert run.numbers("file") == {"loss": 2}
     with pytest.raises(ConfigError, match="'one' does not need 'else'; it needs file, folder"):
         run.input("else")

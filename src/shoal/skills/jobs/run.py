@@ -53,17 +53,27 @@ class Run:
         return Run(folder, attempt, **read_json(path))
 
     def input(self, name: str) -> Path:
-        """What a needed job made: its file, or the folder that it packed, unpacked here."""
+        """What a needed job made: its file, or the folder that it packed, unpacked here.
+
+        Raises:
+            DataError: it was altered or truncated since.
+        """
         if name not in self.needs:
             raise ConfigError(
                 f"{self.name!r} does not need {name!r}; it needs {', '.join(self.needs) or 'nothing'}"
             )
-        path = Path(self.needs[name]["path"])
+        path, sha256 = Path(self.needs[name]["path"]), str(self.needs[name]["sha256"])
+        target = self.folder / "inputs" / sha256
+        if self.needs[name]["packed"] and target.exists():
+            return target
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise DataError(
+                f"{path} was altered or truncated: it is not what {name!r} made; restore it, or let that job run again"
+            )
         if not self.needs[name]["packed"]:
             return path
-        target = self.folder / "inputs" / str(self.needs[name]["sha256"])
-        if not target.exists():
-            unpack(path.read_bytes(), target)
+        unpack(data, target)
         return target
 
     def numbers(self, name: str) -> dict[str, Any]:
