@@ -526,14 +526,37 @@ def test_commands_are_valid_where_a_game_does_not_tell_which_are(adventure, tmp_
     assert env.step("go east")[4]["action_is_valid"]
 
 
-def test_a_textworld_game_that_cannot_be_kept_is_told(adventure, tmp_path):
+def test_a_textworld_game_that_is_not_whole_any_more_is_made_again(adventure, tmp_path, caplog):
     env = shoal.envs.make("textworld", cache=str(tmp_path), num_games=1)
     env.reset(seed=0)
-    folder = next(tmp_path.iterdir())
-    (folder / "game.z8").rename(folder / "moved.z8")
-    with pytest.raises(EnvError, match=re.escape(f"remove {folder}")):
+    (folder,) = tmp_path.iterdir()
+    made = (folder / "game.z8").stat().st_ino
+    env.reset(seed=1)
+    assert (folder / "game.z8").stat().st_ino == made
+    assert not caplog.text
+    for harm in (
+        lambda: (folder / "game.z8").write_text("a"),
+        lambda: (folder / "game.z8").rename(folder / "moved.z8"),
+        lambda: (folder / "manifest.json").unlink(),  # as an earlier shoal left it
+    ):
+        harm()
+        caplog.clear()
         env.reset(seed=0)
-    assert list(tmp_path.iterdir()) == [folder]
+        assert "generating a game again" in caplog.text
+        assert (folder / "game.z8").read_text() == "a game"
+        assert [*tmp_path.iterdir()] == [folder]
+
+
+def test_an_archive_of_words_that_is_not_whole_is_told_by_textarenas_env(tmp_path, monkeypatch):
+    pytest.importorskip("textarena")
+    nltk = pytest.importorskip("nltk")
+    (tmp_path / "corpora").mkdir()
+    (tmp_path / "corpora" / "words.zip").write_bytes(b"PK half")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    monkeypatch.setattr(nltk, "download", lambda *_, **__: True)
+    env = shoal.envs.make("textarena", id="Wordle-v0")
+    with pytest.raises(EnvError, match="textarena cannot start 'Wordle-v0' for one player: BadZipFile"):
+        env.reset(seed=0)
 
 
 @pytest.mark.slow

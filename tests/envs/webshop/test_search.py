@@ -184,7 +184,13 @@ def test_an_index_is_kept_in_the_cache_folder_and_a_broken_one_is_made_again(tmp
     for query in texts(20, 9):
         assert plain.search(query).tolist() == made.search(query).tolist() == kept.search(query).tolist()
     content = path.read_bytes()
-    for broken in (content[: len(content) // 2], b"", b"not a zip"):
+    packed = content.index(b"PK\x01\x02") + 10  # how the first member is said to be compressed
+    for broken in (
+        content[: len(content) // 2],
+        b"",
+        b"not a zip",
+        content[:packed] + b"\x63" + content[packed + 1 :],
+    ):
         path.write_bytes(broken)
         with caplog.at_level(logging.WARNING):
             again = cached_index(documents, ids)

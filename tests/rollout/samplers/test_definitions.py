@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.rollout.doubles import HashEngine
 
-from shoal.core.errors import ConfigError, EngineError, UnknownNameError
+from shoal.core.errors import ConfigError, DataError, EngineError, UnknownNameError
 from shoal.core.files import write_folder
 from shoal.rollout.samplers import models
 from shoal.rollout.samplers.models import get_model, resolve_model
@@ -99,6 +99,21 @@ def test_a_model_that_was_fetched_is_not_fetched_again_and_an_unknown_one_is_nam
     with write_folder(tmp_path / "shoal" / "models" / "smollm2") as folder:
         (folder / "config.json").write_text("{}")
     assert get_model("smollm2") == resolve_model("smollm2") == tmp_path / "shoal" / "models" / "smollm2"
+
+
+def test_a_fetched_model_that_is_not_whole_any_more_is_told_and_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(models, "_installed", lambda packed: tmp_path / "weights.gguf")
+    monkeypatch.setattr(models, "_convert", lambda source, folder: (folder / "config.json").write_text("{}"))
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: name)
+    config = get_model("smollm2") / "config.json"
+    config.write_text("{")
+    with pytest.raises(
+        DataError, match=r"config\.json.*; make model 'smollm2' anew: run  shoal model get smollm2"
+    ):
+        resolve_model("smollm2")
+    assert get_model("smollm2") == resolve_model("smollm2") == config.parent
+    assert config.read_text() == "{}"
 
 
 def test_a_model_that_is_not_here_says_how_to_get_it(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import EnvError
+from shoal.core.errors import EnvError, in_words
 from shoal.envs.actions import Projection
 from shoal.envs.adapters.library import PrivateRandom, library
 from shoal.envs.spaces import FreeText
@@ -62,8 +62,10 @@ class TextArenaEnv(TextEnv[TextArenaConfig]):
                 # "-raw" leaves out the wrappers that repeat the whole history in every observation
                 self._game = library("textarena").make(f"{name}-raw", **self.config.kwargs)
                 self._game.reset(num_players=1, seed=seed)
-            except (LookupError, ValueError, TypeError, AssertionError, ImportError, SyntaxError) as error:
-                raise EnvError(f"textarena cannot start {name!r} for one player: {error}") from error
+            except Exception as error:  # of half an archive of words too, whatever reads it
+                raise EnvError(
+                    f"textarena cannot start {name!r} for one player: {in_words(error)}"
+                ) from error
             self._rules, self._latest = self._news()
 
     def _advance(self, action: Action) -> Outcome:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import re
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, EnvError
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import verify_folder, write_folder
 from shoal.envs.actions import Projection
 from shoal.envs.adapters.library import PrivateRandom, library
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
+logger = logging.getLogger(__name__)
 _PROMPT = re.compile(r"\n*>[^\n]*$")
 
 
@@ -112,32 +112,24 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
 
 
 def generated_game(config: TextWorldConfig, number: int) -> Path:
-    """The file of one generated game, made (in some seconds) when it is not there yet.
+    """The file of one generated game, made (in some seconds) when it is not there yet, or not whole any more.
 
-    The folder of a game is renamed into its place when it is whole: several processes can share a cache.
+    The folder of a game gets its name when it is whole: several processes can share a cache.
     """
     textworld = library("textworld")
-    folder = Path(config.cache).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
     seed = config.game_seed + number
     name = f"{textworld.__version__}-{config.nb_rooms}-{config.nb_objects}-{config.quest_length}-{seed}"
-    path = folder / name / "game.z8"
-    if not path.is_file():
-        temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder))
-        try:
+    folder = Path(config.cache).expanduser() / name
+    try:
+        verify_folder(folder)
+    except DataError as error:
+        if folder.is_dir():
+            logger.warning("generating a game again: %s", error)
+        with write_folder(folder) as made:
             options = textworld.GameOptions()
             options.seeds = seed
             options.nb_rooms, options.nb_objects = config.nb_rooms, config.nb_objects
             options.quest_length = config.quest_length
-            options.path = str(temporary / "game.z8")  # compiled: only then does the game describe anything
+            options.path = str(made / "game.z8")  # compiled: only then does the game describe anything
             textworld.make(options)
-            try:
-                os.rename(temporary, path.parent)
-            except OSError as error:
-                if not path.is_file():  # else someone else has made it meanwhile: the same bytes
-                    raise EnvError(
-                        f"the game cannot be kept: {error}; remove {path.parent} if it is there"
-                    ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    return path
+    return folder / "game.z8"

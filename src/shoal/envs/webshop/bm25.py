@@ -338,7 +338,7 @@ def cached_index(texts: Sequence[str], ids: Sequence[str]) -> Index:
             return index
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
         logger.warning("rebuilding the search index: %s cannot be read (%s)", path, error)
     index = build_index(texts, ids)
     buffer = io.BytesIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -53,15 +54,18 @@ def resolve_model(name: str) -> Path:
     folder = cache_folder() / name
     if not folder.is_dir():
         raise EngineError(f"model {name!r} is not here yet: run  shoal model get {name}")
-    return verify_folder(folder)
+    try:
+        return verify_folder(folder)
+    except DataError as error:
+        raise DataError(f"{error}; make model {name!r} anew: run  shoal model get {name}") from error
 
 
 def get_model(name: str) -> Path:
-    """Fetch and convert a known model unless it is in the cache; returns its folder."""
+    """Fetch and convert a known model unless it is in the cache, whole; returns its folder."""
     if name not in KNOWN:
         raise unknown_name("model", name, KNOWN)
     target = cache_folder() / name
-    if target.is_dir():
+    with contextlib.suppress(DataError):
         return verify_folder(target)
     packed = KNOWN[name]
     if any(importlib.util.find_spec(needed) is None for needed in ("gguf", "torch", "transformers")):
