@@ -15,8 +15,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordEpisodeStatistics
 
 from shoal.core.errors import ConfigError, EnvError, WorkerError
-from shoal.vector import AsyncVectorEnv, make_vec
+from shoal.vector import AsyncVectorEnv, PettingZooVectorEnv, make_vec
 from tests.vector.faulty import CountEnv
+from tests.vector.test_multi_agent import Race
 
 MAKERS: dict[str, Callable[[], Any]] = {
     "gymnasium": lambda: SyncVectorEnv([CountEnv] * 3, autoreset_mode=AutoresetMode.DISABLED),
@@ -69,6 +70,23 @@ def test_masks_that_name_no_env_are_refused_in_gymnasiums_words(
     with pytest.raises((error, AssertionError), match=message):
         envs.reset(options={"reset_mask": mask})
     assert envs.step(np.array([0, 0, 0]))[1].tolist() == [2.0, 2.0, 2.0]  # nobody was reset
+
+
+@pytest.mark.parametrize("options", [3, True, "reset_mask", [np.array([True])]])
+def test_options_of_a_reset_that_are_no_dict_are_refused_as_such(options: Any) -> None:
+    made = [
+        MAKERS["serial"](),
+        MAKERS["async"](),
+        make_vec("CartPole-v1", 2, backend="native", autoreset="next_step"),
+    ]
+    made.append(PettingZooVectorEnv(Race, 1, backend="serial"))
+    for envs in made:
+        envs.reset(seed=0)
+        with pytest.raises(TypeError, match=re.escape(f"options must be a dict or None, got {options!r}")):
+            envs.reset(options=options)
+        envs.step(envs.action_space.sample())
+        envs.reset(options={})
+        envs.close()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 from shoal.core.data import refuse_words, reward_of
 from shoal.core.errors import ConfigError, EnvError
 from shoal.vector.native import tree
+from shoal.vector.values import reset_options
 
 MULTI_AGENT = "shoal.vector.PettingZooVectorEnv(function_that_makes_it, num_copies)"
 
@@ -78,7 +79,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
 
         Of a list with one for each slot a copy takes that of its first agent.
         """
-        if options is not None and "reset_mask" in options:
+        if "reset_mask" in (reset_options(options) or {}):
             raise ConfigError("PettingZooVectorEnv resets all copies; leave options['reset_mask'] out")
         if isinstance(seed, Sequence | np.ndarray) and len(seed) == self.num_envs:
             seed = seed[:: self.n_agents]

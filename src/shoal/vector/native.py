@@ -26,7 +26,7 @@ from shoal.core.errors import ConfigError, EnvError, ShoalError, missing_extra
 from shoal.core.seeding import derive_seed
 from shoal.envs.adapters.library import library
 from shoal.envs.catalogue import find, named
-from shoal.vector.values import Ready, whole
+from shoal.vector.values import Ready, reset_options, whole
 
 if TYPE_CHECKING:
     from shoal.vector.make import Options
@@ -231,7 +231,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         """
         self._idle("reset")
         self._whole("reset")
-        mask = None if options is None else options.get("reset_mask")
+        mask = (reset_options(options) or {}).get("reset_mask")
         if mask is not None:
             self._refuse(not self.can.reset_mask, "options['reset_mask']", "reset all, or another backend")
             if np.shape(mask) != (self.num_envs,) or np.asarray(mask).dtype != np.bool_ or not np.any(mask):

@@ -10,7 +10,7 @@ import copy
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -151,6 +151,13 @@ def batched(all_spaces: Sequence[Space[Any]]) -> Space[Any]:
         except (TypeError, ValueError):
             pass
     return spaces.Tuple(tuple(all_spaces))
+
+
+def reset_options(options: Any) -> dict[str, Any] | None:
+    """The options of a reset; a `TypeError` for what is no dict, in which no `reset_mask` can be looked for."""
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options must be a dict or None, got {options!r:.80}")
+    return options  # type: ignore[return-value]
 
 
 def whole(value: Any, what: str, least: int) -> int:

@@ -78,6 +78,7 @@ from shoal.vector.values import (
     batch_infos,
     by_env,
     limit,
+    reset_options,
     whole,
 )
 from shoal.vector.worker import Attach
@@ -292,7 +293,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
         """Begin a reset; `reset_wait` returns its result."""
         chosen: Sequence[int] = range(self.num_envs)
-        rest = options
+        rest = options = reset_options(options)
         if options is not None and "reset_mask" in options:
             rest = dict(options)
             chosen = np.flatnonzero(_checked_mask(rest.pop("reset_mask"), self.num_envs)).tolist()
