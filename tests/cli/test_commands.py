@@ -20,6 +20,8 @@ from tests.freeze.record import flags_of
 from shoal.cli import command, grammar
 from shoal.cli.command import every
 from shoal.cli.main import COMMANDS, _tell, main
+from shoal.cli.output import program
+from shoal.cli.skills import resume_command
 from shoal.core.data import write_trajectories
 from shoal.core.errors import ConfigError
 from shoal.core.run_folder import FolderLock
@@ -738,3 +740,28 @@ def test_what_a_terminal_has_no_letter_for_is_written_by_its_number(tmp_path, mo
     assert "2 runs in" in told
     assert "\\udcff" in told
     assert out.errors == "strict"
+
+
+@pytest.mark.parametrize(
+    ("called", "on_path", "told"),
+    [
+        ("bin/shoal", "bin", "shoal"),
+        ("bin/shoal", "else", "bin/shoal"),
+        ("my bin/shoal", None, "'my bin/shoal'"),
+        ("site-packages/shoal/__main__.py", "bin", "my-python -m shoal"),
+        ("pytest/__main__.py", None, "shoal"),
+    ],
+)
+def test_commands_to_go_on_with_name_the_program_as_it_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: str, on_path: str | None, told: str
+) -> None:
+    for folder in ("bin", "else"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "shoal").write_text("#!/bin/sh\n")
+        (tmp_path / folder / "shoal").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / on_path) if on_path else "")
+    monkeypatch.setattr(sys, "argv", [called])
+    monkeypatch.setattr(sys, "orig_argv", ["my-python", "-m", "shoal"])
+    assert program() == told
+    assert resume_command(Path("a b")) == f"{told} skills train --resume --graph-path 'a b'"

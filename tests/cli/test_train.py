@@ -29,7 +29,7 @@ def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, mo
         json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
     assert iterations == [0, 1, 2]
-    assert f"shoal show {folder}" in capsys.readouterr().out
+    assert f"shoal show {shlex.quote(str(folder))}" in capsys.readouterr().out
 
 
 def test_a_run_that_was_done_and_lost_its_metrics_says_what_is_left_of_it(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import tyro
 
 from shoal.cli.command import Command
 from shoal.cli.grammar import Progress, hide_loading, print_json, refuse_device, refuse_idle
+from shoal.cli.output import program
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.core.run_folder import RunFolder, finite
 
@@ -345,4 +347,4 @@ def _write(
     write_trajectories(folder.path / "trajectories" / "eval.jsonl", trajectories)
     folder.finish(result)
     out = sys.stderr if options.json or options.format == "json" else sys.stdout
-    print(f"look at an episode:  shoal show {options.out} --worst", file=out)
+    print(f"look at an episode:  {program()} show {shlex.quote(str(options.out))} --worst", file=out)

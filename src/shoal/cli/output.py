@@ -6,8 +6,11 @@ import contextlib
 import errno
 import io
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -102,6 +105,16 @@ def watched_output(goes_on: bool) -> Iterator[list[OSError]]:
         sys.stdout, sys.stderr = before
         if errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors=errors)
+
+
+def program() -> str:
+    """`shoal` as it can be typed here: by the path, or the Python, that it was called by if it is not found by name."""
+    called, found = Path(sys.argv[0]), shutil.which("shoal")
+    if called.name == "__main__.py" and called.parent.name == "shoal":
+        return shlex.join([sys.orig_argv[0], "-m", "shoal"])
+    if called.name != "shoal" or (found is not None and Path(found).resolve() == called.resolve()):
+        return "shoal"
+    return shlex.quote(str(called))
 
 
 # --- JSON for a program

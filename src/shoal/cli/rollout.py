@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -28,6 +29,7 @@ from shoal.cli.grammar import (
     show_warnings,
     table,
 )
+from shoal.cli.output import program
 from shoal.core.data import Trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder
@@ -121,7 +123,8 @@ def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> 
         [[k, _shown(v)] for k, v in metrics.items()],
         text=(0, 1),
     )
-    print(f"episodes: {config.run_dir}/trajectories   replay: shoal rollout --verify {config.run_dir}")
+    replay = f"{program()} rollout --verify {shlex.quote(str(config.run_dir))}"
+    print(f"episodes: {config.run_dir}/trajectories   replay: {replay}")
     return 0
 
 

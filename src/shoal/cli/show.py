@@ -18,6 +18,7 @@ from rich.text import Text
 
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import count_of, duration, print_json
+from shoal.cli.output import program
 from shoal.cli.runs import is_run
 from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError, DataError
@@ -152,7 +153,7 @@ def how_to_go_on(run: Path) -> str:
         words["split"] = f"split ROOT --shard-size N --resume --out {place}"
     if command not in words:
         return f"shoal {command} cannot go on with it: run it again"
-    return f"go on with: shoal {words[command]}"
+    return f"go on with: {program()} {words[command]}"
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:

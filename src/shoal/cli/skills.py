@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from shoal.cli.command import Command, Group
-from shoal.cli.output import for_programs
+from shoal.cli.output import for_programs, program
 from shoal.core.errors import ConfigError
 from shoal.core.files import write_json
 from shoal.core.run_folder import RunFolder, finite
@@ -207,7 +207,7 @@ def status(options: StatusOptions, store: Store) -> None:
 
 def resume_command(folder: Path) -> str:
     """What goes on with a folder, as it can be typed; the other options are kept in its config.yaml."""
-    return f"shoal skills train --resume --graph-path {shlex.quote(str(folder))}"
+    return f"{program()} skills train --resume --graph-path {shlex.quote(str(folder))}"
 
 
 def retry(options: RetryOptions, store: Store) -> None:
@@ -285,7 +285,7 @@ def attach(options: AttachOptions, store: Store) -> int:
     row = store.skill(options.name)
     attempt = _latest(store, row)
     if attempt.state != "running":
-        raise ConfigError(f"{row.name!r} is {row.status}; its output: shoal skills logs {row.slug}")
+        raise ConfigError(f"{row.name!r} is {row.status}; its output: {program()} skills logs {row.slug}")
     if attempt.launcher == "tmux" and attempt.handle:
         sys.stdout.flush()
         server, session = str(attempt.handle["server"]), str(attempt.handle["session"])

@@ -18,6 +18,7 @@ import tyro
 
 from shoal.cli.command import Command
 from shoal.cli.grammar import count_of, print_json
+from shoal.cli.output import program
 from shoal.cli.skills import DEFAULT, GraphPath, resume_command, table
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
@@ -223,8 +224,9 @@ def train(options: TrainOptions) -> int:
         run.finish(_counts(scheduler, began), "interrupted")
         words = [*options.said, *([] if options.resume else ["--resume"])]
         print(f"shoal: interrupted; still in training: {going or 'nothing'}", file=sys.stderr)
-        print(f"shoal: go on with: {shlex.join(['shoal', 'skills', 'train', *words])}", file=sys.stderr)
-        print(f"shoal: end them with: shoal skills stop --graph-path {options.graph_path}", file=sys.stderr)
+        print(f"shoal: go on with: {program()} skills train {shlex.join(words)}", file=sys.stderr)
+        folder = shlex.quote(str(options.graph_path))
+        print(f"shoal: end them with: {program()} skills stop --graph-path {folder}", file=sys.stderr)
         return 130
     except Exception as error:
         run.fail(error)

@@ -24,6 +24,7 @@ from shoal.cli.grammar import (
     print_json,
     show_warnings,
 )
+from shoal.cli.output import program
 from shoal.core.run_folder import read_summary
 
 MORE = """\
@@ -116,11 +117,11 @@ COMMAND = Command(TrainOptions, train, MORE)
 
 def _resuming(options: TrainOptions, run_dir: str) -> str:
     """The command that goes on: with the same settings, since others are refused."""
-    words = ["shoal", "train", "--config-name", options.config_name]
+    words = ["train", "--config-name", options.config_name]
     if options.config_dir is not None:
         words += ["--config-dir", str(options.config_dir)]
     words += [word for word in options.settings() if word.partition("=")[0] not in ("run_dir", "resume")]
-    return shlex.join([*words, f"run_dir={run_dir}", "resume=true"])
+    return f"{program()} {shlex.join([*words, f'run_dir={run_dir}', 'resume=true'])}"
 
 
 def _run_dir(wanted: str | None, name: str, resume: bool) -> Path:
@@ -181,8 +182,9 @@ def _say_results(run: Path, next_step: str, out: Any) -> None:
         f"curves      {run / 'curves.png'}",
         f"episodes    {run / 'trajectories'}",
         f"checkpoint  {run / 'checkpoints'}",
-        f"look at an episode:  shoal show {run}",
+        f"look at an episode:  {program()} show {shlex.quote(str(run))}",
     ]
     if next_step:
-        lines.append(f"try next:            {next_step.replace('{run}', str(run))}")
+        step = next_step.replace("shoal ", f"{program()} ", 1).replace("{run}", shlex.quote(str(run)))
+        lines.append(f"try next:            {step}")
     print("\n".join(lines), file=out)

@@ -17,6 +17,7 @@ import tyro
 
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json, refuse_device, show_warnings
+from shoal.cli.output import program
 from shoal.train.ppo.compiled.network import kernels_cached
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.presets import preset_for
@@ -72,7 +73,7 @@ def train(call: Call) -> int:
             _watch(rows, run, call.progress, out)
         except KeyboardInterrupt:
             rows.close()  # type: ignore[attr-defined]
-            words = shlex.join(["shoal", "train-ppo", "--resume-from", str(_kept_in(run))])
+            words = f"{program()} train-ppo --resume-from {shlex.quote(str(_kept_in(run)))}"
             print(f"\ninterrupted; go on with: {words}", file=out, flush=True)
             return 130
         _say_results(run, out)
@@ -218,7 +219,7 @@ def _say_results(run: PPORun, out: Any) -> None:
         f"{run.summary['seconds']:.1f} s",
         f"curves      {run.path / 'curves.png'}",
         f"checkpoint  {run.checkpoints}",
-        f"go on with  shoal train-ppo --resume-from {shlex.quote(str(_kept_in(run)))} {further}",
+        f"go on with  {program()} train-ppo --resume-from {shlex.quote(str(_kept_in(run)))} {further}",
     ]
     print("\n".join(lines), file=out, flush=True)
 
