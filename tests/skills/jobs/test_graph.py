@@ -137,10 +137,11 @@ def test_a_killed_job_finds_what_it_saved_and_one_without_enough_steps_waits_for
 
 
 @pytest.mark.usefixtures("nothing_is_left_behind")
-@pytest.mark.parametrize("launcher", ["local", "tmux"])
+@pytest.mark.parametrize("launcher", ["local", "tmux", "ray"])
 def test_nothing_is_left_of_a_job_killed_alone_and_nobody_waits_for_what_it_started(
-    tmp_path: Path, jobs: str, launcher: str
+    tmp_path: Path, jobs: str, launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(runner, "connect_ray", lambda **_: (Ray(CPU=1), False))
     if launcher == "tmux" and shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
     graph = Graph(tmp_path / "graph", launcher=launcher)

@@ -321,7 +321,8 @@ class Runner:
         with self.store.transaction():
             for action in actions:
                 if isinstance(action, Close):
-                    logger.warning("launch %d ended: %s (%s)", action.attempt, action.outcome, action.reason)
+                    why = f" ({action.reason})" if action.reason else ""
+                    logger.warning("launch %d ended: %s%s", action.attempt, action.outcome, why)
                     self.store.end_attempt(action.attempt, action.outcome, action.reason)
                 elif isinstance(action, Update):
                     self.store.update(action.job, **action.columns)
@@ -903,13 +904,12 @@ def _run_command(command: list[str], env: dict[str, str], log: str) -> int:
     with Path(log).open("ab") as output:
         child = subprocess.Popen(
             [sys.executable, *command[1:]], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env={**os.environ, **env},
+            env={**os.environ, **env}, process_group=0,
         )  # fmt: skip
         try:
             return child.wait()
-        except BaseException:
-            child.kill()
-            raise
+        finally:
+            kill_rest(child.pid)  # and itself, if the wait was interrupted
 
 
 class SlurmLauncher:
