@@ -113,6 +113,24 @@ def test_logs_print_what_the_training_wrote(trained: Path, capfdbinary: pytest.C
     assert b'"event": "trained"' in capfdbinary.readouterr().out
 
 
+def test_a_launch_without_output_and_where_to_find_that_of_another_are_told(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert skills("attach", "Collect Wood", "--graph-path", str(trained)) == 2
+    told = capsys.readouterr().err
+    assert (
+        f"'Collect Wood' is completed; its output: shoal skills logs Collect_Wood --graph-path {trained}"
+        in told
+    )
+    store = Store(trained)
+    number = store.begin_attempt("Collect Wood", trained / "training_runs" / "x")
+    store.end_attempt(number, "failed", "could not be launched: RuntimeError: sbatch failed")
+    store.close()
+    assert skills("logs", "Collect Wood", "--graph-path", str(trained)) == 2
+    told = capsys.readouterr().err
+    assert f"launch {number} of 'Collect Wood' wrote nothing: could not be launched: RuntimeError" in told
+
+
 def test_events_are_json_lines_and_a_merge_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         skills(

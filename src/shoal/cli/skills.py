@@ -269,7 +269,9 @@ def logs(options: LogsOptions, store: Store) -> int:
 
 
 def _follow(store: Store, row: SkillRow, follow: bool) -> int:
-    path = _log_path(store, row)
+    path, last = _log_path(store, row), _latest(store, row)
+    if not path.exists():
+        raise ConfigError(f"launch {last.id} of {row.name!r} wrote nothing: {last.reason or last.state}")
     with path.open("rb") as file:
         while True:
             shutil.copyfileobj(file, sys.stdout.buffer)
@@ -285,7 +287,9 @@ def attach(options: AttachOptions, store: Store) -> int:
     row = store.skill(options.name)
     attempt = _latest(store, row)
     if attempt.state != "running":
-        raise ConfigError(f"{row.name!r} is {row.status}; its output: {program()} skills logs {row.slug}")
+        place = shlex.quote(str(options.graph_path))
+        told = f"{program()} skills logs {row.slug} --graph-path {place}"
+        raise ConfigError(f"{row.name!r} is {row.status}; its output: {told}")
     if attempt.launcher == "tmux" and attempt.handle:
         sys.stdout.flush()
         server, session = str(attempt.handle["server"]), str(attempt.handle["session"])
