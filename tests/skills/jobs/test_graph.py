@@ -214,13 +214,14 @@ echo "$!;cluster"
         "squeue": """
 for word in "$@"; do case $word in --jobs=*) id=${{word#--jobs=}};; --name=*) named=yes;; esac; done
 [ -f {0}/down ] && {{ echo "Unable to contact slurm controller" >&2; exit 1; }}
+case "$*" in *--clusters=cluster*) echo "CLUSTER: cluster";; *) [ "$named" ] || id=none;; esac
 [ "$named" ] && {{ echo "nonsense"; echo "12 /elsewhere/training-1.sh"; cat {0}/last 2>/dev/null; exit; }}
 kill -0 $id 2>/dev/null || {{ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }}
 echo RUNNING
 """,
         "scancel": """
 [ -f {0}/deaf ] && {{ rm {0}/deaf; echo "Unable to contact slurm controller" >&2; exit 1; }}
-kill -9 -"$1"
+[ "$1" = --clusters=cluster ] && kill -9 -"$2"
 """,
     }
     folder = tmp_path / "bin"
@@ -274,7 +275,8 @@ def test_a_batch_job_whose_number_was_not_told_is_found_in_the_queue_and_not_lau
     slurm: Path, jobs: str, answer: str
 ) -> None:
     (slurm / "lost").write_text(answer)
-    graph = Graph(slurm / "graph", launcher=SlurmLauncher(every=0.05), max_retries=0)
+    launcher = SlurmLauncher(["--clusters=cluster"], every=0.05)
+    graph = Graph(slurm / "graph", launcher=launcher, max_retries=0)
     graph.add("one", f"{jobs}:write", settings={"text": "x"})
     assert graph.run(), graph.failures()
     assert [row.launcher for row in graph.store.attempts()] == ["slurm"]
@@ -297,13 +299,13 @@ def test_a_batch_job_that_the_queue_did_not_show_does_nothing_when_it_comes_afte
 
 
 def test_a_scheduler_that_died_before_it_noted_a_batch_jobs_number_finds_it(slurm: Path, jobs: str) -> None:
-    graph = Graph(slurm / "graph", launcher=SlurmLauncher(every=0.05))
+    graph = Graph(slurm / "graph", launcher=SlurmLauncher(["--clusters=cluster"], every=0.05))
     graph.add("one", f"{jobs}:write", settings={"text": "x"})
     graph.store.set_handle = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         graph.run()
     graph.close()
-    again = Graph(slurm / "graph", launcher=SlurmLauncher(every=0.05))
+    again = Graph(slurm / "graph", launcher=SlurmLauncher(["--clusters=cluster"], every=0.05))
     assert again.run(), again.failures()
     assert [row.launcher for row in again.store.attempts()] == ["slurm"]
     assert len((slurm / "calls").read_text().splitlines()) == 1

@@ -942,28 +942,31 @@ class SlurmLauncher:
             "sbatch", "--parsable", f"--job-name={session}", f"--output={str(log).replace('%', '%%')}",
             "--open-mode=append", *self.options, str(script),
         )  # fmt: skip
-        number = done.stdout.strip().split(";")[0]
+        number, _, cluster = done.stdout.strip().partition(";")  # named if it was chosen
         if not done.returncode and number.isdecimal():
-            return {"slurm": number}
+            return {"slurm": number, "cluster": cluster}
         raise RuntimeError(f"sbatch failed: {done.stderr.strip() or done.stdout.strip() or done.returncode}")
 
     def find(self, session: str, log: Path) -> Handle | None:
         """A batch job of that name and log in the queue; if none is seen there, one that comes later does nothing."""
         own = log.with_suffix(".sh")
-        done = self._run("squeue", "--noheader", "--format=%i %o", f"--name={session}")
+        chosen = [option for option in self.options if option.startswith("--clusters=")]
+        cluster = "".join(chosen).partition("=")[2]
+        done = self._run("squeue", "--noheader", "--format=%i %o", f"--name={session}", *chosen)
         for number, _, script in (line.strip().partition(" ") for line in done.stdout.splitlines()):
             if number.isdecimal() and script == str(own):
-                return {"slurm": number}
+                return {"slurm": number, "cluster": cluster}
         own.unlink(missing_ok=True)
         return None
 
     @classmethod
     def state(cls, handle: Handle) -> str | None:
         """What SLURM calls its state while it waits or runs, None when it is over."""
-        done = cls._run("squeue", "--noheader", "--format=%T", f"--jobs={handle['slurm']}")
+        done = cls._run("squeue", "--noheader", "--format=%T", f"--jobs={handle['slurm']}", *_cluster(handle))
         if done.returncode and "Invalid job id" not in done.stderr:
             return "UNKNOWN"  # the controller does not answer: what it would say is not known to be the end
-        return done.stdout.strip() or None
+        said = [line for line in done.stdout.splitlines() if line.strip() and not line.startswith("CLUSTER:")]
+        return said[0].strip() if said else None
 
     def watch(self, handle: Handle, ended: OnEnd) -> bool:
         """Look at the queue now and then, in a thread."""
@@ -983,7 +986,7 @@ class SlurmLauncher:
     def kill(self, handle: Handle) -> None:
         """Cancel the batch job; who watches it does so again until it is over."""
         self._unwanted.add(handle["slurm"])
-        self._run("scancel", str(handle["slurm"]))
+        self._run("scancel", *_cluster(handle), str(handle["slurm"]))
 
     @staticmethod
     def _run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -991,6 +994,11 @@ class SlurmLauncher:
             return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+def _cluster(handle: Handle) -> list[str]:
+    """The option by which SLURM's programs look where a batch job was sent, not only at home."""
+    return [f"--clusters={handle['cluster']}"] if handle.get("cluster") else []
 
 
 def start_time(pid: int) -> str | None:
