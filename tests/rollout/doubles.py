@@ -522,6 +522,7 @@ class FakeServer(ThreadingHTTPServer):
         self.change = lambda reply: reply
         self.props = {"default_generation_settings": {"n_ctx": None}}
         self.say = lambda said: f"you said {said}"
+        self.weights = "default"  # what SGLang calls those that it began with; None for one too old to say
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -533,7 +534,9 @@ class FakeServer(ThreadingHTTPServer):
         if path.endswith("_lora_adapter"):
             return {"success": True}
         if path == "/update_weights_from_disk":
-            return {"success": body["model_path"].endswith("good"), "message": "no such folder"}
+            taken = body["model_path"].endswith("good")
+            self.weights = body["weight_version"] if taken else self.weights
+            return {"success": taken, "message": "no such folder"}
         assert "seed" not in json.dumps(body)
         if self.kind == "vllm" and path == "/v1/completions":
             assert {"top_p", "top_k", "min_p"} <= body.keys()
@@ -552,6 +555,7 @@ class FakeServer(ThreadingHTTPServer):
                 "prompt_tokens": len(body["input_ids"]),
                 "finish_reason": {"type": "length"},
                 "output_token_logprobs": [[logprob_of(i), i, None] for i in ids],
+                **({} if self.weights is None else {"weight_version": self.weights}),
             }
             return {"output_ids": ids, "meta_info": meta}
         if self.kind == "llama.cpp" and path == "/completion":
@@ -565,7 +569,9 @@ class FakeServer(ThreadingHTTPServer):
             }
         assert path == "/v1/chat/completions", path
         said = " / ".join(str(m["content"])[:2000] for m in body["messages"])
-        return {"choices": [{"message": {"content": self.say(said)}, "finish_reason": "stop"}]}
+        choice = {"message": {"content": self.say(said)}, "finish_reason": "stop"}
+        told = self.kind == "sglang" and self.weights is not None
+        return {"choices": [choice], **({"metadata": {"weight_version": self.weights}} if told else {})}
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -2,6 +2,7 @@ import math
 import re
 import time
 from collections import Counter
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -360,6 +361,55 @@ def test_whole_weights_are_reloaded_where_the_server_can(serve, tmp_path):
         engine.load_folder(tmp_path / "bad", 4)
     with pytest.raises(EngineError, match="vllm server cannot reload"):
         serve("vllm")[1].load_folder(tmp_path, 1)
+
+
+@pytest.mark.parametrize("weights", ["default", "shoal-3-another-trainer"])
+@pytest.mark.parametrize("tokenizer", [None, TinyTokenizer()], ids=["messages", "tokens"])
+def test_a_server_that_no_longer_has_the_weights_it_was_given_is_not_believed(
+    serve, tmp_path, weights, tokenizer
+):
+    """It began anew, or another trainer gave it others: its answers bore the version of weights it did not have."""
+    server, engine = serve("sglang", tokenizer=tokenizer)
+    asked = [request() if tokenizer else chat_request(engine)]
+    engine.load_folder(tmp_path / "good", 3)
+    server.weights = weights
+    (answer,) = engine.generate_each(asked)
+    assert f"weights that it calls '{weights}'" in str(answer)
+    engine.load_folder(tmp_path / "good", 3)
+    assert engine.generate(asked)[0].weights_version == 3
+    server.weights = None  # older ones do not say it
+    assert engine.generate(asked)[0].weights_version == 3
+
+
+@pytest.mark.parametrize("fault", ["drop", 400, b"{}"])
+def test_nothing_is_asked_of_a_server_that_may_have_taken_weights_or_not(serve, tmp_path, fault):
+    server, engine = serve("sglang", patience=Patience(5.0, 0))
+    server.faults = [fault]
+    with pytest.raises(EngineError):
+        engine.load_folder(tmp_path / "good", 3)
+    n = len(server.seen)
+    answers = engine.generate_each([request(), request()])
+    assert ["did not say that it took them" in str(answer) for answer in answers] == [True, True]
+    assert len(server.seen) == n
+    engine.load_folder(tmp_path / "good", 3)
+    assert engine.generate([request()])[0].weights_version == 3
+
+
+def test_requests_that_were_begun_before_a_push_name_the_adapter_of_their_version(serve, tmp_path):
+    """One thread makes requests while another swaps the adapter: those made after it bore the old version."""
+    server, engine = serve("vllm")
+    engine.load_adapter(tmp_path, 1)
+    plain = engine.dialect
+
+    def body(*arguments):
+        if engine.weights_version == 1:
+            engine.load_adapter(tmp_path, 2)
+        return plain.body(*arguments)
+
+    engine.dialect = replace(plain, body=body)
+    assert [answer.weights_version for answer in engine.generate([request(), request(1)])] == [1, 1]
+    first = next(said["lora_name"] for path, said, _ in server.seen if path == "/v1/load_lora_adapter")
+    assert [said["model"] for path, said, _ in server.seen if path == "/v1/completions"] == [first] * 2
 
 
 @pytest.mark.parametrize("reply", [[], None, "yes", {"success": "no"}, {}])

@@ -11,6 +11,7 @@ it does not make a batching server exact, and with it vllm's CPU build ends on t
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 FULL = "context_length_exceeded"
 """What OpenAI's API calls a prompt that leaves no room in the context."""
+UNKNOWN = "{} is being given weights, or did not say that it took them: it is asked after a load_folder that ended well"
+"""What is said instead of answers whose weights nobody knows."""
 
 
 class OpenAIEngine(Closing):
@@ -100,6 +103,10 @@ class OpenAIEngine(Closing):
         self.logprobs = logprobs or self.dialect.logprobs
         self.weights_version = 0
         self._adapter = ""
+        self._weights: str | None = (
+            ""  # what the server was told to call its weights; None where nobody knows them
+        )
+        self._taken = threading.Lock()  # what is in use has its version at any moment
         self._concurrency = concurrency
 
     @property
@@ -132,22 +139,27 @@ class OpenAIEngine(Closing):
 
     def generate_each(self, requests: Sequence[Request]) -> list[Completion | EngineError]:
         """Like `generate`, with an error in the place of each request that has no answer."""
-        version = self.weights_version
-        asked = [self._question(request) for request in requests]
+        with self._taken:
+            version, adapter, weights = self.weights_version, self._adapter, self._weights
+        if weights is None:
+            return [EngineError(UNKNOWN.format(self.client.url)) for _ in requests]
+        asked = [self._question(request, version, adapter) for request in requests]
         questions = [question for question in asked if isinstance(question, Question)]
         replies = iter(self.client.post_each(questions, self._concurrency))
         return [
-            self._completion(request, next(replies), version) if isinstance(question, Question) else question
+            self._completion(request, next(replies), version, weights)
+            if isinstance(question, Question)
+            else question
             for request, question in zip(requests, asked, strict=True)
         ]
 
-    def _question(self, request: Request) -> Question | Completion | EngineError:
+    def _question(self, request: Request, version: int, adapter: str) -> Question | Completion | EngineError:
         """What to post for a request; what there is to say of it where it cannot or need not be asked."""
         name = "/".join(map(str, (request.key, "request")))
         try:
             room = room_left(self, request)
             if not room:
-                return Completion((), (), "context", self.weights_version)
+                return Completion((), (), "context", version)
             asked = msgspec.structs.replace(request, sampling=replace(request.sampling, max_tokens=room))
             if self.dialect.by_tokens:
                 self._check_tokens(request)
@@ -156,8 +168,8 @@ class OpenAIEngine(Closing):
             return error
         except (OSError, ValueError) as error:
             return EngineError(f"a picture cannot be sent ({type(error).__name__}): {error}")
-        if self._adapter:
-            body[self._kind.adapter] = self._adapter
+        if adapter:
+            body[self._kind.adapter] = adapter
         return Question(self.dialect.path, body, name)
 
     def _check_tokens(self, request: Request) -> None:
@@ -178,7 +190,9 @@ class OpenAIEngine(Closing):
                 f"logprobs='processed'"
             )
 
-    def _completion(self, request: Request, reply: Any, version: int) -> Completion | EngineError:
+    def _completion(
+        self, request: Request, reply: Any, version: int, weights: str
+    ) -> Completion | EngineError:
         """What a reply says; an error if it says nothing that can be used."""
         if isinstance(reply, RefusedError) and reply.code == FULL:
             return Completion((), (), "context", version)
@@ -186,6 +200,11 @@ class OpenAIEngine(Closing):
             return reply
         try:
             said = self.dialect.read(reply, self.tokenizer)
+            if weights and said.weights not in (None, weights):
+                raise EngineError(
+                    f"the server answered with weights that it calls {str(said.weights)[:80]!r}, and not with those it "
+                    f"was given last, {weights!r}: it began anew, or others give it some; call load_folder again"
+                )
             completion = said.completion(request, version, with_logprobs=self.dialect.by_tokens)
             return completion if self.dialect.keeps_stop else _ended(completion, request, self.tokenizer)
         except EngineError as error:
@@ -214,8 +233,8 @@ class OpenAIEngine(Closing):
                 error
             ):  # an attempt whose answer was lost has loaded it: the name is of this call
                 raise
-        before, self._adapter = self._adapter, name
-        self.weights_version = version
+        with self._taken:
+            before, self._adapter, self.weights_version = self._adapter, name, version
         if before:
             try:
                 self.client.post(f"{prefix}/unload_lora_adapter", {"lora_name": before})
@@ -223,16 +242,25 @@ class OpenAIEngine(Closing):
                 logger.warning("the server keeps the adapter before: %s", error)
 
     def load_folder(self, folder: Path, version: int) -> None:
-        """Have the server read whole weights from a folder that it can see (SGLang)."""
+        """Have the server read whole weights from a folder that it can see (SGLang).
+
+        It is told what to call them, and an answer of others, as of its first ones after it began anew, is refused.
+        Servers that do not say what they answered with (older SGLang) cannot be seen to have begun anew. While weights
+        are under way, and after they were not taken, nothing is asked: who knows what is there.
+        """
         if not self._kind.reload:
             raise EngineError(
                 f"a {self.server} server cannot reload its weights: use an adapter, or the engine in process"
             )
-        reply = self.client.post(self._kind.reload, {"model_path": str(Path(folder).resolve())})
+        name = f"shoal-{version}-{time.time_ns()}"
+        where = {"model_path": str(Path(folder).resolve()), "weight_version": name}
+        self._weights = None  # until it says that it has them all
+        reply = self.client.post(self._kind.reload, where)
         if not isinstance(reply, Mapping) or reply.get("success") is not True:
             told = reply.get("message", reply) if isinstance(reply, Mapping) else reply
             raise EngineError(f"the server did not take the weights: {_shown(told)}")
-        self.weights_version = version
+        with self._taken:
+            self._weights, self.weights_version = name, version
 
     def restart(self) -> None:
         """Give up requests that are under way and go on over new connections."""
@@ -297,6 +325,7 @@ class Answer(NamedTuple):
     logprobs: Any
     finish: Any
     prompt: Any = None  # the ids that it read, or how many; None where it does not say
+    weights: Any = None  # what it calls those it wrote with, as it was told; None where it does not say
 
     def completion(self, request: Request, version: int, *, with_logprobs: bool) -> Completion:
         """The completion of a request; an `EngineError` says what is missing or wrong."""
@@ -422,7 +451,8 @@ def _sglang_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
         return Answer(reply.get("output_ids"), None, None, used)
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, Mapping) else reason
-    return Answer([pair[1] for pair in pairs], [pair[0] for pair in pairs], kind, used)
+    weights = meta.get("weight_version")
+    return Answer([pair[1] for pair in pairs], [pair[0] for pair in pairs], kind, used, weights)
 
 
 def _llama_cpp_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[str, Any]:
@@ -485,7 +515,8 @@ def _chat_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
     text = choice["message"]["content"]
     if not isinstance(text, str | None):
         raise TypeError("the content of the message is no text")
-    return Answer(tokenizer.encode(text or ""), (), choice["finish_reason"])
+    weights = (reply.get("metadata") or {}).get("weight_version")  # SGLang's
+    return Answer(tokenizer.encode(text or ""), (), choice["finish_reason"], weights=weights)
 
 
 DIALECTS: dict[str, Dialect] = {
