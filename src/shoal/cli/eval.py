@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -122,7 +124,8 @@ def evaluate(options: EvalOptions) -> int:
     folder = None  # a new one is made when there is something to keep
     if options.out is not None and options.out.exists():
         folder = RunFolder(options.out, "eval", options.seed)
-    trajectories, played_as = _play(options)
+    with _opened(options) as player:
+        trajectories, played_as = _play(options, *player)
     result = _result(trajectories)
     if options.json or options.format == "json":
         print_json(result)
@@ -177,6 +180,7 @@ def _result(trajectories: list[Any]) -> dict[str, Any]:
 
 def _panel(options: EvalOptions) -> int:
     """Play every env of a panel, and print and keep the table."""
+    from shoal import envs
     from shoal.core.data import write_trajectories
     from shoal.core.files import write_json
 
@@ -186,15 +190,22 @@ def _panel(options: EvalOptions) -> int:
         raise ConfigError("a panel has its own envs and seed: leave --env, --env-config and --seed out")
     if not repeatable and options.out is None:
         raise ConfigError("a server's answers do not repeat: keep them beside the table with --out FOLDER")
+    for env, settings in PANELS[options.panel].items():
+        envs.make(env, **settings).close()  # a package that is missing is told before anything is played
     folder = RunFolder(options.out, "eval", PANEL_SEED) if options.out else None
     rows = []
-    for env, settings in PANELS[options.panel].items():
-        told = {key: json.dumps(value) for key, value in settings.items()}
-        played, _ = _play(replace(options, env=env, env_config=told, seed=PANEL_SEED))
+    with _opened(options) as (engine, run):
+        model = options.model if repeatable else f"{SERVER}{engine.model}"
         if folder is not None:
-            write_trajectories(folder.path / "trajectories" / f"{env}.jsonl", played)
-        rows.append({"env": env, **_result(played)})
-    table = {"panel": options.panel, "model": options.model, "repeatable": repeatable, "rows": rows}
+            for name in ("panel.json", "summary.json"):  # of episodes that are written over now
+                (folder.path / name).unlink(missing_ok=True)
+        for env, settings in PANELS[options.panel].items():
+            told = {key: json.dumps(value) for key, value in settings.items()}
+            played, _ = _play(replace(options, env=env, env_config=told, seed=PANEL_SEED), engine, run)
+            if folder is not None:
+                write_trajectories(folder.path / "trajectories" / f"{env}.jsonl", played)
+            rows.append({"env": env, **_result(played)})
+    table = {"panel": options.panel, "model": model, "repeatable": repeatable, "rows": rows}
     if folder is not None:
         write_json(folder.path / "panel.json", finite(table))
         folder.finish({f"success/{row['env']}": row["success"] for row in rows})
@@ -213,21 +224,31 @@ def _panel(options: EvalOptions) -> int:
     return 0
 
 
-def _play(options: EvalOptions) -> tuple[list[Any], dict[str, Any]]:
-    """The episodes, and the settings that they were played with."""
+@contextlib.contextmanager
+def _opened(options: EvalOptions) -> Iterator[tuple[Any, Any]]:
+    """What plays, and the settings of its run; one for all envs, so that all are played by the same weights."""
     import torch
 
+    from shoal.rollout.samplers.registry import close_engine
+
+    if options.env is None and options.panel is None and options.model.startswith(SERVER):
+        raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
+    engine, run = engine_of(options)
+    try:
+        torch.set_num_threads(run.engine.threads)
+        yield engine, run
+    finally:
+        close_engine(engine)
+
+
+def _play(options: EvalOptions, engine: Any, run: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The episodes, and the settings that they were played with."""
     from shoal.core.configuration import to_mapping
     from shoal.core.seeding import derive_seed
     from shoal.rollout.collector import TrajectoryCollector
     from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager, make_set
-    from shoal.rollout.samplers.registry import close_engine
     from shoal.rollout.samplers.sampler import Sampling
 
-    if options.env is None and options.model.startswith(SERVER):
-        raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
-    engine, run = engine_of(options)
-    torch.set_num_threads(run.engine.threads)
     if options.env is None:
         tags = run.es_manager.val.env_configs
         kinds = run.custom_envs
@@ -266,7 +287,6 @@ def _play(options: EvalOptions) -> tuple[list[Any], dict[str, Any]]:
         return played[: options.episodes], values
     finally:
         made.pool.close()
-        close_engine(engine)
 
 
 def engine_of(options: EvalOptions) -> tuple[Any, Any]:

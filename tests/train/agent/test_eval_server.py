@@ -3,12 +3,13 @@
 import json
 import re
 import socket
+import sys
 
 import pytest
 from tests.rollout.doubles import FakeServer
 from tests.train.agent.tiny_model import write_tiny_model
 
-from shoal.cli.eval import PANEL_SEED
+from shoal.cli.eval import PANEL_SEED, PANELS
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
 
@@ -167,3 +168,57 @@ def test_a_panel_of_a_server_is_marked_and_kept_with_its_answers(server, tmp_pat
     assert len(list(read_trajectories(tmp_path / "out" / "trajectories" / "sokoban.jsonl"))) == 2
     assert main(["eval", "openai:m", *options, *url, "--env", "bandit"]) == 2
     assert "leave --env, --env-config and --seed out" in capsys.readouterr().err
+
+
+SMALL = {"bandit": {}, "countdown": {"difficulty": "easy"}}
+
+
+def small_panel(server, monkeypatch, *options, panel=SMALL):
+    """Play a panel of few envs; the models that were asked, in order."""
+    monkeypatch.setitem(PANELS, "core", panel)
+    begun = len(server.seen)
+    where = ["--base-url", f"{server.url}/v1", "--retries", "0"]
+    code = main(["eval", "openai:", "--panel", "core", "--episodes", "2", *where, *map(str, options)])
+    return code, [body["model"] for path, body, _ in server.seen[begun:] if path == "/v1/chat/completions"]
+
+
+def test_a_package_that_a_panel_lacks_is_told_before_anything_is_played(
+    server, tmp_path, capsys, monkeypatch
+):
+    panel = SMALL | {"textworld": {}}
+    monkeypatch.setitem(sys.modules, "textworld", None)
+    code, asked = small_panel(server, monkeypatch, "--out", tmp_path / "out", panel=panel)
+    assert (code, asked) == (1, [])
+    assert "textworld envs need a package" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_model_plays_a_whole_panel_and_the_table_says_which(server, tmp_path, monkeypatch):
+    """A server that lists another model by the second env: half of the table was the other one's."""
+    names = iter("mn")
+
+    def change(reply):
+        return {"data": [{"id": next(names), "owned_by": "x"}]} if "data" in reply else reply
+
+    server.change = change
+    code, asked = small_panel(server, monkeypatch, "--out", tmp_path)
+    assert (code, set(asked)) == (0, {"m"})
+    assert json.loads((tmp_path / "panel.json").read_text())["model"] == "openai:m"
+
+
+def test_a_panel_that_is_broken_off_leaves_no_table_of_other_episodes(server, tmp_path, monkeypatch):
+    server.change = lambda reply: reply
+    assert small_panel(server, monkeypatch, "--out", tmp_path)[0] == 0
+    assert {"panel.json", "summary.json"} <= {path.name for path in tmp_path.iterdir()}
+    server.say = lambda said: "I pull <action>1</action>"
+    whole = server.reply_to
+
+    def reply_to(path, body):
+        assert "slot machines" in str(body) or body is None, "out of order"
+        return whole(path, body)
+
+    server.reply_to = reply_to
+    assert small_panel(server, monkeypatch, "--out", tmp_path)[0] == 1
+    (played, *_) = read_trajectories(tmp_path / "trajectories" / "bandit.jsonl")
+    assert played.turns[0].response == "I pull <action>1</action>"
+    assert not {"panel.json", "summary.json"} & {path.name for path in tmp_path.iterdir()}
