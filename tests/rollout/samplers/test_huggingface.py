@@ -20,6 +20,7 @@ from shoal.rollout.samplers.huggingface import (
     shared_length,
 )
 from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.policy import policy_of
 
 FORGETFUL = (  # like templates that strip the thoughts of earlier turns
@@ -312,6 +313,69 @@ def test_a_prompt_goes_on_from_what_any_episode_began_with():
     assert completion.token_ids == written
     np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-5)
     assert engine.computed_tokens == len(first) + 3
+
+
+def untied_engine():
+    engine = make_engine()
+    with torch.no_grad():
+        engine.model.lm_head.weight = torch.nn.Parameter(engine.model.lm_head.weight + 1)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "make", [make_engine, untied_engine, lambda: TinyEngine(("Up",), TinyShape(16, 1, 2))]
+)
+@pytest.mark.parametrize("wrong", ["another shape", "an unknown name", "one too few"])
+def test_weights_of_another_network_leave_all_as_it_was(make, wrong):
+    """They were put in place up to the one that did not fit, under the version of the old ones."""
+    engine = make()
+    own = engine.model.state_dict()
+    before = {name: value.clone() for name, value in own.items()}
+    given = {name: torch.zeros_like(value) for name, value in own.items()}
+    if wrong == "another shape":
+        given[list(own)[-2]] = torch.zeros(3)
+    elif wrong == "an unknown name":
+        given["x"] = torch.zeros(3)
+    else:
+        del given["model.norm.weight" if make is make_engine else list(own)[-1]]
+    with pytest.raises(DataError, match="weights are of another network"):
+        engine.load_weights(given, 7)
+    assert engine.weights_version == 0
+    assert all(torch.equal(value, before[name]) for name, value in engine.model.state_dict().items())
+
+
+def test_one_of_tied_weights_is_enough():
+    engine = make_engine()
+    given = {name: value + 1 for name, value in engine.model.state_dict().items()}
+    head = given.pop("lm_head.weight")
+    engine.load_weights(given, 7)
+    assert torch.equal(engine.model.lm_head.weight, head)
+
+
+def test_a_token_that_the_network_does_not_know_is_named():
+    """`IndexError: index out of range in self`; on a GPU nothing would work any more after it."""
+    tokenizer = byte_tokenizer()
+    small = make_engine().model
+    tokenizer.add_tokens(["lamp"])
+    engine = HuggingFaceEngine(small, tokenizer)
+    prompt = engine.tokenizer.start([{"role": "user", "content": "a lamp"}])
+    with pytest.raises(EngineError, match=r"has token 258, and the network knows 258: its tokenizer"):
+        engine.generate([Request(prompt, Key(0, 0, 0, 0, 0), Sampling(2))])
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no roles') }}{% endif %}" + TEMPLATE, "no roles"),
+        ("{% if messages[0].role == 'system' %}{{ strftime_later('x') }}{% endif %}" + TEMPLATE, "strftime_later"),
+    ],
+)  # fmt: skip
+def test_a_template_that_refuses_a_chat_is_an_engine_error_that_names_its_roles(template, told):
+    engine = make_engine(template)
+    with pytest.raises(EngineError, match=f"refuses a chat of system, user .*{told}.*without the role"):
+        engine.tokenizer.start([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])
+    with pytest.raises(EngineError, match="refuses a chat of user .*unexpected end|Unexpected end"):
+        make_engine("{% for m in messages %}")
 
 
 @pytest.mark.filterwarnings(

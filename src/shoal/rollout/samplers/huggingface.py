@@ -19,9 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import DataError, missing_extra
+from shoal.core.errors import DataError, EngineError, missing_extra
 from shoal.rollout.samplers.noise import picks
-from shoal.rollout.samplers.sampler import Completion, Level, Noise, Request, restricted, room_left
+from shoal.rollout.samplers.sampler import (
+    Completion,
+    Level,
+    Noise,
+    Request,
+    refuse_strange,
+    restricted,
+    room_left,
+)
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer, read_tokenizer
 
 try:
@@ -85,7 +93,8 @@ class HuggingFaceEngine:
         limit = getattr(model.config, "max_position_embeddings", None)
         self.context = int(limit) if limit else None
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
-        self.vocabulary = max(len(tokenizer), getattr(embedding, "num_embeddings", 0))
+        self._known: int | None = getattr(embedding, "num_embeddings", None)
+        self.vocabulary = max(len(tokenizer), self._known or 0)
 
     @classmethod
     def load(
@@ -252,17 +261,19 @@ class HuggingFaceEngine:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = prompt
             mask[row, longest - len(prompt) :] = 1
+        if self._known is not None and int(ids.max()) >= self._known:  # a GPU would be of no use any more
+            raise EngineError(
+                f"the prompt has token {int(ids.max())}, and the network knows {self._known}: its tokenizer is of "
+                f"another model, or got tokens added; copy tokenizer and weights of one model"
+            )
         device = next(self.model.parameters()).device
         return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
 
     # --- weights
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
         """Take over weights by name; tied weights may be left out."""
-        missing, unexpected = self.model.load_state_dict(weights, strict=False)
-        tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
-        if unexpected or set(missing) - tied:
-            wrong = sorted({*unexpected, *(set(missing) - tied)})[:3]
-            raise DataError(f"these weights are of another network: {wrong} do not match")
+        refuse_strange(self.model.state_dict(keep_vars=True), weights)
+        self.model.load_state_dict(weights, strict=False)
         self.prefixes.clear()
         self.weights_version = version
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args, runtime_checkable
@@ -16,7 +16,7 @@ from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args, run
 import msgspec
 import numpy as np
 
-from shoal.core.errors import ConfigError, EngineError, in_words
+from shoal.core.errors import ConfigError, DataError, EngineError, in_words
 from shoal.core.seeding import stream, stream_key
 
 Level = Literal["L0", "L1", "L2"]
@@ -373,6 +373,23 @@ def require_weights(engine: Engine) -> None:
             f"the first ones while another model is trained: use an engine that can (vllm in process, ray with "
             f"tiny, huggingface or vllm replicas), or one that is trained itself (tiny, huggingface)"
         )
+
+
+def refuse_strange(own: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Check that weights by name fill a network before the first of them is put in place; of tied ones, one is enough.
+
+    Args:
+        own: the network's tensors by name; tied ones are one object (`state_dict(keep_vars=True)`).
+        weights: what is to take their place.
+
+    Raises:
+        DataError: they are of another network; all is as it was.
+    """
+    wrong = [n for n, value in weights.items() if n not in own or own[n].shape != value.shape]
+    filled = {id(own[n]) for n in weights if n in own}
+    wrong += [name for name, tensor in own.items() if id(tensor) not in filled]
+    if wrong:
+        raise DataError(f"these weights are of another network: {sorted(wrong)[:3]} do not match")
 
 
 class EngineAround:

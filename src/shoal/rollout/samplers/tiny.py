@@ -16,7 +16,15 @@ import numpy as np
 from shoal.core.errors import DataError, missing_extra
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
-from shoal.rollout.samplers.sampler import Completion, Level, Noise, Request, restricted, room_left
+from shoal.rollout.samplers.sampler import (
+    Completion,
+    Level,
+    Noise,
+    Request,
+    refuse_strange,
+    restricted,
+    room_left,
+)
 from shoal.rollout.samplers.tokenizers import END, PAD, TinyTokenizer
 
 try:
@@ -311,10 +319,8 @@ class TinyEngine:
 
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
         """Take over weights by name; `version` marks the completions they produce."""
-        try:
-            self.model.load_state_dict(weights)
-        except RuntimeError as error:
-            raise DataError(f"these weights are of another network: {error}") from error
+        refuse_strange(self.model.state_dict(keep_vars=True), weights)
+        self.model.load_state_dict(weights, strict=False)
         self.weights_version = version
 
 

@@ -165,10 +165,21 @@ class TemplateTokenizer:
         return tuple(ids)
 
     def _written(self, messages: Sequence[Any], **settings: bool) -> str:
+        from jinja2 import TemplateError  # transformers writes chats with it
+
         with self._template as tokenizer:
-            return str(
-                tokenizer.apply_chat_template(list(messages), tokenize=False, **settings, **self._settings)
-            )
+            try:
+                return str(
+                    tokenizer.apply_chat_template(
+                        list(messages), tokenize=False, **settings, **self._settings
+                    )
+                )
+            except (TemplateError, TypeError, ValueError) as error:
+                roles = ", ".join(message["role"] for message in messages)
+                raise EngineError(
+                    f"the chat template refuses a chat of {roles} ({type(error).__name__}: {error}): use a prompt "
+                    f"without the role that it does not take, or a model made for such chats"
+                ) from error
 
     def _render(self, roles: Sequence[str]) -> str:
         chat = [{"role": role, "content": f"\ue000{place}\ue001"} for place, role in enumerate(roles)]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError, DataError, EngineError
+from shoal.rollout.samplers.sampler import refuse_strange
 
 if TYPE_CHECKING:
     from shoal.train.agent.policy import Policy
@@ -159,11 +160,7 @@ def fill(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     Raises:
         DataError: they are of another network; all is as it was.
     """
-    wrong = [n for n, value in weights.items() if n not in own or own[n].shape != value.shape]
-    filled = {id(own[n]) for n in weights if n in own}
-    wrong += [name for name, tensor in own.items() if id(tensor) not in filled]
-    if wrong:
-        raise DataError(f"these weights are of another network: {sorted(wrong)[:3]} do not match")
+    refuse_strange(own, weights)
     for name, value in weights.items():
         own[name].copy_(cut_like(value, own[name]))
 
