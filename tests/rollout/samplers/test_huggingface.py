@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tests.rollout.doubles import TEMPLATE, byte_tokenizer, llama_engine
 from tests.rollout.doubles import llama_requests as requests
 
@@ -404,6 +405,41 @@ def test_an_adapter_is_swapped_in_and_replaced(tmp_path):
     assert len({*seen, plain[0]}) == 3
     with pytest.raises(DataError, match=r"no adapter_model\.safetensors"):
         engine.load_adapter(tmp_path, 3)
+
+
+def spoil(folder, how):
+    weights = load_file(folder / "adapter_model.safetensors")
+    kept = {
+        "other names": {name.replace("layers", "blocks"): value for name, value in weights.items()},
+        "half": {name: value for name, value in weights.items() if "lora_A" in name},
+        "other shapes": {
+            name: torch.cat([value] * 2) if "lora_B" in name else value for name, value in weights.items()
+        },
+    }.get(how, weights)
+    save_file(kept, folder / "adapter_model.safetensors")
+    if how == "cut off":
+        data = (folder / "adapter_model.safetensors").read_bytes()
+        (folder / "adapter_model.safetensors").write_bytes(data[:-9])
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing:FutureWarning"
+)  # peft 0.21 on transformers 5.23
+@pytest.mark.parametrize("how", ["other names", "half", "other shapes", "cut off"])
+def test_an_adapter_that_does_not_fit_is_refused_and_the_one_before_stays(tmp_path, how):
+    """Its weights were drawn by lot and played; or it was refused when the one before was gone already."""
+    peft = pytest.importorskip("peft")
+    for name in ("first", "second"):
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        peft.get_peft_model(make_engine().model, lora).save_pretrained(tmp_path / name)
+    engine = make_engine(prefix_tokens=0)
+    asked = requests(engine, 3)
+    engine.load_adapter(tmp_path / "first", 1)
+    before = engine.generate(asked)
+    spoil(tmp_path / "second", how)
+    with pytest.raises(DataError, match="second does not load as an adapter of this model"):
+        engine.load_adapter(tmp_path / "second", 2)
+    assert engine.generate(asked) == before
 
 
 @pytest.mark.slow

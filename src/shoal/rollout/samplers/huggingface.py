@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -278,21 +279,44 @@ class HuggingFaceEngine:
         self.weights_version = version
 
     def load_adapter(self, folder: Path, version: int) -> None:
-        """Put the LoRA adapter of a folder on the model, in the place of the one before."""
+        """Put the LoRA adapter of a folder on the model, in the place of the one before.
+
+        Raises:
+            DataError: it is broken, or of another model; the one before stays.
+        """
         folder = Path(folder)
         if not (folder / "adapter_model.safetensors").is_file():
             raise DataError(f"{folder} is no adapter: it has no adapter_model.safetensors")
         model: Any = self.model
+        before = model.active_adapters() if getattr(model, "_hf_peft_config_loaded", False) else []
+        name = "shoal" if "shoal" not in before else "shoal-next"
+        self.prefixes.clear()
         try:
-            if getattr(model, "_hf_peft_config_loaded", False):
-                model.delete_adapter("shoal")
-            model.load_adapter(str(folder), adapter_name="shoal")
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", "Already found a `peft_config`"
+                )  # there are two for a moment
+                found = model.load_adapter(str(folder), adapter_name=name)
+            strange = set(getattr(found, "unexpected_keys", ()))  # transformers 4 only warns of them
+            strange |= {key for key in getattr(found, "missing_keys", ()) if f".{name}." in f"{key}."}
+            if strange:  # they were left out, or drawn by lot
+                raise ValueError(
+                    f"{len(strange)} of its weights do not fit ({', '.join(sorted(strange)[:3])})"
+                )
         except ImportError as error:
             raise missing_extra("LoRA adapters", "llm") from error
-        except (OSError, ValueError, RuntimeError) as error:
-            raise DataError(f"{folder} does not load as an adapter of this model: {error}") from error
+        except Exception as error:  # whatever transformers and peft make of it
+            if before:
+                model.set_adapter(before)
+            if name in getattr(model, "peft_config", ()):
+                model.delete_adapter(name)
+            raise DataError(
+                f"{folder} does not load as an adapter of this model: {type(error).__name__}: {error}"
+            ) from error
+        model.set_adapter(name)
+        if before:
+            model.delete_adapter(before)
         model.eval()
-        self.prefixes.clear()
         self.weights_version = version
 
 
