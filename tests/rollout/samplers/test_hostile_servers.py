@@ -272,16 +272,36 @@ def test_responses_are_capped_to_what_the_server_says_of_its_context(kind, says)
         server.server_close()
 
 
-def test_a_chat_that_is_too_long_for_the_server_fills_the_context():
+@pytest.mark.parametrize(
+    "error",
+    [
+        {"message": "too long", "code": "context_length_exceeded"},
+        {
+            "message": "This model's maximum context length is 64 tokens. However, you requested 90",
+            "code": 400,
+        },
+        {
+            "message": "The input (90 tokens) is longer than the model's context length (64 tokens).",
+            "code": 400,
+        },
+        {
+            "message": "request (90 tokens) exceeds the available context size (64 tokens), try increasing it",
+            "type": "exceed_context_size_error",
+            "code": 400,
+        },
+    ],
+    ids=["openai", "vllm", "sglang", "llama.cpp"],
+)
+def test_a_chat_that_is_too_long_for_the_server_fills_the_context(error):
     server = FakeServer("openai")
-    body = b'{"error": {"message": "too long", "code": "context_length_exceeded"}}'
+    body = json.dumps({"error": error}).encode()
     engine = OpenAIEngine(server.url, patience=Patience(5.0, 0))
     prompt = engine.tokenizer.start([{"role": "user", "content": "hello"}])
     asked = Request(prompt, Key(0, 0, 0, 0, 0), Sampling(5))
     try:
         server.faults = [(400, body)]
         assert engine.generate([asked]) == [Completion((), (), "context", 0)]
-        server.faults = [(400, body.replace(b"context_length_exceeded", b"other"))]
+        server.faults = [(400, b'{"error": {"message": "too long", "code": "other"}}')]
         with pytest.raises(EngineError, match="too long"):
             engine.generate([asked])
     finally:

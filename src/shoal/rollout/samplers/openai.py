@@ -43,6 +43,12 @@ logger = logging.getLogger(__name__)
 
 FULL = "context_length_exceeded"
 """What OpenAI's API calls a prompt that leaves no room in the context."""
+FULL_IN_WORDS = (
+    "maximum context length",  # vLLM, SGLang
+    "longer than the model's context length",  # SGLang
+    "exceeds the available context size",  # llama.cpp
+)
+"""How servers say it that have no name for it."""
 UNKNOWN = "{} is being given weights, or did not say that it took them: it is asked after a load_folder that ended well"
 """What is said instead of answers whose weights nobody knows."""
 
@@ -194,7 +200,9 @@ class OpenAIEngine(Closing):
         self, request: Request, reply: Any, version: int, weights: str
     ) -> Completion | EngineError:
         """What a reply says; an error if it says nothing that can be used."""
-        if isinstance(reply, RefusedError) and reply.code == FULL:
+        if isinstance(reply, RefusedError) and (
+            reply.code == FULL or any(words in str(reply) for words in FULL_IN_WORDS)
+        ):
             return Completion((), (), "context", version)
         if isinstance(reply, EngineError):
             return reply
