@@ -106,7 +106,7 @@ def wanted(kind, at, calm):
     if kind == "env: kill":
         return "env_error", None, "lost"
     if name == "hang":
-        return "timeout", calm.turns[:at], r"did not answer within 1(\.0)? s"
+        return "timeout", calm.turns[:at], r"(did not|no) answer within 1(\.0)? s"
     if kind.startswith("env"):
         return "env_error", () if name == "reset" else calm.turns[:at], re.escape(ENV_ERRORS[name])
     return "engine_error", calm.turns[:at], "."

@@ -266,7 +266,10 @@ def _play(options: EvalOptions, engine: Any, run: Any) -> tuple[list[Any], dict[
     proxy = run.agent_proxy
     sampling = Sampling(options.max_tokens or proxy.max_tokens, options.temperature, proxy.stop)
     seed = derive_seed(options.seed, "evaluation")
-    collector = TrajectoryCollector(made.pool, made.tags, made.roles, 1, engine, proxy.prompt, seed)
+    retries = proxy.parallel.env_retries
+    collector = TrajectoryCollector(
+        made.pool, made.tags, made.roles, 1, engine, proxy.prompt, seed, env_retries=retries
+    )
     try:
         played: list[Any] = []
         with Progress("playing", sys.stderr) as progress:

@@ -278,8 +278,17 @@ def _lockstep_here(config: Any, engine: Engine) -> Any:
     plain = replace(rollout_config(config), use_parallel_envs=False)
     side = make_set(plain, plain.es_manager.train)
     roles = make_roles(config.custom_envs, side.tags, config.agent_proxy.max_turn)
-    prompt = config.agent_proxy.prompt
-    return TrajectoryCollector(side.pool, side.tags, roles, side.group_size, engine, prompt, config.seed)
+    proxy = config.agent_proxy
+    return TrajectoryCollector(
+        side.pool,
+        side.tags,
+        roles,
+        side.group_size,
+        engine,
+        proxy.prompt,
+        config.seed,
+        env_retries=proxy.parallel.env_retries,
+    )
 
 
 def _collect_and_kill(manager: ParallelRolloutManager, iteration: int) -> list[Trajectory]:

@@ -17,7 +17,9 @@ ShoalError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 
 class ShoalError(Exception):
@@ -41,6 +43,9 @@ class ConfigError(ShoalError, ValueError):
 
 class WorkerError(ShoalError, RuntimeError):
     """Work that ran elsewhere failed; the cause is chained."""
+
+    told: Mapping[str, Any] = MappingProxyType({})
+    """Where an env of a vector env failed: what the info of one that is replaced says."""
 
 
 class WorkerDiedError(WorkerError):

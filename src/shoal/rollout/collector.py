@@ -6,11 +6,12 @@ Group g of an iteration starts its members from one env seed; members differ in 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, EnvError, WorkerError, WorkerTimeoutError, in_words
@@ -21,6 +22,7 @@ from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import Engine, Request, Sampling, generate_each
 
+logger = logging.getLogger(__name__)
 Reset = tuple[str, dict[str, Any]]
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 
@@ -41,6 +43,15 @@ class EnvPool(Protocol):
         ...
 
 
+class Failed(NamedTuple):
+    """Why an episode ends before its time."""
+
+    status: Status
+    error: str
+    own: bool = True
+    """Whether its own env failed, and not one that another episode played in the same worker."""
+
+
 class TrajectoryCollector:
     """Plays groups of episodes and returns their trajectories.
 
@@ -52,6 +63,7 @@ class TrajectoryCollector:
         engine: writes the responses.
         prompt: how prompts are made.
         seed: of the run; episodes are named under it by iteration, group and member.
+        env_retries: times an episode starts again after its env failed.
     """
 
     def __init__(
@@ -63,13 +75,15 @@ class TrajectoryCollector:
         engine: Engine,
         prompt: PromptConfig,
         seed: int,
+        *,
+        env_retries: int = 1,
     ) -> None:
         self.envs = envs
         self.tags = tuple(tags)
         self.roles = dict(roles)
         self.group_size = group_size
         self.engine = engine
-        self.seed = seed
+        self.seed, self.env_retries = seed, env_retries
         self.prompter = Prompter(prompt, engine.tokenizer)
         self._playing = threading.Lock()  # its envs play one rollout at a time, whoever asks
 
@@ -96,25 +110,40 @@ class TrajectoryCollector:
             return self._play(iteration, sampling, groups)
 
     def _play(self, iteration: int, sampling: Sampling, groups: range) -> list[Trajectory]:
-        slots = {g: slot_of(g, self.tags) for g in groups}
-        episodes: dict[int, Episode] = {}
+        todo: dict[int, tuple[EpisodeId, Role]] = {}
         for g in groups:
-            role = self.roles[self.tags[slots[g]]]
+            slot = slot_of(g, self.tags)
             for member in range(self.group_size):
                 place = place_of(self.seed, iteration, g, member)
-                episodes[slots[g] * self.group_size + member] = Episode(place, role, self.prompter, sampling)
-        failed: dict[int, tuple[Status, str]] = {}
+                todo[slot * self.group_size + member] = place, self.roles[self.tags[slot]]
+        played: dict[int, Trajectory] = {}
+        failures = Counter[int]()
+        while todo:
+            episodes = {i: Episode(*who, self.prompter, sampling) for i, who in todo.items()}
+            failed = self._play_once(episodes)
+            for i, episode in episodes.items():
+                played[i] = episode.trajectory(*failed[i][:2]) if i in failed else episode.trajectory()
+            failures.update(i for i, why in failed.items() if why.own)
+            again = {i for i, why in failed.items() if not why.own or why.status == "env_error"}
+            todo = {i: who for i, who in todo.items() if i in again and failures[i] <= self.env_retries}
+            for i in todo:
+                logger.warning("episode %d is played again: %s", i, failed[i].error)
+        return list(played.values())
+
+    def _play_once(self, episodes: Mapping[int, Episode]) -> dict[int, Failed]:
+        """Play these episodes to their ends, abreast; which of them failed."""
+        failed: dict[int, Failed] = {}
         self._begin(episodes, failed)
         live = [i for i in episodes if i not in failed]
         while live:
             asked: dict[int, Request] = {}
             for i in live:
-                with _told(i, failed, "engine_error"):
+                with _told(i, failed):
                     asked[i] = episodes[i].request()
             answers = generate_each(self.engine, list(asked.values())) if asked else []
             actions: dict[int, list[int | str]] = {}
             for i, answer in zip(asked, answers, strict=True):
-                with _told(i, failed, "engine_error"):
+                with _told(i, failed):
                     if isinstance(answer, Exception):
                         raise answer
                     todo = episodes[i].respond(answer)
@@ -122,9 +151,9 @@ class TrajectoryCollector:
                         actions[i] = todo
             self._act(actions, episodes, failed)
             live = [i for i in live if i not in failed and not episodes[i].over]
-        return [episode.trajectory(*failed.get(i, ("ok", None))) for i, episode in episodes.items()]
+        return failed
 
-    def _begin(self, episodes: Mapping[int, Episode], failed: dict[int, tuple[Status, str]]) -> None:
+    def _begin(self, episodes: Mapping[int, Episode], failed: dict[int, Failed]) -> None:
         """Reset all envs; where one fails, each alone."""
         try:
             resets = self._reset(list(episodes), episodes)
@@ -135,9 +164,13 @@ class TrajectoryCollector:
                     resets += self._reset([i], episodes)
                 except (WorkerError, EnvError) as error:
                     late = isinstance(error, WorkerTimeoutError)
-                    failed[i] = ("timeout" if late else "env_error", str(error))
+                    told = getattr(error, "told", None) or {
+                        "worker_error": str(error),
+                        "worker_timeout": late,
+                    }
+                    failed[i] = _failure(i, "reset", told, episodes)
         for i, (observation, info) in resets:
-            with _told(i, failed):
+            with _told(i, failed, "reset"):
                 episodes[i].begin(observation, info)
 
     def _reset(self, indices: list[int], episodes: Mapping[int, Episode]) -> list[tuple[int, Reset]]:
@@ -148,23 +181,26 @@ class TrajectoryCollector:
         self,
         actions: Mapping[int, list[int | str]],
         episodes: Mapping[int, Episode],
-        failed: dict[int, tuple[Status, str]],
+        failed: dict[int, Failed],
     ) -> None:
         """Step each env through the actions of its turn, all envs abreast."""
         pending = {i: list(todo) for i, todo in actions.items() if todo}
         while pending:
-            indices = list(pending)
-            results = self.envs.step_some(indices, [pending[i].pop(0) for i in indices])
-            for i, (observation, reward, terminated, truncated, info) in zip(indices, results, strict=True):
+            now = {i: todo.pop(0) for i, todo in pending.items()}
+            try:
+                results = self.envs.step_some(list(now), list(now.values()))
+            except WorkerError as error:  # an env failed for which there is no other
+                if not error.told:
+                    raise
+                failed |= {i: _failure(i, f"step({now[i]!r})", error.told, episodes) for i in now}
+                break
+            for i, (observation, reward, terminated, truncated, info) in zip(now, results, strict=True):
+                doing = f"step({now[i]!r})"
                 if info.get("worker_restarted"):
-                    failed[i] = (
-                        "timeout" if info.get("worker_timeout") else "env_error",
-                        str(info.get("worker_error", "its env failed and was replaced")),
-                    )
-                    del pending[i]
-                    continue
-                with _told(i, failed):
-                    episodes[i].observe(observation, reward, terminated, truncated, info)
+                    failed[i] = _failure(i, doing, info, episodes)
+                else:
+                    with _told(i, failed, doing):
+                        episodes[i].observe(observation, reward, terminated, truncated, info)
                 if terminated or truncated or i in failed or not pending[i]:
                     del pending[i]
         for i in actions:
@@ -172,18 +208,27 @@ class TrajectoryCollector:
                 episodes[i].end_turn()
 
 
+def _failure(i: int, doing: str, told: Mapping[str, Any], episodes: Collection[int]) -> Failed:
+    """What an episode ends with when an env failed, its own or one of the same worker."""
+    env, summary = told.get("worker_env"), told.get("worker_summary")
+    words = f"{doing} failed: {summary}" if env == i else told.get("worker_error", "its env was replaced")
+    return Failed(
+        "timeout" if told.get("worker_timeout") else "env_error", str(words), env == i or env not in episodes
+    )
+
+
 @contextlib.contextmanager
-def _told(i: int, failed: dict[int, tuple[Status, str]], status: Status = "env_error") -> Iterator[None]:
-    """An env that answers what it must not, or a prompt that cannot be made, ends its own episode."""
+def _told(i: int, failed: dict[int, Failed], doing: str | None = None) -> Iterator[None]:
+    """An env that answers what it must not to `doing`, or a prompt that cannot be made, ends its own episode."""
     try:
         yield
     except Exception as error:
-        late = status == "engine_error" and isinstance(error, TimeoutError)
-        plain = late or (status == "engine_error" and isinstance(error, EngineError))
-        failed[i] = (
-            "timeout" if late else status,
-            str(error) if plain else in_words(error),
-        )
+        if doing is not None:
+            failed[i] = Failed("env_error", f"{doing} failed: {in_words(error)}")
+        else:
+            status: Status = "timeout" if isinstance(error, TimeoutError) else "engine_error"
+            plain = isinstance(error, TimeoutError | EngineError)
+            failed[i] = Failed(status, str(error) if plain else in_words(error))
 
 
 class Collector(Protocol):

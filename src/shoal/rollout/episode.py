@@ -5,6 +5,7 @@ Every schedule (lockstep, asynchronous, in workers) drives the same machine, so 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,9 +72,13 @@ class Episode:
         self._paid = 0.0
         self._success = self._terminated = self._truncated = False
 
-    def begin(self, observation: Any, info: Mapping[str, Any]) -> None:
-        """The env was reset."""
-        self._see(observation, info)
+    def begin(self, observation: Any, info: Any) -> None:
+        """The env was reset.
+
+        Raises:
+            TypeError, ValueError: what was observed is no text or picture, or the info is no dict.
+        """
+        self._see(observation, _info(info))
 
     def request(self) -> Request:
         """What to ask the engine now."""
@@ -119,26 +124,29 @@ class Episode:
         self._anchor_before, self._image_before = self._anchor, self._image
         return list(self._projected.actions)
 
-    def observe(
-        self, observation: Any, reward: float, terminated: bool, truncated: bool, info: Mapping[str, Any]
-    ) -> None:
-        """The env took one of the actions of this turn.
+    def observe(self, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
+        """The env took one of the actions of this turn, and answered this.
 
         Raises:
-            ValueError: the rewards of the episode are too large together; or what was observed is no text or picture.
+            TypeError, ValueError: the reward is no finite number, or too large with those before; what was observed is
+                no text or picture; or the info is no dict.
             EnvError: what is true or not was told in words.
         """
-        self._paid += abs(reward)
+        words = isinstance(reward, str | bytes)  # NumPy's too, which have a number's methods
+        if words or not hasattr(reward, "__float__") or not math.isfinite(number := float(reward)):
+            raise ValueError(f"the reward must be a finite number, got {reward!r}")
+        info = _info(info)
+        self._paid += abs(number)
         if not self._paid <= MOST_REWARD:
             raise ValueError(
                 f"the rewards of an episode, taken absolutely, must add up to at most {MOST_REWARD:.3g} (float32), "
-                f"got {self._paid:.3g} with a reward of {reward}"
+                f"got {self._paid:.3g} with a reward of {number}"
             )
         valid, success = info.get("action_is_valid", True), info.get("success", info.get("won", False))
         refuse_words(terminated, truncated, action_is_valid=valid, success=success)
-        self._reward += reward
+        self._reward += number
         self._valid, self._success = self._valid and bool(valid), bool(success)
-        self._terminated, self._truncated = terminated, truncated
+        self._terminated, self._truncated = bool(terminated), bool(truncated)
         self._see(observation, info)
 
     def end_turn(self) -> None:
@@ -215,6 +223,12 @@ class Episode:
         self._anchor = str(info.get("anchor", self._text or self._image))
         for text in (self._text, self._anchor, *self._words):
             _text(text)
+
+
+def _info(info: Any) -> Mapping[str, Any]:
+    if not isinstance(info, Mapping):
+        raise TypeError(f"the info must be a dict, got {info!r}")
+    return info
 
 
 def _text(text: str) -> str:

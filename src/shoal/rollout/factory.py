@@ -185,6 +185,7 @@ def make_set(config: EnvironmentConfig, groups: EnvGroups, *, with_pool: bool = 
         autoreset="disabled",
         on_failure="restart",  # a failed env costs its episode
         max_restarts=1000,
+        check_nan=False,  # an episode looks at its rewards itself
     )
     return EnvironmentSet(pool, tags, groups.group_size, make_roles(config.custom_envs, tags))
 

@@ -184,7 +184,7 @@ class Replay(Closing):
                 return
             for action in episode.respond(completion):
                 observation, reward, terminated, truncated, info = step(number, env, action)
-                episode.observe(observation, float(reward), bool(terminated), bool(truncated), info)
+                episode.observe(observation, reward, terminated, truncated, info)
                 if terminated or truncated:
                     break
             episode.end_turn()

@@ -84,6 +84,9 @@ def error_of(failure: Failure) -> WorkerError:
     message = f"env {failure.env}{where} failed in {failure.doing}{acted}: {failure.summary}"
     base = {"died": WorkerDiedError, "timeout": WorkerTimeoutError}.get(failure.kind, WorkerError)
     error = _typed(base, failure.exception, message)
+    told = {"worker_restarted": True, "worker_error": message, "worker_env": failure.env}
+    told["worker_summary"] = failure.summary
+    error.told = {**told, "worker_timeout": True} if failure.kind == "timeout" else told
     original = failure.exception
     if isinstance(original, BaseException):
         if failure.trace and original.__traceback__ is None:
@@ -152,12 +155,6 @@ MOST_AT_ONCE = 3
 def restart_seed(seed: int | None, replaced: int) -> int | None:
     """The seed of an env's first episode after it was replaced so often; 31 bits, which all generators take."""
     return None if seed is None else derive_seed(seed, "restart", replaced) >> 32
-
-
-def told_of(failure: Failure) -> dict[str, Any]:
-    """What the info of a replaced env says."""
-    told = {"worker_restarted": True, "worker_error": str(error_of(failure))}
-    return {**told, "worker_timeout": True} if failure.kind == "timeout" else told
 
 
 class MaskedEnv(gymnasium.Env[Any, Any]):

@@ -65,7 +65,6 @@ from shoal.vector.failures import (
     error_of,
     raise_first,
     restart_seed,
-    told_of,
 )
 from shoal.vector.process import Backend, Worker, replies_of, wait_any
 from shoal.vector.values import (
@@ -764,11 +763,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     final = None if i in given else info
                     told += self._replaced_told(i, before[i], final, info, i in stepped or i in given)
                 elif i not in again and self._by_env[i].lost is None:
-                    info = {**fresh.get(i, {}), **told_of(failure)}
+                    info = {**fresh.get(i, {}), **error_of(failure).told}
                     if i in given:
                         told.append(Told(i, None, None, info))
                     else:
-                        told += self._replaced_told(i, before[i], told_of(failure), info, i in stepped)
+                        told += self._replaced_told(i, before[i], error_of(failure).told, info, i in stepped)
 
     def _to_be_made_anew(self, failures: Sequence[Failure], at_once: Mapping[int, int]) -> dict[int, Failure]:
         """The envs that failed and those whose worker is lost with them, and why; raises where nothing is replaced."""
@@ -822,7 +821,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         return _Before(last, Owed(*self._paid(i), Told(i, final, info, {})))
 
     def _replaced_told(
-        self, i: int, before: _Before, final_info: Info | None, info: Info, seen: bool
+        self, i: int, before: _Before, final_info: Mapping[str, Any] | None, info: Info, seen: bool
     ) -> list[Told]:
         """The end of the episode of an env that was replaced, or left out; owed to it where nobody sees it now.
 

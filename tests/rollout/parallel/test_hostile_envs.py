@@ -18,7 +18,7 @@ from shoal import envs
 from shoal.core.data import encode_trajectory
 from shoal.core.errors import EngineError
 from shoal.core.seeding import stream
-from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.collector import TrajectoryCollector, place_of
 from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
@@ -42,7 +42,8 @@ def play(backend, env=CounterEnv, times=1, **changes):
 
 
 def in_lockstep(settings, env, vector="serial"):
-    settings |= {"vector": {"backend": vector, "num_workers": None if vector == "serial" else 2}}
+    limits = {"num_workers": 2, "step_timeout": 1.0} if vector == "process" else {}
+    settings |= {"vector": {"backend": vector, **limits}}
     settings["custom_envs"]["Counter"]["env_type"] = f"{__name__}:{env.__name__}"
     train, val = make_environments(settings)
     val.pool.close()
@@ -253,7 +254,7 @@ def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
         else:
             assert (now.status, now.turns) == ("env_error", before.turns[:1])
             assert re.search(
-                r"step\(.*failed: ValueError: lost, and close did not answer within 0.5 s", now.error
+                r"step\(.*failed: ValueError: lost, and close failed: no answer within 0.5 s", now.error
             )
 
 
@@ -281,7 +282,7 @@ def test_an_env_that_hangs_after_another_failed_is_told_as_one_that_hangs(calm, 
             assert now == before
         else:
             assert (now.status, now.turns) == ("timeout", before.turns[:1])
-            assert re.fullmatch(r"step\(\d\) did not answer within 0.5 s", now.error)
+            assert re.fullmatch(r"step\(\d\) failed: no answer within 0.5 s", now.error)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -306,7 +307,7 @@ def test_an_episode_whose_next_try_gets_no_thread_is_told_as_failed(monkeypatch)
     env = functools.partial(FailsAndClings, every=1)
     (told,) = play("threads", env, groups=1, members=1, n_jobs=1, parallel={"step_timeout": 0.5})
     assert told.status == "env_error"
-    assert told.error.endswith("ValueError: lost, and close did not answer within 0.5 s")
+    assert told.error.endswith("ValueError: lost, and close failed: no answer within 0.5 s")
 
 
 def in_folder(kind, folder, **settings):
@@ -330,31 +331,95 @@ class NoReset(SameWorld):
         return super().reset(seed=seed, options=options)
 
 
+class NoNumber(Odd):
+    def odd(self, observation, reward, *others):
+        return observation, float("nan"), *others
+
+
+class FailsForGood(Odd):
+    """From then on only some worlds are left, and not that of the env that takes its place."""
+
+    failed = False
+
+    def odd(self, *answer):
+        FailsForGood.failed = True
+        raise ValueError("lost")
+
+    def reset(self, *, seed=None, options=None):
+        worlds = {place_of(7, 4, group, 0).env_seed for group in range(8)}
+        if FailsForGood.failed and (seed % 4 == 0 or seed not in worlds):
+            raise OSError("no such world")
+        return super().reset(seed=seed, options=options)
+
+
+def play_in_lockstep(env, vector="serial", **changes):
+    playing = in_lockstep(config(**changes), env, vector)
+    try:
+        played = [playing.collect(4, Sampling(16, 1.0, ("</action>",))) for _ in range(2)]
+    finally:
+        playing.close()
+    assert played[0] == played[1]
+    return played[0]
+
+
 @pytest.mark.parametrize(
-    ("vector", "env", "turns"),
+    ("vector", "env"),
     [
-        ("serial", NoReset, 0),
-        ("serial", HalfCharacter, 1),
-        ("serial", BadPicture, 1),
-        pytest.param("process", NoReset, 0, marks=pytest.mark.slow),
-        ("process", HalfCharacter, 1),
-        pytest.param("process", BadPicture, 1, marks=pytest.mark.slow),
+        *(
+            ("serial", env)
+            for env in (NoReset, HalfCharacter, BadPicture, NoNumber, SuccessInWords, Speechless)
+        ),
+        *(("process", env) for env in (HalfCharacter, OddMessage)),
+        *(pytest.param("process", env, marks=pytest.mark.slow) for env in (NoReset, BadPicture, NoNumber)),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_whatever_an_env_answers_to_the_lockstep_collector_only_its_own_episode_ends(
-    calm, env, turns, vector
+def test_a_failing_env_leaves_in_lockstep_the_same_trajectories_and_words_as_on_workers(calm, env, vector):
+    played = play_in_lockstep(env, vector)
+    assert played == play("serial", env)
+    assert [now == before for now, before in zip(played, calm, strict=True)] == [
+        t.env_seed % 4 > 0 for t in calm
+    ]
+
+
+@pytest.mark.parametrize(
+    ("vector", "fault"), [("serial", "raise"), ("process", "raise"), ("process", "kill")]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_an_env_that_fails_once_costs_no_episode_in_lockstep_nor_do_those_lost_with_its_worker(
+    calm, vector, fault, tmp_path
 ):
-    playing = in_lockstep(config(), env, vector)
-    try:
-        for _ in range(2):
-            for before, now in zip(calm, playing.collect(4, Sampling(16, 1.0, ("</action>",))), strict=True):
-                if now.env_seed % 4:
-                    assert now == before
-                else:
-                    assert (now.status, now.turns) == ("env_error", before.turns[:turns])
-    finally:
-        playing.close()
+    assert play_in_lockstep(CounterEnv, vector, fault=fault, once=str(tmp_path / "once")) == calm
+    assert (tmp_path / "once").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["hang", "kill"])
+@pytest.mark.filterwarnings("ignore")
+def test_an_env_that_takes_its_worker_along_each_time_costs_its_own_episode_alone_in_lockstep(calm, fault):
+    status, why = {
+        "hang": ("timeout", "no answer within 1 s"),
+        "kill": ("env_error", "its worker process was killed by SIGKILL"),
+    }[fault]
+    for before, now in zip(calm, play_in_lockstep(CounterEnv, "process", fault=fault), strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert (now.status, now.turns) == (status, before.turns[:2])
+            assert re.fullmatch(rf"step\(\d\) failed: {why}", now.error)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_env_for_which_there_is_no_other_costs_its_own_episode_alone_in_lockstep(calm):
+    for before, now in zip(calm, play_in_lockstep(FailsForGood), strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert (now.status, now.turns, now.error) == (
+                "env_error",
+                (),
+                "reset failed: OSError: no such world",
+            )
 
 
 class NumpyText(SameWorld):

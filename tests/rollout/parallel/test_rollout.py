@@ -168,7 +168,7 @@ def test_an_env_that_hangs_is_given_up_in_time(calm, backend):
     clock = time.monotonic()
     played, _ = play(backend, fault="hang", parallel={"step_timeout": 0.6})
     assert time.monotonic() - clock < 20
-    check_failures(calm, played, "timeout", r"step\(\d\) did not answer within 0.6 s")
+    check_failures(calm, played, "timeout", r"step\(\d\) failed: no answer within 0.6 s")
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
@@ -189,7 +189,7 @@ def test_a_constructor_that_takes_too_long_is_given_up_though_steps_may_take_for
         began = time.monotonic()
         played = m.collect(4)
         assert time.monotonic() - began < 10
-    assert {(t.status, t.error) for t in played} == {("timeout", "make did not answer within 0.3 s")}
+    assert {(t.status, t.error) for t in played} == {("timeout", "make failed: no answer within 0.3 s")}
 
 
 @pytest.mark.parametrize(
@@ -519,4 +519,4 @@ def test_rewards_that_are_too_large_together_end_their_episode_and_can_be_read_a
 def test_workers_keep_the_step_timeout_of_the_envs_unless_they_have_their_own(calm, backend):
     settings = config(fault="hang") | {"vector": {"step_timeout": 0.7}}
     played, _ = play(backend, settings)
-    check_failures(calm, played, "timeout", "did not answer within 0.7 s")
+    check_failures(calm, played, "timeout", "no answer within 0.7 s")

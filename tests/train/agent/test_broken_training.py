@@ -7,7 +7,7 @@ import torch
 from tests.train.agent.test_crash_points import train
 
 from shoal.core.errors import DivergedError, EngineError, EnvError
-from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.collector import Failed, TrajectoryCollector
 from shoal.rollout.samplers.sampler import Completion
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent import update
@@ -51,7 +51,7 @@ def test_envs_that_all_fail_end_the_run(tmp_path, monkeypatch):
 
     def failing(self, actions, episodes, failed):
         act(self, actions, episodes, failed)
-        failed |= {i: ("env_error", "no display") for i in actions}
+        failed |= {i: Failed("env_error", "no display") for i in actions}
 
     monkeypatch.setattr(TrajectoryCollector, "_act", failing)
     with pytest.raises(EnvError, match="all 2 episodes of the evaluation failed; the first: no display"):
@@ -63,7 +63,7 @@ def test_some_failed_episodes_are_counted_in_training_and_held_out(tmp_path, mon
 
     def failing(self, actions, episodes, failed):
         act(self, actions, episodes, failed)
-        failed |= {i: ("env_error", "no display") for i in actions if i == 0}
+        failed |= {i: Failed("env_error", "no display") for i in actions if i == 0}
 
     monkeypatch.setattr(TrajectoryCollector, "_act", failing)
     rows = train(tmp_path / "run")

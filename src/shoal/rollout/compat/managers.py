@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Protocol, TypedDict
 import numpy as np
 
 from shoal.core.configuration import from_mapping
-from shoal.core.data import Status, Trajectory
+from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, unknown_name
 from shoal.core.executors import Closing
 from shoal.envs.actions import Projected, Projection
-from shoal.rollout.collector import TrajectoryCollector
+from shoal.rollout.collector import Failed, TrajectoryCollector
 from shoal.rollout.compat.projections import ActionSpace, as_actions, create_projection_function, takes_two
 from shoal.rollout.episode import Episode, Role
 from shoal.rollout.prompts import PastTurn, PromptConfig, Scene, compose
@@ -403,11 +403,12 @@ class _ManagersRole(Role):
 class _ManagersCollector(TrajectoryCollector):
     """Plays the envs of a manager, each with the words that it has in this episode."""
 
-    def _begin(self, episodes: Mapping[int, Episode], failed: dict[int, tuple[Status, str]]) -> None:
+    def _begin(self, episodes: Mapping[int, Episode], failed: dict[int, Failed]) -> None:
         TrajectoryCollector._begin(self, episodes, failed)
         manager: Any = next(iter(self.roles.values())).manager  # type: ignore[attr-defined]
-        for episode, lookup in zip(episodes.values(), manager._ask("action_words", {}), strict=True):
-            episode.role = replace(episode.role, projection=Projection(lookup=lookup))
+        words = manager._ask("action_words", {})
+        for i, episode in episodes.items():
+            episode.role = replace(episode.role, projection=Projection(lookup=words[i]))
 
 
 def _success(info: Mapping[str, Any]) -> float:

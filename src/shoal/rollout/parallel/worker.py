@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import sys
 import threading
@@ -22,7 +21,7 @@ from typing import Any, Literal, NoReturn, Protocol
 
 import msgspec
 
-from shoal.core.data import Status, Trajectory, refuse_words
+from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, WorkerError, in_words
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.parallel.transport import Link, Schedule
@@ -233,7 +232,7 @@ class Player:
             and (seconds := settings.seconds_for(inside[0])) is not None
             and now - inside[1] > seconds
         ):
-            return f"{inside[0]} did not answer within {seconds:g} s"
+            return f"{inside[0]} failed: no answer within {seconds:g} s"
         if settings.episode_timeout is not None and now - self.began > settings.episode_timeout:
             return f"the episode did not end within {settings.episode_timeout:g} s"
         return None
@@ -274,28 +273,12 @@ def _end_forked(error: BaseException | None) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-def _reset(episode: Episode, env: Any) -> None:
-    observation, info = env.reset(seed=episode.place.env_seed)
-    episode.begin(observation, _info(info))
-
-
 def _step(player: Player, episode: Episode, env: Any, action: int | str) -> bool:
-    """Step the env, see that it answers what it must, and tell the episode; whether that was the end of it."""
+    """Step the env and tell the episode; whether that was the end of it."""
     observation, reward, terminated, truncated, info = env.step(action)
-    refuse_words(terminated, truncated)
-    ended, cut = bool(terminated), bool(truncated)
-    words = isinstance(reward, str | bytes)  # NumPy's too, which have a number's methods
-    if words or not hasattr(reward, "__float__") or not math.isfinite(number := float(reward)):
-        raise ValueError(f"the reward must be a finite number, got {reward!r}")
     if not player.abandoned:
-        episode.observe(observation, number, ended, cut, _info(info))
-    return ended or cut
-
-
-def _info(info: Any) -> Mapping[str, Any]:
-    if not isinstance(info, Mapping):
-        raise TypeError(f"the info must be a dict, got {info!r}")
-    return info
+        episode.observe(observation, reward, terminated, truncated, info)
+    return bool(terminated or truncated)
 
 
 def close_all(envs: Sequence[Any], seconds: float | None = None) -> int:
@@ -498,7 +481,7 @@ class _Worker:
         env: Any = None
         try:
             env = player.in_env(MAKE, lambda: self.shelf.take(self.kinds[tag], share.env_fns[tag]))
-            player.in_env("reset", partial(_reset, episode, env))
+            player.in_env("reset", lambda: episode.begin(*env.reset(seed=assignment.place.env_seed)))
             self._act(episode, env, player)
             status = "ok"
         except EnvFailedError as error:

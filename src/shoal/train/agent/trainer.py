@@ -422,6 +422,7 @@ def lockstep_collector(
         sampler,
         config.agent_proxy.prompt,
         seed,
+        env_retries=config.agent_proxy.parallel.env_retries,
     )
 
 
