@@ -1,5 +1,6 @@
 import base64
 import io
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import gymnasium
@@ -13,6 +14,7 @@ import shoal
 from shoal import envs
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed
+from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.rollout.compat.managers import (
     MANAGERS,
     TEMPLATES,
@@ -302,3 +304,25 @@ def test_loops_of_several_threads_over_one_manager_are_played_one_after_another(
         return sorted(loops, key=lambda loop: loop[0].iteration)
 
     assert play(3) == play(1)
+
+
+class Unhurried(FrozenLakeEnv):
+    """Lets other threads go on in the middle of a step."""
+
+    def _advance(self, action):
+        time.sleep(1e-3)
+        return super()._advance(action)
+
+
+def test_steps_of_several_threads_over_one_manager_are_taken_one_after_another():
+    envs.register("test_unhurried", Unhurried, replace=True)
+
+    def play(threads):
+        with make_manager("test_unhurried", 2, 2, 3, LAKE | {"max_steps": 40}, backend="serial") as manager:
+            manager.reset()
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(lambda _: manager.step([say("Up")] * 4), range(30)))
+            return manager.step([say("Up")] * 4), manager.reset()
+
+    for told, expected in zip(play(3), play(1), strict=True):
+        np.testing.assert_equal(told, expected)

@@ -93,20 +93,21 @@ class EnvironmentManager(Closing):
                 f"managers make a fresh prompt each turn: mode must be window, got {self.prompt.mode}"
             )
         self._wants_spaces = takes_two(projection_f)
-        self._playing = threading.Lock()  # its envs play one loop at a time, whoever asks
+        self._playing = threading.RLock()  # one step, reset or loop at a time, whoever asks
         self._past: list[list[PastTurn]] = []
         self._done: list[bool] = []
 
     # --- the batch interface
     def reset(self, kwargs: Any = None) -> tuple[Observations, list[dict[str, Any]]]:
         """New episodes everywhere. `kwargs` is there for callers that pass one, and not read."""
-        observations, infos = self.envs.reset()
-        self._instructions = self._ask("instructions", "")
-        self._lookups = self._ask("action_words", {})
-        self._limits = [self.max_turns or getattr(c, "max_steps", 0) for c in self._ask("config", None)]
-        self._past = [[] for _ in observations]
-        self._done = [False] * len(observations)
-        return self._see(observations, infos), infos
+        with self._playing:
+            observations, infos = self.envs.reset()
+            self._instructions = self._ask("instructions", "")
+            self._lookups = self._ask("action_words", {})
+            self._limits = [self.max_turns or getattr(c, "max_steps", 0) for c in self._ask("config", None)]
+            self._past = [[] for _ in observations]
+            self._done = [False] * len(observations)
+            return self._see(observations, infos), infos
 
     def step(
         self, text_actions: Sequence[str | None]
@@ -117,23 +118,26 @@ class EnvironmentManager(Closing):
             Observations, rewards `[N]` float64, dones `[N]` bool, and infos with `is_action_valid` (both the
             response held an action and the env could do it) and `is_active` (the env was stepped).
         """
-        if isinstance(text_actions, str) or len(text_actions) != len(self._done):
-            got = "one text" if isinstance(text_actions, str) else len(text_actions)
-            raise ValueError(f"expected {len(self._done)} responses after reset(), got {got}")
-        active = [not over and text is not None for over, text in zip(self._done, text_actions, strict=True)]
-        spaces = list(map(self._space, self._words, self._lookups))
-        actions, valids = self._project([text or "" for text in text_actions], spaces)
-        queues = [as_actions(action) if on else [] for action, on in zip(actions, active, strict=True)]
-        shown, rewards, infos, understood = self._play(queues)
-        for i, on in enumerate(active):
-            infos[i] = {
-                **infos[i],
-                "is_active": on,
-                "is_action_valid": on and bool(valids[i]) and understood[i],
-            }
-            if on:
-                self._remember(i, text_actions[i] or "", actions[i], bool(valids[i]), rewards[i])
-        return self._see(shown, infos), np.array(rewards), np.array(self._done, dtype=np.bool_), infos
+        with self._playing:
+            if isinstance(text_actions, str) or len(text_actions) != len(self._done):
+                got = "one text" if isinstance(text_actions, str) else len(text_actions)
+                raise ValueError(f"expected {len(self._done)} responses after reset(), got {got}")
+            active = [
+                not over and text is not None for over, text in zip(self._done, text_actions, strict=True)
+            ]
+            spaces = list(map(self._space, self._words, self._lookups))
+            actions, valids = self._project([text or "" for text in text_actions], spaces)
+            queues = [as_actions(action) if on else [] for action, on in zip(actions, active, strict=True)]
+            shown, rewards, infos, understood = self._play(queues)
+            for i, on in enumerate(active):
+                infos[i] = {
+                    **infos[i],
+                    "is_active": on,
+                    "is_action_valid": on and bool(valids[i]) and understood[i],
+                }
+                if on:
+                    self._remember(i, text_actions[i] or "", actions[i], bool(valids[i]), rewards[i])
+            return self._see(shown, infos), np.array(rewards), np.array(self._done, dtype=np.bool_), infos
 
     def success_evaluator(
         self,
