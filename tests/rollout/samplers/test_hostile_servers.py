@@ -319,6 +319,24 @@ def server():
     server.server_close()
 
 
+@pytest.mark.parametrize(
+    "wrong", [[float("nan")] * 5, [0.5] * 5, [-0.5] * 4], ids=["no numbers", "more than sure", "too few"]
+)
+def test_an_answer_that_cannot_be_one_is_asked_for_again_by_itself(fake, wrong):
+    server, engine = fake
+    asked, bad = [request(i) for i in range(3)], [wrong]
+    expected = engine.generate(asked)
+
+    def change(reply):
+        if bad and "choices" in reply:
+            reply["choices"][0]["logprobs"]["token_logprobs"] = bad.pop()
+        return reply
+
+    server.change, before = change, len(server.seen)
+    assert generate_each(engine, asked, retries=1) == expected
+    assert (bad, len(server.seen) - before) == ([], 4)
+
+
 PATIENT = Patience(timeout=60, retries=3, backoff=60, max_backoff=60)
 
 

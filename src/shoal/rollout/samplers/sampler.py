@@ -310,7 +310,7 @@ def generate_each(
             return ask(part, attempt + 1) if attempt < retries else [refused]
         if each is None or attempt >= retries:
             return answers
-        failed = [i for i, answer in enumerate(given) if isinstance(answer, Exception)]
+        failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
         if failed and not given_up():
             engine = on_failure(len(failed), None) if on_failure is not None else engine
             for i, answer in zip(failed, ask([part[i] for i in failed], attempt + 1), strict=True):
