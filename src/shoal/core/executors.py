@@ -20,7 +20,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import BrokenExecutor, Executor, Future
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -438,6 +438,10 @@ def leave_ray(session: Any) -> None:
                 ray.shutdown()
 
 
+class RayDiedError(WorkerDiedError, BrokenExecutor):
+    """What runs Ray on this machine is gone: the executor can start nothing any more."""
+
+
 class RayExecutor(Executor):
     """Runs tasks on a Ray cluster (see `connect_ray`).
 
@@ -458,7 +462,10 @@ class RayExecutor(Executor):
         self._listens = self._cancelled = False
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
-        """Run `fn` somewhere on the cluster; a worker or node that is lost shows as `WorkerDiedError`."""
+        """Run `fn` somewhere on the cluster; a worker or node that is lost shows as `WorkerDiedError`.
+
+        If that node is this one, the error is a `BrokenExecutor` too.
+        """
         future: Future[R] = Future()
         with self._lock:
             if self._session is None:
@@ -541,7 +548,8 @@ class RayExecutor(Executor):
             return error.cause
         if isinstance(error, exceptions.RayError):
             said = str(error).splitlines() or [type(error).__name__]  # a cancelled task's error says nothing
-            return WorkerDiedError(f"a Ray worker was lost: {said[0]}")
+            lost = RayDiedError if isinstance(error, exceptions.LocalRayletDiedError) else WorkerDiedError
+            return lost(f"a Ray worker was lost: {said[0]}")
         return error
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -4,12 +4,14 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import Executor, Future
 
 import pytest
 from tests.rollout.doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.core.errors import EngineError, WorkerTimeoutError
+from shoal.core.executors import RayDiedError
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
 from shoal.rollout.parallel.transport import Address, Ask, Hello, LinkLostError, SocketLink, frame
@@ -331,3 +333,40 @@ def _named_file(made):
 
     Here.made = made
     return lambda: Here()
+
+
+# --- a Ray whose node here is gone
+class GoneRay(Executor):
+    """A Ray whose part on this machine was killed: each task ends so."""
+
+    def __init__(self, options):
+        pass
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = Future()
+        future.set_exception(RayDiedError("a Ray worker was lost: the task's local raylet died"))
+        return future
+
+    def shutdown(self, wait=True, *, cancel_futures=False):
+        pass
+
+
+class NoMailbox:
+    """Its place on that Ray."""
+
+    ticket, gone = None, False
+
+    def __init__(self, inference):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_a_ray_that_is_gone_from_this_machine_costs_no_episode(calm, monkeypatch):
+    monkeypatch.setattr("shoal.rollout.parallel.pool.RayExecutor", GoneRay)
+    monkeypatch.setattr("shoal.rollout.parallel.ray.Mailbox", NoMailbox)
+    with ParallelRolloutManager(config(n_jobs=2), HashEngine(), backend="ray") as manager:
+        for _ in range(2):  # each rollout tries Ray first
+            assert manager.collect(4) == calm
+            assert (manager.report.worker_deaths, manager.report.replayed_episodes) == (2, len(calm))

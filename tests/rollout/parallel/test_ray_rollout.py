@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import BrokenExecutor
 
 import pytest
 from tests.rollout.doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
@@ -151,6 +152,9 @@ def test_the_ray_executor_tells_errors_from_deaths(cluster):
             executor.submit(divmod, 1, 0).result()
         with pytest.raises(WorkerDiedError, match="Ray worker was lost"):
             executor.submit(exec, "import os; os.kill(os.getpid(), 9)").result()
+        told = executor._translate(executor._ray.exceptions.LocalRayletDiedError())
+    assert isinstance(told, WorkerDiedError)
+    assert isinstance(told, BrokenExecutor)
 
 
 @pytest.mark.timeout(300)

@@ -89,8 +89,10 @@ class Pool:
                 raise ConfigError(
                     f"this rollout cannot be sent to a worker process ({error}); use backend='threads'"
                 ) from error
-        connect: Connect = self._ray_mailbox().ticket if self.backend == "ray" else self._inference().serve()
-        executor = self._fresh() if spare and self.backend == "loky" else self._usual()
+        broken = self.backend == "ray" and self._executor is None
+        executor = self._fresh() if spare and (broken or self.backend == "loky") else self._usual()
+        on_ray = isinstance(executor, RayExecutor)
+        connect: Connect = self._ray_mailbox().ticket if on_ray else self._inference().serve()
         return executor.submit(play_pickled, data, connect)
 
     def pids(self) -> list[int]:
@@ -105,13 +107,13 @@ class Pool:
 
     def forget(self) -> None:
         """The executor broke, or holds what hangs: the next rollout starts another."""
+        self._end_mailbox()
         if self._executor is not None:
             self._executor.shutdown(wait=False)
             self._executor = None
 
     def abandon(self) -> None:
         """What still runs is of no use any more; processes are killed, threads end at their next turn."""
-        self._end_mailbox()
         self.here.stop.set()
         self.here = InCaller(self.here.kept)
         self.forget()
@@ -163,7 +165,6 @@ class Pool:
         if self._mailbox is None:
             from shoal.rollout.parallel.ray import Mailbox
 
-            self._usual()  # starts Ray where it does not run yet
             self._mailbox = Mailbox(self._inference())
         return self._mailbox
 
