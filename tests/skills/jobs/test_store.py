@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import sqlite3
@@ -108,6 +109,7 @@ def test_an_interrupt_while_another_process_writes_leaves_no_transaction_open(tm
     finally:
         signal.signal(signal.SIGINT, before)
         timer.join()
+        other.close()
     store.set_setting("two", 2)  # it would have joined the open one, and been lost with it
     assert Store(tmp_path).setting("two") == 2
 
@@ -402,3 +404,12 @@ def test_a_store_that_is_closed_answers_no_more(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(sqlite3.ProgrammingError, match="closed database"):
         store.jobs()
+
+
+def test_a_store_that_nobody_closes_leaves_no_open_database(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    db = store._db
+    del store
+    gc.collect()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        db.execute("select 1")

@@ -18,6 +18,7 @@ import secrets
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -212,6 +213,7 @@ class Store:
             if isinstance(error, sqlite3.DatabaseError):
                 raise DataError(f"{self.root / 'state.db'} cannot be opened: {error}") from error
             raise
+        weakref.finalize(self, self._db.close)  # of one that nobody closed
 
     def _open(self) -> None:
         self._db.row_factory = sqlite3.Row
