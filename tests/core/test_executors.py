@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import types
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 
 import cloudpickle
 import pytest
@@ -275,7 +275,7 @@ class Tasks:
     def __init__(self):
         self.pool, self.lock, self.now, self.most = ThreadPoolExecutor(8), threading.Lock(), 0, 0
         self.thread = ThreadPoolExecutor(1)  # which tells results, and without which nothing is handed over
-        self.cancelled = 0
+        self.cancelled, self.deaf = 0, False
 
     def options(self, **_):
         return self
@@ -306,7 +306,8 @@ class Tasks:
         def remote(*args):
             self.thread.submit(time.sleep, 0.001).result(10)
             future, told = self.pool.submit(run, *args), Future()
-            future.add_done_callback(lambda ended: self.thread.submit(tell, told, ended))
+            if not self.deaf:
+                future.add_done_callback(lambda ended: self.thread.submit(tell, told, ended))
             return types.SimpleNamespace(future=lambda: told)
 
         return types.SimpleNamespace(options=lambda **_: types.SimpleNamespace(remote=remote))
@@ -372,6 +373,25 @@ def test_nobody_waits_for_a_task_that_the_end_of_ray_cut_off(tasks):
     assert waiting.cancelled()
     executor.shutdown()
     assert tasks.cancelled == 1
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_nobody_waits_for_tasks_of_a_session_of_ray_that_others_shut_down(
+    tasks, fake_ray, monkeypatch, again
+):
+    monkeypatch.setattr(executors, "LOOK_SECONDS", 0.02)
+    tasks.deaf = True  # Ray says nothing more of its tasks then
+    executor = make_executor("ray", 2)
+    futures = [executor.submit(divmod, 7, 3) for _ in range(4)]
+    fake_ray.shutdown()
+    if again:
+        fake_ray.connect()
+    for future in [*futures, executor.submit(divmod, 7, 3)]:
+        error = future.exception(10)
+        assert isinstance(error, WorkerDiedError)
+        assert isinstance(error, BrokenExecutor)
+    executor.shutdown()
+    assert fake_ray.running is again
 
 
 def test_who_hears_that_a_task_of_ray_could_not_be_sent_may_submit_another(tasks, monkeypatch):

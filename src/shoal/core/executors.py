@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("serial", "thread", "process", "loky", "ray")
 CANCEL_SECONDS = 10.0
 """For which tasks on Ray that were cancelled are waited for."""
+LOOK_SECONDS = 1.0
+"""After which without news it is looked at whether Ray's session is still there: nobody says that it ended."""
 
 
 class Closing:
@@ -439,7 +441,7 @@ def leave_ray(session: Any) -> None:
 
 
 class RayDiedError(WorkerDiedError, BrokenExecutor):
-    """What runs Ray on this machine is gone: the executor can start nothing any more."""
+    """What runs Ray on this machine is gone, or was shut down: the executor can start nothing any more."""
 
 
 class RayExecutor(Executor):
@@ -452,6 +454,7 @@ class RayExecutor(Executor):
 
     def __init__(self, options: Mapping[str, Any] | None = None, workers: int | None = None) -> None:
         self._ray, self._session = enter_ray()
+        self._home = self._session
         # A task that ran half must not run again behind our back: who submitted it decides.
         self._options = {"num_cpus": 1, "max_retries": 0, **(options or {})}
         self._workers = workers
@@ -485,6 +488,8 @@ class RayExecutor(Executor):
                     continue
                 self._running[future] = None
             try:  # not under the lock: Ray may wait for a thread of its own here
+                if self._is_gone():  # else a new one would be started here
+                    raise RayDiedError("Ray was shut down")
                 dumps = self._ray.cloudpickle.dumps
                 # As bytes, like the result: at what cannot be read Ray forgets its futures, or loses the worker.
                 task = _run, (dumps(task), dumps), {}
@@ -513,9 +518,15 @@ class RayExecutor(Executor):
 
     def _listen(self) -> None:
         """Give futures their results, and start what waits, in a thread that lives while tasks run."""
-        while (ended := self._ended.get()) is not None:
+        while True:
             try:
+                if (ended := self._ended.get(timeout=LOOK_SECONDS)) is None:
+                    break
                 self._finish(*ended)
+            except queue.Empty:
+                if self._is_gone():
+                    break
+                continue
             except BaseException:  # of who hears of it
                 logger.exception("what was to be done at the end of a task on Ray failed")
             with self._lock:
@@ -528,7 +539,15 @@ class RayExecutor(Executor):
             for future in left:
                 del self._running[future]
         for future in left:
-            future.set_exception(WorkerDiedError("the executor was shut down before this task ended"))
+            future.set_exception(RayDiedError("the executor, or Ray, was shut down before this task ended"))
+        self._start_waiting()
+
+    def _is_gone(self) -> bool:
+        """Whether somebody has ended the session."""
+        try:
+            return bool(ray_session(self._ray) != self._home)
+        except Exception:  # it ends just now
+            return True
 
     def _finish(self, future: Future[Any], inner: Future[Any]) -> None:
         try:
