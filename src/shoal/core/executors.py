@@ -416,6 +416,14 @@ def ray_session(ray: Any) -> Any:
     return context.get_job_id(), context.get_node_id()
 
 
+def ray_lives(ray: Any, session: Any) -> bool:
+    """Whether a session goes on; where nobody is connected, most calls of Ray would start another one."""
+    try:
+        return bool(ray_session(ray) == session)
+    except Exception:  # it ends just now
+        return False
+
+
 def enter_ray() -> tuple[Any, Any]:
     """The `ray` module, connected, and its session, for `leave_ray`."""
     with _SESSIONS_LOCK:
@@ -436,7 +444,7 @@ def leave_ray(session: Any) -> None:
             import ray
 
             del _SESSIONS[session]
-            if ray_session(ray) == session:
+            if ray_lives(ray, session):
                 ray.shutdown()
 
 
@@ -488,7 +496,7 @@ class RayExecutor(Executor):
                     continue
                 self._running[future] = None
             try:  # not under the lock: Ray may wait for a thread of its own here
-                if self._is_gone():  # else a new one would be started here
+                if not ray_lives(self._ray, self._home):
                     raise RayDiedError("Ray was shut down")
                 dumps = self._ray.cloudpickle.dumps
                 # As bytes, like the result: at what cannot be read Ray forgets its futures, or loses the worker.
@@ -524,9 +532,9 @@ class RayExecutor(Executor):
                     break
                 self._finish(*ended)
             except queue.Empty:
-                if self._is_gone():
-                    break
-                continue
+                if ray_lives(self._ray, self._home):
+                    continue
+                break
             except BaseException:  # of who hears of it
                 logger.exception("what was to be done at the end of a task on Ray failed")
             with self._lock:
@@ -541,13 +549,6 @@ class RayExecutor(Executor):
         for future in left:
             future.set_exception(RayDiedError("the executor, or Ray, was shut down before this task ended"))
         self._start_waiting()
-
-    def _is_gone(self) -> bool:
-        """Whether somebody has ended the session."""
-        try:
-            return bool(ray_session(self._ray) != self._home)
-        except Exception:  # it ends just now
-            return True
 
     def _finish(self, future: Future[Any], inner: Future[Any]) -> None:
         try:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shoal.core.errors import ConfigError, did_you_mean
-from shoal.core.executors import enter_ray, leave_ray, ray_session
+from shoal.core.executors import enter_ray, leave_ray, ray_lives
 from shoal.core.processes import dumps
 from shoal.envs.catalogue import EnvFn
 from shoal.vector.buffers import LOADING
@@ -311,7 +311,7 @@ class RayBackend(Backend):
 
     def connected(self) -> bool:
         """The session in which the actors live goes on."""
-        return bool(ray_session(self.ray) == self.session)
+        return ray_lives(self.ray, self.session)
 
     def is_there(self, reference: Any) -> bool:
         """Its value, or an error in place of it, can be had at once."""

@@ -38,6 +38,10 @@ def make(monkeypatch):
     death = module.RayActorError()
     cluster = SimpleNamespace(
         is_initialized=lambda: True,
+        get_runtime_context=lambda: SimpleNamespace(
+            get_job_id=lambda: cluster.job, get_node_id=lambda: "here"
+        ),
+        job=1,
         remote=lambda **options: lambda kind: SimpleNamespace(remote=lambda *made: Actor(kind, made, death)),
         wait=lambda calls, timeout: (calls, []),
         cluster_resources=dict,
@@ -66,6 +70,19 @@ def test_a_closed_engine_says_so(make):
     engine.close()
     with pytest.raises(EngineError, match="this engine was closed"):
         engine.generate(ASKED)
+
+
+def test_an_engine_whose_ray_was_shut_down_says_so_and_starts_no_other(make):
+    engine = make()
+    replicas = list(engine._actors)
+    ray = engine.generate.__func__.__globals__["ray"]
+    ray.job = 2
+    for act in (lambda: engine.generate(ASKED), lambda: engine.load_weights({}, 1), engine.restart):
+        with pytest.raises(EngineError, match="their session of Ray was shut down"):
+            act()
+    assert engine._actors == replicas
+    ray.kill = None
+    engine.close()
 
 
 @pytest.mark.parametrize("method", ["generate", "load_weights"])

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from shoal.core.errors import missing_extra
+from shoal.core.executors import ray_lives, ray_session
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
 from shoal.rollout.parallel.transport import (
     Answer,
@@ -94,7 +95,7 @@ class Mailbox:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
         except ImportError as error:
             raise missing_extra("a rollout on Ray", "parallel") from error
-        self._ray = ray
+        self._ray, self._session = ray, ray_session(ray)
         self._inference = inference
         # Beside the engine: elsewhere, the loss of a node that holds some workers could end the whole rollout.
         # (Ray 2.60 heeds a soft wish only for actors that take a CPU.)
@@ -154,8 +155,9 @@ class Mailbox:
         self._closed = True
         # The thread looks up a few times a second. If it were inside Ray when Ray ends, the process would crash.
         self._thread.join(5.0)
-        with contextlib.suppress(Exception):
-            self._ray.kill(self.actor)
+        if ray_lives(self._ray, self._session):
+            with contextlib.suppress(Exception):
+                self._ray.kill(self.actor)
         self._thread.join(5.0)
 
 
