@@ -105,13 +105,17 @@ def missing_extra(feature: str, extra: str) -> MissingExtraError:
 def in_words(error: BaseException) -> str:
     """The type and the message of what somebody else's code raised, also where its message raises.
 
+    Half characters (lone surrogates) are spelled: a log in UTF-8 could not hold them.
+
     >>> in_words(KeyError("lost"))
     "KeyError: 'lost'"
     >>> in_words(SystemExit())
     'SystemExit'
+    >>> print(in_words(ValueError("caf\\udce9")))
+    ValueError: caf\\udce9
     """
     try:
-        message = str(error)
+        message = str(error).encode("utf-8", "backslashreplace").decode()
     except BaseException as problem:  # SystemExit, say
         message = f"its message raises {type(problem).__name__}"
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -160,8 +160,7 @@ def encode_report(rollout: int, index: int, trajectory: Trajectory) -> bytes:
         return msgspec.msgpack.encode((rollout, index, trajectory))
     except (OverflowError, TypeError, ValueError, msgspec.MsgspecError) as error:
         why = f"its record cannot be written: {in_words(error)}"
-        told = why.encode("utf-8", "backslashreplace").decode()
-        lost = replace(trajectory, turns=(), success=False, status="env_error", error=told)
+        lost = replace(trajectory, turns=(), success=False, status="env_error", error=why)
         return msgspec.msgpack.encode((rollout, index, lost))
 
 
