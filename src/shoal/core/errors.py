@@ -103,7 +103,7 @@ def missing_extra(feature: str, extra: str) -> MissingExtraError:
 
 
 def in_words(error: BaseException) -> str:
-    """The type and the message of what somebody else's code raised, also where its message raises.
+    r"""The type and the message of what somebody else's code raised, also where its message raises.
 
     Half characters (lone surrogates) are spelled: a log in UTF-8 could not hold them.
 
@@ -111,8 +111,8 @@ def in_words(error: BaseException) -> str:
     "KeyError: 'lost'"
     >>> in_words(SystemExit())
     'SystemExit'
-    >>> print(in_words(ValueError("caf\\udce9")))
-    ValueError: caf\\udce9
+    >>> print(in_words(ValueError("caf\udce9")))
+    ValueError: caf\udce9
     """
     try:
         message = str(error).encode("utf-8", "backslashreplace").decode()
