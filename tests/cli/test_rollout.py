@@ -193,3 +193,17 @@ def test_what_was_compared_is_told_to_programs_and_nothing_is_not_called_equal(t
     assert main(["rollout", "--verify", str(run), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["equal"], told["files"][0]["left_out"], told["files"][0]["held"]) == (False, 6, None)
+
+
+def test_a_rollout_in_which_every_episode_failed_is_saved_and_told_as_a_failure(
+    tmp_path, monkeypatch, capsys
+):
+    def broken(*_, **__):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(FrozenLakeEnv, "reset", broken)
+    assert main(["rollout", *SMALL, f"run_dir={tmp_path / 'run'}", "--backend", "serial"]) == 1
+    said = "none of 6 episodes came to an end; the first: env_error: reset failed: RuntimeError: out of order"
+    assert said in capsys.readouterr().err
+    saved = list(read_trajectories(tmp_path / "run" / "trajectories" / "rollout.jsonl"))
+    assert [t.status for t in saved] == ["env_error"] * 6

@@ -14,9 +14,16 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import Progress, hide_loading, print_json, refuse_device, refuse_idle
+from shoal.cli.grammar import (
+    Progress,
+    came_to_an_end,
+    hide_loading,
+    print_json,
+    refuse_device,
+    refuse_idle,
+)
 from shoal.cli.output import program
-from shoal.core.errors import ConfigError, DataError, EngineError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import RunFolder, finite
 
 SERVER = "openai:"
@@ -152,14 +159,7 @@ def _result(trajectories: list[Any]) -> dict[str, Any]:
     """What is said of episodes; failed ones are told and left out."""
     from shoal.train.agent.evaluation import mean_interval, success_by_kind, success_rate
 
-    whole = [t for t in trajectories if t.status == "ok"]
-    failures = [f"{t.status}: {t.error}" for t in trajectories if t.status != "ok"]
-    if not whole:
-        raise EngineError(f"none of {len(trajectories)} episodes came to an end; the first: {failures[0]}")
-    if failures:
-        print(
-            f"{len(failures)} episodes failed and are not counted; the first: {failures[0]}", file=sys.stderr
-        )
+    whole = came_to_an_end(trajectories)
     rate = success_rate(trajectories)
     reward, half = mean_interval([t.reward for t in whole])
     turns, _ = mean_interval([float(len(t.turns)) for t in whole])
@@ -173,7 +173,7 @@ def _result(trajectories: list[Any]) -> dict[str, Any]:
         "turns": turns,
         "valid_actions": sum(valid) / max(1, len(valid)),
         "episodes": len(whole),
-        "failed_episodes": len(failures),
+        "failed_episodes": len(trajectories) - len(whole),
         **success_by_kind(whole),
     }
 

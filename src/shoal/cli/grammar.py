@@ -21,7 +21,8 @@ import tyro
 
 from shoal.cli.command import Flag
 from shoal.cli.output import for_programs
-from shoal.core.errors import ConfigError, EnvError, ShoalError
+from shoal.core.data import Trajectory
+from shoal.core.errors import ConfigError, EngineError, EnvError, ShoalError
 from shoal.core.run_folder import finite
 
 HEARTBEAT = 30.0
@@ -65,6 +66,18 @@ def count_of(number: int, thing: str, things: str = "") -> str:
     ('1 turn', '2 turns', '0 batches')
     """
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
+def came_to_an_end(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The episodes that did not fail; of the others it is told, and an error says that there are no others."""
+    whole = [t for t in trajectories if t.status == "ok"]
+    failures = [f"{t.status}: {t.error}" for t in trajectories if t.status != "ok"]
+    if not whole:
+        raise EngineError(f"none of {len(trajectories)} episodes came to an end; the first: {failures[0]}")
+    if failures:
+        told = f"{len(failures)} episodes failed and are not counted; the first: {failures[0]}"
+        print(told, file=sys.stderr)
+    return whole
 
 
 def duration(seconds: float) -> str:

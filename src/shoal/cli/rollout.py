@@ -21,6 +21,7 @@ from shoal.cli.grammar import (
     AgentOptions,
     ConfigName,
     Progress,
+    came_to_an_end,
     composed,
     hide_loading,
     new_folder,
@@ -116,15 +117,16 @@ def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> 
     summary = folder.finish({**metrics, "iteration": options.iteration, "level": engine.level})
     if options.json:
         print_json(summary)
-        return 0
-    table(
-        f"rollout of {options.config_name}",
-        ["", "value"],
-        [[k, _shown(v)] for k, v in metrics.items()],
-        text=(0, 1),
-    )
-    replay = f"{program()} rollout --verify {shlex.quote(str(config.run_dir))}"
-    print(f"episodes: {config.run_dir}/trajectories   replay: {replay}")
+    else:
+        table(
+            f"rollout of {options.config_name}",
+            ["", "value"],
+            [[k, _shown(v)] for k, v in metrics.items()],
+            text=(0, 1),
+        )
+        replay = f"{program()} rollout --verify {shlex.quote(str(config.run_dir))}"
+        print(f"episodes: {config.run_dir}/trajectories   replay: {replay}")
+    came_to_an_end(trajectories)
     return 0
 
 
