@@ -222,8 +222,16 @@ def test_weights_that_vllm_did_not_take_are_not_what_it_starts_with_again(engine
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.load_weights({}, 4)
     assert engine.weights_version == 3
-    engine.restart()
-    assert engine.llm.made_of["model"] == taken
+    assert engine.generate([ask(1)])[0].weights_version == 3
+    assert engine.llm.made_of["model"] == taken  # and not what may hold the new ones by half
+    with monkeypatch.context() as broken:  # a second time, it cannot begin again either
+        broken.setattr(engine.llm, "collective_rpc", fail)
+        broken.setattr(module, "LLM", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.load_weights({}, 4)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate([ask(1)])
+    assert engine.generate([ask(1)])[0].weights_version == 3
     assert Path(taken).exists()
     engine.load_weights({}, 4)
     assert (engine.weights_version, Path(taken).exists()) == (4, False)

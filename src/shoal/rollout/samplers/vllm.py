@@ -60,7 +60,7 @@ class VllmEngine:
         self._options = {"logprobs_mode": "processed_logprobs", "enable_lora": adapters, **options}
         self._lora: Any = None
         self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were taken over
-        self.weights_version = 0
+        self.weights_version, self._torn = 0, False  # torn: its weights may be partly new ones
         self.llm = self._start()
         self.tokenizer = tokenizer or TemplateTokenizer(self.llm.get_tokenizer(), **(template or {}))
 
@@ -98,9 +98,11 @@ class VllmEngine:
         return Capabilities("L0", token_ids=True, logprobs=True, weights=True, adapters=self._adapters)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in order."""
+        """One completion a request, in order; after new weights that were not taken it begins with the last again."""
         if any(request.images for request in requests):
             raise EngineError("this engine takes no pictures: use a server with messages (OpenAIEngine)")
+        if self._torn:
+            self.restart()
         rooms = [room_left(self, request) for request in requests]
         asked = [(request, room) for request, room in zip(requests, rooms, strict=True) if room]
         if not asked:
@@ -162,7 +164,7 @@ class VllmEngine:
         for name in ("config.json", "generation_config.json"):
             if (self._folder / name).is_file():
                 shutil.copy(self._folder / name, folder.name)
-        self._weights, before = folder, self._weights
+        (self._weights, before), self._torn = (folder, self._weights), True
         try:
             if self._keeps_old_head:
                 self.restart()
@@ -173,7 +175,7 @@ class VllmEngine:
             self._weights = before  # what the next start is with, and marked as
             folder.cleanup()
             raise
-        self.weights_version = version
+        self.weights_version, self._torn = version, False
         if before is not None:
             before.cleanup()
 
@@ -191,7 +193,7 @@ class VllmEngine:
     def restart(self) -> None:
         """Leave this vLLM behind and start another, with the last weights."""
         self._end()
-        self.llm = self._start()
+        self.llm, self._torn = self._start(), False
 
     def close(self) -> None:
         """End vLLM's processes; they also end with this one."""
