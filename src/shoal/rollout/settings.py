@@ -47,7 +47,7 @@ class RolloutSettings:
         try:
             self.sampling()
         except ValueError as error:
-            raise ConfigError(f"agent_proxy: {error}") from error
+            raise ConfigError(str(error)) from error
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """How tokens are picked, in training or greedily."""
