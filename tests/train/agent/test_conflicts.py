@@ -134,5 +134,5 @@ def test_training_on_part_of_the_tokens_is_refused_without_a_correction(limit):
     refuse_without_signal(
         compose_config("demo", [f"agent_proxy.{limit}", "algorithm.rollout_correction.method=truncate"])
     )
-    with pytest.raises(ConfigError, match=r"agent_proxy: top_p must be in \(0, 1\], got 0"):
+    with pytest.raises(ConfigError, match=r"agent_proxy.top_p must be in \(0, 1\], got 0"):
         compose_config("demo", ["agent_proxy.top_p=0"])
