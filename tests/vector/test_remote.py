@@ -84,7 +84,7 @@ obs, rewards, _, _, infos = b.step([1])
 assert rewards.tolist() == [1.0] and infos["pid"][0] != os.getpid()
 b.close()
 assert not ray.is_initialized(), "it was started for them"
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 c = make_vec(Mine, 1, backend="ray")
 c.close()
 assert ray.is_initialized(), "it is the user's"
