@@ -375,9 +375,9 @@ def broken(write, at):
 def test_too_little_memory_is_one_line(tmp_path, capsys):
     words = [
         "--n-steps",
-        str(2**50),
+        str(2**31 - 1),
         "--n-envs",
-        "1",
+        "64",
         "--backend",
         "serial",
         "--run-dir",
