@@ -133,7 +133,9 @@ def _greet(run: PPORun, out: Any) -> None:
     how = "compiled kernels" if ppo.path == "compiled" else f"torch on {ppo.device}"
     lines.append(f"   {options.env}, {how}, run folder {run.path}")
     if ppo.path == "compiled" and not kernels_cached():
-        lines.append("   compiling the kernels, once on this machine: ten seconds, or a minute on a busy machine")
+        lines.append(
+            "   compiling the kernels, once on this machine: ten seconds, or a minute on a busy machine"
+        )
     if options.resume_from:
         lines.append(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}")
     print("\n".join(lines), file=out, flush=True)
