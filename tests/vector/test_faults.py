@@ -834,7 +834,9 @@ print(envs.apply(look)[0] == look(None), *look(None))
     assert told == "True 1 1 ['error::BytesWarning']\n"
 
 
-@pytest.mark.skipif(sys.version_info[:3] == (3, 13, 0), reason="it cannot import socket where its folder is gone")
+@pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0), reason="it cannot import socket where its folder is gone"
+)
 def test_a_folder_that_is_gone_and_a_path_that_is_no_text_keep_no_worker_from_starting(
     tmp_path: Path,
 ) -> None:
