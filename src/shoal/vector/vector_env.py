@@ -763,11 +763,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     final = None if i in given else info
                     told += self._replaced_told(i, before[i], final, info, i in stepped or i in given)
                 elif i not in again and self._by_env[i].lost is None:
-                    info = {**fresh.get(i, {}), **error_of(failure).told}
+                    why = error_of(failure).told
+                    info = {**fresh.get(i, {}), **why}
                     if i in given:
                         told.append(Told(i, None, None, info))
                     else:
-                        told += self._replaced_told(i, before[i], error_of(failure).told, info, i in stepped)
+                        told += self._replaced_told(i, before[i], why, info, i in stepped)
 
     def _to_be_made_anew(self, failures: Sequence[Failure], at_once: Mapping[int, int]) -> dict[int, Failure]:
         """The envs that failed and those whose worker is lost with them, and why; raises where nothing is replaced."""

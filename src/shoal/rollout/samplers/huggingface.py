@@ -292,10 +292,8 @@ class HuggingFaceEngine:
         name = "shoal" if "shoal" not in before else "shoal-next"
         self.prefixes.clear()
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "Already found a `peft_config`"
-                )  # there are two for a moment
+            with warnings.catch_warnings():  # there are two for a moment
+                warnings.filterwarnings("ignore", "Already found a `peft_config`")
                 found = model.load_adapter(str(folder), adapter_name=name)
             strange = set(getattr(found, "unexpected_keys", ()))  # transformers 4 only warns of them
             strange |= {key for key in getattr(found, "missing_keys", ()) if f".{name}." in f"{key}."}

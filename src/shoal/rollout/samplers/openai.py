@@ -109,9 +109,8 @@ class OpenAIEngine(Closing):
         self.logprobs = logprobs or self.dialect.logprobs
         self.weights_version = 0
         self._adapter = ""
-        self._weights: str | None = (
-            ""  # what the server was told to call its weights; None where nobody knows them
-        )
+        # What the server was told to call its weights; None where nobody knows them.
+        self._weights: str | None = ""
         self._taken = threading.Lock()  # what is in use has its version at any moment
         self._concurrency = concurrency
 

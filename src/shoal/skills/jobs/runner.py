@@ -364,9 +364,8 @@ class Runner:
                 log,
             )
         except Exception as error:  # whatever keeps it from starting: this job's failure, not the graph's end
-            found = self._search(
-                self.store.attempt(number)
-            )  # it may have started, and only the answer been lost
+            # It may have started, and only the answer been lost.
+            found = self._search(self.store.attempt(number))
             if found is None:
                 log.unlink(missing_ok=True)  # without which one that starts after all ends at once
                 reason = f"could not be launched: {type(error).__name__}: {error}"

@@ -9,7 +9,8 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -165,38 +166,37 @@ def load_checkpoint(
     Raises:
         DataError: the checkpoint is of a run with other settings (the first differing key is named), or no such thing.
     """
+    with _reading(path):
+        state = read_json(path / "state.json")
+        before = state["config"] and comparable(state["config"])
+        difference = _first_difference(before, json.loads(json.dumps(config)))
+        if difference:
+            raise DataError(
+                f"{path} is of a run with other settings: {difference}; use them, or another run_dir"
+            )
+        progress = from_mapping(Progress, {item.name: state[item.name] for item in fields(Progress)})
+        policy.load_weights(policy.read(path / "engine"), state["weights_version"])
+        if critic is not None:
+            own = critic.state_dict(keep_vars=True)
+            fill(own, _read(path / "critic", own.get))
+        fill_optimizer(optimizer, _read(path / "optimizer", partial(parameter_of, optimizer)))
+    return progress
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever files of other programs and versions raise is a `DataError` that names the checkpoint."""
     try:
-        return _load(path, policy, critic, optimizer, config)
+        yield
     except (EngineError, MemoryError):  # not of these files: another process is gone, or there is no room
         raise
-    except Exception as error:  # whatever files of other programs and versions raise
+    except Exception as error:
         if isinstance(error, DataError) and str(path) in str(error):
             raise
         raise DataError(
             f"{path} is no checkpoint that this version of shoal can go on from ({in_words(error)}): remove it to go "
             "on from one before, or begin anew in another run_dir"
         ) from error
-
-
-def _load(
-    path: Path,
-    policy: Policy,
-    critic: nn.Module | None,
-    optimizer: torch.optim.Optimizer,
-    config: dict[str, Any],
-) -> Progress:
-    state = read_json(path / "state.json")
-    before = state["config"] and comparable(state["config"])
-    difference = _first_difference(before, json.loads(json.dumps(config)))
-    if difference:
-        raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
-    progress = from_mapping(Progress, {item.name: state[item.name] for item in fields(Progress)})
-    policy.load_weights(policy.read(path / "engine"), state["weights_version"])
-    if critic is not None:
-        own = critic.state_dict(keep_vars=True)
-        fill(own, _read(path / "critic", own.get))
-    fill_optimizer(optimizer, _read(path / "optimizer", partial(parameter_of, optimizer)))
-    return progress
 
 
 def _first_difference(old: Any, new: Any, path: str = "") -> str:

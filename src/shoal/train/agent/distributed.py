@@ -253,7 +253,7 @@ def _met(count: int) -> Iterator[None]:
     except RuntimeError as error:
         raise EngineError(
             f"another of the {count} processes ended, or cannot be reached: see what it said; what was saved is whole, "
-            f"go on with resume=true ({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+            f"go on with resume=true ({in_words(error).splitlines()[0]})"
         ) from error
 
 
