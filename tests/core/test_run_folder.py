@@ -116,6 +116,15 @@ def test_a_process_that_was_forked_off_does_not_hold_the_folder(tmp_path):
         process.communicate()
 
 
+def test_a_run_that_has_not_come_to_its_end_is_not_written_over_by_another_command(tmp_path):
+    RunFolder(tmp_path, "train", 0).close()  # of one that failed before it wrote anything there is nothing to lose
+    with RunFolder(tmp_path, "eval", 0) as run:
+        run.append_metrics({"i": 0})
+    with pytest.raises(ConfigError, match="holds a run of `shoal eval`, which one of `shoal train` would write"):
+        RunFolder(tmp_path, "train", 0)
+    RunFolder(tmp_path, "eval", 0).close()
+
+
 def test_one_process_opens_a_folder_again_when_it_is_done_with_it(tmp_path):
     first = RunFolder(tmp_path, "train", 0)
     with pytest.raises(

@@ -128,27 +128,22 @@ def evaluate(options: EvalOptions) -> int:
             refuse_device(options.device)
     if options.panel is not None:
         return _panel(options)
-    folder = None  # a new one is made when there is something to keep
-    if options.out is not None and options.out.exists():
-        folder = RunFolder(options.out, "eval", options.seed)
-    with _opened(options) as player:
+    with _opened(options) as player, _folder(options, options.seed) as folder:
         trajectories, played_as = _play(options, *player)
-    result = _result(trajectories)
-    if options.json or options.format == "json":
-        print_json(result)
-    else:
-        low, high = result["success_low"], result["success_high"]
-        print(f"success        {result['success']:.3f}   95% interval {low:.3f} to {high:.3f}")
-        for name in (name for name in result if name.startswith("success/")):
-            print(f"  {name.removeprefix('success/')}: {result[name]:.3f}")
-        print(f"reward         {result['reward']:.3f} ± {result['reward_half_width']:.3f}")
-        print(f"turns          {result['turns']:.2f}")
-        print(f"valid actions  {result['valid_actions']:.3f}")
-        print(f"episodes       {result['episodes']} whole, {result['failed_episodes']} failed")
-    if options.out is not None:
-        _write(
-            options, folder or RunFolder(options.out, "eval", options.seed), trajectories, result, played_as
-        )
+        result = _result(trajectories)
+        if options.json or options.format == "json":
+            print_json(result)
+        else:
+            low, high = result["success_low"], result["success_high"]
+            print(f"success        {result['success']:.3f}   95% interval {low:.3f} to {high:.3f}")
+            for name in (name for name in result if name.startswith("success/")):
+                print(f"  {name.removeprefix('success/')}: {result[name]:.3f}")
+            print(f"reward         {result['reward']:.3f} ± {result['reward_half_width']:.3f}")
+            print(f"turns          {result['turns']:.2f}")
+            print(f"valid actions  {result['valid_actions']:.3f}")
+            print(f"episodes       {result['episodes']} whole, {result['failed_episodes']} failed")
+        if folder is not None:
+            _write(options, folder, trajectories, result, played_as)
     return 0
 
 
@@ -192,23 +187,21 @@ def _panel(options: EvalOptions) -> int:
         raise ConfigError("a server's answers do not repeat: keep them beside the table with --out FOLDER")
     for env, settings in PANELS[options.panel].items():
         envs.make(env, **settings).close()  # a package that is missing is told before anything is played
-    folder = RunFolder(options.out, "eval", PANEL_SEED) if options.out else None
     rows = []
-    with _opened(options) as (engine, run):
+    with _opened(options) as (engine, run), _folder(options, PANEL_SEED) as folder:
         model = options.model if repeatable else f"{SERVER}{engine.model}"
         if folder is not None:
-            for name in ("panel.json", "summary.json"):  # of episodes that are written over now
-                (folder.path / name).unlink(missing_ok=True)
+            _clear(folder.path)
         for env, settings in PANELS[options.panel].items():
             told = {key: json.dumps(value) for key, value in settings.items()}
             played, _ = _play(replace(options, env=env, env_config=told, seed=PANEL_SEED), engine, run)
             if folder is not None:
                 write_trajectories(folder.path / "trajectories" / f"{env}.jsonl", played)
             rows.append({"env": env, **_result(played)})
-    table = {"panel": options.panel, "model": model, "repeatable": repeatable, "rows": rows}
-    if folder is not None:
-        write_json(folder.path / "panel.json", finite(table))
-        folder.finish({f"success/{row['env']}": row["success"] for row in rows})
+        table = {"panel": options.panel, "model": model, "repeatable": repeatable, "rows": rows}
+        if folder is not None:
+            write_json(folder.path / "panel.json", finite(table))
+            folder.finish({f"success/{row['env']}": row["success"] for row in rows})
     if options.json or options.format == "json":
         print_json(table)
         return 0
@@ -222,6 +215,19 @@ def _panel(options: EvalOptions) -> int:
     if not repeatable:
         print("not repeatable: a server's batches decide its rounding, and its model may change")
     return 0
+
+
+def _folder(options: EvalOptions, seed: int) -> contextlib.AbstractContextManager[RunFolder | None]:
+    """The run folder that is asked for, nobody else's while it lasts; None where nothing is to be kept."""
+    return contextlib.nullcontext() if options.out is None else RunFolder(options.out, "eval", seed)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what an evaluation of before left, so that a kill leaves none of it beside the new episodes."""
+    for name in ("summary.json", "panel.json", "config.yaml"):
+        (folder / name).unlink(missing_ok=True)
+    for name in ("eval", *PANELS["all"]):
+        (folder / "trajectories" / f"{name}.jsonl").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -357,7 +363,7 @@ def _value(text: str) -> Any:
 
 def _write(
     options: EvalOptions,
-    folder: Any,
+    folder: RunFolder,
     trajectories: list[Any],
     result: dict[str, float],
     played_as: dict[str, Any],
@@ -366,6 +372,7 @@ def _write(
     from shoal.core.data import write_trajectories
     from shoal.core.files import write_text
 
+    _clear(folder.path)
     write_text(folder.path / "config.yaml", as_yaml(played_as))
     write_trajectories(folder.path / "trajectories" / "eval.jsonl", trajectories)
     folder.finish(result)

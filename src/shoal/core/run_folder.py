@@ -72,15 +72,21 @@ def read_summary(run: Path) -> dict[str, Any]:
 
 def command_of(run: Path) -> str:
     """The command that made a run folder, as far as its files tell, also of one that has not come to its end."""
+    if command := _noted_command(run):
+        return command
+    if (run / "state.db").exists():
+        return "skills train"
+    return "train-ppo" if any((run / "checkpoints").glob("step_*")) else "train"
+
+
+def _noted_command(run: Path) -> str:
+    """The command that a run's summary names, or its lock while there is none; empty where neither does."""
     with contextlib.suppress(OSError, DataError):
         if command := read_summary(run).get("command"):
             return str(command)
     with contextlib.suppress(OSError):
-        if command := (run / ".lock").read_text(errors="replace").partition("\n")[2]:
-            return command
-    if (run / "state.db").exists():
-        return "skills train"
-    return "train-ppo" if any((run / "checkpoints").glob("step_*")) else "train"
+        return (run / ".lock").read_text(errors="replace").partition("\n")[2]
+    return ""
 
 
 def whole_rows(data: bytes) -> list[dict[str, Any]]:
@@ -224,10 +230,9 @@ class RunFolder(Closing):
             raise ConfigError(f"a run folder must be a folder, got {self.path}: {error.strerror}") from error
         self._lock = FolderLock(self.path / ".lock") if lock else None
         self._hold()
-        before = None
-        with contextlib.suppress(OSError, DataError):
-            before = read_summary(self.path).get("command")
-        if before not in (None, command):
+        begun = any(name != ".lock" for name in os.listdir(self.path))
+        before = _noted_command(self.path) if begun else ""
+        if before not in ("", command):
             self.close()
             raise ConfigError(
                 f"{self.path} holds a run of `shoal {before}`, which one of `shoal {command}` would write over: "

@@ -1,11 +1,15 @@
+import errno
 import json
+import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.cli import eval as evaluation
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
+from shoal.core.run_folder import FolderLock
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.evaluation import mean_interval, wilson
 from shoal.train.agent.trainer import AgentTrainer
@@ -53,6 +57,47 @@ def test_a_run_is_evaluated_and_its_episodes_kept(run, tmp_path, capsys):
     assert result["success"] == sum(t.success for t in played) / 70
     assert len({(t.group, t.member) for t in played}) == 70
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["command"] == "eval"
+
+
+def test_nobody_else_writes_where_an_evaluation_will_while_it_plays(run, tmp_path, monkeypatch):
+    out, play = tmp_path / "out", evaluation._play
+
+    def playing(*arguments):
+        assert FolderLock(out / ".lock").is_taken()  # so its summary has the time that playing took, too
+        return play(*arguments)
+
+    monkeypatch.setattr(evaluation, "_play", playing)
+    assert main(["eval", str(run), "--episodes", "2", "--out", str(out)]) == 0
+    assert (out / "summary.json").exists()
+
+
+def test_an_evaluation_that_ends_as_it_writes_leaves_nothing_of_the_one_before(run, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "out"
+    evaluate = ["eval", str(run), "--episodes", "2", "--out", str(out)]
+    assert main(evaluate) == 0
+    with monkeypatch.context() as disk:
+        disk.setattr("shoal.core.data.write_trajectories", full)
+        assert main([*evaluate, "--env", "frozen_lake"]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert sorted(os.listdir(out)) == [".lock", "config.yaml", "trajectories"]
+    assert os.listdir(out / "trajectories") == []
+    assert main(evaluate) == 0
+
+
+def test_a_panel_and_an_evaluation_leave_nothing_of_each_other_in_a_folder(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(evaluation.PANELS, "core", {"frozen_lake": {"size": 3}})
+    out = tmp_path / "out"
+    evaluate = ["eval", str(run), "--episodes", "2", "--out", str(out)]
+    for _ in range(2):
+        assert main([*evaluate, "--panel", "core"]) == 0
+        assert sorted(os.listdir(out)) == [".lock", "panel.json", "summary.json", "trajectories"]
+        assert os.listdir(out / "trajectories") == ["frozen_lake.jsonl"]
+        assert main(evaluate) == 0
+        assert sorted(os.listdir(out)) == [".lock", "config.yaml", "summary.json", "trajectories"]
+        assert os.listdir(out / "trajectories") == ["eval.jsonl"]
 
 
 def test_a_run_can_be_tried_on_another_env(run, capsys):
