@@ -208,6 +208,8 @@ def test_an_unknown_backend_is_named_with_the_closest_one():
 class FakeRay:
     """Counts what is done to it; each session has a job of its own."""
 
+    gcs_address = "127.0.0.1:1"  # nobody answers there
+
     def __init__(self):
         self.job, self.running, self.shutdowns = 0, False, 0
 
@@ -264,6 +266,34 @@ def test_a_ray_of_somebody_else_is_left_alone(fake_ray):
     fake_ray.connect()  # another session by now
     leave_ray(mine)
     assert fake_ray.shutdowns == 2
+
+
+def test_a_session_of_ray_ends_with_the_head_of_its_cluster(fake_ray, monkeypatch, caplog):
+    monkeypatch.setattr(executors, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(executors, "HEAD_SECONDS", 0.1)
+    ended = threading.Event()
+    monkeypatch.setattr(fake_ray, "shutdown", lambda: (FakeRay.shutdown(fake_ray), ended.set()))
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        fake_ray.gcs_address = f"127.0.0.1:{head.getsockname()[1]}"
+        sessions = [enter_ray()[1], enter_ray()[1]]
+        for _ in range(5):  # a head that answers is looked at again and again
+            head.accept()[0].close()
+        assert fake_ray.running
+    assert ended.wait(60)
+    for session in sessions:
+        leave_ray(session)
+    assert fake_ray.shutdowns == 1
+    assert "the head of the Ray cluster at 127.0.0.1" in caplog.text
+
+
+def test_a_head_that_never_answered_from_here_says_nothing(fake_ray, monkeypatch):
+    monkeypatch.setattr(executors, "HEAD_SECONDS", -1.0)
+    _, session = enter_ray()
+    for thread in threading.enumerate():
+        if thread.name.startswith("shoal-ray-head"):
+            thread.join(60)
+    assert fake_ray.running
+    leave_ray(session)
 
 
 class Tasks:

@@ -204,7 +204,9 @@ class ThreadCluster:
 
     def get_runtime_context(self) -> Any:
         node = getattr(self.here, "node", "the caller's")
-        return types.SimpleNamespace(get_job_id=lambda: self.job, get_node_id=lambda: node)
+        return types.SimpleNamespace(
+            get_job_id=lambda: self.job, get_node_id=lambda: node, gcs_address="127.0.0.1:1"
+        )
 
     def remote(
         self, *, max_restarts: int, max_task_retries: int, concurrency_groups: Any, **options: Any

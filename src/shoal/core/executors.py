@@ -424,11 +424,39 @@ def ray_lives(ray: Any, session: Any) -> bool:
         return False
 
 
+HEAD_SECONDS = 30.0
+"""Without an answer of a cluster's head after which its session is ended: after 60 Ray ends the whole process."""
+
+
+def _watch_head(ray: Any, session: Any, address: str) -> None:
+    """End a session whose head is gone, so that its users see it end and go on elsewhere."""
+    host, _, port = address.rpartition(":")
+    answered = None  # from elsewhere, as for a client, it may never be reached: that says nothing
+    while ray_lives(ray, session):
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
+            answered = time.monotonic()
+        except OSError as error:
+            if answered is None:
+                return
+            if time.monotonic() - answered > HEAD_SECONDS:
+                logger.warning(
+                    "the head of the Ray cluster at %s is gone (%s): its session is ended", address, error
+                )
+                ray.shutdown()
+                return
+        time.sleep(LOOK_SECONDS)
+
+
 def enter_ray() -> tuple[Any, Any]:
-    """The `ray` module, connected, and its session, for `leave_ray`."""
+    """The `ray` module, connected, and its session, for `leave_ray`; the session ends with the cluster's head."""
     with _SESSIONS_LOCK:
         ray, started = connect_ray()
         session = ray_session(ray)
+        name = f"shoal-ray-head-{session}"
+        if all(thread.name != name for thread in threading.enumerate()):
+            address = ray.get_runtime_context().gcs_address
+            threading.Thread(target=_watch_head, args=(ray, session, address), daemon=True, name=name).start()
         if started or session in _SESSIONS:
             _SESSIONS[session] = _SESSIONS.get(session, 0) + 1
         return ray, session

@@ -71,7 +71,9 @@ def test_nobody_else_writes_where_an_evaluation_will_while_it_plays(run, tmp_pat
     assert (out / "summary.json").exists()
 
 
-def test_an_evaluation_that_ends_as_it_writes_leaves_nothing_of_the_one_before(run, tmp_path, monkeypatch, capsys):
+def test_an_evaluation_that_ends_as_it_writes_leaves_nothing_of_the_one_before(
+    run, tmp_path, monkeypatch, capsys
+):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
