@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -688,6 +689,22 @@ def test_a_broken_or_hostile_config_of_a_run_is_one_line(tmp_path, capsys, text,
     (tmp_path / "config.yaml").write_text(text)
     for words in (["compare", tmp_path, tmp_path], ["replay", tmp_path], ["show", tmp_path, "--prompt"]):
         assert why in said(capsys, *words, code=2)
+
+
+def test_settings_that_another_version_wrote_are_told_with_their_file(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    with (tmp_path / "run" / "config.yaml").open("a") as file:
+        file.write("zebra: 1\n")
+    for words in (
+        ["eval", tmp_path / "run"],
+        ["replay", tmp_path / "run"],
+        ["rollout", "--verify", tmp_path / "run"],
+    ):
+        why = said(capsys, *words, code=2)
+        assert (
+            f"{tmp_path / 'run' / 'config.yaml'} does not fit this version of shoal: unknown key 'zebra'"
+            in why
+        )
 
 
 def test_a_run_of_something_else_than_agents_is_told_by_what_made_it(tmp_path, capsys):

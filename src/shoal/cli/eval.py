@@ -303,7 +303,7 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any]:
     from shoal.core.files import verify_folder
     from shoal.rollout.samplers.models import KNOWN
     from shoal.rollout.samplers.registry import make_engine
-    from shoal.testing.recorded_runs import agent_settings_of
+    from shoal.testing.recorded_runs import agent_config_of
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
     from shoal.train.agent.evaluation import checkpoint_of
     from shoal.train.agent.policy import load_engine
@@ -312,7 +312,7 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any]:
         return _server(options)
     folder = Path(options.model)
     if (folder / "checkpoints").is_dir():
-        run = AgentConfig.read(agent_settings_of(folder))
+        run = agent_config_of(folder)
         checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
         if run.engine.name == "huggingface":
             hide_loading()

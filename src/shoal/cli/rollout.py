@@ -344,8 +344,7 @@ def _equal(verdict: Verdict) -> str:
 # --- --verify: what a run saved again, one episode after another
 def verify(run: Path, ending: contextlib.ExitStack, *, as_json: bool = False) -> int:
     """Replay a saved rollout, or what a training run saved; exit code 1 if less held than was promised."""
-    from shoal.testing.recorded_runs import settings_of
-    from shoal.train.agent.config import AgentConfig
+    from shoal.testing.recorded_runs import agent_config_of
 
     file = run / "trajectories" / "rollout.jsonl"
     recordings = _recordings(run)
@@ -355,7 +354,7 @@ def verify(run: Path, ending: contextlib.ExitStack, *, as_json: bool = False) ->
             f"{file.relative_to(run)}, as `shoal rollout` writes them, or trajectories/heldout-N.jsonl with the "
             f"checkpoint of iteration N, as `shoal train` does"
         )
-    config = AgentConfig.read(settings_of(run))
+    config = agent_config_of(run)
     if file.exists():
         engine = engine_for(config, run if (run / "engine").exists() else None, ending)
         found = [_replay(str(run), config, engine, file, engine.level)]

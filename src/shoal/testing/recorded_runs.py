@@ -11,12 +11,15 @@ import re
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.core.data import Trajectory, encode_trajectory, read_trajectories
-from shoal.core.errors import DataError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import command_of
 from shoal.rollout.verify import Difference, difference_of
+
+if TYPE_CHECKING:
+    from shoal.train.agent.config import AgentConfig
 
 MOST_BYTES, MOST_VALUES = 2**20, 20_000
 """Of the settings of a run."""
@@ -73,18 +76,24 @@ def settings_of(run: Path) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-def agent_settings_of(run: Path) -> dict[str, Any]:
+def agent_config_of(run: Path) -> AgentConfig:
     """The settings of a run that played agents.
 
     Raises:
+        ConfigError: they are not those of this version of shoal.
         DataError: it is a run of something else, or as in `settings_of`.
     """
+    from shoal.train.agent.config import AgentConfig
+
     values = settings_of(run)
     if "custom_envs" not in values:
         made = command_of(run)
         by = f"; it was made by shoal {made}" if made != "train" else ""
         raise DataError(f"{run} is no run of agents: it has no config.yaml that names envs{by}")
-    return values
+    try:
+        return AgentConfig.read(values)
+    except ConfigError as error:
+        raise ConfigError(f"{run / 'config.yaml'} does not fit this version of shoal: {error}") from error
 
 
 def recordings_of(run: Path) -> list[Recording]:

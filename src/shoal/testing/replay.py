@@ -26,7 +26,7 @@ from shoal.rollout.factory import make_roles
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
 from shoal.rollout.verify import Difference, difference_of
-from shoal.testing.recorded_runs import Recording, agent_settings_of, recordings_of
+from shoal.testing.recorded_runs import Recording, agent_config_of, recordings_of
 
 Step = Callable[[int, Any, int | str], tuple[Any, Any, Any, Any, Any]]
 """`(turn from 1, env, action) -> what env.step gives`: how a step is made, a debugger's for one."""
@@ -102,11 +102,9 @@ class Replay(Closing):
     """
 
     def __init__(self, run: Path, sampler: Any = "auto", device: str | None = None) -> None:
-        from shoal.train.agent.config import AgentConfig
-
         if not (run / "config.yaml").exists():
             raise DataError(f"{run} has no config.yaml, which says what its episodes were played with")
-        self.run, self.config, self.sampler = run, AgentConfig.read(agent_settings_of(run)), sampler
+        self.run, self.config, self.sampler = run, agent_config_of(run), sampler
         self.device = device or self.config.engine.device
         self._ending = ExitStack()
         self._loaded: dict[Path, Any] = {}
