@@ -128,8 +128,8 @@ def evaluate(options: EvalOptions) -> int:
             refuse_device(options.device)
     if options.panel is not None:
         return _panel(options)
-    with _opened(options) as player, _folder(options, options.seed) as folder:
-        trajectories, played_as = _play(options, *player)
+    with _held(options, options.seed) as (folder, engine, run):
+        trajectories, played_as = _play(options, engine, run)
         result = _result(trajectories)
         if options.json or options.format == "json":
             print_json(result)
@@ -188,7 +188,7 @@ def _panel(options: EvalOptions) -> int:
     for env, settings in PANELS[options.panel].items():
         envs.make(env, **settings).close()  # a package that is missing is told before anything is played
     rows = []
-    with _opened(options) as (engine, run), _folder(options, PANEL_SEED) as folder:
+    with _held(options, PANEL_SEED) as (folder, engine, run):
         model = options.model if repeatable else f"{SERVER}{engine.model}"
         if folder is not None:
             _clear(folder.path)
@@ -217,9 +217,19 @@ def _panel(options: EvalOptions) -> int:
     return 0
 
 
-def _folder(options: EvalOptions, seed: int) -> contextlib.AbstractContextManager[RunFolder | None]:
-    """The run folder that is asked for, nobody else's while it lasts; None where nothing is to be kept."""
-    return contextlib.nullcontext() if options.out is None else RunFolder(options.out, "eval", seed)
+@contextlib.contextmanager
+def _held(options: EvalOptions, seed: int) -> Iterator[tuple[RunFolder | None, Any, Any]]:
+    """The run folder that is asked for, nobody else's while it lasts, and what `_opened` gives.
+
+    One that is there is asked before anything is loaded, another is made when something is.
+    """
+    with contextlib.ExitStack() as ending:
+        made = options.out is not None and options.out.exists()
+        folder = ending.enter_context(RunFolder(options.out, "eval", seed)) if options.out and made else None
+        engine, run = ending.enter_context(_opened(options))
+        if options.out is not None and folder is None:
+            folder = ending.enter_context(RunFolder(options.out, "eval", seed))
+        yield folder, engine, run
 
 
 def _clear(folder: Path) -> None:
