@@ -5,10 +5,19 @@ import subprocess
 import sys
 import threading
 import time
+import types
+import zipimport
 
+import cloudpickle
 import pytest
 
-from shoal.core.processes import TOKEN, end_programs, environment_of
+from shoal.core.processes import (
+    TOKEN,
+    by_value,
+    dumps,
+    end_programs,
+    environment_of,
+)
 
 
 def folder_of(tmp_path, environ: bytes, env_end: int, program: bool = True):
@@ -58,3 +67,19 @@ def test_programs_are_found_as_soon_as_they_were_started():
         program = subprocess.Popen(["sleep", "100"], env={**os.environ, TOKEN: token}, start_new_session=True)
         end_programs(token.__eq__)
         assert program.wait(timeout=60) == -9
+
+
+def test_what_a_module_holds_that_was_made_at_run_time_goes_by_value(monkeypatch):
+    module = types.ModuleType("made_at_run_time")
+    exec("class Mine:\n    name = 'mine'", module.__dict__)
+    monkeypatch.setitem(sys.modules, "made_at_run_time", module)
+    data, plain = dumps(module.Mine())
+    program = f"import pickle; print(pickle.loads({data!r}).name)"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (told.stdout, plain) == ("mine\n", False)
+
+
+@pytest.mark.parametrize("item", [time.sleep, zipimport.zipimporter, subprocess.run, pytest.fixture])
+def test_what_every_interpreter_has_or_can_import_goes_by_name(item):
+    with by_value([item]):
+        assert len(cloudpickle.dumps(item)) < 100

@@ -292,7 +292,7 @@ def _importable(name: str) -> bool:
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        return origin is None or top in sys.builtin_module_names
+        return top in sys.stdlib_module_names  # built in, or frozen
     if "." not in name:
         return spec.origin == origin or origin is None
     folders = list(spec.submodule_search_locations or ())
