@@ -141,6 +141,14 @@ def test_a_task_of_a_pool_that_has_not_begun_can_be_cancelled():
         assert [future.cancelled() for future in futures] == [False] * 7 + [True]
 
 
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_a_shutdown_waits_for_what_was_submitted(backend):
+    executor = make_executor(backend, 1)
+    futures = [executor.submit(time.sleep, 0.05) for _ in range(3)]
+    executor.shutdown()
+    assert all(future.done() and not future.cancelled() for future in futures)
+
+
 @pytest.mark.timeout(30)
 def test_a_pool_whose_last_task_was_cancelled_ends():
     executor = make_executor("process", 1)

@@ -1,5 +1,6 @@
 import concurrent.futures
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from shoal.core.errors import DataError
 from shoal.core.files import (
     read_json,
     remove_leftovers,
+    restore_folders,
     verify_folder,
     write_bytes,
     write_folder,
@@ -269,6 +271,21 @@ def test_a_copy_put_aside_does_not_take_the_place_of_a_folder_that_is_there(tmp_
     assert (verify_folder(tmp_path / "f") / "a").read_text() == "f"
     remove_leftovers(tmp_path)
     assert os.listdir(tmp_path) == ["f"]
+
+
+def test_a_copy_that_cannot_be_put_back_keeps_no_other_from_it(tmp_path, monkeypatch):
+    for name in "abc":
+        (tmp_path / f".{name}.abcdefgh.old" / "was").mkdir(parents=True)
+    replace = os.replace
+
+    def refusing(source, target):
+        if target.name == "b":
+            raise PermissionError(errno.EACCES, "only reading is allowed here")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refusing)
+    restore_folders(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".b.abcdefgh.old", "a", "c"]
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "dangling link", "empty folder"])

@@ -11,9 +11,13 @@ import zipimport
 import cloudpickle
 import pytest
 
+from shoal.core.errors import WorkerDiedError
 from shoal.core.processes import (
     TOKEN,
+    WorkerProcess,
+    Zygote,
     by_value,
+    describe_exit,
     dumps,
     end_programs,
     environment_of,
@@ -83,3 +87,16 @@ def test_what_a_module_holds_that_was_made_at_run_time_goes_by_value(monkeypatch
 def test_what_every_interpreter_has_or_can_import_goes_by_name(item):
     with by_value([item]):
         assert len(cloudpickle.dumps(item)) < 100
+
+
+def test_a_worker_whose_zygote_is_gone_counts_as_killed(monkeypatch):
+    def gone(*_):
+        raise WorkerDiedError("the zygote is gone")
+
+    worker = WorkerProcess("shoal.vector.worker:main")
+    worker.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Zygote, "ask", gone)
+        worker.kill()
+    worker.release()
+    assert describe_exit(worker.exit_code) == "was killed by SIGKILL"

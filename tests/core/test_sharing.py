@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shoal.core import sharing
-from shoal.core.sharing import Shared, park
+from shoal.core.sharing import Shared, park, parking_place
 
 
 def identity_in_worker(item):
@@ -100,3 +100,18 @@ def test_what_is_small_is_not_parked(tmp_path):
     value = [np.zeros(10)]
     assert park(value, str(tmp_path)) is value
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_in_the_parking_place_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # no place in memory
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for name in (f"shoal-parked-{gone.pid}-x", f"shoal-parked-{os.getpid()}-x", "shoal-parked-mine-x"):
+        (tmp_path / name).mkdir()
+    (tmp_path / f"shoal-parked-{gone.pid}-x" / "array").write_bytes(b"a part")
+    with parking_place() as folder:
+        assert os.path.dirname(folder) == str(tmp_path)
+        found = {*os.listdir(tmp_path)} - {os.path.basename(folder)}
+        assert found == {f"shoal-parked-{os.getpid()}-x", "shoal-parked-mine-x"}
+    assert {*os.listdir(tmp_path)} == found
