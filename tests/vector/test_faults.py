@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -652,12 +653,15 @@ def test_a_hundred_pools_leave_no_memory_descriptors_or_shared_memory_behind() -
 
 PARENT = """
 import functools, os, signal, sys, time
+from concurrent.futures import ThreadPoolExecutor
 signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored, as a shell may have it
 sys.path.insert(0, {root!r})
 from shoal.vector import make_vec
 from tests.vector.faulty import CountEnv, Faulty
 fns = [functools.partial(Faulty, "stubborn hang"), CountEnv, CountEnv]
-envs = make_vec(fns, backend="process", num_workers=3, start_method={method!r})
+method, _, thread = {method!r}.partition(" in a ")
+make = functools.partial(make_vec, fns, backend="process", num_workers=3, start_method=method)
+envs = ThreadPoolExecutor(1).submit(make).result() if thread else make()
 envs.reset(seed=0)
 print(*[row["pid"] for row in envs.stats()["workers"]], flush=True)
 envs.step_async([9, 1, 1])
@@ -670,7 +674,7 @@ envs.step_wait()
 """
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork", "fork in a thread"])
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "SIGINT", "exit", "return"])
 def test_no_worker_outlives_its_parent(method: str, end: str) -> None:
     if method != "forkserver" and end not in ("SIGKILL", "return"):
@@ -692,6 +696,18 @@ def test_no_worker_outlives_its_parent(method: str, end: str) -> None:
     while time.monotonic() < deadline and any(map(alive, pids)):
         time.sleep(0.05)
     assert not any(map(alive, pids))
+
+
+def test_workers_outlive_the_thread_that_forked_them() -> None:
+    make = functools.partial(make_vec, CountEnv, 2, backend="process", num_workers=2, start_method="fork")
+    with ThreadPoolExecutor(1) as pool:
+        envs = pool.submit(make).result()
+    with closing(envs):
+        for row in envs.stats()["workers"]:
+            with pytest.raises(psutil.TimeoutExpired):
+                psutil.Process(row["pid"]).wait(0.1)
+        envs.reset(seed=0)
+        assert envs.step([1, 2])[1].tolist() == [11.0, 21.0]
 
 
 @contextlib.contextmanager

@@ -677,7 +677,7 @@ class WorkerProcess:
             self.channel.send(self._around, self.check)
 
     def _fork(self, theirs: socket.socket) -> int:
-        parent = os.getpid()
+        parent, stays = os.getpid(), threading.current_thread() is threading.main_thread()
         _flush()
         pid = os.fork()
         if pid:
@@ -685,7 +685,7 @@ class WorkerProcess:
         code = 1
         try:
             os.setsid()
-            if threading.current_thread() is threading.main_thread():
+            if stays:
                 die_with_parent()  # the kernel means the parent's thread, so only where that one stays
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
