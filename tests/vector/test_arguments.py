@@ -244,6 +244,21 @@ def test_actions_of_another_shape_reach_the_envs_as_gymnasium_gives_them() -> No
         made.close()
 
 
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_whole_numbers_reach_the_envs_as_the_type_that_the_caller_gave_where_that_is_another_kind(
+    backend: Any,
+) -> None:
+    class Shown(CountEnv):
+        def step(self, action: Any) -> Any:
+            return *super().step(action)[:4], {"kind": type(action).__name__}
+
+    envs = make_vec(Shown, 2, backend=backend, num_workers=None if backend == "serial" else 1)
+    envs.reset(seed=0)
+    for dtype, kind in ((np.float64, "float64"), (np.int32, "int64"), (np.int64, "int64")):
+        assert envs.step(np.array([1, 1], dtype))[4]["kind"].tolist() == [kind, kind]
+    envs.close()
+
+
 def test_a_ring_holds_no_text_and_seeds_are_one_for_each(envs: Any) -> None:
     with pytest.raises(ValueError, match="length must match num_envs=3"):
         envs.reset(seed=[1, 2])

@@ -1725,17 +1725,22 @@ class Patient(CountEnv):
 
 @pytest.mark.parametrize("backend", ["process", "thread"])
 @pytest.mark.parametrize("policy", ["raise", "restart"])
-@pytest.mark.parametrize("flying", [False, True], ids=["step", "recv"])
-def test_who_waits_while_another_thread_closes_is_told_so(flying: bool, policy: Any, backend: Any) -> None:
+@pytest.mark.parametrize("waits", ["step", "recv", "call"])
+def test_who_waits_while_another_thread_closes_is_told_so(waits: str, policy: Any, backend: Any) -> None:
     envs = make_vec(Patient, 2, backend=backend, num_workers=2, on_failure=policy)
     before = children() - {row.get("pid") for row in envs.stats()["workers"]}
     envs.reset(seed=0)
     another = threading.Timer(0.2, envs.close, kwargs={"timeout": 0.3})
     another.start()
-    if flying:
+    if waits == "recv":
         envs.send([0, 1], [FAULT, FAULT])
+    wait: Any = {
+        "step": lambda: envs.step([FAULT, FAULT]),
+        "recv": lambda: envs.recv(2),
+        "call": lambda: envs.call("misbehave", FAULT),
+    }
     with pytest.raises(ClosedEnvironmentError, match="close"):
-        envs.recv(2) if flying else envs.step([FAULT, FAULT])
+        wait[waits]()
     another.join()
     until(lambda: not children() - before)
 

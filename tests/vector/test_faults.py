@@ -223,9 +223,9 @@ def test_masked_envs_are_left_out_for_good(fault: str) -> None:
     assert infos["worker_masked"][1]
     assert envs.active.tolist() == [True, False, True, True]
     for t in (2, 3):
-        _, rewards, _, truncated, _ = envs.step([1, 9, 1, 1])
+        _, rewards, terminated, truncated, _ = envs.step([1, 9, 1, 1])
         assert rewards.tolist() == [10.0 + t, 0.0, 10.0 + t, 10.0 + t]
-        assert not truncated.any()
+        assert not (terminated | truncated).any()
     envs.reset(seed=1)
     assert envs.step([1, 9, 1, 1])[1].tolist() == [11.0, 0.0, 11.0, 11.0]
     envs.close()
@@ -495,6 +495,86 @@ def test_an_observation_with_nan_is_refused_once_and_no_end_comes_of_it(mode: st
         _, _, terminated, _, infos = envs.step([1, 1])
         assert terminated.tolist() == [True, False]
         assert "worker_restarted" not in infos
+    envs.close()
+
+
+class Pays(CountEnv):
+    """Pays one and the same in every step."""
+
+    def __init__(self, reward: Any, length: int) -> None:
+        super().__init__(length)
+        self.reward = reward
+
+    def step(self, action: Any) -> Any:
+        obs, _, *rest = super().step(action)
+        return obs, self.reward, *rest
+
+
+@pytest.mark.parametrize("length", [1, 2], ids=["the last step", "a step"])
+def test_what_is_paid_is_a_number_in_the_last_step_as_in_any(length: int) -> None:
+    for reward, number in ((2.5, 2.5), (np.array([2.0]), 2.0), (np.float32(0.5), 0.5), (3, 3.0), (True, 1.0)):
+        with closing(make_vec([functools.partial(Pays, reward, length)], backend="serial")) as envs:
+            envs.reset(seed=0)
+            assert envs.step(np.array([1]))[1].tolist() == [number]
+    for reward in (None, "1", math.nan):
+        with closing(make_vec([functools.partial(Pays, reward, length)], backend="serial")) as envs:
+            envs.reset(seed=0)
+            with pytest.raises(WorkerError, match="reward (must be a number, got|is NaN)"):
+                envs.step(np.array([1]))
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+@pytest.mark.parametrize("fault", ["raise", "nan observation", "nan reward"])
+def test_an_env_that_failed_is_not_stepped_before_it_is_reset(fault: str, backend: Any) -> None:
+    with closing(make_vec([functools.partial(Faulty, fault), CountEnv], backend=backend)) as envs:
+        envs.reset(seed=0)
+        for action, said in ((9, "failed in step with action"), (1, "the episode is over; reset it")):
+            with pytest.raises(WorkerError, match=f"env 0.*{said}"):
+                envs.step(np.array([action, 1]))
+        envs.reset(seed=0)
+        assert envs.step(np.array([1, 1]))[1].tolist() == [11.0, 11.0]
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_an_interrupt_while_an_env_is_replaced_costs_no_answer_of_the_next_operations(
+    monkeypatch: pytest.MonkeyPatch, backend: Any
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    fns = [functools.partial(Faulty, "raise"), CountEnv]
+    with closing(make_vec(fns, backend=backend, num_workers=2, on_failure="restart")) as envs:
+        envs.reset(seed=0)
+        envs.step_async([9, 1])
+        until_answered(envs)
+        monkeypatch.setattr("shoal.vector.vector_env.replies_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            envs.step_wait()
+        assert envs.reset(seed=5)[0].tolist() == [[5, 1, 0, 0], [6, 1, 0, 0]]
+        assert envs.step([1, 2])[0].tolist() == [[5, 1, 1, 1], [6, 1, 1, 2]]
+
+
+def until_answered(envs: Any) -> None:
+    while not all(worker.answered() for worker in envs.workers):
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("operation", ["reset", "call", "step"])
+def test_a_worker_that_died_between_two_operations_is_named_by_the_next(operation: str) -> None:
+    envs = vec("none")
+    envs.reset(seed=0)
+    process = psutil.Process(envs.stats()["workers"][1]["pid"])
+    process.kill()
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.005)
+    begin: Any = {
+        "reset": lambda: envs.reset(seed=1),
+        "call": lambda: envs.call("length"),
+        "step": lambda: envs.step_some([0, 1], [1, "loose"]),
+    }
+    with pytest.raises(WorkerDiedError, match="env 1 .*was killed by SIGKILL"):
+        begin[operation]()
     envs.close()
 
 

@@ -187,6 +187,18 @@ def receive_all(envs: Any, received: list[int]) -> None:
         received += envs.recv(timeout=30.0).ids.tolist()
 
 
+def test_of_several_failures_in_flight_the_first_is_raised_and_names_the_others() -> None:
+    envs = make_vec(functools.partial(Faulty, "raise"), 3, backend="process", num_workers=3)
+    envs.reset(seed=0)
+    envs.send([0, 1, 2], [9, 9, 9])
+    while not all(worker.answered() for worker in envs.workers):
+        time.sleep(0.005)
+    with pytest.raises(ZeroDivisionError, match="env 0 ") as caught:
+        envs.recv(3)
+    assert [note.partition(" (pid")[0] for note in caught.value.__notes__] == ["also: env 1", "also: env 2"]
+    envs.close()
+
+
 class Interrupts:
     """An action that is interrupted while it is sent."""
 

@@ -287,6 +287,38 @@ def test_the_death_of_an_actor_blames_all_envs_that_it_may_have_been_at() -> Non
     assert alone.lost.summary == "the Ray actor of env 4 is gone: it was killed"
 
 
+def test_what_a_gone_actor_cannot_tell_or_be_told_is_left_out(
+    threads: ThreadCluster, monkeypatch: Any
+) -> None:
+    def kill(_: Any) -> None:
+        raise RayError("it is gone already")
+
+    envs = make_vec(functools.partial(Faulty, "hang"), 2, backend="ray", num_workers=2, on_failure="restart")
+    envs.reset(seed=0)
+    worker: Any = envs.workers[0]
+    worker.ask_stack()
+    threads.actors[0].end(dead_because("it was told to"))
+    assert worker.stack() == ""
+    monkeypatch.setattr(threads, "kill", kill)
+    assert envs.step([1, 1])[3].tolist() == [True, False]
+    envs.close()
+
+
+def test_who_is_lost_is_not_waited_for(threads: ThreadCluster, monkeypatch: Any) -> None:
+    waited: list[Any] = []
+    envs = make_vec(CountEnv, 2, backend="ray", num_workers=2)
+    workers: Any = envs.workers
+    envs.reset(seed=0)
+    envs.step_async([1, 1])
+    replies = [worker.reply for worker in workers]
+    workers[0].lost = workers[0].failure("died", "it was told to")
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "wait", lambda references, **_: waited.append(references))
+        workers[0].backend.wait_for(workers, 1.0)
+    assert waited == [replies[1:]]
+    envs.close()
+
+
 def test_a_scheduling_strategy_that_ray_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigError, match="got 'SPRAED'. Did you mean 'SPREAD'"):
         make_vec(CountEnv, 1, backend="ray", ray_options={"scheduling_strategy": "SPRAED"})

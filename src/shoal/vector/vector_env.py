@@ -1189,30 +1189,28 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             if not ready:
                 return
             silent = self._land_silent(ready)
-            if len(silent) == len(ready):
+            if silent == len(ready):
                 return
-            rest = [pair for pair in ready if id(pair[0]) not in silent]
-            lost = [pair for pair in rest if pair[0].lost is not None]
-            for landing in [*([pair] for pair in rest if pair[0].lost is None), lost]:
-                # Those that a landing before them replaced are over.
+            lost = [pair for pair in ready if pair[0].lost is not None]
+            for landing in [*([pair] for pair in ready if pair[0].lost is None), lost]:
+                # Those that told nothing, or that a landing before them replaced, are over.
                 landing = [pair for pair in landing if self._at_work.get(id(pair[0])) is pair]
                 if landing:
                     self._land_in_flight(landing)
 
-    def _land_silent(self, ready: Pending) -> dict[int, Worker]:
-        """Take over, all at once, what those answered that told nothing beside the buffers; who they are."""
+    def _land_silent(self, ready: Pending) -> int:
+        """Take over, all at once, what those answered that told nothing beside the buffers; how many they are."""
         silent = [pair for pair in ready if pair[0].silent()]
         ids = [i for worker, command in silent for i in ids_of(worker, command)]
         if not ids or self._late_failures or (self._same_step and self._ended(ids)):
-            return {}
+            return 0
         landing = self._landing(ids, [{} for _ in ids])
-        workers = {id(worker): worker for worker, _ in silent}
-        for key, worker in workers.items():
+        for worker, _ in silent:
             worker.take()
-            del self._at_work[key]
+            del self._at_work[id(worker)]
         self._landed.append(landing)
-        self._set_to_work(workers.values())
-        return workers
+        self._set_to_work(worker for worker, _ in silent)
+        return len(silent)
 
     def _land_in_flight(self, landing: Pending) -> None:
         replies = []
