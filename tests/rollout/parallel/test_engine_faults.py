@@ -149,7 +149,9 @@ def test_when_the_thread_of_the_engine_fails_nobody_waits_for_it():
     for thread in threads:
         thread.start()
     time.sleep(0.2)
-    shared._post(lambda: 1 / 0)
+    with shared._lock:
+        shared._inbox.extend([lambda: 1 / 0] * 2)  # at the second it is ending already
+    shared._connections.ring()
     for thread in threads:
         thread.join(20)
     assert len(failures) == 4

@@ -339,8 +339,10 @@ def _named_file(made):
 class GoneRay(Executor):
     """A Ray whose part on this machine was killed: each task ends so."""
 
+    made = 0
+
     def __init__(self, options):
-        pass
+        GoneRay.made += 1
 
     def submit(self, fn, /, *args, **kwargs):
         future = Future()
@@ -365,8 +367,10 @@ class NoMailbox:
 
 def test_a_ray_that_is_gone_from_this_machine_costs_no_episode(calm, monkeypatch):
     monkeypatch.setattr("shoal.rollout.parallel.pool.RayExecutor", GoneRay)
+    monkeypatch.setattr(GoneRay, "made", 0)
     monkeypatch.setattr("shoal.rollout.parallel.ray.Mailbox", NoMailbox)
     with ParallelRolloutManager(config(n_jobs=2), HashEngine(), backend="ray") as manager:
-        for _ in range(2):  # each rollout tries Ray first
+        for n in range(1, 3):  # each rollout tries another Ray first
             assert manager.collect(4) == calm
+            assert GoneRay.made == n
             assert (manager.report.worker_deaths, manager.report.replayed_episodes) == (2, len(calm))

@@ -317,6 +317,20 @@ def test_a_request_that_waits_too_long_is_refused():
     assert isinstance(results[-1], TimeoutError)
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_asker_of_an_engine_that_hangs_waits_no_longer_than_it_said(n):
+    released = threading.Event()
+    with SharedLLMInferenceManager(HashEngine(lambda _: released.wait())) as shared:
+        link = SocketLink(shared.serve())
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match="did not answer in time"):
+                link.generate([request(m) for m in range(n)], timeout=0.05)
+        released.set()
+        assert link.generate([request(5)] * n) == HashEngine().generate([request(5)] * n)
+        link.close()
+
+
 def test_an_asker_notices_that_the_engine_is_gone(shared):
     link = SocketLink(shared.serve())
     link.generate([request()])

@@ -340,7 +340,6 @@ class _Rollout:
         self.deaths: dict[int, int] = {}
         self.running: dict[Future[Played], Share] = {}
         self.started = 0
-        self.broken = False
         self.unreported = 0  # times that workers were done and episodes missing
         self.hung = 0
 
@@ -389,8 +388,7 @@ class _Rollout:
             return
         if not isinstance(error, WorkerDiedError | WorkerTimeoutError | BrokenExecutor):
             raise WorkerError(f"a rollout worker failed: {in_words(error)}") from error
-        if isinstance(error, BrokenExecutor) and not self.broken:
-            self.broken = True
+        if isinstance(error, BrokenExecutor):
             self.pool.forget()
         left = [a for a in share.assignments if a.index not in self.results]
         if not left:

@@ -379,12 +379,10 @@ class SocketLink:
             self._check(deadline)
             if self._reading.acquire(blocking=False):
                 try:
-                    while not call.done and not self._broken:
-                        for message in self._receive(deadline):
-                            self._hand_over(message)
-                        if self._ready:
-                            self._ring_next()
-                        self._check(deadline)
+                    for message in self._receive(deadline):
+                        self._hand_over(message)
+                    if self._ready:
+                        self._ring_next()
                 finally:
                     self._reading.release()
             elif call.bell is None:  # then look once more: what would have woken us may just have happened
