@@ -241,6 +241,27 @@ def test_an_interrupt_while_an_env_in_flight_is_replaced_leaves_nobody_to_be_wai
     envs.close()
 
 
+def test_an_interrupt_while_a_result_is_taken_over_leaves_nobody_to_be_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    envs = make_vec(CountEnv, 2, backend="process", num_workers=2)
+    envs.reset(seed=0)
+    envs.send([0, 1], [1, 2])
+    while not all(worker.answered() for worker in envs.workers):
+        time.sleep(0.005)
+    monkeypatch.setattr(VectorPool, "_deliver", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        envs.recv(2)
+    assert envs.in_flight == [1]
+    assert envs.recv(2).ids.tolist() == [1]
+    assert envs.step([1, 1])[1].tolist() == [12.0, 12.0]
+    envs.close()
+
+
 class PaysNothingKnown(CountEnv):
     """Its reward for the action 9 is NaN, which is noticed when its observation has been written."""
 

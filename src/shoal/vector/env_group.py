@@ -618,7 +618,6 @@ def quantiles(rows: Array, *shares: float) -> list[list[float]]:
     middles = SHORTEST * 2 ** ((np.arange(BUCKETS) + 0.5) / PER_OCTAVE)
     found = []
     for share in shares:
-        at = (counts < np.maximum(np.ceil(share * total), 1)).sum(axis=1)
-        values = middles[np.minimum(at, BUCKETS - 1)]
-        found.append(np.where(total[:, 0] > 0, values, np.nan).tolist())
+        at = (counts < np.ceil(share * total)).sum(axis=1)
+        found.append(np.where(total[:, 0] > 0, middles[at], np.nan).tolist())
     return found
