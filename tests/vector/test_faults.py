@@ -510,6 +510,20 @@ class Pays(CountEnv):
         return obs, self.reward, *rest
 
 
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_a_list_of_numbers_is_an_observation_in_every_step(mode: str) -> None:
+    class Lists(CountEnv):
+        def observe(self, action: Any) -> Any:
+            return super().observe(action).tolist()
+
+    with closing(make_vec([functools.partial(Lists, 2)], backend="serial", autoreset=mode)) as envs:
+        assert envs.reset(seed=0)[0].tolist() == [[0, 1, 0, 0]]
+        assert envs.step(np.array([1]))[0].tolist() == [[0, 1, 1, 1]]
+        obs, _, terminated, _, infos = envs.step(np.array([1]))
+        last = infos["final_obs"] if mode == "same_step" else obs
+        assert (list(last[0]), terminated.tolist()) == ([0, 1, 2, 1], [True])
+
+
 @pytest.mark.parametrize("length", [1, 2], ids=["the last step", "a step"])
 def test_what_is_paid_is_a_number_in_the_last_step_as_in_any(length: int) -> None:
     for reward, number in ((2.5, 2.5), (np.array([2.0]), 2.0), (np.float32(0.5), 0.5), (3, 3.0), (True, 1.0)):

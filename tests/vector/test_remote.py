@@ -299,6 +299,7 @@ def test_what_a_gone_actor_cannot_tell_or_be_told_is_left_out(
     worker.ask_stack()
     threads.actors[0].end(dead_because("it was told to"))
     assert worker.stack() == ""
+    assert np.isnan(envs.stats()["step_p50"][0])
     monkeypatch.setattr(threads, "kill", kill)
     assert envs.step([1, 1])[3].tolist() == [True, False]
     envs.close()
