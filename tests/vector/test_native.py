@@ -220,18 +220,20 @@ def test_infos_of_those_that_begin_again_come_from_the_reset_and_the_others_from
     class Told(Counters):
         def reset(self, *, seed: Any = None, options: Any = None) -> Any:
             obs, _ = super().reset(seed=seed, options=options)
-            return obs, {"count": np.full(self.num_envs, -1)}
+            return obs, {"count": np.full(self.num_envs, -1), "said by": "reset"}
 
         def step(self, actions: Any) -> Any:
             *result, infos = super().step(actions)
             names = np.array(["a", None, "c"], dtype=object)
             others = {"odd": {"x": np.array([0, 7, 0]), "_x": np.array([False, True, False])}}
-            return *result, {**infos, "name": names, "_name": names != None, **others}  # noqa: E711
+            told = {"name": names, "_name": names != None, "said by": "step"}  # noqa: E711
+            return *result, {**infos, **told, **others}
 
     envs = native(lambda num_envs: Told(num_envs, reset_mask=True), autoreset="same_step")
     envs.reset()
     infos = [envs.step([5, 6, 7])[4] for _ in range(3)][-1]  # env 0 ends in the third step
     assert infos["count"].tolist() == [-1, 3, 3]
+    assert infos["said by"] == "reset"  # of the whole batch: the latest
     final = infos["final_info"]
     assert infos["_final_info"].tolist() == [True, False, False]
     assert (final["count"].tolist(), final["_count"].tolist()) == ([3, 0, 0], [True, False, False])
