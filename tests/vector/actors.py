@@ -62,9 +62,10 @@ class Method:
     def remote(self, *args: Any) -> Reference:
         reference = Reference()
         self.actor.open.append(reference)
-        self.calls.put((reference, args))
         if self.actor.death:
             self.actor.end(self.actor.death)
+        else:
+            self.calls.put((reference, args))
         return reference
 
 
