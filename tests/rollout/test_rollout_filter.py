@@ -3,7 +3,7 @@ import pytest
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
 from shoal.rollout.collector import collect_with_signal
-from shoal.rollout.filters import filter_rollouts, group_scores
+from shoal.rollout.filters import filter_groups, filter_rollouts, group_scores
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.config import Algorithm
 
@@ -23,6 +23,15 @@ def test_scores_are_those_computed_by_hand():
     # std: 0, sqrt(1/4 * 3/4), 1/2, 2; max - mean: 0, 3/4, 1/2, 2
     assert group_scores(TRAJECTORIES, "std") == pytest.approx({0: 0, 1: 0.4330127, 2: 0.5, 3: 2})
     assert group_scores(TRAJECTORIES, "max_mean") == pytest.approx({0: 0, 1: 0.75, 2: 0.5, 3: 2})
+
+
+@pytest.mark.parametrize(
+    ("groups", "solved", "unsolved"), [([0], 0.0, 1.0), ([0, 1], 0.0, 0.5), ([], 0.0, 0.0)]
+)
+def test_groups_without_signal_are_told_as_shares_of_those_played(groups, solved, unsolved):
+    told = filter_groups([t for t in TRAJECTORIES if t.group in groups])[1].metrics()
+    assert told["groups_played"] == len(groups)
+    assert (told["groups_all_solved"], told["groups_none_solved"]) == (solved, unsolved)
 
 
 class EveryThird:

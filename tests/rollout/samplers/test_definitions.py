@@ -73,6 +73,11 @@ def test_settings_of_samplers_have_their_bounds():
     for wrong in ({"retries": -1}, {"count": 0}):
         with pytest.raises(ConfigError, match=r"(retries must be at least 0|count must be at least 1), got"):
             ReplicaConfig(**wrong)
+    counts = ("width", "layers", "heads", "context", "threads", "max_batch")
+    assert [getattr(EngineConfig(**dict.fromkeys(counts, 1)), name) for name in counts] == [1] * 6
+    for name in counts:
+        with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
+            EngineConfig(**{name: 0})
 
 
 def test_an_engine_around_another_has_its_version_and_sets_it():
