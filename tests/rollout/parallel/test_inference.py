@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import os
 import pickle
 import queue
@@ -68,6 +69,21 @@ def test_several_requests_are_answered_in_order(shared):
     assert link.generate(requests) == HashEngine().generate(requests) == shared.generate(requests)
     assert link.generate([]) == []
     link.close()
+
+
+def test_requests_leave_nothing_to_the_garbage_collector(shared):
+    link = SocketLink(shared.serve())
+    link.generate([request()])
+    gc.collect()
+    gc.disable()  # what is part of a cycle stays until somebody collects
+    try:
+        for turn in range(100):
+            link.generate([request(turn=turn)])
+            shared.generate([request(turn=turn)])
+        assert gc.collect() < 100
+    finally:
+        gc.enable()
+        link.close()
 
 
 def test_the_socket_is_for_this_user_alone(shared):

@@ -287,13 +287,29 @@ def generate_each(
             returns the engine to ask from then on.
         given_up: whether nobody waits for the answers any more; then nothing is tried again.
     """
+    return _Asking(engine, retries, on_failure, given_up).ask(requests, 0)
 
-    def ask(part: Sequence[Request], attempt: int) -> list[Completion | Exception]:
-        nonlocal engine
+
+class _Asking:
+    """One batch at the engine: `generate_each` without a function that holds itself, which the collector must free."""
+
+    __slots__ = ("engine", "given_up", "on_failure", "retries")
+
+    def __init__(
+        self,
+        engine: Engine,
+        retries: int,
+        on_failure: Callable[[int, BaseException | None], Engine] | None,
+        given_up: Callable[[], bool],
+    ) -> None:
+        self.engine, self.retries, self.on_failure, self.given_up = engine, retries, on_failure, given_up
+
+    def ask(self, part: Sequence[Request], attempt: int) -> list[Completion | Exception]:
+        """The answers to a part of it, which failed `attempt` times before."""
+        engine = self.engine
         each = getattr(engine, "generate_each", None)
         try:
-            given = engine.generate(part) if each is None else each(part)
-            answers = checked(engine, part, given)
+            answers = checked(engine, part, engine.generate(part) if each is None else each(part))
         except (
             BaseException
         ) as error:  # SystemExit, say: the engine's own, of which its neighbours do not end
@@ -301,23 +317,25 @@ def generate_each(
             if isinstance(error, KeyboardInterrupt) and main:  # Ctrl-C, which comes there alone
                 raise
             refused = as_completion(error)
-            if given_up():
+            if self.given_up():
                 return [refused] * len(part)
-            engine = on_failure(1, error) if on_failure is not None else engine
+            self._failed(1, error)
             if len(part) > 1:
                 half = len(part) // 2
-                return ask(part[:half], attempt) + ask(part[half:], attempt)
-            return ask(part, attempt + 1) if attempt < retries else [refused]
-        if each is None or attempt >= retries:
+                return self.ask(part[:half], attempt) + self.ask(part[half:], attempt)
+            return self.ask(part, attempt + 1) if attempt < self.retries else [refused]
+        if each is None or attempt >= self.retries:
             return answers
         failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
-        if failed and not given_up():
-            engine = on_failure(len(failed), None) if on_failure is not None else engine
-            for i, answer in zip(failed, ask([part[i] for i in failed], attempt + 1), strict=True):
+        if failed and not self.given_up():
+            self._failed(len(failed), None)
+            for i, answer in zip(failed, self.ask([part[i] for i in failed], attempt + 1), strict=True):
                 answers[i] = answer
         return answers
 
-    return ask(requests, 0)
+    def _failed(self, requests: int, error: BaseException | None) -> None:
+        if self.on_failure is not None:
+            self.engine = self.on_failure(requests, error)
 
 
 @dataclass(frozen=True, slots=True)
