@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import threading
 import time
@@ -104,6 +105,8 @@ class Pace:
     def __init__(self) -> None:
         self.cost = 0.0
         """Seconds of a call that do not depend on how much is asked; 0 until calls of several sizes were seen."""
+        self.pays = False
+        """Whether waiting can pay at all."""
         # Sums over the calls of 1, n, seconds, n * n, n * seconds; older ones count less.
         self._count = self._x = self._y = self._xx = self._xy = 0.0
         self._delays: deque[float] = deque(maxlen=512)  # from an answer to the next question, the last ones
@@ -111,11 +114,6 @@ class Pace:
         self._out: dict[EpisodeName, float] = {}  # when each episode was answered that has not asked since
         self._together: Counter[float] = Counter()  # how many of them were answered at one time
         self._since: float | None = None  # the engine is free and something waits
-
-    @property
-    def pays(self) -> bool:
-        """Whether waiting can pay at all."""
-        return self.cost >= LEAST_COST
 
     def called(self, n: int, seconds: float) -> None:
         """A call for `n` requests took so long."""
@@ -129,6 +127,7 @@ class Pace:
         if spread > 1e-9 * xx:
             slope = max(0.0, (xy - x * y / count) / spread)
             self.cost = max(0.0, (y - slope * x) / count)
+        self.pays = self.cost >= LEAST_COST
 
     def answered(self, episodes: Collection[EpisodeName], now: float) -> None:
         """These, each named once, may ask again."""
@@ -162,7 +161,7 @@ class Pace:
         """Seconds for which to wait with `n` requests, should no other arrive; 0 if the engine is to be asked now."""
         self._since = since = now if self._since is None else self._since
         waited, known, found = now - since, self._sorted, 0.0
-        if not self.pays or not self._out or len(known) < FEWEST_DELAYS or waited >= self.cost:
+        if not self._out or len(known) < FEWEST_DELAYS or waited >= self.cost:
             return found
         best = CAUTION * (n + len(self._out)) / (waited + self.cost)
         groups = [(now - at, k, bisect_right(known, now - at)) for at, k in self._together.items()]
@@ -245,11 +244,12 @@ class Batcher:
 
     def patience(self, now: float) -> float | None:
         """Seconds after which a batch is to be launched, should nothing arrive; None if something has to arrive."""
-        if not self.due:
+        if not self._size or not self.due:
             return None
-        if self.pace is None or self._suspects or self._size >= self.max_batch:
+        pace = self.pace
+        if pace is None or not pace.pays or self._suspects or self._size >= self.max_batch:
             return 0.0
-        return self.pace.patience(self._size, now)
+        return pace.patience(self._size, now)
 
     def take(self, limit: int | None = None) -> list[Waiting]:
         """The next batch: one request of each asker in turn, oldest first within an asker; a suspect alone."""
@@ -259,7 +259,8 @@ class Batcher:
             taken.append(self._suspects.popleft())
             limit = 1
         elif self._size <= limit:  # all of them: whose turn it is does not matter
-            taken.extend(item for items in self._by_asker.values() for item in items)
+            for items in self._by_asker.values():
+                taken += items
             self._by_asker.clear()
         while self._by_asker and len(taken) < limit:
             asker, items = self._by_asker.popitem(last=False)
@@ -645,24 +646,24 @@ class SharedLLMInferenceManager(Closing):
 
     def _look(self, wait: float | None, now: float) -> None:
         """Take in what arrived, waiting up to `wait` seconds for something to, or until a deadline."""
-        until = [] if wait is None else [now + wait]
-        if len(self._connections):
-            until.append(self._next_sweep)
+        until = math.inf if wait is None else now + wait
+        if self._next_sweep < until and len(self._connections):
+            until = self._next_sweep
         while self._timed and self._timed[0].answered:
             self._timed.popleft()
         if self._timed:
-            until.append(self._timed[0].deadline or now)
+            until = min(until, self._timed[0].deadline or now)
         running = self._running
         if running is not None and running.deadline is not None:
-            until.append(running.deadline)
+            until = min(until, running.deadline)
         awake = (
             running is None and self._is_quick
         )  # else the engine would share the interpreter with a busy wait
-        self._connections.look(max(0.0, min(until) - now) if until else None, awake)
+        self._connections.look(None if until == math.inf else max(0.0, until - now), awake)
         while self._inbox:
             self._inbox.popleft()()
-        if until:
-            self._keep_time(time.monotonic())
+        if until <= (now := time.monotonic()):
+            self._keep_time(now)
 
     def _keep_time(self, now: float) -> None:
         """Do what is due by now."""

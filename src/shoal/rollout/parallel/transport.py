@@ -120,7 +120,6 @@ class Refusal(msgspec.Struct, array_like=True, tag="r"):
 
 FromWorker = Hello | Ask | Entered | Left | Alive
 _encoder = msgspec.msgpack.Encoder()
-_from_worker = msgspec.msgpack.Decoder(FromWorker)
 _from_server = msgspec.msgpack.Decoder(Answer | Refusal)
 _anything = msgspec.msgpack.Decoder()
 
@@ -169,9 +168,8 @@ def decode_answer(data: bytes | memoryview) -> Answer | Refusal:
         raise
 
 
-def decode_request(data: bytes | memoryview) -> FromWorker:
-    """A message of a worker."""
-    return _from_worker.decode(data)  # type: ignore[no-any-return]
+decode_request: Callable[[bytes | memoryview], FromWorker] = msgspec.msgpack.Decoder(FromWorker).decode
+"""A message of a worker."""
 
 
 class Frames:
@@ -198,7 +196,7 @@ class Frames:
         if not buffer and size >= HEADER.size:  # the common case: exactly one message
             (length,) = HEADER.unpack_from(data)
             if size == HEADER.size + length:
-                return [self._decode(memoryview(data)[HEADER.size :])]
+                return [self._decode(data[HEADER.size :])]
         buffer += data
         messages: list[Any] = []
         at, end = 0, len(buffer)
@@ -561,7 +559,8 @@ class Connections:
 
     def _arrived(self, wait: float | None, awake: bool) -> list[tuple[int, int]]:
         poll, clock = self._epoll.poll, time.perf_counter
-        began, found = clock(), list[tuple[int, int]]()
+        began = clock()
+        found: list[tuple[int, int]] = []
         if awake and self._was_brief and (wait is None or wait > BRIEF):
             while not found and clock() - began < BRIEF:
                 found = poll(0)

@@ -123,19 +123,17 @@ def checked(
     if len(answers) != len(requests):
         raise EngineError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
     stated = getattr(engine, "capabilities", None)
-    by_tokens = True, True
-    if stated is not None:
-        by_tokens = getattr(stated, "token_ids", True), getattr(stated, "logprobs", True)
+    token_ids, logprobs = getattr(stated, "token_ids", True), getattr(stated, "logprobs", True)
     size = vocabulary_of(engine)
     found: list[Completion | Exception] = []
     for request, answer in zip(requests, answers, strict=True):
         completion = as_completion(answer)
-        wrong = _wrong(completion, request, size, *by_tokens) if isinstance(completion, Completion) else None
-        found.append(
-            completion
-            if wrong is None
-            else EngineError(f"the engine's answer {wrong}; nothing of it is used: {str(answer)[:200]}")
-        )
+        if isinstance(completion, Completion):
+            wrong = _wrong(completion, request, size, token_ids, logprobs)
+            if wrong is not None:
+                why = f"the engine's answer {wrong}; nothing of it is used: {str(answer)[:200]}"
+                completion = EngineError(why)
+        found.append(completion)
     return found
 
 
