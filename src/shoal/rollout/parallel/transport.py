@@ -23,6 +23,7 @@ from _thread import LockType, allocate_lock
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -256,7 +257,7 @@ class SocketLink:
         self._sending, self._reading, self._state = threading.Lock(), threading.Lock(), threading.Lock()
         self._calls: dict[int, _Call] = {}
         self._ready: deque[_Call] = deque()  # answered, and asleep
-        self._next = 0
+        self._numbers = count()  # of requests
         self._broken: str | None = None
         self._send(frame(Hello(address.token, asker)))
         if address.beat is not None:
@@ -292,16 +293,16 @@ class SocketLink:
         if not (self._sending.acquire(blocking=False) or self._sending.acquire(timeout=_left(deadline))):
             raise TimeoutError(TOO_LATE)
         try:
-            rest = memoryview(data)
-            while rest:
+            sent = 0
+            while sent < len(data):
                 if self._broken:
                     raise LinkLostError(f"the connection to the shared engine ended: {self._broken}")
                 try:
-                    rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
+                    sent += self._socket.send(memoryview(data)[sent:] if sent else data, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     if self._writable.poll(_milliseconds(deadline)):
                         continue
-                    if len(rest) < len(data):  # half a message: what follows it could not be read
+                    if sent:  # half a message: what follows it could not be read
                         self._end("it did not read a message in time")
                     raise TimeoutError(TOO_LATE) from None
                 except OSError as error:
@@ -323,7 +324,7 @@ class SocketLink:
     def _ask_and_read(self, request: Request, deadline: float | None) -> Completion:
         """The short way: nobody reads, so read for all until the answer is there."""
         try:
-            (number,) = self._numbers(1)
+            number = next(self._numbers)
             self._send(frame(Ask(number, request)), deadline)
             while True:
                 answer: Answer | Refusal | None = None
@@ -343,7 +344,7 @@ class SocketLink:
 
     def _ask_and_wait(self, requests: Sequence[Request], deadline: float | None) -> list[Completion]:
         """The way of threads that ask while another one reads, and of several requests."""
-        numbers = self._numbers(len(requests))
+        numbers = list(islice(self._numbers, len(requests)))
         call = _Call(numbers)
         with self._state:
             self._calls.update(dict.fromkeys(numbers, call))
@@ -359,12 +360,6 @@ class SocketLink:
             call.over = True
             self._wake_others()
         return [completion_of(answer) for answer in call.results()]
-
-    def _numbers(self, n: int) -> range:
-        with self._state:
-            first = self._next
-            self._next = first + n
-        return range(first, first + n)
 
     def _check(self, deadline: float | None) -> None:
         if self._broken:
@@ -451,7 +446,7 @@ class _Call:
 
     __slots__ = ("_answers", "_numbers", "bell", "done", "over")
 
-    def __init__(self, numbers: range) -> None:
+    def __init__(self, numbers: Sequence[int]) -> None:
         self.bell: LockType | None = None  # held while nobody rings; made when somebody else reads
         self._answers: dict[int, Answer | Refusal] = {}
         self._numbers = numbers
