@@ -229,6 +229,14 @@ def test_the_engine_is_asked_at_once_when_nothing_is_worth_waiting_for():
     assert pace.patience(1, 1.5) == 0.0
 
 
+def test_a_batcher_waits_only_where_a_call_costs_more_than_the_shortest_wait():
+    for cost, waits in ((3e-3, False), (20e-3, True)):
+        batcher = Batcher("adaptive")
+        batcher.pace, _ = learned(cost=cost, delay=1e-4)  # all the others are about to ask
+        batcher.put(waiting("a", 0, 1))
+        assert (batcher.patience(1.0) > 0.0) == waits
+
+
 def test_it_waits_no_longer_than_a_call_costs():
     pace, _ = learned()
     pace.answered([(0, 0, 1, member) for member in range(10_000)], 1.0)
