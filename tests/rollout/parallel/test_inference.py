@@ -467,6 +467,9 @@ def test_a_wait_after_a_brief_one_begins_without_sleep(monkeypatch):
     assert waits(None, False, (0, stranger)) == [None]
     assert waits(None, True, (0, bell)) == [0]
     assert waits(None, True, (0, stranger)) == [None]  # a thread of this process rang
+    monkeypatch.setattr(connections, "_by_descriptor", dict.fromkeys((-1, -2)))
+    assert waits(None, True, (0, stranger)) == [None]  # it was brief, but several are connected
+    monkeypatch.undo()
     connections._epoll = epoll
     connections.close()
 

@@ -533,7 +533,8 @@ class Connections:
     def look(self, wait: float | None, awake: bool = False) -> None:
         """Handle what arrived, waiting up to `wait` seconds for something to; None waits as long as it takes.
 
-        With `awake` a wait after a brief one begins without sleep: who asks next need not wake this thread.
+        With `awake` a wait after a brief one begins without sleep: who asks next need not wake this thread. Not where
+        several are connected: they need the cores, and would be served one by one.
         """
         writable = False
         for descriptor, events in self._arrived(wait, awake):
@@ -556,7 +557,7 @@ class Connections:
         poll, clock = self._epoll.poll, time.perf_counter
         began = clock()
         found: list[tuple[int, int]] = []
-        if awake and self._was_brief and (wait is None or wait > BRIEF):
+        if awake and self._was_brief and len(self._by_descriptor) < 2 and (wait is None or wait > BRIEF):
             while not found and clock() - began < BRIEF:
                 found = poll(0)
         found = found or poll(wait)
