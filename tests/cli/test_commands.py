@@ -84,9 +84,9 @@ ROLLOUT_WORDS = (
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
-        (f"{PPO_WORDS} --backend serial --json-events True", 3),
+        pytest.param(f"{PPO_WORDS} --backend serial --json-events True", 3, marks=pytest.mark.slow),
         (f"{PPO_WORDS} --backend process --num-workers 1 --json-events True --json", 4),
-        (f"{ROLLOUT_WORDS} serial", 1),
+        pytest.param(f"{ROLLOUT_WORDS} serial", 1, marks=pytest.mark.slow),
         (f"{ROLLOUT_WORDS} processes", 1),
         ("bench talkative:Talkative --num-envs 2 --seconds 0.05 --json", 1),
     ],

@@ -74,6 +74,7 @@ def test_a_self_test_that_fails_is_told_and_ends_with_1(monkeypatch, capsys):
     assert found["rollout"]["found"].startswith("OSError: no processes")
 
 
+@pytest.mark.slow
 def test_the_self_test_runs_with_64_open_files(tmp_path):
     program = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); from shoal.cli.main import main; "

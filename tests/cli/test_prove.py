@@ -43,6 +43,7 @@ def test_one_run_made_three_ways_leaves_the_same_bytes(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_episodes_that_fail_alike_are_equal_whoever_played_them(tmp_path):
     lost = "custom_envs.FrozenLakeEnv.env_type=tests.cli.test_rollout:LostLake"
     rows = prove(agents("one by one", "lockstep, envs in 3 workers", more=[lost]), tmp_path)

@@ -128,6 +128,7 @@ class LostLake(FrozenLakeEnv):
         return answer
 
 
+@pytest.mark.slow
 def test_episodes_that_fail_alike_are_equal_whoever_played_them_and_says_so(tmp_path, capsys):
     lost = f"custom_envs.FrozenLakeEnv.env_type={__name__}:LostLake"
     assert main(["rollout", "--compare", *SMALL, lost, f"run_dir={tmp_path / 'run'}"]) == 0
@@ -138,6 +139,7 @@ def test_episodes_that_fail_alike_are_equal_whoever_played_them_and_says_so(tmp_
     assert capsys.readouterr().out.count("bit-equal") == 4
 
 
+@pytest.mark.slow
 def test_a_comparison_in_which_no_worker_died_is_no_proof(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("shoal.cli.rollout.os.kill", lambda pid, signal: None)
     assert main(["rollout", "--compare", *SMALL, f"run_dir={tmp_path / 'run'}"]) == 1

@@ -198,6 +198,7 @@ def test_a_training_into_a_folder_in_use_is_refused_in_one_line(tmp_path, capsys
     assert os.listdir(tmp_path) == [".lock"]
 
 
+@pytest.mark.slow
 def test_of_two_trainings_started_together_one_trains_and_one_is_refused(tmp_path):
     call = [
         sys.executable,

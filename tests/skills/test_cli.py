@@ -55,6 +55,7 @@ def test_a_run_leaves_a_summary_pictures_state_and_config(trained: Path) -> None
     assert json.loads((trained / "metrics.jsonl").read_text().splitlines()[0])["skill"] == "Collect Wood"
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_only_continued_when_asked(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

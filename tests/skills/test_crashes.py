@@ -258,6 +258,7 @@ def meddle(store: Store, rng: random.Random | None, happened: Counter[str]) -> N
             happened["budgets"] += 1
 
 
+@pytest.mark.slow
 def test_a_training_killed_anywhere_ends_with_the_same_expert(tmp_path: Path, quick) -> None:
     assert kill_trainings(tmp_path, quick, 8)
 
@@ -266,6 +267,7 @@ def test_merges_of_three_killed_processes_lose_nothing_and_count_once(tmp_path: 
     assert kill_merges(tmp_path, net, 8)
 
 
+@pytest.mark.slow
 def test_a_killed_scheduler_loses_nothing_and_repeats_nothing(tmp_path: Path, quick) -> None:
     assert kill_schedulers(tmp_path, quick, 4)["killed"] >= 4
 

@@ -81,6 +81,7 @@ def strace(command: list[str], out: Path) -> str:
     return out.read_text(errors="replace")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 def test_a_training_and_its_merge_are_on_disk_before_they_are_told_of(tmp_path: Path, quick) -> None:
     base = tmp_path / "run"

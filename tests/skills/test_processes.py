@@ -113,6 +113,7 @@ def test_a_killed_training_resumes_from_its_checkpoint_and_gives_the_same_expert
     assert [row["update"] for row in rows] == list(range(1, len(rows) + 1))  # no update twice, none missing
 
 
+@pytest.mark.slow
 def test_experts_do_not_depend_on_how_many_train_at_once(tmp_path: Path, quick) -> None:
     def train(slots: int) -> dict[str, str]:
         s = SkillScheduler(tmp_path / str(slots), slots, config=quick, analyse=False)
@@ -133,6 +134,7 @@ def _weights(base: Path, sha: str) -> str:
     return "".join(arrays[key].tobytes().hex()[:64] for key in sorted(arrays))
 
 
+@pytest.mark.slow
 def test_experts_that_go_on_learning_are_merged_with_an_evaluation(tmp_path: Path, quick) -> None:
     config = replace(quick, train_deps="on", bank_worlds=256, total_timesteps=6000)
     s = SkillScheduler(tmp_path, 2, config=config, analyse=False, merge="auto")

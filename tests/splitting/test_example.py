@@ -1,9 +1,12 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "split_gui_trajectories.py"
 
 
+@pytest.mark.slow
 def test_the_example_runs_and_is_short(capsys):
     assert len(EXAMPLE.read_text().splitlines()) < 60
     runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -429,6 +429,7 @@ class Killed(FolderReader):
         return super().read(dataset_id, path)
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_costs_time_and_no_trajectory(processor, make_root):
     root, ids = make_root(3, steps=1, size=(60, 60))
     splitter = StepwiseTrajectorySplitter(processor, root, reader=Killed(root), padding="longest")

@@ -360,7 +360,7 @@ def test_an_unknown_fix_names_the_closest(processor, make_root):
         StepwiseTrajectorySplitter(processor, root, fixes={"keep_last_steps": True})
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     turns=st.lists(st.integers(1, 3), min_size=1, max_size=12),
     window=st.integers(1, 5),

@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from shoal.skills.jobs.runner import job_environment
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train_skills.py"
 
 
+@pytest.mark.slow
 def test_the_example_does_what_its_first_sentence_says() -> None:
     env = {**os.environ, **job_environment(2)}
     done = subprocess.run(

@@ -167,6 +167,7 @@ def test_the_examples_of_contributing_train(tmp_path):
         LOSSES._items.pop("unclipped", None)
 
 
+@pytest.mark.slow
 def test_a_teacher_is_distilled_into_a_student(tmp_path):
     """The student comes nearer to a teacher that has learned, without any reward."""
     with AgentTrainer(

@@ -79,7 +79,8 @@ def alone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("sharding", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize("sharding", ["none", "full"])
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(alone, tmp_path, sharding):
     two = tmp_path / "two"
     done = launch(two, 2, "trainer.iterations=3", f"trainer.sharding={sharding}")

@@ -84,22 +84,26 @@ def finished(calm_folder, tmp_path):
     [
         ["use_parallel_envs=false"],
         *(
-            pytest.param(["vector.backend=process", f"vector.num_workers={n}"], marks=mark)
-            for n, mark in ((1, pytest.mark.slow), (2, ()), (4, pytest.mark.slow))
+            pytest.param(["vector.backend=process", f"vector.num_workers={n}"], marks=pytest.mark.slow)
+            for n in (1, 2, 4)
         ),
         ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel_n_jobs=3"],
-        ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=threads"],
+        pytest.param(
+            ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=threads"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_same_seed_gives_the_same_metrics_and_weights_with_any_workers(calm, tmp_path, vector):
     assert train(tmp_path / "run", *vector) == calm
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_run(calm, tmp_path):
     assert train(tmp_path / "run", "seed=1", "use_parallel_envs=false")[1] != calm[1]
 
 
-@pytest.mark.parametrize("killed_at", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("killed_at", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2)), 3])
 def test_a_killed_run_resumes_to_the_same_end(calm, tmp_path, killed_at):
     command = [sys.executable, "-m", "shoal", "train", "--json-events", *SMALL, f"run_dir={tmp_path / 'run'}",
                "use_parallel_envs=false"]  # fmt: skip

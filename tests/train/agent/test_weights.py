@@ -115,6 +115,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_trainer_takes_a_policy_and_a_sampler_from_outside(tmp_path):
     ways = []
     for name in ("config", "shared", "apart"):

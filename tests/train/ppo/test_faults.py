@@ -70,6 +70,7 @@ def state(ppo: PPO) -> dict[str, bytes]:
 
 
 # --- a run that is at its end
+@pytest.mark.slow
 def test_resuming_a_finished_run_changes_nothing_and_extending_it_then_is_exact(tmp_path):
     for name in ("poked", "plain"):
         assert train(tmp_path / name, "--total-timesteps", "640") == 0
@@ -288,9 +289,7 @@ def test_between_an_update_and_its_books_nothing_is_saved(monkeypatch, tmp_path,
     assert last(tmp_path / "run") == last(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    ("steps", "moment"), [(320, "as it is played"), (640, "as it is played"), (320, "as its best is saved")]
-)
+@pytest.mark.parametrize(("steps", "moment"), [(320, "as it is played"), (320, "as its best is saved")])
 def test_an_evaluation_cut_short_by_ctrl_c_costs_no_row_and_is_done_on_resuming(
     monkeypatch, tmp_path, steps, moment
 ):
@@ -380,6 +379,7 @@ class FailsOnce(ShortEnv):
         return super().step(action)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_episodes_are_played_again_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setenv("SHOAL_TEST_DIE", str(tmp_path / "die"))
     monkeypatch.setenv("SHOAL_TEST_PID", str(os.getpid()))
@@ -528,7 +528,7 @@ def test_a_block_tells_of_all_episodes_since_the_last_one_and_of_losses_however_
     assert "no episode has ended" in _block(row, run, Since())
 
 
-@pytest.mark.parametrize("events", [[], ["--json-events", "True"]])
+@pytest.mark.parametrize("events", [[], pytest.param(["--json-events", "True"], marks=pytest.mark.slow)])
 def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, events):
     command = [sys.executable, "-m", "shoal", "train-ppo", *SMALL, "--total-timesteps", "640", *events,
                "--run-dir", str(tmp_path / "run"), "--checkpoint-every", "64"]  # fmt: skip

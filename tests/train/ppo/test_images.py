@@ -136,6 +136,7 @@ def test_convolutions_that_do_not_fit_are_refused():
         PPO(Screen, env_kwargs={"shape": (20, 84)}, cnn="nature", **TINY)
 
 
+@pytest.mark.slow
 def test_half_precision_trains_float32_weights_nearly_as_whole_precision_and_goes_on_exactly(tmp_path):
     trained = {}
     for precision in ("float32", "bfloat16"):
