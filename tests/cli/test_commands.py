@@ -449,6 +449,7 @@ def shoal(words, **options):
                             text=True, env=environ, **options)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_when_its_reader_has_enough(tmp_path):
     process = shoal(["train", *QUICK, "--run-dir", str(tmp_path / "run")])
     process.stdout.readline()

@@ -65,7 +65,10 @@ def test_every_episode_of_a_run_on_workers_is_the_same_in_a_plain_loop(trained):
     assert played == 2 * 4 + 3 * 2
 
 
-@pytest.mark.parametrize("whose", ["agent_proxy.prompt", "+custom_envs.FrozenLakeEnv.prompt"])
+@pytest.mark.parametrize(
+    "whose",
+    [pytest.param("agent_proxy.prompt", marks=pytest.mark.slow), "+custom_envs.FrozenLakeEnv.prompt"],
+)
 def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(tmp_path, capsys, whose):
     small = [item for item in SMALL if "own_lake" not in item and "warmup" not in item]
     asked = [f"{whose}.{item}" for item in ("prefill='<action>'", "closing='</action>'", "history=0")]

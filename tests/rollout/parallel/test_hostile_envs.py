@@ -316,7 +316,7 @@ def in_folder(kind, folder, **settings):
     return env
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes", "loky"])
+@pytest.mark.parametrize("backend", ["threads", "processes", pytest.param("loky", marks=pytest.mark.slow)])
 def test_without_a_time_limit_too_the_next_rollout_does_not_wait_for_envs_whose_end_hangs(
     calm, backend, monkeypatch
 ):

@@ -349,6 +349,7 @@ def test_the_command_trains_evaluates_and_resumes(tmp_path, capsys):
     assert "6/6" not in capsys.readouterr().out.split("held-out")[-1]
 
 
+@pytest.mark.slow
 def test_a_run_is_neither_written_over_nor_told_twice(tmp_path, capsys, monkeypatch):
     write_button_recordings(tmp_path / "screens", 20, seed=3)
     folder, last = tmp_path / "run", tmp_path / "run" / "checkpoints" / "last"

@@ -58,7 +58,7 @@ def test_it_learns_to_name_what_it_sees(path):
         assert ppo.evaluate(5).mean == 16.0
 
 
-@pytest.mark.parametrize("path", ["compiled", "torch"])
+@pytest.mark.parametrize("path", ["compiled", pytest.param("torch", marks=pytest.mark.slow)])
 def test_it_learns_to_point_at_what_it_sees(path):
     settings = {**FAST, "log_std_init": -0.5, "n_epochs": 8}
     with PPO(TargetEnv, n_envs=4, seed=0, path=path, backend="serial", **settings) as ppo:
