@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, WorkerError
 from shoal.skills.jobs import runner
 from shoal.skills.jobs.graph import Graph
 from shoal.skills.jobs.run import Run, load_function, name_of, pack, unpack
@@ -284,10 +284,13 @@ def test_a_batch_job_whose_number_was_not_told_is_found_in_the_queue_and_not_lau
     graph.close()
 
 
+@pytest.mark.parametrize("silent", [False, True])
 def test_a_batch_job_that_the_queue_did_not_show_does_nothing_when_it_comes_after_all(
-    slurm: Path, jobs: str
+    slurm: Path, jobs: str, silent: bool
 ) -> None:
     (slurm / "late").touch()
+    if silent:
+        (slurm / "down").touch()
     graph = Graph(slurm / "graph", launcher=SlurmLauncher(every=0.05), max_retries=0)
     graph.add("one", f"{jobs}:write", settings={"text": "x"})
     assert not graph.run()
@@ -305,6 +308,12 @@ def test_a_scheduler_that_died_before_it_noted_a_batch_jobs_number_finds_it(slur
     with pytest.raises(KeyboardInterrupt):
         graph.run()
     graph.close()
+    (slurm / "down").touch()  # it may still run, and must not be launched a second time
+    again = Graph(slurm / "graph", launcher=SlurmLauncher(["--clusters=cluster"], every=0.05))
+    with pytest.raises(WorkerError, match="squeue does not answer .Unable to contact slurm controller"):
+        again.run()
+    again.close()
+    (slurm / "down").unlink()
     again = Graph(slurm / "graph", launcher=SlurmLauncher(["--clusters=cluster"], every=0.05))
     assert again.run(), again.failures()
     assert [row.launcher for row in again.store.attempts()] == ["slurm"]

@@ -365,9 +365,16 @@ class Runner:
             )
         except Exception as error:  # whatever keeps it from starting: this job's failure, not the graph's end
             # It may have started, and only the answer been lost.
-            found = self._search(self.store.attempt(number))
+            try:
+                found = self._search(self.store.attempt(number))
+            except WorkerError:
+                found = None
             if found is None:
-                log.unlink(missing_ok=True)  # without which one that starts after all ends at once
+                for needed in (
+                    log,
+                    log.with_suffix(".sh"),
+                ):  # without which one that starts after all ends at once
+                    needed.unlink(missing_ok=True)
                 reason = f"could not be launched: {type(error).__name__}: {error}"
                 self._rest(job)
                 self._decided(Ended(self.store.attempt(number), reason=reason))
@@ -947,11 +954,20 @@ class SlurmLauncher:
         raise RuntimeError(f"sbatch failed: {done.stderr.strip() or done.stdout.strip() or done.returncode}")
 
     def find(self, session: str, log: Path) -> Handle | None:
-        """A batch job of that name and log in the queue; if none is seen there, one that comes later does nothing."""
+        """A batch job of that name and log in the queue; if none is seen there, one that comes later does nothing.
+
+        Raises:
+            WorkerError: the queue cannot be seen, so that it is not known whether the job runs.
+        """
         own = log.with_suffix(".sh")
         chosen = [option for option in self.options if option.startswith("--clusters=")]
         cluster = "".join(chosen).partition("=")[2]
         done = self._run("squeue", "--noheader", "--format=%i %o", f"--name={session}", *chosen)
+        if done.returncode:
+            raise WorkerError(
+                f"squeue does not answer ({done.stderr.strip() or done.returncode}), so it is not known whether "
+                f"{session!r} still runs as a batch job; nothing was launched again, go on when it does"
+            )
         for number, _, script in (line.strip().partition(" ") for line in done.stdout.splitlines()):
             if number.isdecimal() and script == str(own):
                 return {"slurm": number, "cluster": cluster}
