@@ -264,6 +264,7 @@ def run_script(tmp_path, body, **environment):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_what_a_script_registers_is_known_to_its_worker_processes(tmp_path):
     out = run_script(
         tmp_path,

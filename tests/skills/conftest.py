@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,11 +118,15 @@ def rng() -> np.random.Generator:
 def nothing_is_left_behind(tmp_path: Path) -> Iterator[None]:
     """End what a failed test left running, and say so."""
     yield
-    left = [
-        int(entry.parent.name)
-        for entry in Path("/proc").glob("[0-9]*/cmdline")
-        if _mentions(entry, str(tmp_path)) and int(entry.parent.name) != os.getpid()
-    ]
+
+    def there() -> list[int]:
+        entries = Path("/proc").glob("[0-9]*/cmdline")
+        pids = [int(entry.parent.name) for entry in entries if _mentions(entry, str(tmp_path))]
+        return [pid for pid in pids if pid != os.getpid()]
+
+    until = time.monotonic() + 5  # what was killed takes a moment to be gone
+    while (left := there()) and time.monotonic() < until:
+        time.sleep(0.05)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left, f"processes {left} were still running"

@@ -411,7 +411,7 @@ def answers_in(messages):
     ]
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(
     before=st.lists(
         st.lists(st.sampled_from(["user", "tool"]), min_size=1, max_size=4), min_size=1, max_size=14

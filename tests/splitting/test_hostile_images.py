@@ -184,7 +184,7 @@ print(read, refused)
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [50, pytest.param(5000, marks=pytest.mark.slow)])
 def test_mutated_images_and_recordings_are_read_as_they_say_or_refused(processor_folder, tmp_path, count):
     """Through the whole splitter, with the bounds of the compiled loops checked: no crash and no wrong pixel."""
     (tmp_path / "seeds").mkdir()
@@ -281,6 +281,7 @@ def test_a_data_url_is_held_to_the_same(tmp_path):
     assert not any(Path(tmp_path).iterdir())
 
 
+@pytest.mark.slow
 def test_three_hundred_hostile_recordings_are_each_refused_by_name_and_cost_little(
     processor_folder, tmp_path
 ):

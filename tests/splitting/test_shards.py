@@ -54,6 +54,7 @@ def rows(folder):
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_does_nothing_twice(processor_folder, make_root, tmp_path):
     root, ids = make_root(9, steps=2, size=(60, 60))
     (tmp_path / "mine.py").write_text(READER)

@@ -369,7 +369,7 @@ def check_seeds(make: Callable[[], Any], n_actions: int) -> None:
     assert not np.array_equal(grouped[:, 0], grouped[:, 2])
 
 
-@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+@pytest.mark.parametrize("mode", ["same_step", pytest.param("next_step", marks=pytest.mark.slow)])
 def test_ales_batch_keeps_seeds_masks_and_both_ways_to_begin_again(mode: str) -> None:
     pytest.importorskip("ale_py")
 

@@ -316,6 +316,7 @@ def test_a_network_of_ones_own_and_kernels_do_not_go_with_recurrence():
         PPO("CartPole-v1", recurrent="gru", path="compiled", **SMALL)
 
 
+@pytest.mark.slow
 def test_a_recurrent_run_killed_amid_its_episodes_ends_as_an_undisturbed_one(tmp_path):
     common = ["--env", "tests.train.ppo.ppo_envs:RecallEnv", "--env-kwargs", "length=9", "--recurrent", "lstm",
               "--n-envs", "2", "--n-steps", "16", "--batch-size", "16", "--hidden", "6", "--memory-units", "5",
