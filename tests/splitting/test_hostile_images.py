@@ -184,8 +184,8 @@ print(read, refused)
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [50, pytest.param(5000, marks=pytest.mark.slow)])
-def test_mutated_images_and_recordings_are_read_as_they_say_or_refused(processor_folder, tmp_path, count):
+@pytest.mark.slow
+def test_mutated_images_and_recordings_are_read_as_they_say_or_refused(processor_folder, tmp_path):
     """Through the whole splitter, with the bounds of the compiled loops checked: no crash and no wrong pixel."""
     (tmp_path / "seeds").mkdir()
     for kind in ("PNG", "JPEG", "WEBP", "BMP", "GIF"):
@@ -198,13 +198,13 @@ def test_mutated_images_and_recordings_are_read_as_they_say_or_refused(processor
         "NUMBA_CACHE_DIR": str(tmp_path / "numba"),
     }
     done = subprocess.run(
-        [sys.executable, "-c", FUZZ, processor_folder, tmp_path / "root", tmp_path / "seeds", str(count)],
+        [sys.executable, "-c", FUZZ, processor_folder, tmp_path / "root", tmp_path / "seeds", "5000"],
         capture_output=True, text=True, env={**os.environ, **checked}, timeout=1100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     read, refused = map(int, done.stdout.split())
-    assert read + refused == count
-    assert min(read, refused) > count // 20
+    assert read + refused == 5000
+    assert min(read, refused) > 250
 
 
 def test_the_compiled_loops_are_checked_where_numba_is_told_to(tmp_path):

@@ -265,6 +265,7 @@ def places():
     return {path.name for path in Path("/dev/shm").glob(f"shoal-parked-{os.getpid()}-*")}
 
 
+@pytest.mark.slow
 def test_pixels_come_back_through_files_that_do_not_stay(processor, make_root):
     root, ids = make_root(3, steps=2, size=(360, 240))
     serial = StepwiseTrajectorySplitter(processor, root, padding="longest").split(ids)
