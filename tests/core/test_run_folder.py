@@ -117,9 +117,8 @@ def test_a_process_that_was_forked_off_does_not_hold_the_folder(tmp_path):
 
 
 def test_a_run_that_has_not_come_to_its_end_is_not_written_over_by_another_command(tmp_path):
-    RunFolder(
-        tmp_path, "train", 0
-    ).close()  # of one that failed before it wrote anything there is nothing to lose
+    # Of one that failed before it wrote anything there is nothing to lose.
+    RunFolder(tmp_path, "train", 0).close()
     with RunFolder(tmp_path, "eval", 0) as run:
         run.append_metrics({"i": 0})
     with pytest.raises(

@@ -65,7 +65,7 @@ def test_threads_give_the_serial_batch(processor, damaged, store):
 def test_processes_give_the_serial_batch(processor, damaged):
     root, ids = damaged
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
-        for store in ("float32", "path"):
+        for store in ("u8", "float32", "path"):
             splitter = TrajectorySplitter(
                 processor, root, 2, 2, store=store, padding="longest", on_error="skip"
             )

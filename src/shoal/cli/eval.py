@@ -224,11 +224,12 @@ def _held(options: EvalOptions, seed: int) -> Iterator[tuple[RunFolder | None, A
     One that is there is asked before anything is loaded, another is made when something is.
     """
     with contextlib.ExitStack() as ending:
-        made = options.out is not None and options.out.exists()
-        folder = ending.enter_context(RunFolder(options.out, "eval", seed)) if options.out and made else None
+        out, folder = options.out, None
+        if out is not None and out.exists():
+            folder = ending.enter_context(RunFolder(out, "eval", seed))
         engine, run = ending.enter_context(_opened(options))
-        if options.out is not None and folder is None:
-            folder = ending.enter_context(RunFolder(options.out, "eval", seed))
+        if out is not None and folder is None:
+            folder = ending.enter_context(RunFolder(out, "eval", seed))
         yield folder, engine, run
 
 

@@ -103,13 +103,12 @@ def train(options: TrainOptions) -> int:
         print(f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}", file=out)
         try:
             _watch(trainer.train(), config.trainer.iterations, out)
-        except KeyboardInterrupt as error:
+        except BaseException as error:
             trainer.records.folder.fail(error)
+            if not isinstance(error, KeyboardInterrupt):
+                raise
             print(f"\ninterrupted; go on with: {_resuming(options, config.run_dir or '')}", file=out)
             return 130
-        except Exception as error:
-            trainer.records.folder.fail(error)
-            raise
     _say_results(Path(config.run_dir or ""), config.next_step, out)
     if options.json:
         print_json(read_summary(Path(config.run_dir or "")))

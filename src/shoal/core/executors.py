@@ -385,7 +385,7 @@ def find_ray_cluster() -> str | None:
     end = time.monotonic() + (RAY_ANSWERS_SECONDS if named else 0.0)
     while port.isdecimal() and "://" not in host:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
+            _knock(host, port)
             break
         except OSError as error:
             if time.monotonic() < end:
@@ -401,6 +401,11 @@ def find_ray_cluster() -> str | None:
                 )
                 return None
     return found
+
+
+def _knock(host: str, port: str) -> None:
+    """`OSError` where nothing answers."""
+    socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
 
 
 _SESSIONS: dict[Any, int] = {}
@@ -434,16 +439,17 @@ def _watch_head(ray: Any, session: Any, address: str) -> None:
     answered = None  # from elsewhere, as for a client, it may never be reached: that says nothing
     while ray_lives(ray, session):
         try:
-            socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
+            _knock(host, port)
             answered = time.monotonic()
         except OSError as error:
             if answered is None:
                 return
             if time.monotonic() - answered > HEAD_SECONDS:
-                logger.warning(
-                    "the head of the Ray cluster at %s is gone (%s): its session is ended", address, error
-                )
-                ray.shutdown()
+                with _SESSIONS_LOCK:  # nobody enters another session meanwhile, which would be ended
+                    if ray_lives(ray, session):
+                        said = "the head of the Ray cluster at %s is gone (%s): its session is ended"
+                        logger.warning(said, address, error)
+                        ray.shutdown()
                 return
         time.sleep(LOOK_SECONDS)
 

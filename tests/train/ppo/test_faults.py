@@ -289,7 +289,14 @@ def test_between_an_update_and_its_books_nothing_is_saved(monkeypatch, tmp_path,
     assert last(tmp_path / "run") == last(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(("steps", "moment"), [(320, "as it is played"), (320, "as its best is saved")])
+@pytest.mark.parametrize(
+    ("steps", "moment"),
+    [
+        (320, "as it is played"),
+        pytest.param(640, "as it is played", marks=pytest.mark.slow),
+        (320, "as its best is saved"),
+    ],
+)
 def test_an_evaluation_cut_short_by_ctrl_c_costs_no_row_and_is_done_on_resuming(
     monkeypatch, tmp_path, steps, moment
 ):

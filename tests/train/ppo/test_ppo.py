@@ -240,7 +240,7 @@ def test_weights_do_not_depend_on_backend_or_workers(path):
             return {**weights(ppo), "returns": np.array([e.reward for e in ppo.log.recent])}
 
     serial = run("serial", None)
-    for workers in (1, 4):
+    for workers in (1, 2, 4):
         assert_equal(run("process", workers), serial)
 
 

@@ -370,11 +370,8 @@ class Runner:
             except WorkerError:
                 found = None
             if found is None:
-                for needed in (
-                    log,
-                    log.with_suffix(".sh"),
-                ):  # without which one that starts after all ends at once
-                    needed.unlink(missing_ok=True)
+                log.unlink(missing_ok=True)  # without these one that starts after all ends at once
+                log.with_suffix(".sh").unlink(missing_ok=True)
                 reason = f"could not be launched: {type(error).__name__}: {error}"
                 self._rest(job)
                 self._decided(Ended(self.store.attempt(number), reason=reason))
