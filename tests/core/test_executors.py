@@ -294,6 +294,27 @@ def test_a_session_of_ray_ends_with_the_head_of_its_cluster(fake_ray, monkeypatc
     assert "the head of the Ray cluster at 127.0.0.1" in caplog.text
 
 
+def test_a_session_that_began_meanwhile_is_not_ended_for_one_whose_head_is_gone(fake_ray, monkeypatch):
+    knocks = []
+
+    def knock(*_):
+        knocks.append(1)
+        if len(knocks) > 1:
+            fake_ray.job += 1  # somebody ends the session and begins another
+            raise OSError
+
+    monkeypatch.setattr(executors, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(executors, "HEAD_SECONDS", -1.0)
+    monkeypatch.setattr(executors, "_knock", knock)
+    _, session = enter_ray()
+    for thread in threading.enumerate():
+        if thread.name.startswith("shoal-ray-head"):
+            thread.join(60)
+    assert len(knocks) == 2
+    assert fake_ray.shutdowns == 0
+    leave_ray(session)
+
+
 def test_a_head_that_never_answered_from_here_says_nothing(fake_ray, monkeypatch):
     monkeypatch.setattr(executors, "HEAD_SECONDS", -1.0)
     _, session = enter_ray()
