@@ -224,7 +224,7 @@ class FakeRay:
     def is_initialized(self):
         return self.running
 
-    def connect(self):
+    def connect(self, *, wanted_by="Ray"):
         started = not self.running
         self.job += started
         self.running = True

@@ -454,10 +454,10 @@ def _watch_head(ray: Any, session: Any, address: str) -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def enter_ray() -> tuple[Any, Any]:
+def enter_ray(*, wanted_by: str = "Ray") -> tuple[Any, Any]:
     """The `ray` module, connected, and its session, for `leave_ray`; the session ends with the cluster's head."""
     with _SESSIONS_LOCK:
-        ray, started = connect_ray()
+        ray, started = connect_ray(wanted_by=wanted_by)
         session = ray_session(ray)
         name = f"shoal-ray-head-{session}"
         if all(thread.name != name for thread in threading.enumerate()):

@@ -123,7 +123,7 @@ class FolderLock:
             return
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         for _ in range(LOOKS):
-            if _locked(descriptor, self.path, fcntl.LOCK_EX):
+            if locked(descriptor, self.path, fcntl.LOCK_EX):
                 break
             time.sleep(0.02)
         else:
@@ -168,7 +168,7 @@ class FolderLock:
                 raise
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)  # somebody else's run
         try:
-            return not _locked(descriptor, self.path, fcntl.LOCK_SH)
+            return not locked(descriptor, self.path, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
 
@@ -184,7 +184,8 @@ def _give_up_in_child() -> None:
 os.register_at_fork(after_in_child=_give_up_in_child)
 
 
-def _locked(descriptor: int, path: Path, how: int) -> bool:
+def locked(descriptor: int, path: Path, how: int = fcntl.LOCK_EX) -> bool:
+    """Whether nobody else holds a lock on this file, which is now held here."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except OSError as error:

@@ -12,6 +12,7 @@ from tests.rollout.doubles import CounterEnv, HashEngine, config
 from shoal import envs
 from shoal.core.errors import EngineError, WorkerTimeoutError
 from shoal.core.executors import RayDiedError
+from shoal.rollout.parallel.ray import Mailbox
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
 from shoal.rollout.parallel.transport import Address, Ask, Hello, LinkLostError, SocketLink, frame
@@ -351,6 +352,17 @@ class GoneRay(Executor):
 
     def shutdown(self, wait=True, *, cancel_futures=False):
         pass
+
+
+def test_a_mailbox_that_ray_ends_is_known_to_be_gone(caplog):
+    def exchange():
+        raise SystemExit(0)  # what Ray raises in threads that wait when it is shut down
+
+    box = object.__new__(Mailbox)
+    box._closed, box._exchange = False, exchange
+    box._carry()
+    assert box.gone
+    assert "the mailbox of the rollout is gone" in caplog.text
 
 
 class NoMailbox:

@@ -85,6 +85,21 @@ def test_an_engine_whose_ray_was_shut_down_says_so_and_starts_no_other(make):
     engine.close()
 
 
+@pytest.mark.parametrize("over", [True, False])
+def test_who_waits_when_ray_is_shut_down_hears_of_it_and_is_not_ended(make, monkeypatch, over):
+    engine = make()
+    ray = engine.generate.__func__.__globals__["ray"]
+
+    def get(answer, timeout):
+        ray.job += over
+        raise SystemExit(0)
+
+    monkeypatch.setattr(ray, "get", get)
+    error, said = (EngineError, "their session of Ray was shut down") if over else (SystemExit, "0")
+    with pytest.raises(error, match=said):
+        engine.generate(ASKED)
+
+
 @pytest.mark.parametrize("method", ["generate", "load_weights"])
 def test_an_engine_that_is_closed_at_work_says_so_and_makes_no_replica_anew(make, method):
     engine = make()

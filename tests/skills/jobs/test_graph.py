@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,7 +142,7 @@ def test_a_killed_job_finds_what_it_saved_and_one_without_enough_steps_waits_for
 def test_nothing_is_left_of_a_job_killed_alone_and_nobody_waits_for_what_it_started(
     tmp_path: Path, jobs: str, launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "connect_ray", lambda **_: (Ray(CPU=1), False))
+    Ray(CPU=1).stand_in(monkeypatch)
     if launcher == "tmux" and shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
     graph = Graph(tmp_path / "graph", launcher=launcher)
@@ -358,19 +359,28 @@ def test_a_tmux_that_answers_too_late_or_nonsense_has_its_session_found_and_not_
 
 
 class Ray:
-    """A cluster of one machine, whose tasks run when they are asked for."""
+    """A cluster of one machine, whose tasks run when somebody waits for them."""
 
     def __init__(self, **have: float) -> None:
-        self.have, self.cancelled = have, []
+        self.have, self.cancelled, self.session, self.hears = have, [], 1, True
+
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Be the Ray of all launchers."""
+        monkeypatch.setattr(runner, "enter_ray", lambda **_: (self, self.session))
+        monkeypatch.setattr(runner, "ray_lives", lambda _, session: session == self.session)
+        monkeypatch.setattr(runner, "leave_ray", lambda session: None)
 
     def cluster_resources(self) -> dict[str, float]:
         return self.have
 
     def remote(self, **_: Any) -> Any:
-        return lambda function: SimpleNamespace(remote=functools.partial(functools.partial, function))
+        def remote(function: Any, *given: Any) -> Any:
+            def future() -> Future[int]:
+                return ThreadPoolExecutor(1).submit(function, *given) if self.hears else Future()
 
-    def get(self, task: Any) -> int:
-        return task()
+            return SimpleNamespace(future=future)
+
+        return lambda function: SimpleNamespace(remote=functools.partial(remote, function))
 
     def cancel(self, task: Any, *, force: bool) -> None:
         self.cancelled.append((task, force))
@@ -380,7 +390,7 @@ def test_a_ray_task_ends_with_words_and_one_of_another_driver_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = Ray(CPU=6, GPU=2)
-    monkeypatch.setattr(runner, "connect_ray", lambda **_: (ray, False))
+    ray.stand_in(monkeypatch)
     launcher = RayLauncher(gpus=0.5, slots=2)  # three CPUs a job
     assert [launcher.room(running, slots) for running, slots in ((0, 9), (1, 9), (0, 1))] == [2, 1, 1]
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -396,6 +406,72 @@ def test_a_ray_task_ends_with_words_and_one_of_another_driver_is_gone(
     launcher.kill(handles[1])
     launcher.kill({"task": "another"})
     assert [force for _, force in ray.cancelled] == [True]
+
+
+def test_jobs_of_a_session_of_ray_that_ended_are_told_so_and_the_next_run_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = Ray(CPU=6)
+    ray.stand_in(monkeypatch)
+    launcher, ended = RayLauncher(), queue.SimpleQueue[str]()
+    ray.hears = False  # of a session that is over Ray says nothing any more
+    handle = launcher.launch(["python", "-c", ""], "name", {}, tmp_path / "log")
+    assert launcher.watch(handle, ended.put)
+    ray.session, ray.have = 2, {}
+    assert ended.get(timeout=30) == "RuntimeError: the session of Ray ended"
+    launcher.kill(handle)
+    assert not ray.cancelled  # such a call would start a Ray of its own
+    assert launcher.room(1, 3) == 2
+    ray.hears, ray.have = True, {"CPU": 6.0}
+    assert launcher.watch(launcher.launch(["python", "-c", ""], "name", {}, tmp_path / "log"), ended.put)
+    assert ended.get(timeout=30) == "exit status 0"
+    assert launcher.room(0, 3) == 1
+
+
+def test_a_launch_on_ray_waits_until_the_one_before_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray may take a launch for gone whose node only lost its cluster's head, and goes on for a while."""
+    first = "import time; print('first', flush=True); time.sleep(1.5); print('end', flush=True)"
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(runner._run_command, ["python", "-c", first], {}, str(tmp_path / "1.log"))]
+        until = time.monotonic() + 60
+        while not (tmp_path / "1.log").exists() or not (tmp_path / "1.log").read_text():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        second = f"print(open({str(tmp_path / '1.log')!r}).read())"
+        futures.append(
+            pool.submit(runner._run_command, ["python", "-c", second], {}, str(tmp_path / "2.log"))
+        )
+        assert [future.result(60) for future in futures] == [0, 0]
+        assert (tmp_path / "2.log").read_text().split() == ["first", "end"]
+        monkeypatch.setattr(runner, "LAST_SECONDS", 0.1)
+        futures = [pool.submit(runner._run_command, ["python", "-c", first], {}, str(tmp_path / "3.log"))]
+        while not (tmp_path / "3.log").exists() or not (tmp_path / "3.log").read_text():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        with pytest.raises(TimeoutError, match="still runs"):
+            runner._run_command(["python", "-c", second], {}, str(tmp_path / "4.log"))
+        assert futures[0].result(60) == 0
+
+
+def test_what_a_worker_of_ray_ran_dies_with_it(tmp_path: Path) -> None:
+    """Another launch begins in the same folder at once."""
+    nap = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    arguments = repr((["python", "-c", nap], {}, str(tmp_path / "log")))
+    worker = subprocess.Popen(
+        [sys.executable, "-c", f"from shoal.skills.jobs.runner import _run_command as r; r(*{arguments})"]
+    )
+    until = time.monotonic() + 60
+    while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text().endswith("\n"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    pid = int((tmp_path / "log").read_text())
+    worker.kill()
+    worker.wait()
+    while start_time(pid) is not None:
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_a_database_of_the_first_edition_is_brought_up_to_date_and_a_newer_one_refused(
@@ -733,9 +809,9 @@ def test_a_batch_job_that_is_not_taken_says_why(slurm: Path) -> None:
 def test_who_waits_for_a_job_keeps_no_program_from_ending(
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ray, go, threads = Ray(CPU=1), threading.Event(), []
-    ray.get = lambda task: go.wait(30) and 0  # type: ignore[method-assign]
-    monkeypatch.setattr(runner, "connect_ray", lambda **_: (ray, False))
+    ray, threads = Ray(CPU=1), []
+    ray.stand_in(monkeypatch)
+    ray.hears = False
     command = [sys.executable, "-c", "input()"]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     adopted = {"pid": child.pid, "began": start_time(child.pid)}
@@ -748,7 +824,7 @@ def test_who_waits_for_a_job_keeps_no_program_from_ending(
         assert launcher.watch(handle, ended.put)
         threads += set(threading.enumerate()) - known
         launcher.kill(handle)
-        go.set()
+        ray.session = 2
         assert ended.get(timeout=30)
     assert len(threads) == 4
     assert all(thread.daemon and thread.name.startswith("wait-") for thread in threads)

@@ -116,7 +116,7 @@ class Mailbox:
         try:
             while not self._closed:
                 self._exchange()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # SystemExit: so Ray ends who waits when it is shut down
             self.gone = True
             if not self._closed:
                 logger.error("the mailbox of the rollout is gone: %s", error)

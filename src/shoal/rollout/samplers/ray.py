@@ -115,14 +115,18 @@ class RayEngine:
 
     def _answer(self, home: int, answer: Any) -> Any:
         """What a replica answers; while there is no room for one to start, that is said."""
-        while (
-            self.timeout is None
-            and home in self._starting
-            and not ray.wait([answer], timeout=START_SECONDS)[0]
-        ):
+        try:
+            while (
+                self.timeout is None
+                and home in self._starting
+                and not ray.wait([answer], timeout=START_SECONDS)[0]
+            ):
+                self._open()
+                logger.warning("still waiting for replica %d to start: %s", home, _room())
+            found = ray.get(answer, timeout=self.timeout)
+        except SystemExit:  # so Ray ends who waits when it is shut down
             self._open()
-            logger.warning("still waiting for replica %d to start: %s", home, _room())
-        found = ray.get(answer, timeout=self.timeout)
+            raise
         self._starting.discard(home)
         return found
 

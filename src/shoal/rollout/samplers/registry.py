@@ -94,10 +94,10 @@ def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
     replicas = config.replicas
     if replicas.engine != "tiny":
         _folder(config)
-    from shoal.core.executors import connect_ray
+    from shoal.core.executors import enter_ray
     from shoal.rollout.samplers.ray import RayEngine
 
-    connect_ray()
+    enter_ray()  # for as long as this process lives: others may use what is started here
     return RayEngine(
         partial(_replica, replace(config, name=replicas.engine), tuple(words), seed),
         replicas.count,

@@ -20,13 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, SupportsFloat
 
 from shoal.core.errors import ConfigError, ShoalError, WorkerError, did_you_mean
-from shoal.core.executors import available_cpus, available_memory, connect_ray
-from shoal.core.run_folder import FolderLock
+from shoal.core.executors import available_cpus, available_memory, enter_ray, leave_ray, ray_lives
+from shoal.core.run_folder import FolderLock, locked
 from shoal.skills.jobs.store import (
     DONE,
     Action,
@@ -232,9 +233,10 @@ class Runner:
         self.wake()
 
     def close(self) -> None:
-        """End the threads and close the store."""
+        """End the threads, close the launcher and the store."""
         self._merger.shutdown()
         self._shower.shutdown()
+        getattr(self.launcher, "close", lambda: None)()
         self.store.close()
 
     # The loop
@@ -661,7 +663,8 @@ class Launcher(Protocol):
     """Starts jobs.
 
     One with a method `room(running, slots)` says itself how many more it has resources for; one with `find(session,
-    log)` finds the handle of a launch that `launch` did not return, since it raised or the scheduler died.
+    log)` finds the handle of a launch that `launch` did not return, since it raised or the scheduler died; one with
+    `close()` is told when nothing more is to be launched for now.
     """
 
     name: str
@@ -846,21 +849,25 @@ class TmuxLauncher(LocalLauncher):
 
 
 class RayLauncher:
-    """Each job a Ray task; the folder must be reachable from every node. They end with the driver."""
+    """Each job a Ray task; the folder must be reachable from every node. They end with the driver.
+
+    Where the session of Ray ends, its jobs are gone, and the next ones run in another: of the cluster that answers.
+    """
 
     name = "ray"
 
     def __init__(self, gpus: float = 0.0, cpus: float | None = None, slots: int = 1) -> None:
-        ray, _ = connect_ray(wanted_by="the Ray launcher")
-        self._ray = ray
+        self._ray, self._session = enter_ray(wanted_by="the Ray launcher")
         self._gpus = gpus
-        cluster = float(ray.cluster_resources().get("CPU", available_cpus()))
+        cluster = float(self._ray.cluster_resources().get("CPU", available_cpus()))
         self._cpus = cpus if cpus is not None else max(1.0, cluster // slots)
         self._tasks: dict[str, Any] = {}
         self._count = 0
 
     def room(self, running: int, slots: int) -> int:
         """How many more jobs the whole cluster has CPUs and GPUs for, whatever this machine has."""
+        if not ray_lives(self._ray, self._session):
+            return slots - running  # the next launch looks for a cluster, and tells it if there is none
         have = self._ray.cluster_resources()
         fit = [int(float(have.get("CPU", 0)) // self._cpus)] if self._cpus else []
         fit += [int(float(have.get("GPU", 0)) // self._gpus)] if self._gpus else []
@@ -868,6 +875,9 @@ class RayLauncher:
 
     def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> Handle:
         """Submit a task that runs the command on some node."""
+        if not ray_lives(self._ray, self._session):
+            self.close()
+            self._ray, self._session = enter_ray(wanted_by="the Ray launcher")
         # Workers start elsewhere, and must find this very package too.
         found = {"env_vars": {"PYTHONPATH": env.get("PYTHONPATH", "")}}
         remote = self._ray.remote(num_cpus=self._cpus, num_gpus=self._gpus, max_retries=0, runtime_env=found)(
@@ -884,9 +894,14 @@ class RayLauncher:
         if task is None or handle.get("driver") != os.getpid():
             return False
 
+        future, session = task.future(), self._session
+
         def wait() -> None:
             try:
-                words = exit_words(int(self._ray.get(task)))
+                while not wait_for([future], timeout=LOOK).done:
+                    if not ray_lives(self._ray, session):  # of whose tasks nothing more is heard
+                        raise RuntimeError("the session of Ray ended")
+                words = exit_words(int(future.result()))
             except Exception as error:  # whatever Ray says, the job is over
                 lines = [line for line in str(error).splitlines() if line.strip()]
                 words = f"{type(error).__name__}: {lines[-1] if lines else ''}"
@@ -898,19 +913,42 @@ class RayLauncher:
     def kill(self, handle: Handle) -> None:
         """Cancel the task."""
         task = self._tasks.get(str(handle.get("task")))
-        if task is not None:
+        if task is not None and ray_lives(self._ray, self._session):
             self._ray.cancel(task, force=True)
+
+    def close(self) -> None:
+        """End the session, if it was started here; another launch would begin one."""
+        leave_ray(self._session)
+        self._session = None
+
+
+_WITH_PARENT = """import os, sys
+from shoal.core.processes import die_with_parent
+die_with_parent()
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"""
+LAST_SECONDS = 120.0  # for the launch before to end, which Ray may have taken for gone too early
 
 
 def _run_command(command: list[str], env: dict[str, str], log: str) -> int:
-    """Run on a Ray worker: the process dies with the task."""
-    with Path(log).open("ab") as output:
+    """Run on a Ray worker: the process dies with the task, with its worker and with its node, and is alone."""
+    node = os.getppid()
+    with Path(log).open("ab") as output, Path(log).with_name("running.lock").open("ab") as lock:
+        until = time.monotonic() + LAST_SECONDS
+        while not locked(lock.fileno(), Path(lock.name)):
+            if time.monotonic() > until:
+                raise TimeoutError(f"the launch before still runs after {LAST_SECONDS:g} s: end it")
+            time.sleep(LOOK)
         child = subprocess.Popen(
-            [sys.executable, *command[1:]], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env={**os.environ, **env}, process_group=0,
+            [sys.executable, "-c", _WITH_PARENT, str(os.getpid()), *command[1:]], stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **env}, process_group=0,
+            pass_fds=[lock.fileno()],  # which is held as long as it lives
         )  # fmt: skip
         try:
-            return child.wait()
+            while os.getppid() == node:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return child.wait(LOOK)
+            raise WorkerError("this node has left its cluster")
         finally:
             kill_rest(child.pid)  # and itself, if the wait was interrupted
 
