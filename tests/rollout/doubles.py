@@ -22,6 +22,7 @@ from shoal import derive_seed
 from shoal.core.errors import EngineError
 from shoal.envs.actions import Projection
 from shoal.envs.text import Outcome, TextEnv
+from shoal.rollout.journal import Journal
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling
 from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
@@ -68,6 +69,23 @@ class InterruptingEngine(HashEngine):
         if len(self.batches) == 3:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
         return super().generate(requests)
+
+
+# --- journals
+class BrokenOff(BaseException):
+    """As abrupt as a test can be without ending itself."""
+
+
+class BreakingOff(Journal):
+    """Ends the rollout when so many episodes have been written down."""
+
+    left = 3
+
+    def add(self, trajectory):
+        super().add(trajectory)
+        self.left -= 1
+        if not self.left:
+            raise BrokenOff
 
 
 # --- envs

@@ -125,6 +125,21 @@ def as_yaml(values: Mapping[str, Any]) -> str:
     return told
 
 
+def first_change(old: Any, new: Any, path: str = "") -> str:
+    """The first setting, by name, in which two mappings differ, in words; "" if they are equal.
+
+    >>> first_change({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
+    'a.c was 2 and is 3'
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            found = first_change(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            if found:
+                return found
+        return ""
+    return "" if old == new else f"{path} was {old!r} and is {new!r}"
+
+
 def plain_values(config: Any) -> Any:
     """What a config of Hydra's (OmegaConf) holds, in Python's mappings and lists; anything else as it is."""
     omegaconf = sys.modules.get("omegaconf")  # imported by whoever has one

@@ -119,6 +119,16 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_of_folder(folder: Path) -> str:
+    """The hex sha256 of the names and the bytes of all files in a folder and those inside; hidden ones are left out."""
+    digest = hashlib.sha256()
+    for path in _files_in(folder):
+        inside = path.relative_to(folder)
+        if not any(part.startswith(".") for part in inside.parts):
+            digest.update(f"{sha256_of(path)} {inside.as_posix()}\n".encode())
+    return digest.hexdigest()
+
+
 @contextlib.contextmanager
 def write_folder(folder: Path | str) -> Iterator[Path]:
     """Yield a temporary folder to fill; on a clean exit it becomes `folder` at once, with a manifest.

@@ -30,6 +30,7 @@ from shoal.core.files import append_line, read_json, write_bytes, write_json
 
 logger = logging.getLogger(__name__)
 Event = Callable[[dict[str, Any]], None]
+UNFINISHED = "unfinished.jsonl"
 VERSIONS_OF = ("shoal", "numpy", "gymnasium", "torch", "transformers", "ray")
 
 
@@ -256,6 +257,11 @@ class RunFolder(Closing):
         """One JSON object a line."""
         return self.path / "metrics.jsonl"
 
+    @property
+    def unfinished_path(self) -> Path:
+        """Episodes of a run that has not come to its end; what was `completed` has none."""
+        return self.path / UNFINISHED
+
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add one row, its numbers Python's or NumPy's; those that JSON has no word for (NaN, infinity) become null."""
         self._hold()
@@ -312,6 +318,8 @@ class RunFolder(Closing):
             "metrics": finite(dict(metrics)),
         }
         write_json(self.path / "summary.json", summary)
+        if status == "completed":
+            self.unfinished_path.unlink(missing_ok=True)
         self.close()
         self.event("summary", path=str(self.path / "summary.json"))
         return summary

@@ -19,6 +19,7 @@ from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
+from shoal.rollout.journal import Journal
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import Engine, Request, Sampling, generate_each
 
@@ -64,6 +65,7 @@ class TrajectoryCollector:
         prompt: how prompts are made.
         seed: of the run; episodes are named under it by iteration, group and member.
         env_retries: times an episode starts again after its env failed.
+        journal: where episodes are written down as they end; those that are there are not played again.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class TrajectoryCollector:
         seed: int,
         *,
         env_retries: int = 1,
+        journal: Journal | None = None,
     ) -> None:
         self.envs = envs
         self.tags = tuple(tags)
@@ -84,6 +87,7 @@ class TrajectoryCollector:
         self.group_size = group_size
         self.engine = engine
         self.seed, self.env_retries = seed, env_retries
+        self.journal = journal or Journal()
         self.prompter = Prompter(prompt, engine.tokenizer)
         self._playing = threading.Lock()  # its envs play one rollout at a time, whoever asks
 
@@ -110,28 +114,31 @@ class TrajectoryCollector:
             return self._play(iteration, sampling, groups)
 
     def _play(self, iteration: int, sampling: Sampling, groups: range) -> list[Trajectory]:
-        todo: dict[int, tuple[EpisodeId, Role]] = {}
+        places: dict[int, tuple[EpisodeId, Role]] = {}
         for g in groups:
             slot = slot_of(g, self.tags)
             for member in range(self.group_size):
                 place = place_of(self.seed, iteration, g, member)
-                todo[slot * self.group_size + member] = place, self.roles[self.tags[slot]]
+                places[slot * self.group_size + member] = place, self.roles[self.tags[slot]]
         played: dict[int, Trajectory] = {}
+        for i, (place, role) in places.items():
+            if (before := self.journal.find(role.tag, place)) is not None:
+                played[i] = before
+        todo = {i: who for i, who in places.items() if i not in played}
         failures = Counter[int]()
         while todo:
             episodes = {i: Episode(*who, self.prompter, sampling) for i, who in todo.items()}
-            failed = self._play_once(episodes)
-            for i, episode in episodes.items():
-                played[i] = episode.trajectory(*failed[i][:2]) if i in failed else episode.trajectory()
+            failed = self._play_once(episodes, played)
             failures.update(i for i, why in failed.items() if why.own)
             again = {i for i, why in failed.items() if not why.own or why.status == "env_error"}
             todo = {i: who for i, who in todo.items() if i in again and failures[i] <= self.env_retries}
             for i in todo:
                 logger.warning("episode %d is played again: %s", i, failed[i].error)
-        return list(played.values())
+            played |= {i: episodes[i].trajectory(*why[:2]) for i, why in failed.items() if i not in todo}
+        return [played[i] for i in places]
 
-    def _play_once(self, episodes: Mapping[int, Episode]) -> dict[int, Failed]:
-        """Play these episodes to their ends, abreast; which of them failed."""
+    def _play_once(self, episodes: Mapping[int, Episode], played: dict[int, Trajectory]) -> dict[int, Failed]:
+        """Play these episodes to their ends, abreast, and add them to `played`; which of them failed."""
         failed: dict[int, Failed] = {}
         self._begin(episodes, failed)
         live = [i for i in episodes if i not in failed]
@@ -150,7 +157,11 @@ class TrajectoryCollector:
                     if not episodes[i].over:
                         actions[i] = todo
             self._act(actions, episodes, failed)
-            live = [i for i in live if i not in failed and not episodes[i].over]
+            live = [i for i in live if i not in failed]
+            for i in (i for i in live if episodes[i].over):
+                played[i] = episodes[i].trajectory()
+                self.journal.add(played[i])
+            live = [i for i in live if not episodes[i].over]
         return failed
 
     def _begin(self, episodes: Mapping[int, Episode], failed: dict[int, Failed]) -> None:

@@ -5,11 +5,20 @@ import time
 from concurrent.futures import BrokenExecutor
 
 import pytest
-from tests.rollout.doubles import WORDS, CounterEnv, HashEngine, InterruptingEngine, config
+from tests.rollout.doubles import (
+    WORDS,
+    BreakingOff,
+    BrokenOff,
+    CounterEnv,
+    HashEngine,
+    InterruptingEngine,
+    config,
+)
 
 from shoal import envs
 from shoal.core.errors import WorkerDiedError
 from shoal.core.executors import RayExecutor, make_executor
+from shoal.rollout.journal import Journal
 from shoal.rollout.parallel.ray import Mailbox
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
@@ -55,6 +64,23 @@ def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(cluster):
         with pytest.raises(KeyboardInterrupt):
             manager.collect(3)
         assert manager.collect(4) == play("serial")[0]
+
+
+@pytest.mark.timeout(300)
+def test_a_rollout_on_a_cluster_that_is_broken_off_goes_on_with_what_was_written_down(cluster, tmp_path):
+    path = tmp_path / "file"
+    for _ in range(2):
+        with (
+            ParallelRolloutManager(
+                config(), HashEngine(), backend="ray", journal=BreakingOff(path)
+            ) as manager,
+            pytest.raises(BrokenOff),
+        ):
+            manager.collect(4)
+    engine = HashEngine()
+    with ParallelRolloutManager(config(), engine, backend="ray", journal=Journal(path)) as manager:
+        assert manager.collect(4) == play("serial")[0]
+    assert sum(engine.batches) == 10 * 6  # of 16 episodes, all as long
 
 
 @pytest.mark.timeout(300)

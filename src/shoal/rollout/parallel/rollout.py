@@ -34,6 +34,7 @@ from shoal.envs.catalogue import resolve_text
 from shoal.rollout.collector import group_numbers, place_of, slot_of
 from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_roles, validate_environment_config
+from shoal.rollout.journal import Journal
 from shoal.rollout.parallel.pool import Pool, heartbeat_timeout
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
 from shoal.rollout.parallel.worker import (
@@ -92,6 +93,7 @@ class ParallelRolloutManager(Closing):
         side: "train" or "val": which groups of `es_manager`.
         seed: names the episodes; `config.seed` if not given.
         backend: "serial", "threads", "processes", "loky" or "ray"; `agent_proxy.parallel.backend` if not given.
+        journal: where episodes are written down as they end; those that are there are not played again.
 
     Use it as a context manager, or call `close`, so that workers end.
     """
@@ -105,6 +107,7 @@ class ParallelRolloutManager(Closing):
         side: str = "train",
         seed: int | None = None,
         backend: Backend | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.config = rollout_config(config)
         proxy = self.config.agent_proxy
@@ -125,6 +128,7 @@ class ParallelRolloutManager(Closing):
         self.seed = self.config.seed if seed is None else seed
         self.prompter = Prompter(proxy.prompt, engine.tokenizer)
         self.report = RolloutReport()
+        self.journal = journal or Journal()
         check_jobs(n_jobs := proxy.parallel_n_jobs if n_jobs is None else n_jobs, "n_jobs")
         self.n_jobs = int(n_jobs)
         self._workers = available_cpus() if self.n_jobs == -1 else self.n_jobs
@@ -257,10 +261,14 @@ class ParallelRolloutManager(Closing):
         clock = time.perf_counter()
         self.report = report = RolloutReport(workers=1 if self.backend == "serial" else self._workers)
         self._number += 1
-        if self.backend == "serial":
-            results = self._play_here(assignments, sampling)
-        else:
-            results = self._play_on_workers(assignments, sampling)
+        results: dict[int, Trajectory] = {}
+        for assignment in assignments:
+            if (before := self.journal.find(assignment.tag, assignment.place)) is not None:
+                results[assignment.index] = before
+        todo = [assignment for assignment in assignments if assignment.index not in results]
+        if todo:
+            play = self._play_here if self.backend == "serial" else self._play_on_workers
+            results |= play(todo, sampling)
         report.seconds = time.perf_counter() - clock
         if self.n_jobs == -1 and self.backend != "serial":
             self._workers = worthwhile_workers(report, available_cpus())
@@ -269,9 +277,15 @@ class ParallelRolloutManager(Closing):
     def _play_here(self, assignments: list[Assignment], sampling: Sampling) -> dict[int, Trajectory]:
         """One episode after another in the caller: the reference that the other backends equal."""
         results: dict[int, Trajectory] = {}
+
+        def on_report(_: Any, data: bytes) -> None:
+            _number, index, trajectory = decode_report(data)
+            results[index] = trajectory
+            self.journal.add(trajectory)
+
         link = LocalLink(
             self.engine,
-            lambda _, data: results.update([decode_report(data)[1:]]),
+            on_report,
             self.settings.engine_retries,
             self._at_engine,
         )
@@ -289,7 +303,9 @@ class ParallelRolloutManager(Closing):
             parts = spread(assignments, self._workers)
             inference.entered([a.place.key() for part in parts for a in part[:at_once]])
         share = self._share(assignments, sampling, self.settings.episodes_at_once)
-        rollout = _Rollout(share, self._pool, inference, self._reports, report, self.settings.max_deaths)
+        rollout = _Rollout(
+            share, self._pool, inference, self._reports, report, self.settings.max_deaths, self.journal
+        )
         results = rollout.run(self._workers)
         report.engine_seconds = before.engine_seconds - seconds
         report.batches = before.batches - batches
@@ -333,9 +349,10 @@ class _Rollout:
         events: Events,
         report: RolloutReport,
         max_deaths: int,
+        journal: Journal,
     ) -> None:
         self.whole, self.pool, self.inference = whole, pool, inference
-        self.events, self.report, self.max_deaths = events, report, max_deaths
+        self.events, self.report, self.max_deaths, self.journal = events, report, max_deaths, journal
         self.results: dict[int, Trajectory] = {}
         self.deaths: dict[int, int] = {}
         self.running: dict[Future[Played], Share] = {}
@@ -357,8 +374,9 @@ class _Rollout:
                     continue
                 if kind == "report":
                     rollout, index, trajectory = decode_report(first)
-                    if rollout == self.whole.rollout:
-                        self.results.setdefault(index, trajectory)
+                    if rollout == self.whole.rollout and index not in self.results:
+                        self.results[index] = trajectory
+                        self.journal.add(trajectory)
                 elif kind == "closed":
                     raise WorkerError("the rollout was ended: its manager was closed")
                 else:

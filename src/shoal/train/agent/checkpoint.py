@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shoal.core.configuration import from_mapping
+from shoal.core.configuration import first_change, from_mapping
 from shoal.core.errors import DataError, EngineError, in_words
 from shoal.core.files import MANIFEST, read_json, restore_folders, verify_folder
 from shoal.train.agent.config import comparable
@@ -169,7 +169,7 @@ def load_checkpoint(
     with _reading(path):
         state = read_json(path / "state.json")
         before = state["config"] and comparable(state["config"])
-        difference = _first_difference(before, json.loads(json.dumps(config)))
+        difference = first_change(before, json.loads(json.dumps(config)))
         if difference:
             raise DataError(
                 f"{path} is of a run with other settings: {difference}; use them, or another run_dir"
@@ -197,13 +197,3 @@ def _reading(path: Path) -> Iterator[None]:
             f"{path} is no checkpoint that this version of shoal can go on from ({in_words(error)}): remove it to go "
             "on from one before, or begin anew in another run_dir"
         ) from error
-
-
-def _first_difference(old: Any, new: Any, path: str = "") -> str:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted({*old, *new}):
-            found = _first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-            if found:
-                return found
-        return ""
-    return "" if old == new else f"{path} was {old!r} and is {new!r}"

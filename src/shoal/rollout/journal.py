@@ -1,0 +1,110 @@
+"""Episodes that ended, written down one by one, so that work that is broken off goes on where it was.
+
+A line is one whole episode. What a kill or a full disk left half written is passed over: it is played again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.core.configuration import first_change
+from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import append_line, write_bytes
+from shoal.rollout.episode import EpisodeId
+
+logger = logging.getLogger(__name__)
+SYNC_SECONDS = 1.0
+"""Between two waits until what was written is on the disk itself, where the system brings it sooner or later."""
+_Key = tuple[str, int, int, int, int]
+
+
+class Journal:
+    """What was played so far of work that is not finished, in a file that nobody else may write.
+
+    Episodes that failed are not kept: they are played again. Whoever has all the others removes the file, as
+    `RunFolder.finish` does.
+
+    Args:
+        path: the file, `RunFolder.unfinished_path` of a run folder; without one nothing is kept.
+        settings: values that JSON has, by name: all that tells which episodes are played, with which weights, and how.
+
+    Raises:
+        ConfigError: the file holds episodes that were played with other settings.
+        DataError: it is not such a file.
+    """
+
+    def __init__(self, path: Path | None = None, settings: Mapping[str, Any] | None = None) -> None:
+        self.path = path
+        self._played: dict[_Key, Trajectory] = {}
+        self._synced = -math.inf
+        if path is not None:
+            self._open(path, settings or {})
+
+    def _open(self, path: Path, settings: Mapping[str, Any]) -> None:
+        told = msgspec.json.encode({"settings": settings})
+        first, *lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        begun = _settings(path, first) if first else None
+        for number, line in enumerate(lines, 2):
+            if (trajectory := _episode(path, number, line)) is not None:
+                self._played.setdefault(_key(trajectory), trajectory)
+        change = first_change(begun, msgspec.json.decode(told)["settings"])
+        if change and self._played:
+            raise ConfigError(
+                f"{path} holds {len(self._played)} episodes of work that is not finished, with other settings: "
+                f"{change:.200}; use them to go on, or another folder, or remove that file"
+            )
+        if change:  # nothing was played, or there is no such file
+            write_bytes(path, told + b"\n")
+
+    @property
+    def count(self) -> int:
+        """How many episodes were there when it was opened."""
+        return len(self._played)
+
+    def __contains__(self, trajectory: Trajectory) -> bool:
+        return _key(trajectory) in self._played
+
+    def find(self, tag: str, place: EpisodeId) -> Trajectory | None:
+        """The episode, if it was there when the journal was opened."""
+        return self._played.get((tag, place.iteration, place.group, place.member, place.env_seed))
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Write an episode down that has just ended; what `kill -9` leaves of it is all or nothing."""
+        if self.path is None or trajectory.status != "ok":
+            return
+        now = time.monotonic()
+        durable = now - self._synced >= SYNC_SECONDS
+        append_line(self.path, encode_trajectory(trajectory), durable=durable)
+        if durable:
+            self._synced = now
+
+
+def _settings(path: Path, line: bytes) -> Any:
+    try:
+        return msgspec.json.decode(line)["settings"]
+    except (msgspec.MsgspecError, RecursionError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{path} must begin with the settings of the episodes in it, as shoal writes it: restore it or remove it"
+        ) from error
+
+
+def _episode(path: Path, number: int, line: bytes) -> Trajectory | None:
+    try:
+        return decode_trajectory(line) if line else None
+    except (DataError, RecursionError):
+        logger.warning("%s, line %d holds no whole episode: it is played again", path, number)
+        return None
+
+
+def _key(trajectory: Trajectory) -> _Key:
+    return (
+        trajectory.env, trajectory.iteration, trajectory.group, trajectory.member, trajectory.env_seed,
+    )  # fmt: skip
