@@ -81,6 +81,14 @@ def test_an_unfinished_run_is_told_by_the_command_that_made_it(run, capsys, comm
     assert (row["command"], row["status"]) == (command, "unfinished")
 
 
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+def test_episodes_that_were_played_are_told_to_be_kept(run, capsys, command):
+    RunFolder(run, command, 0).close()
+    (run / "unfinished.jsonl").touch()
+    assert main(["show", str(run)]) == 0
+    assert f"go on with: shoal {command} as before, into" in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_unfinished_split_into_lots_goes_on(run, capsys):
     RunFolder(run, "split", 0).close()
     (run / "shards").mkdir()

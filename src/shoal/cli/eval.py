@@ -6,10 +6,10 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -18,13 +18,21 @@ from shoal.cli.grammar import (
     Progress,
     came_to_an_end,
     hide_loading,
+    journal_of,
+    playing_settings,
     print_json,
     refuse_device,
     refuse_idle,
+    weights_at,
 )
 from shoal.cli.output import program
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import RunFolder, finite
+
+if TYPE_CHECKING:
+    from shoal.rollout.factory import EnvironmentConfig
+    from shoal.rollout.journal import Journal
+    from shoal.rollout.samplers.sampler import Sampling
 
 SERVER = "openai:"
 """What the name of a model on a server begins with."""
@@ -85,7 +93,8 @@ class EvalOptions:
     retries: int = 4
     """Attempts after the first, where the server is busy or out of reach."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["--run-dir"])] = None
-    """Folder for the episodes (`trajectories/eval.jsonl`) and `summary.json`."""
+    """Folder for the episodes (`trajectories/eval.jsonl`) and `summary.json`; say the same again after a kill, Ctrl-C
+    or full disk, and what was played is kept."""
     format: Literal["table", "json"] = "table"
     """How the result is printed."""
     json: bool = False
@@ -128,8 +137,10 @@ def evaluate(options: EvalOptions) -> int:
             refuse_device(options.device)
     if options.panel is not None:
         return _panel(options)
-    with _held(options, options.seed) as (folder, engine, run):
-        trajectories, played_as = _play(options, engine, run)
+    with _held(options, options.seed) as (folder, engine, run, weights):
+        plan = _planned(options, run)
+        journal = _journal(options, folder, weights, {"eval": plan})
+        trajectories = _play(options, engine, run, plan, journal)
         result = _result(trajectories)
         if options.json or options.format == "json":
             print_json(result)
@@ -143,7 +154,7 @@ def evaluate(options: EvalOptions) -> int:
             print(f"valid actions  {result['valid_actions']:.3f}")
             print(f"episodes       {result['episodes']} whole, {result['failed_episodes']} failed")
         if folder is not None:
-            _write(options, folder, trajectories, result, played_as)
+            _write(options, folder, trajectories, result, plan.settings)
     return 0
 
 
@@ -188,13 +199,17 @@ def _panel(options: EvalOptions) -> int:
     for env, settings in PANELS[options.panel].items():
         envs.make(env, **settings).close()  # a package that is missing is told before anything is played
     rows = []
-    with _held(options, PANEL_SEED) as (folder, engine, run):
+    with _held(options, PANEL_SEED) as (folder, engine, run, weights):
         model = options.model if repeatable else f"{SERVER}{engine.model}"
-        if folder is not None:
-            _clear(folder.path)
+        plans = {}
         for env, settings in PANELS[options.panel].items():
             told = {key: json.dumps(value) for key, value in settings.items()}
-            played, _ = _play(replace(options, env=env, env_config=told, seed=PANEL_SEED), engine, run)
+            plans[env] = _planned(replace(options, env=env, env_config=told, seed=PANEL_SEED), run)
+        journal = _journal(options, folder, weights, plans)
+        if folder is not None:
+            _clear(folder.path)
+        for env, plan in plans.items():
+            played = _play(options, engine, run, plan, journal)
             if folder is not None:
                 write_trajectories(folder.path / "trajectories" / f"{env}.jsonl", played)
             rows.append({"env": env, **_result(played)})
@@ -218,7 +233,7 @@ def _panel(options: EvalOptions) -> int:
 
 
 @contextlib.contextmanager
-def _held(options: EvalOptions, seed: int) -> Iterator[tuple[RunFolder | None, Any, Any]]:
+def _held(options: EvalOptions, seed: int) -> Iterator[tuple[RunFolder | None, Any, Any, str]]:
     """The run folder that is asked for, nobody else's while it lasts, and what `_opened` gives.
 
     One that is there is asked before anything is loaded, another is made when something is.
@@ -227,10 +242,22 @@ def _held(options: EvalOptions, seed: int) -> Iterator[tuple[RunFolder | None, A
         out, folder = options.out, None
         if out is not None and out.exists():
             folder = ending.enter_context(RunFolder(out, "eval", seed))
-        engine, run = ending.enter_context(_opened(options))
+        engine, run, weights = ending.enter_context(_opened(options))
         if out is not None and folder is None:
             folder = ending.enter_context(RunFolder(out, "eval", seed))
-        yield folder, engine, run
+        yield folder, engine, run, weights
+
+
+def _journal(
+    options: EvalOptions, folder: RunFolder | None, weights: str, plans: Mapping[str, _Plan]
+) -> Journal:
+    """What was played for these plans before the command was broken off."""
+    from shoal.rollout.journal import Journal
+
+    if folder is None:
+        return Journal()
+    plays = {name: playing_settings(plan.settings) for name, plan in plans.items()}
+    return journal_of(folder, weights, {"episodes": options.episodes, "plays": plays})
 
 
 def _clear(folder: Path) -> None:
@@ -242,28 +269,38 @@ def _clear(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _opened(options: EvalOptions) -> Iterator[tuple[Any, Any]]:
-    """What plays, and the settings of its run; one for all envs, so that all are played by the same weights."""
+def _opened(options: EvalOptions) -> Iterator[tuple[Any, Any, str]]:
+    """What `engine_of` gives, one for all envs, so that all are played by the same weights."""
     import torch
 
     from shoal.rollout.samplers.registry import close_engine
 
     if options.env is None and options.panel is None and options.model.startswith(SERVER):
         raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
-    engine, run = engine_of(options)
+    engine, run, weights = engine_of(options)
     try:
         torch.set_num_threads(run.engine.threads)
-        yield engine, run
+        yield engine, run, weights
     finally:
         close_engine(engine)
 
 
-def _play(options: EvalOptions, engine: Any, run: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The episodes, and the settings that they were played with."""
+@dataclass(frozen=True)
+class _Plan:
+    """What is played, and how."""
+
+    envs: EnvironmentConfig
+    sampling: Sampling
+    seed: int
+    settings: dict[str, Any]
+    """The config of a run that plays the same."""
+
+
+def _planned(options: EvalOptions, run: Any) -> _Plan:
+    """What the options ask for, of a run's envs or another."""
     from shoal.core.configuration import to_mapping
     from shoal.core.seeding import derive_seed
-    from shoal.rollout.collector import TrajectoryCollector
-    from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager, make_set
+    from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager
     from shoal.rollout.samplers.sampler import Sampling
 
     if options.env is None:
@@ -279,38 +316,51 @@ def _play(options: EvalOptions, engine: Any, run: Any) -> tuple[list[Any], dict[
     shares = sum(tags.n_groups) if tags.n_groups else len(tags.tags)
     at_once = shares * max(1, min(options.episodes, 64) // shares)
     groups = EnvGroups(at_once, 1, tags)
-    made = make_set(EnvironmentConfig(EsManager(groups, groups), kinds, vector=run.vector), groups)
     proxy = run.agent_proxy
     sampling = Sampling(options.max_tokens or proxy.max_tokens, options.temperature, proxy.stop)
-    seed = derive_seed(options.seed, "evaluation")
-    retries = proxy.parallel.env_retries
+    values = to_mapping(run)
+    values["seed"], values["run_dir"], values["resume"] = options.seed, None, False
+    values["custom_envs"] = {
+        **values["custom_envs"],
+        **{tag: to_mapping(kind) for tag, kind in kinds.items()},
+    }
+    values["es_manager"]["val"] = to_mapping(groups)
+    values["agent_proxy"] |= {
+        "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "max_turn": None,
+    }  # fmt: skip
+    envs = EnvironmentConfig(EsManager(groups, groups), kinds, vector=run.vector)
+    return _Plan(envs, sampling, derive_seed(options.seed, "evaluation"), values)
+
+
+def _play(options: EvalOptions, engine: Any, run: Any, plan: _Plan, journal: Journal) -> list[Any]:
+    """The episodes."""
+    from shoal.rollout.collector import TrajectoryCollector
+    from shoal.rollout.factory import make_set
+
+    made = make_set(plan.envs, plan.envs.es_manager.val)
+    proxy = run.agent_proxy
     collector = TrajectoryCollector(
-        made.pool, made.tags, made.roles, 1, engine, proxy.prompt, seed, env_retries=retries
-    )
+        made.pool, made.tags, made.roles, 1, engine, proxy.prompt, plan.seed,
+        env_retries=proxy.parallel.env_retries, journal=journal,
+    )  # fmt: skip
     try:
         played: list[Any] = []
         with Progress("playing", sys.stderr) as progress:
             while len(played) < options.episodes:
-                played += collector.collect(0, sampling, first_group=len(played))
+                played += collector.collect(0, plan.sampling, first_group=len(played))
                 done = min(len(played), options.episodes)
                 progress.at(done / options.episodes, f"{done}/{options.episodes} episodes")
-        values = to_mapping(run)
-        values["seed"], values["run_dir"], values["resume"] = options.seed, None, False
-        values["custom_envs"] = {
-            **values["custom_envs"],
-            **{tag: to_mapping(kind) for tag, kind in kinds.items()},
-        }
-        values["es_manager"]["val"] = to_mapping(groups)
-        values["agent_proxy"] |= {
-            "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "max_turn": None,
-        }  # fmt: skip
-        return played[: options.episodes], values
+        return played[: options.episodes]
     finally:
         made.pool.close()
 
 
-def engine_of(options: EvalOptions) -> tuple[Any, Any]:
-    """The engine to play with, and the settings of its run (defaults for a bare model)."""
+def engine_of(options: EvalOptions) -> tuple[Any, Any, str]:
+    """The engine to play with, the settings of its run (defaults for a bare model), and what tells its weights.
+
+    The weights are told where they are asked for, with `out`.
+    """
+    asked = options.out is not None
     from shoal.core.files import verify_folder
     from shoal.rollout.samplers.models import KNOWN
     from shoal.rollout.samplers.registry import make_engine
@@ -327,8 +377,9 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any]:
         checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
         if run.engine.name == "huggingface":
             hide_loading()
+        weights = weights_at(checkpoint / "engine") if asked else ""
         device = options.device or run.engine.device
-        return load_engine(checkpoint / "engine", device=device, config=run.engine), run
+        return load_engine(checkpoint / "engine", device=device, config=run.engine), run, weights
     if not folder.exists() and options.model not in KNOWN:
         raise DataError(
             f"there is no run folder and no model folder {folder}, nor is it one of {', '.join(KNOWN)} "
@@ -342,10 +393,11 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any]:
     device = options.device or "cpu"
     settings = EngineConfig(name="huggingface", model=options.model, threads=2, device=device)
     run = AgentConfig(engine=settings, agent_proxy=AgentProxy(max_tokens=64))
-    return make_engine(settings, (), options.seed), run
+    weights = weights_at(options.model) if asked else ""
+    return make_engine(settings, (), options.seed), run, weights
 
 
-def _server(options: EvalOptions) -> tuple[Any, Any]:
+def _server(options: EvalOptions) -> tuple[Any, Any, str]:
     """A server by messages. No stop text is sent: servers leave it out of what they return, closing tag and all."""
     from shoal.rollout.samplers.registry import make_engine
     from shoal.rollout.samplers.settings import ServerConfig
@@ -362,7 +414,8 @@ def _server(options: EvalOptions) -> tuple[Any, Any]:
     )
     settings = EngineConfig(name="openai", model=options.model.removeprefix(SERVER) or None, server=server)
     run = AgentConfig(engine=settings, agent_proxy=AgentProxy(max_tokens=512, stop=()))
-    return make_engine(settings), run
+    engine: Any = make_engine(settings)
+    return engine, run, f"{SERVER}{engine.model}"
 
 
 def _value(text: str) -> Any:

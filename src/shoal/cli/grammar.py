@@ -11,11 +11,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -23,7 +23,11 @@ from shoal.cli.command import Flag
 from shoal.cli.output import for_programs
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, EngineError, EnvError, ShoalError
-from shoal.core.run_folder import finite
+from shoal.core.files import sha256_of_folder
+from shoal.core.run_folder import RunFolder, finite
+
+if TYPE_CHECKING:
+    from shoal.rollout.journal import Journal
 
 HEARTBEAT = 30.0
 """Seconds without a word, off a terminal, after which a command says that it is still at work."""
@@ -390,6 +394,47 @@ def _meant(word: str) -> str:
     from shoal.train.agent.config import config_names
 
     return f": --config-name {word}" if word in config_names() else ""
+
+
+def journal_of(folder: RunFolder, weights: str, asked: Mapping[str, Any]) -> Journal:
+    """What was played in a run folder before the command was broken off; it goes on from there, and says so.
+
+    Args:
+        folder: the run folder, which this process holds.
+        weights: what tells them from others.
+        asked: what else names the episodes; settings of agents may be among it, of which those that play count.
+    """
+    from shoal.rollout.journal import Journal
+
+    journal = Journal(folder.unfinished_path, {"weights": weights, **asked})
+    if journal.count:
+        told = count_of(journal.count, "episode")
+        print(f"{told} of {folder.path} were played before and are kept", file=sys.stderr, flush=True)
+    return journal
+
+
+def playing_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the settings of a run of agents those that change what is played, but for the weights."""
+    from shoal.train.agent.config import comparable
+
+    known = comparable(values)
+    del known["engine"]["model"]
+    wanted = ("seed", "engine", "model", "agent_proxy", "es_manager", "custom_envs")
+    return {key: known[key] for key in wanted}
+
+
+def weights_at(place: Path | str | None) -> str:
+    """What tells the weights in a folder, or of a model by its name, from others: a sum of their bytes.
+
+    A name alone where they are on a server, "" where they follow from settings.
+    """
+    from shoal.rollout.samplers.models import KNOWN, resolve_model
+
+    if place is None:
+        return ""
+    if Path(place).is_dir() or place in KNOWN:
+        return f"sha256 {sha256_of_folder(resolve_model(str(place)))}"
+    return str(place)
 
 
 def refuse_twice(key: str, overrides: Sequence[str]) -> None:

@@ -52,6 +52,8 @@ GOES_ON = ("train", "train-ppo", "rollout", "prove", "eval", "split", "bench", "
 """Commands whose work goes on when nobody reads what they say any more."""
 RESUMED = ("train", "train-ppo", "split", "skills")
 """Those that can go on where they ended."""
+ASKED_AGAIN = ("eval", "rollout")
+"""Those that go on where they ended when they are asked for again."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What the machine has run out of; other errors of files are mistakes in the call."""
 
@@ -136,6 +138,8 @@ def _tell(error: Exception, command: str) -> int:
         text = f"{error.strerror or error}{named}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and command in RESUMED:
             text += "; what was saved before is whole: make room and go on with --resume (resume=true)"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT) and command in ASKED_AGAIN:
+            text += "; the episodes written before are kept: make room and say the same again, into the same folder"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and command in GOES_ON:
             text += "; choose another folder with --run-dir (run_dir=)"
         code = 1 if error.errno in FULL else 2

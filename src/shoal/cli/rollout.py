@@ -24,18 +24,23 @@ from shoal.cli.grammar import (
     came_to_an_end,
     composed,
     hide_loading,
+    journal_of,
     new_folder,
+    playing_settings,
     print_json,
     refuse_idle,
     show_warnings,
     table,
+    weights_at,
 )
 from shoal.cli.output import program
 from shoal.core.data import Trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder
+from shoal.core.run_folder import UNFINISHED, RunFolder
 from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import place_of
+from shoal.rollout.journal import Journal
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.worker import Assignment
 from shoal.rollout.samplers.sampler import Engine, Level
@@ -62,7 +67,10 @@ ONE = tyro.conf.create_mutex_group(required=False)
 
 @dataclass(frozen=True)
 class RolloutOptions(AgentOptions):
-    """Play the groups of a config with its engine, without training."""
+    """Play the groups of a config with its engine, without training.
+
+    Say the same again with run_dir=FOLDER after a kill, Ctrl-C or full disk, and what was played there is kept.
+    """
 
     config_name: Annotated[str, ConfigName] = "base-parallel"
     backend: Backend | None = None
@@ -101,17 +109,23 @@ def _run(options: RolloutOptions, ending: contextlib.ExitStack) -> int:
         raise ConfigError(f"{run_dir} holds a run already: pass another run_dir")
     config = replace(config, run_dir=str(run_dir))
     if options.compare:
+        if (run_dir / UNFINISHED).exists():
+            raise ConfigError(
+                f"{run_dir} holds a rollout that is not finished: go on with it without --compare, or pass another "
+                "run_dir"
+            )
         return compare_schedules(config, options, ending)
     return play(config, options, ending)
 
 
 def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     """One rollout, saved so that it can be replayed."""
-    folder, engine = prepare(config, options, ending)
-    with ParallelRolloutManager(config, engine, backend=options.backend) as manager:
+    folder, engine, journal = prepare(config, options, ending)
+    with ParallelRolloutManager(config, engine, backend=options.backend, journal=journal) as manager:
         with Progress("playing", sys.stderr, bar=False):
             trajectories = manager.collect(options.iteration)
-        metrics = episode_metrics(trajectories, manager.report.seconds) | manager.report.metrics()
+        new = [t for t in trajectories if t not in journal]
+        metrics = episode_metrics(trajectories, manager.report.seconds, new) | manager.report.metrics()
     write_trajectories(folder.path / "trajectories" / "rollout.jsonl", trajectories)
     folder.append_metrics({"iteration": options.iteration, **metrics})
     summary = folder.finish({**metrics, "iteration": options.iteration, "level": engine.level})
@@ -130,39 +144,51 @@ def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> 
     return 0
 
 
-def prepare(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> tuple[Any, Any]:
-    """The run folder with its config, and the engine, saved beside it when it is small."""
+def prepare(
+    config: Any, options: RolloutOptions, ending: contextlib.ExitStack
+) -> tuple[RunFolder, Any, Journal]:
+    """The run folder with its config, the engine, saved beside it when it is small, and what was played before."""
     from shoal.core.configuration import as_yaml, to_mapping
     from shoal.core.files import write_text
-    from shoal.core.run_folder import RunFolder
     from shoal.train.agent.policy import policy_of
 
-    engine = engine_for(config, options.source, ending)
-    folder = RunFolder(config.run_dir, "rollout", config.seed)
+    source = None if options.source is None else engine_folder(options.source)
+    weights = weights_at(config.engine.model if source is None else source)
+    engine = engine_for(config, source, ending)
+    if config.engine.name == "openai":
+        weights = engine.model  # which the server may have chosen
+    folder = ending.enter_context(RunFolder(config.run_dir, "rollout", config.seed))
+    asked = {"iteration": options.iteration, "settings": playing_settings(to_mapping(config))}
+    journal = journal_of(folder, weights, asked)
     write_text(folder.path / "config.yaml", as_yaml(to_mapping(config)))
     if config.engine.name == "tiny":
         (folder.path / "engine").mkdir(exist_ok=True)
         policy_of(engine).save(folder.path / "engine")
-    return folder, engine
+    return folder, engine, journal
 
 
-def engine_for(config: Any, source: Path | None, ending: contextlib.ExitStack) -> Any:
-    """The engine of a run, or a fresh one as the config says; `ending` closes it."""
+def engine_folder(run: Path) -> Path:
+    """Where a run has its engine: its own, or that of its newest checkpoint."""
+    from shoal.train.agent.checkpoint import newest_checkpoint
+
+    if not run.is_dir():
+        raise DataError(f"{run} is not a run folder")
+    own = run / "engine"
+    return own if own.is_dir() else newest_checkpoint(run / "checkpoints") / "engine"
+
+
+def engine_for(config: Any, folder: Path | None, ending: contextlib.ExitStack) -> Any:
+    """The engine in a folder, or a fresh one as the config says; `ending` closes it."""
     import torch
 
     from shoal.rollout.factory import make_roles
     from shoal.rollout.samplers.registry import close_engine, make_engine
-    from shoal.train.agent.checkpoint import newest_checkpoint
     from shoal.train.agent.policy import load_engine
 
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":
         hide_loading()
-    if source is not None:
-        if not source.is_dir():
-            raise DataError(f"{source} is not a run folder")
-        own = source / "engine"
-        folder = own if own.is_dir() else newest_checkpoint(source / "checkpoints") / "engine"
+    if folder is not None:
         return load_engine(folder, device=config.engine.device, config=config.engine)
     tags = {*config.es_manager.train.group_tags(), *config.es_manager.val.group_tags()}
     roles = make_roles(config.custom_envs, sorted(tags), config.agent_proxy.max_turn)
@@ -172,11 +198,13 @@ def engine_for(config: Any, source: Path | None, ending: contextlib.ExitStack) -
     return engine
 
 
-def episode_metrics(trajectories: Sequence[Trajectory], seconds: float) -> dict[str, Any]:
-    """How the episodes went, and how fast."""
+def episode_metrics(
+    trajectories: Sequence[Trajectory], seconds: float, new: Sequence[Trajectory] | None = None
+) -> dict[str, Any]:
+    """How the episodes went, and how fast those were that took the seconds: the `new` ones, all if not given."""
     from shoal.train.agent.evaluation import rollout_metrics
 
-    tokens = sum(t.n_tokens for t in trajectories)
+    tokens = sum(t.n_tokens for t in (trajectories if new is None else new))
     return {
         "episodes": len(trajectories),
         **rollout_metrics(trajectories),
@@ -203,7 +231,7 @@ HEADER = ["", "seconds", "speed", "failed", "success", "reward", "lost", "result
 
 def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     """One after another, in lockstep, on workers, and with a worker killed; exit code 1 if anything differs."""
-    folder, engine = prepare(config, options, ending)
+    folder, engine, _ = prepare(config, options, ending)
     with ParallelRolloutManager(config, engine, backend="serial") as manager:
         reference = manager.collect(options.iteration)
         sequential = manager.report.seconds
@@ -356,7 +384,8 @@ def verify(run: Path, ending: contextlib.ExitStack, *, as_json: bool = False) ->
         )
     config = agent_config_of(run)
     if file.exists():
-        engine = engine_for(config, run if (run / "engine").exists() else None, ending)
+        own = run / "engine"
+        engine = engine_for(config, own if own.exists() else None, ending)
         found = [_replay(str(run), config, engine, file, engine.level)]
     else:
         found = _replay_training(run, config, recordings)

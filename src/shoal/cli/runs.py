@@ -15,7 +15,7 @@ import tyro
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import count_of, duration, print_json, table
 from shoal.core.errors import DataError
-from shoal.core.run_folder import FolderLock, command_of, read_summary
+from shoal.core.run_folder import UNFINISHED, FolderLock, command_of, read_summary
 
 RESULTS = (
     "heldout_success", "eval_return_mean", "chain_success", "success", "reward", "least_level", "equal", "samples",
@@ -104,7 +104,7 @@ def is_run(path: Path) -> bool:
     return any(os.path.exists(path / name) for name in PARTS)  # False too where nobody may look
 
 
-PARTS = ("summary.json", "metrics.jsonl", "config.yaml", "state.db", "trajectories", "batch")
+PARTS = ("summary.json", "metrics.jsonl", "config.yaml", "state.db", "trajectories", "batch", UNFINISHED)
 """One of these makes a folder a run."""
 
 

@@ -22,7 +22,7 @@ from shoal.cli.output import program
 from shoal.cli.runs import is_run
 from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.run_folder import FolderLock, command_of, read_summary
+from shoal.core.run_folder import UNFINISHED, FolderLock, command_of, read_summary
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
 from shoal.viewer.markup import ACTION, number
 
@@ -151,6 +151,8 @@ def how_to_go_on(run: Path) -> str:
     }
     if (run / "shards").is_dir():
         words["split"] = f"split ROOT --shard-size N --resume --out {place}"
+    if (run / UNFINISHED).exists():
+        return f"go on with: {program()} {command} as before, into {place}"
     if command not in words:
         return f"shoal {command} cannot go on with it: run it again"
     return f"go on with: {program()} {words[command]}"

@@ -84,8 +84,11 @@ def test_an_evaluation_that_ends_as_it_writes_leaves_nothing_of_the_one_before(
         disk.setattr("shoal.core.data.write_trajectories", full)
         assert main([*evaluate, "--env", "frozen_lake"]) == 1
     assert "No space left" in capsys.readouterr().err
-    assert sorted(os.listdir(out)) == [".lock", "config.yaml", "trajectories"]
+    assert sorted(os.listdir(out)) == [".lock", "config.yaml", "trajectories", "unfinished.jsonl"]
     assert os.listdir(out / "trajectories") == []
+    assert main(evaluate) == 2
+    assert "holds 2 episodes of work that is not finished" in capsys.readouterr().err
+    assert main([*evaluate, "--env", "frozen_lake"]) == 0
     assert main(evaluate) == 0
 
 
