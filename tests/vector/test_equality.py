@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -633,6 +633,56 @@ def test_what_envs_and_callers_go_on_to_change_is_theirs_alone_on_every_backend(
     assert "array([4., 4., 4.]" in serial  # all began there
     for backend, workers in (("thread", 2), ("process", 1), ("process", 4)):
         assert play_reusing(backend, num_workers=workers) == (serial, kept)
+
+
+class Shares(gymnasium.Env[Any, Any]):
+    """All envs of a process give the same observation, reward and info, which stand on the class, changed."""
+
+    observation_space, action_space = Coordinates(), spaces.Discrete(2)
+    seen: ClassVar[dict[str, Any]] = {}
+    paid = np.zeros(1)
+    told: ClassVar[dict[str, Any]] = {"nested": {"list": []}}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.seed, self.t = seed or self.seed + 1, 0
+        return self.look()
+
+    def look(self) -> tuple[Any, dict[str, Any]]:
+        self.seen["x"] = self.told["number"] = self.seed + self.t
+        self.told["nested"]["list"][:] = [self.seed, self.t]
+        return self.seen, self.told
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self.t += 1
+        obs, info = self.look()
+        self.paid[:] = self.seed
+        return obs, self.paid, self.t == 2, False, info
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_what_envs_share_is_told_as_each_of_them_left_it(mode: str) -> None:
+    def check(infos: Any, seeds: list[int], t: int) -> None:
+        assert infos["number"].tolist() == [seed + t for seed in seeds]
+        assert list(infos["nested"]["list"]) == [[seed, t] for seed in seeds]
+
+    seeds, again = [10, 20, 30, 40], [11, 21, 31, 41]
+    for backend, workers in (("serial", None), ("thread", 1), ("process", 1), ("process", 2)):
+        with contextlib.closing(
+            make_vec(Shares, 4, backend=backend, num_workers=workers, autoreset=mode)
+        ) as envs:
+            seen, infos = envs.reset(seed=seeds)
+            assert [one["x"] for one in seen] == seeds
+            check(infos, seeds, 0)
+            for t in (1, 2):
+                seen, paid, *_, infos = envs.step(np.zeros(4, int))
+                begun = t == 2 and mode == "same_step"
+                assert paid.tolist() == seeds
+                assert [one["x"] for one in seen] == (again if begun else [seed + t for seed in seeds])
+                check(infos["final_info"] if begun else infos, seeds, t)
+            if mode == "next_step":
+                seen, _, _, _, infos = envs.step(np.zeros(4, int))
+            assert [one["x"] for one in seen] == again
+            check(infos, again, 0)
 
 
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from shoal.envs.catalogue import EnvFn
 from shoal.envs.spaces import ask_quickly
 from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, Schema, read, reader
 from shoal.vector.failures import Failure, from_exception, shown
-from shoal.vector.values import CELLS, IN_BUFFER, Info, Table, Told, own
+from shoal.vector.values import CELLS, IN_BUFFER, UNCHANGING, Info, Table, Told, own
 
 
 # --- what a group can be told
@@ -123,20 +123,10 @@ class Reply:
         """What all told, in the table or beside."""
         return [*self.told, *self.table] if self.table is not None else self.told
 
-    def kept(self, but: Container[int], count: int) -> Reply:
-        """The same of `count` envs in this process, which may change what they gave, `but` for some leaves."""
-        for leaf in self.columns:
-            if leaf not in but:
-                self.columns[leaf] = own(self.columns[leaf])
+    def kept(self, count: int) -> Reply:
+        """The same of `count` envs, with what they told as a table where it is one."""
         if self.told and not self.failures and (table := Table.of(self.told, count)) is not None:
             self.told, self.table = [], table
-        else:
-            told, self.told = self.told, []
-            for i, final, last, info in told:
-                try:
-                    self.told.append(Told(i, final, own(last), own(info)))
-                except Exception as error:
-                    self.failures.append(from_exception(i, "copying its info", error, os.getpid()))
         return self
 
 
@@ -287,7 +277,7 @@ class EnvGroup:
                 if self._examines:
                     self._check_whole(obs)
                 self._put(j, obs, command.place, columns)
-                info = _checked(info)
+                info = _kept(info)
             except BaseException as error:
                 self._ended[j] = True
                 self._note(reply.failures, j, "reset", error)
@@ -363,11 +353,12 @@ class EnvGroup:
             if ended[j]:
                 obs = self._restart(j, told)
             else:
-                obs, rewards[j], terminated, truncated, info = step(action)
+                obs, reward, terminated, truncated, info = step(action)
+                rewards[j] = reward.copy() if type(reward) is array else reward  # as with infos, see `_kept`
                 if terminated or truncated:
-                    obs = self._end(j, obs, rewards[j], terminated, truncated, info, told)
+                    obs = self._end(j, obs, reward, terminated, truncated, info, told)
                 elif type(info) is not dict or info:
-                    told.append(Told(first + j, None, None, _checked(info)))
+                    told.append(Told(first + j, None, None, _kept(info)))
             if row is not None and type(obs) is array and obs.dtype is dtype and obs.shape == shape:
                 row[...] = obs
             elif text is not None and type(obs) is str:
@@ -381,7 +372,7 @@ class EnvGroup:
             raise EnvError(OVER)
         obs, info = self.envs[j].reset()
         self._ended[j] = False
-        if _checked(info):
+        if info := _kept(info):
             told.append(Told(self.first + j, None, None, info))
         return obs
 
@@ -389,8 +380,7 @@ class EnvGroup:
         self, j: int, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Info, told: list[Told]
     ) -> Any:
         """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
-        if type(info) is not dict:
-            _checked(info)
+        info = _kept(info)  # in the same step, reset may change what it holds
         refuse_words(terminated, truncated)
         # An end is whole in the buffers, and looked at, before anything else can go wrong: who ends this worker
         # meanwhile leaves it to the caller.
@@ -421,15 +411,13 @@ class EnvGroup:
         else:
             self._check_whole(obs)
             final = copy.deepcopy(obs)  # the env may reuse its buffers in reset
-        final_info = own(info) if type(info) is dict else dict(info)  # reset may change what it holds
         self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
-        self._ending = final, final_info
-        obs, info = self.envs[j].reset()
-        if type(info) is not dict:
-            _checked(info)
+        self._ending = final, info
+        obs, first_info = self.envs[j].reset()
+        first_info = _kept(first_info)
         self._ending = None
-        if final is not IN_BUFFER or final_info or info:
-            told.append(Told(self.first + j, final, final_info, info))
+        if final is not IN_BUFFER or info or first_info:
+            told.append(Told(self.first + j, final, info, first_info))
         return obs
 
     def _check_whole(self, obs: Any) -> None:
@@ -452,7 +440,7 @@ class EnvGroup:
                 continue
             if self.layout.leaves[i].kind == "text":
                 _check_text(value)
-            columns[i][j] = value
+            columns[i][j] = own(value)
 
     def _pay(self, rewards: list[Any], members: Sequence[int], failures: list[Failure]) -> None:
         try:
@@ -529,10 +517,16 @@ def _check_text(value: Any) -> None:
         raise EnvError(f"observation must be str in a Text space, got {type(value).__name__}")
 
 
-def _checked(info: Any) -> Any:
-    if isinstance(info, dict | Mapping):
-        return info
-    raise EnvError(f"info must be a dict, got {type(info).__name__}")
+def _kept(info: Any) -> Info:
+    """An info as it is now: the next env of the group may write into the same dict, or array, before it is told."""
+    if type(info) is not dict and not isinstance(info, Mapping):
+        raise EnvError(f"info must be a dict, got {type(info).__name__}")
+    try:
+        info = info if type(info) is dict else dict(info)
+        still = UNCHANGING.issuperset(map(type, info.values()))
+        return info.copy() if still else own(info)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise EnvError(f"copying its info: {type(error).__name__}: {error}") from error
 
 
 def _of_members(columns: dict[int, list[Any]], members: Sequence[int], count: int) -> dict[int, list[Any]]:

@@ -121,10 +121,8 @@ class Worker:
         return self.kept(self.group.run(command))
 
     def kept(self, reply: Reply | None) -> Reply | None:
-        """A reply of envs in this process, which may go on to change what they gave; text they cannot."""
-        if reply is None:
-            return None
-        return reply.kept(self.buffers.observations.text if self.buffers is not None else (), self.count)
+        """A reply of envs in this process."""
+        return None if reply is None else reply.kept(self.count)
 
     def progress(self) -> int:
         """Position of the env that it is at, or `LOADING`."""

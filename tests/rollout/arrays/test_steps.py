@@ -405,6 +405,20 @@ def test_a_reward_may_be_any_number(reward):
     assert rollout.rewards.tolist() == [[1.0, float(np.ravel(reward)[0])]] * 3
 
 
+class SameArrayEnv(RewardEnv):
+    """Pays 1, 2, 3 … by an array that it writes again each time."""
+
+    def step(self, action):
+        self.reward += 1
+        return super().step(action)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_reward_is_what_it_was_though_the_env_writes_the_next_one_in_its_place(shape):
+    (rollout,) = collect(EnvSlice([SameArrayEnv(np.zeros(shape)), SameArrayEnv(np.ones(shape))]), 3)
+    assert rollout.rewards.tolist() == [[1, 2], [2, 3], [3, 4]]
+
+
 @pytest.mark.parametrize(("ends", "name"), [(("False", False), "terminated"), ((False, "no"), "truncated")])
 def test_an_end_in_words_names_its_env(ends, name):
     envs = EnvSlice([RewardEnv(), RewardEnv(ends=ends)], first_index=4)

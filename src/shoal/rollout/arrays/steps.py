@@ -217,7 +217,7 @@ class EnvSlice:
         obs, actions, logprobs, masks = rollout.obs, rollout.actions, rollout.logprobs, rollout.masks
         steps = [env.step for env in self.envs]
         to_env, plain, masked = self.action_rows.to_env, self.obs_rows.is_plain, self.masked
-        see, width = self._see, self.obs_rows.size
+        see, width, array = self._see, self.obs_rows.size, np.ndarray
         forget = getattr(policy, "forget", _nothing)
         rewards: list[Any] = []
         finals: list[Array] = []
@@ -233,7 +233,8 @@ class EnvSlice:
             try:
                 for i, action in enumerate(to_env(actions[t])):
                     observation, reward, terminated, truncated, info = steps[i](action)
-                    rewards.append(reward)
+                    # an env may write its next reward into the same array
+                    rewards.append(reward if type(reward) is not array else reward.copy())
                     if terminated or truncated:
                         where = f"env {self.first_index + i}, step {t} of the rollout: "
                         refuse_words(terminated, truncated, where)
