@@ -2,6 +2,7 @@ import base64
 import errno
 import io
 import json
+import pickle
 import tarfile
 from pathlib import Path
 
@@ -384,6 +385,76 @@ def test_a_reader_does_not_take_the_name_of_one_of_shoals_unasked():
     with pytest.raises(ValueError, match="'litesample' is registered already"):
         reader("litesample")(ChatReader)
     assert READERS["litesample"].__name__ == "LiteSampleReader"
+
+
+def write_chats_as(kind, file, words, named=True):
+    """A file of chats, one for each word, which have names in a table, and in a tar by their files."""
+    chats = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": word}] for word in words]
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    elif kind == "json":
+        file.write_text(json.dumps([{"messages": chat} for chat in chats]))
+    elif kind == "parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        rows = [
+            {"id": word if named else None, "messages": chat} for word, chat in zip(words, chats, strict=True)
+        ]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=2)
+    else:
+        with tarfile.open(file, "w") as archive:
+            for word, chat in zip(words, chats, strict=True):
+                data = json.dumps(chat).encode()
+                about = tarfile.TarInfo(f"{word}.json")
+                about.size = len(data)
+                archive.addfile(about, io.BytesIO(data))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "tar", "parquet"])
+def test_a_file_that_changed_since_it_was_looked_at_gives_no_recording_for_another(tmp_path, kind):
+    file = tmp_path / f"all.{kind}"
+    write_chats_as(kind, file, ["one", "two", "six"])
+    reader = ChatReader(file)
+    said = [reader.read(name).messages[1].content for name in reader.ids()]
+    assert said == ["one", "two", "six"]
+    reader = pickle.loads(pickle.dumps(reader))  # as a worker gets it: nothing of the file is held
+    for words in (["two", "one", "six"], ["new", "one", "two", "six"], ["six"]):
+        write_chats_as(kind, file, words)
+        reader = pickle.loads(pickle.dumps(reader))
+        for name in reader.ids()[:2]:
+            with pytest.raises(DataError, match=rf"all.{kind} has changed since it was looked at"):
+                reader.read(name)
+
+
+def test_a_table_without_names_that_changed_gives_no_recording_for_another(tmp_path):
+    file = tmp_path / "all.parquet"
+    write_chats_as("parquet", file, ["one", "two", "six"], named=False)
+    reader = ChatReader(file)
+    assert reader.ids() == ["all-000000", "all-000001", "all-000002"]
+    write_chats_as("parquet", file, ["new", "one", "two", "six"], named=False)
+    with pytest.raises(DataError, match="has changed since"):
+        reader.read("all-000001")
+
+
+def test_chats_that_are_added_to_a_file_keep_no_other_from_being_read(tmp_path):
+    file = tmp_path / "all.jsonl"
+    write_chats_as("jsonl", file, ["one", "two"])
+    file.write_text(file.read_text().rstrip("\n"))  # its writer is not done with the line
+    reader = ChatReader(file)
+    names = reader.ids()
+    with file.open("a") as more:
+        more.write('\n[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "six"}]\n')
+    assert [reader.read(name).messages[1].content for name in names] == ["one", "two"]
+
+
+def test_episodes_of_a_file_that_was_written_anew_are_not_taken_for_others(processor, tmp_path):
+    file = tmp_path / "trajectories" / "train-000004.jsonl"
+    write_trajectories(file, [trajectory(processor, member) for member in (1, 2)])
+    reader = ShoalReader(tmp_path)
+    assert reader.ids() == ["grid_x-4-2-1", "grid_x-4-2-2"]
+    write_trajectories(file, [trajectory(processor, member) for member in (2, 1)])
+    for name in reader.ids():
+        with pytest.raises(DataError, match=r"train-000004.jsonl has changed since it was looked at"):
+            reader.read(name)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "tar", "parquet", "atif"])

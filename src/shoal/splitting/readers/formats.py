@@ -29,7 +29,7 @@ from shoal.splitting.readers.recordings import (
     read_text,
     safe_id,
 )
-from shoal.splitting.readers.records import Record, RecordReader, first_known, row_images, short_id
+from shoal.splitting.readers.records import Record, RecordReader, changed, first_known, row_images, short_id
 
 
 class ShoalReader:
@@ -58,6 +58,8 @@ class ShoalReader:
         with file.open("rb") as handle:
             handle.seek(offset)
             trajectory = _decoded(handle.readline(), file, line)
+        if _name_of(trajectory, file, line) != dataset_id:
+            raise changed(file)
         source = f"{file}, {dataset_id}"
         base = file.parent.parent if file.parent.name == "trajectories" else file.parent
         locate = ImageLocator(base)

@@ -10,8 +10,10 @@ import base64
 import contextlib
 import copy
 import hashlib
+import os
 import re
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +29,6 @@ from shoal.splitting.readers.recordings import (
     from_json,
     parse_messages,
     plain_file,
-    read_json_file,
     safe_id,
     shortage,
 )
@@ -130,8 +131,7 @@ class RecordReader:
             )
         file, place = places[dataset_id]
         value, images = reader._value(file, place)
-        number = place if isinstance(place, int) else place[0]
-        source = f"{file}, record {number}" if number is not None else str(file)
+        source = f"{file}, record {place[0]}"
         return reader.recording(Record(dataset_id, value, source, file, images))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,15 +170,23 @@ class RecordReader:
         kind = file.suffix.lower()
         if place is None:
             list(_named_places(file, self.columns))  # says what is wrong
-            raise DataError(f"{file} has changed since it was looked at; split when the recording is done")
+            raise changed(file)
         if kind == ".tar":
             return _tar_record(file, place[1])
         if kind == ".parquet":
-            _, group, inside = place
-            return self._held(file, group, _row_group).slice(inside, 1).to_pylist()[0], {}
-        if kind == ".json":
-            return self._held(file, 0, lambda file, _: _json_records(file))[place], {}
-        return _line(file, *place), {}
+            _, group, inside, then = place
+            footer, rows = self._held(file, group, _row_group)
+            value = (rows.slice(inside, 1).to_pylist() or [{}])[0]
+            now = _row_sum(footer, value, self.columns)
+        elif kind == ".json":
+            number, then = place
+            now, records = self._held(file, 0, lambda file, _: _json_records(file))
+            value = records[number] if now == then else None
+        else:
+            return _line(file, *place), {}
+        if now != then:
+            raise changed(file)
+        return value, {}
 
     def _held(self, file: Path, part: int, load: Callable[[Path, int], Any]) -> Any:
         """A part of a file, kept until another is asked for; other threads ask for others meanwhile."""
@@ -303,7 +311,8 @@ def _named_places(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, A
     """The place of each record of a file, and enough of the record to name it."""
     kind = file.suffix.lower()
     if kind == ".json":
-        yield from enumerate(_json_records(file))
+        now, records = _json_records(file)
+        yield from (((number, now), value) for number, value in enumerate(records))
     elif kind == ".parquet":
         yield from _rows(file, columns)
     elif kind == ".tar":
@@ -322,14 +331,21 @@ def _places_and_breaks(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[A
         yield None, None
 
 
-def _json_records(file: Path) -> list[Any]:
-    value = read_json_file(file)
+def changed(file: Path) -> DataError:
+    """What was found under a name may be another recording now."""
+    return DataError(f"{file} has changed since it was looked at; split when the recording is done")
+
+
+def _json_records(file: Path) -> tuple[int, list[Any]]:
+    """A checksum of the file, and its records."""
+    data = plain_file(file).read_bytes()
+    value = from_json(data, str(file))
     one_chat = isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
-    return value if isinstance(value, list) and not one_chat else [value]
+    return zlib.crc32(data), value if isinstance(value, list) and not one_chat else [value]
 
 
-def _lines(file: Path) -> Iterator[tuple[tuple[int, int], Any]]:
-    """((number, offset), value) of each line that is not empty."""
+def _lines(file: Path) -> Iterator[tuple[tuple[int, int, int], Any]]:
+    """((number, offset, checksum), value) of each line that is not empty."""
     with _opened(file) as handle:
         offset = number = 0
         for at, line in enumerate(iter(lambda: handle.readline(MOST_OF_RECORD + 1), b""), 1):
@@ -340,15 +356,18 @@ def _lines(file: Path) -> Iterator[tuple[tuple[int, int], Any]]:
                     if len(line) > MOST_OF_RECORD:
                         raise
                     value = None  # reading it says what is wrong; the lines behind it are whole
-                yield (number, offset), value
+                yield (number, offset, zlib.crc32(line.strip())), value
                 number += 1
             offset += len(line)
 
 
-def _line(file: Path, number: int, offset: int) -> Any:
+def _line(file: Path, number: int, offset: int, then: int) -> Any:
     with _opened(file) as handle:
         handle.seek(offset)
-        return _parsed(handle.readline(MOST_OF_RECORD + 1), f"{file}, record {number}")
+        line = handle.readline(MOST_OF_RECORD + 1)
+    if zlib.crc32(line.strip()) != then:
+        raise changed(file)
+    return _parsed(line, f"{file}, record {number}")
 
 
 def _opened(file: Path) -> Any:
@@ -376,28 +395,46 @@ def _parquet(file: Path) -> Any:
         raise DataError(f"{file} is not a readable parquet file ({error})") from error
 
 
-def _row_group(file: Path, group: int) -> Any:
+def _row_group(file: Path, group: int) -> tuple[int, Any]:
+    """The checksum of the file's footer, and a row group of it."""
     with _parquet(file) as table:
-        return table.read_row_group(group)
+        if group >= table.num_row_groups:
+            raise changed(file)
+        return _footer(file), table.read_row_group(group)
 
 
-def _rows(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[tuple[int, int, int], Any]]:
-    """((number, row group, row in it), the named columns) of each row."""
+def _row_sum(footer: int, row: dict[str, Any], columns: tuple[str, ...]) -> int:
+    """A checksum of a row's place in its file, and of what names it."""
+    return zlib.crc32(repr([row.get(name) for name in columns]).encode("utf-8", "surrogatepass"), footer)
+
+
+def _footer(file: Path) -> int:
+    """A checksum of a parquet file's footer, which tells where all of its columns lie, their least and their most."""
+    with _opened(file) as handle:
+        handle.seek(-8, os.SEEK_END)
+        size = int.from_bytes(handle.read(4), "little")
+        handle.seek(-8 - size, os.SEEK_END)
+        return zlib.crc32(handle.read(size))
+
+
+def _rows(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[tuple[int, int, int, int], Any]]:
+    """((number, row group, row in it, checksum), the named columns) of each row."""
     with _parquet(file) as table:
+        footer = _footer(file)
         there = [name for name in columns if name in table.schema_arrow.names]
         number = 0
         for group in range(table.num_row_groups):
             count = table.metadata.row_group(group).num_rows
             named = table.read_row_group(group, columns=there).to_pylist() if there else [{}] * count
             for inside in range(count):
-                yield (number, group, inside), named[inside]
+                yield (number, group, inside, _row_sum(footer, named[inside], columns)), named[inside]
                 number += 1
 
 
-def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, int], ...]], Any]]:
+def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, int, int], ...]], Any]]:
     """((key, its files), {"id": key}): files whose names are equal up to the first dot are one record.
 
-    A file is (its name behind the key, offset, size); links and devices are no files.
+    A file is (its name behind the key, offset, size, checksum of its header); links and devices are no files.
     """
     try:
         with tarfile.open(plain_file(file, most=None), "r:") as archive:
@@ -412,7 +449,9 @@ def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, i
                     yield (key, tuple(members)), {"id": key}
                     members = []
                 key = at
-                members.append((rest, member.offset_data, member.size))
+                archive.fileobj.seek(member.offset_data - tarfile.BLOCKSIZE)  # type: ignore[union-attr]
+                header = archive.fileobj.read(tarfile.BLOCKSIZE)  # type: ignore[union-attr]
+                members.append((rest, member.offset_data, member.size, zlib.crc32(header)))
             if key is not None:
                 yield (key, tuple(members)), {"id": key}
     except (tarfile.TarError, OSError, EOFError) as error:
@@ -421,14 +460,16 @@ def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, i
         ) from error
 
 
-def _tar_record(file: Path, members: Sequence[tuple[str, int, int]]) -> tuple[Any, Mapping[str, bytes]]:
+def _tar_record(file: Path, members: Sequence[tuple[str, int, int, int]]) -> tuple[Any, Mapping[str, bytes]]:
     """The JSON of a record, and its other files by name."""
     value, images = None, {}
-    if sum(size for _, _, size in members) > MOST_OF_RECORD:
+    if sum(size for _, _, size, _ in members) > MOST_OF_RECORD:
         raise DataError(f"{file}: a record is larger than {MOST_OF_RECORD:,} bytes")
     with _opened(file) as handle:
-        for name, offset, size in members:
-            handle.seek(offset)
+        for name, offset, size, header in members:
+            handle.seek(offset - tarfile.BLOCKSIZE)
+            if zlib.crc32(handle.read(tarfile.BLOCKSIZE)) != header:
+                raise changed(file)
             data = handle.read(size)
             if len(data) != size:
                 raise DataError(f"{file} ends inside {name}; copy it again")
@@ -437,7 +478,7 @@ def _tar_record(file: Path, members: Sequence[tuple[str, int, int]]) -> tuple[An
             else:
                 images[name] = data
     if value is None:
-        raise DataError(f"{file}: a record has no .json, only {', '.join(name for name, _, _ in members)}")
+        raise DataError(f"{file}: a record has no .json, only {', '.join(name for name, *_ in members)}")
     return value, images
 
 
