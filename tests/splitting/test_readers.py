@@ -11,6 +11,7 @@ import torch
 
 from shoal.core.data import Trajectory, Turn, write_trajectories
 from shoal.core.errors import DataError
+from shoal.core.executors import make_executor
 from shoal.splitting import (
     ChatReader,
     FolderReader,
@@ -455,6 +456,29 @@ def test_episodes_of_a_file_that_was_written_anew_are_not_taken_for_others(proce
     for name in reader.ids():
         with pytest.raises(DataError, match=r"train-000004.jsonl has changed since it was looked at"):
             reader.read(name)
+
+
+def test_workers_that_are_kept_split_what_their_files_hold_now(processor, tmp_path):
+    chats, run, results = tmp_path / "all.json", tmp_path / "run", tmp_path / "results"
+    with make_executor("process", 1) as executor:
+        for turn, words in enumerate((["one", "two"], ["two", "one"], ["six"])):
+            write_chats_as("json", chats, words)
+            members = [[1, 2], [2, 1], [3]][turn]
+            write_trajectories(
+                run / "trajectories" / "train-000004.jsonl", [trajectory(processor, m) for m in members]
+            )
+            for word in words:
+                (results / word).mkdir(parents=True, exist_ok=True)
+                (results / word / "instruction.txt").write_text("go")
+                (results / word / "traj.jsonl").write_text(json.dumps({"response": word}))
+            for reader, names in (
+                (ChatReader(chats), [f"all-{number:06d}" for number in range(len(words))]),
+                (ShoalReader(run), [f"grid_x-4-2-{member}" for member in members]),
+                (OSWorldReader(results), words),
+            ):
+                splitter = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, padding="longest")
+                there = splitter.split(names, executor=executor)
+                assert there["input_ids"].tolist() == splitter.split(names)["input_ids"].tolist()
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "tar", "parquet", "atif"])

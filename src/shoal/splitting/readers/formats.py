@@ -29,7 +29,15 @@ from shoal.splitting.readers.recordings import (
     read_text,
     safe_id,
 )
-from shoal.splitting.readers.records import Record, RecordReader, changed, first_known, row_images, short_id
+from shoal.splitting.readers.records import (
+    Record,
+    RecordReader,
+    changed,
+    first_known,
+    row_images,
+    short_id,
+    with_index,
+)
 
 
 class ShoalReader:
@@ -84,6 +92,9 @@ class ShoalReader:
             steps=steps,
             folder=str(base),
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return with_index(self, self._index)
 
     def _index(self) -> dict[str, tuple[Path, int, int]]:
         if self._places is None:
@@ -376,6 +387,9 @@ class OSWorldReader:
         return Recording(
             dataset_id, dataset_id, tuple(messages), str(source), reward=reward, folder=str(folder)
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return with_index(self, self.ids)
 
     def _instruction(self, dataset_id: str, folder: Path) -> str:
         if dataset_id in self.instructions:

@@ -135,7 +135,7 @@ class RecordReader:
         return reader.recording(Record(dataset_id, value, source, file, images))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": (None, None)}
+        return with_index(self, self._index) | {"_open": (None, None)}
 
     def _elsewhere(self, path: Path) -> RecordReader:
         other = copy.copy(self)
@@ -225,6 +225,13 @@ class ChatReader(RecordReader):
         """A chat's own id must be safe in a path as it is."""
         as_it_is = isinstance(own, str | int) and file.suffix.lower() != ".tar"
         return safe_id(str(own)) if as_it_is else super().named(own, file, number)
+
+
+def with_index(reader: Any, index: Callable[[], Any]) -> dict[str, Any]:
+    """The state of a reader that travels: workers keep equal ones, as one of changed files is without its index."""
+    with contextlib.suppress(DataError):  # whoever reads there is told
+        index()
+    return dict(vars(reader))
 
 
 def first_known(*names: Any) -> str:
