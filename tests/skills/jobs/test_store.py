@@ -194,6 +194,17 @@ def test_rolling_back_changes_the_head_and_loses_nothing(tmp_path: Path) -> None
         store.rollback(1, two)
 
 
+def test_the_sweep_leaves_what_is_stored_again_though_a_killed_run_had_left_it(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    left = store.blob_path(store.put_blob(b"expert"))
+    os.utime(left, (0, 0))
+    again = store.put_blob(b"expert")  # by somebody who is about to commit it
+    assert Store(tmp_path).sweep() == []
+    assert store.get_blob(again) == b"expert"
+    os.utime(left, (0, 0))
+    assert store.sweep() == [left]
+
+
 def test_the_sweep_removes_only_what_nothing_refers_to(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.add_version(version(store, 0, b"kept"))
