@@ -659,6 +659,10 @@ class Shares(gymnasium.Env[Any, Any]):
         return obs, self.paid, self.t == 2, False, info
 
 
+def look(env: Any) -> Any:
+    return env.unwrapped.look()
+
+
 @pytest.mark.parametrize("mode", ["same_step", "next_step"])
 def test_what_envs_share_is_told_as_each_of_them_left_it(mode: str) -> None:
     def check(infos: Any, seeds: list[int], t: int) -> None:
@@ -683,6 +687,12 @@ def test_what_envs_share_is_told_as_each_of_them_left_it(mode: str) -> None:
                 seen, _, _, _, infos = envs.step(np.zeros(4, int))
             assert [one["x"] for one in seen] == again
             check(infos, again, 0)
+            answers = envs.call("look"), envs.apply(look)
+            envs.step(np.zeros(4, int))
+            for each in answers:
+                assert [(obs["x"], info["number"]) for obs, info in each] == list(
+                    zip(again, again, strict=True)
+                )
 
 
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])

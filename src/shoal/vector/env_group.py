@@ -231,7 +231,7 @@ class EnvGroup:
                 work = self._rebuild
             case Apply(function=function, args=args, members=members):
                 given = dict(zip(members, args, strict=True))
-                work = lambda j: function(self.envs[j], *given[j])  # noqa: E731
+                work = lambda j: own(function(self.envs[j], *given[j]))  # noqa: E731
         reply = self._each(command.members, name_of(command), work)
         self.take_steps()
         return reply
