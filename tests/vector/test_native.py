@@ -981,6 +981,35 @@ def test_infos_that_were_told_are_not_written_again() -> None:
     assert infos["count"].tolist() == infos["inner"]["count"].tolist() == [1, 1, 1]
 
 
+class SameInfos(Counters):
+    """Ends by itself alone, and tells its counts in the same arrays each time, in those of a reset too."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs, autoreset_mode=AutoresetMode.DISABLED)
+        self.count = np.zeros(num_envs, int)
+        self.told = {"count": self.count, "inner": {"count": self.count}}
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        obs, _ = super().reset(seed=seed, options=options)
+        self.count[:] = obs[:, 0]
+        return obs, self.told
+
+    def step(self, actions: Any) -> Any:
+        obs, *paid, _ = super().step(actions)
+        self.count[:] = obs[:, 0]
+        return obs, *paid, self.told
+
+
+def test_what_an_ended_episode_told_last_is_not_what_its_reset_writes_in_the_same_place() -> None:
+    envs = native(SameInfos, autoreset="same_step")
+    envs.reset(seed=0)
+    for _ in range(2):
+        envs.step(np.full(3, 5))
+    infos = envs.step(np.full(3, 5))[4]  # env 0 ends after 3 steps
+    assert infos["count"].tolist() == infos["inner"]["count"].tolist() == [0, 3, 3]
+    assert infos["final_info"]["count"][0] == infos["final_info"]["inner"]["count"][0] == 3
+
+
 @pytest.mark.parametrize("name", ["num_envs", "metadata", "single_action_space"])
 def test_a_batch_without_what_all_have_is_told_and_closed(name: str) -> None:
     closed = []

@@ -26,7 +26,7 @@ from shoal.core.errors import ConfigError, EnvError, ShoalError, missing_extra
 from shoal.core.seeding import derive_seed
 from shoal.envs.adapters.library import library
 from shoal.envs.catalogue import find, named
-from shoal.vector.values import Ready, reset_options, whole
+from shoal.vector.values import Ready, own, reset_options, whole
 
 if TYPE_CHECKING:
     from shoal.vector.make import Options
@@ -287,7 +287,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         ended = terminated | truncated
         self._examine("step", obs, rewards)
         if self._adapts and ended.any():
-            final = _column(obs, self.num_envs, ended)
+            final, infos = _column(obs, self.num_envs, ended), own(infos)  # reset may write into both
             given = {"reset_mask": ended.copy()}
             obs, told = self._run("reset", lambda: self._pair(self.batch.reset(options=given)))
             self._examine("reset", obs)
@@ -502,7 +502,7 @@ def _rows(obs: Any, space: Any, n_envs: int) -> Any:
     if isinstance(space, spaces.Dict) and isinstance(obs, dict) and obs.keys() == space.spaces.keys():
         return {key: _rows(obs[key], part, n_envs) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple) and isinstance(obs, tuple) and len(obs) == len(space.spaces):
-        return tuple(_rows(own, part, n_envs) for own, part in zip(obs, space.spaces, strict=True))
+        return tuple(_rows(rows, part, n_envs) for rows, part in zip(obs, space.spaces, strict=True))
     rows, fits = obs, obs is not None and not isinstance(space, spaces.Dict | spaces.Tuple)
     if isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
         rows = np.asarray(obs)
