@@ -322,6 +322,81 @@ def test_a_scheduler_that_died_before_it_noted_a_batch_jobs_number_finds_it(slur
     again.close()
 
 
+def test_stopping_ends_a_batch_job_whose_number_its_scheduler_did_not_live_to_note(
+    slurm: Path, jobs: str
+) -> None:
+    graph = Graph(slurm / "graph", launcher=SlurmLauncher(["--clusters=cluster"], every=0.05))
+    graph.add("one", f"{jobs}:waits")
+    graph.store.set_handle = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        graph.run()
+    graph.close()
+    pid = int((slurm / "last").read_text().split()[0])
+    assert start_time(pid) is not None
+    other = Graph(slurm / "graph")  # as `shoal skills stop` opens a folder: it does not know the launcher
+    other.runner.settle(kill=True)
+    assert start_time(pid) is None
+    assert [(row.launcher, row.outcome) for row in other.store.attempts()] == [("slurm", "stopped")]
+    other.close()
+
+
+@pytest.fixture
+def deaf(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """SLURM takes a job and then never tells anything of it."""
+    for name in ("squeue", "scancel"):
+        (slurm / "bin" / name).write_text(f"#!/bin/sh\necho {name} >> {slurm}/asked\nexec sleep 600\n")
+    monkeypatch.setattr(runner, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(SlurmLauncher, "_silent_until", 0.0)
+    return slurm
+
+
+def test_jobs_are_told_to_end_once_to_a_controller_that_never_answers(
+    deaf: Path, jobs: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "ANSWER_SECONDS", 5.0)
+    monkeypatch.setattr(runner, "ENDING_SECONDS", 0.2)
+    graph = Graph(deaf / "graph", 3, launcher=SlurmLauncher(every=0.05))
+    for name in ("one", "two", "three"):
+        graph.add(name, f"{jobs}:waits")
+        number = graph.store.begin_attempt(name, deaf / "graph" / "jobs" / name, None)
+        graph.store.set_handle(number, "slurm", {"slurm": str(10 + number)}, deaf / "log")
+        graph.store.update(name, status="running")
+    with pytest.raises(
+        WorkerError, match=r"as far as is known: SLURM does not answer \(batch jobs 11, 12, 13\)"
+    ):
+        graph.runner.settle(kill=True)
+    assert (deaf / "asked").read_text().split() == ["squeue"]  # 5 s, and not six times
+    assert [one.message for one in caplog.records if "SLURM" in one.message] == [
+        "squeue gives no answer for 5 s: SLURM's controller may be down"
+    ]
+    graph.close()
+
+
+def test_a_graph_ends_when_slurm_tells_nothing_of_a_batch_job_and_goes_on_with_it_later(
+    deaf: Path, jobs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "SILENT_SECONDS", 0.5)
+    graph = Graph(deaf / "graph", launcher=SlurmLauncher(every=0.05))
+    graph.add("one", f"{jobs}:waits")
+    with pytest.raises(
+        WorkerError, match=r"told nothing of batch job \d+ for 0.5 s, so it is not known whether"
+    ):
+        graph.run()
+    graph.close()
+    folder = deaf / "graph" / "jobs" / "one"
+    assert folder.is_dir()
+    (folder / "go").touch()
+    (deaf / "bin" / "squeue").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
+    monkeypatch.setattr(SlurmLauncher, "_silent_until", 0.0)
+    again = Graph(deaf / "graph", launcher=SlurmLauncher(every=0.05))
+    until = time.monotonic() + 60
+    while not (folder / runner.DONE).exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert again.run(), again.failures()
+    assert len(again.store.attempts()) == 1
+    again.close()
+
+
 def test_a_batch_job_is_cancelled_until_it_is_over_and_known_without_slurms_programs(
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

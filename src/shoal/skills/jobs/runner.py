@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 LOCK = "scheduler.lock"
 STOP = "stop"  # the setting by which others ask a runner to end
 LOOK = 0.5  # most seconds until a request of another process is seen
+ENDING_SECONDS = 30.0  # for which jobs that were told to end are waited for
 REST = 1.0  # seconds until a job that could not be started is tried again; doubled each time
 
 
@@ -176,10 +177,12 @@ class Runner:
             self._phase, self._settling = "kill" if kill else "drain", True
             self._recover()
             self._look()
-            until = time.monotonic() + 30
+            until = time.monotonic() + ENDING_SECONDS
             while self._killed & {a.id for a in self.store.attempts(state="running")}:
                 if time.monotonic() > until:
-                    raise WorkerError("jobs that were told to end are still running")
+                    raise WorkerError(
+                        f"jobs that were told to end are still running{self._whose_end_is_unknown()}"
+                    )
                 try:
                     self._handle(self._events.get(timeout=0.5))
                 except queue.Empty:
@@ -404,8 +407,10 @@ class Runner:
             except Exception as error:
                 logger.warning("launch %d could not be ended: %s", number, error)
 
-    def _ended(self, number: int, how: str) -> None:
+    def _ended(self, number: int, how: str | WorkerError) -> None:
         """A launch is over: what it left says how."""
+        if isinstance(how, WorkerError):
+            raise how
         self._watched.pop(number, None)
         self._began.pop(number, None)
         attempt = self.store.attempt(number)
@@ -445,6 +450,16 @@ class Runner:
         logger.info("%r is given up: %s", name, self.store.job(name).reason)
         if self.on_given_up is not None:
             self.on_given_up(name)
+
+    def _whose_end_is_unknown(self) -> str:
+        watched = [self._watched[number] for number in sorted(self._killed & self._watched.keys())]
+        silent = [
+            handle["slurm"]
+            for handle, launcher in watched
+            if isinstance(launcher, SlurmLauncher) and launcher.state(handle) == UNKNOWN
+        ]
+        told = ", ".join(str(number) for number in silent)
+        return f", as far as is known: SLURM does not answer (batch jobs {told})" if silent else ""
 
     # For people
 
@@ -511,10 +526,15 @@ class Runner:
         """What a launch became that was recorded before we died, or before its start went unanswered."""
         folder = (self.store.root / attempt.run_folder).resolve()
         log = folder / f"training-{attempt.id}.log"
-        find = getattr(self.launcher, "find", lambda session, log: None)
+        launcher: Any = self.launcher
+        if (
+            launcher.name != "slurm" and log.with_suffix(".sh").exists()
+        ):  # `stop` does not know what launched it
+            launcher = SlurmLauncher()
+        find = getattr(launcher, "find", lambda session, log: None)
         handle: Handle | None = find(self.work.session(self.store.job(attempt.job), attempt.id), log)
         if handle is not None:
-            self.store.set_handle(attempt.id, self.launcher.name, handle, log)
+            self.store.set_handle(attempt.id, launcher.name, handle, log)
             return handle
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
             try:
@@ -656,7 +676,8 @@ def condition(store: Store, row: JobRow, *, held: bool) -> str:
 # mark that a job leaves in its folder.
 
 Handle = dict[str, Any]
-OnEnd = Callable[[str], None]  # called with how it ended, in words, from another thread
+OnEnd = Callable[[str | WorkerError], None]
+"""Called from another thread with how it ended, in words, or why that cannot be known, which ends the run."""
 
 
 class Launcher(Protocol):
@@ -953,6 +974,14 @@ def _run_command(command: list[str], env: dict[str, str], log: str) -> int:
             kill_rest(child.pid)  # and itself, if the wait was interrupted
 
 
+CLUSTERS = "--clusters="
+UNKNOWN = "UNKNOWN"
+ANSWER_SECONDS = 60.0
+"""For which a program of SLURM is waited for."""
+SILENT_SECONDS = 3600.0
+"""Without news of a batch job after which a graph ends; the job itself goes on, and is found again by the next run."""
+
+
 class SlurmLauncher:
     """Each job a batch job of SLURM, in a folder that all nodes share; they outlive the scheduler.
 
@@ -962,6 +991,7 @@ class SlurmLauncher:
     """
 
     name = "slurm"
+    _silent_until = 0.0  # on the monotonic clock, for all: they ask one controller; 0 if it answered
 
     def __init__(self, sbatch: Sequence[str] = (), every: float = 5.0) -> None:
         self.options, self.every = list(sbatch), every
@@ -978,7 +1008,10 @@ class SlurmLauncher:
         script = log.with_suffix(".sh")
         lines = [f"export {key}={shlex.quote(value)}" for key, value in env.items()]
         wanted = f"[ -e {shlex.quote(str(script))} ] || exit 0"
-        script.write_text("\n".join(["#!/bin/sh", wanted, *lines, f"exec {shlex.join(command)}"]) + "\n")
+        where = [f"# {option}" for option in self.options if option.startswith(CLUSTERS)]  # for `find`
+        script.write_text(
+            "\n".join(["#!/bin/sh", *where, wanted, *lines, f"exec {shlex.join(command)}"]) + "\n"
+        )
         done = self._run(
             "sbatch", "--parsable", f"--job-name={session}", f"--output={str(log).replace('%', '%%')}",
             "--open-mode=append", *self.options, str(script),
@@ -995,7 +1028,8 @@ class SlurmLauncher:
             WorkerError: the queue cannot be seen, so that it is not known whether the job runs.
         """
         own = log.with_suffix(".sh")
-        chosen = [option for option in self.options if option.startswith("--clusters=")]
+        said = own.read_text().splitlines() if own.exists() else [f"# {option}" for option in self.options]
+        chosen = [line[2:] for line in said if line.startswith(f"# {CLUSTERS}")]
         cluster = "".join(chosen).partition("=")[2]
         done = self._run("squeue", "--noheader", "--format=%i %o", f"--name={session}", *chosen)
         if done.returncode:
@@ -1014,7 +1048,7 @@ class SlurmLauncher:
         """What SLURM calls its state while it waits or runs, None when it is over."""
         done = cls._run("squeue", "--noheader", "--format=%T", f"--jobs={handle['slurm']}", *_cluster(handle))
         if done.returncode and "Invalid job id" not in done.stderr:
-            return "UNKNOWN"  # the controller does not answer: what it would say is not known to be the end
+            return UNKNOWN  # the controller does not answer: what it would say is not known to be the end
         said = [line for line in done.stdout.splitlines() if line.strip() and not line.startswith("CLUSTER:")]
         return said[0].strip() if said else None
 
@@ -1024,7 +1058,15 @@ class SlurmLauncher:
             return False
 
         def wait() -> None:
-            while self.state(handle) is not None:
+            heard = time.monotonic()
+            while (state := self.state(handle)) is not None:
+                heard = time.monotonic() if state != UNKNOWN else heard
+                if time.monotonic() - heard > SILENT_SECONDS:
+                    ended(WorkerError(
+                        f"SLURM has told nothing of batch job {handle['slurm']} for {SILENT_SECONDS:g} s, so it is not "
+                        "known whether it still runs; nothing was launched again, go on when squeue answers"
+                    ))  # fmt: skip
+                    return
                 time.sleep(self.every)
                 if handle["slurm"] in self._unwanted:  # and was not ended yet: was that heard?
                     self.kill(handle)
@@ -1038,12 +1080,25 @@ class SlurmLauncher:
         self._unwanted.add(handle["slurm"])
         self._run("scancel", *_cluster(handle), str(handle["slurm"]))
 
-    @staticmethod
-    def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    @classmethod
+    def _run(cls, *command: str) -> subprocess.CompletedProcess[str]:
+        """What a program of SLURM answers; the queue is left alone for a while after it did not."""
+        if command[0] != "sbatch" and time.monotonic() < cls._silent_until:
+            return subprocess.CompletedProcess(command, 1, "", "SLURM has just not answered")
         try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            said, known = f"no answer for {ANSWER_SECONDS:g} s", cls._silent_until
+            cls._silent_until = time.monotonic() + ANSWER_SECONDS
+            if not known:
+                logger.warning("%s gives %s: SLURM's controller may be down", command[0], said)
+            return subprocess.CompletedProcess(command, 1, "", said)
+        except OSError as error:
             return subprocess.CompletedProcess(command, 1, "", str(error))
+        cls._silent_until = 0.0
+        return done
 
 
 def _cluster(handle: Handle) -> list[str]:
