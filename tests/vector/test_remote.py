@@ -572,6 +572,37 @@ def test_an_actor_that_dies_on_its_way_is_started_again_for_a_while(
     assert len(caplog.messages) == 2
 
 
+def test_many_actors_that_die_on_their_way_for_one_reason_are_told_once_and_given_up(
+    threads: ThreadCluster, caplog: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 1.0)
+    starts: list[Any] = []
+
+    class Endless(list[RayError]):
+        def pop(self, *_: Any) -> RayError:
+            starts.append(1)
+            return RayError("it cannot start here")
+
+        def __bool__(self) -> bool:
+            return True
+
+    threads.stillborn = Endless()
+    again = r"gone: it cannot start here; so did \d+ before it, and no other is tried"
+    with pytest.raises(WorkerDiedError, match=again):
+        make_vec(CountEnv, 4, backend="ray", num_workers=4)
+    assert caplog.messages == [
+        "the actor for env 0 died before it served (it cannot start here); starting another"
+    ]
+    assert 4 < len(starts) <= 4 * 7  # at once, and after 0.1, 0.2, 0.4 and 0.8 s
+    monkeypatch.setattr(remote, "REPORT_SECONDS", 0.0)
+    backend = remote.RayBackend.__new__(remote.RayBackend)
+    backend._losses = {"why": (time.monotonic(), 41)}
+    backend.tell_lost("env 3", "why")
+    assert caplog.messages[-1].endswith(
+        "env 3 died before it served (why); starting another; 42 since this was said last"
+    )
+
+
 def test_a_session_that_is_ended_ends_its_actors_and_is_left_alone(threads: ThreadCluster) -> None:
     envs = make_vec(CountEnv, 2, backend="ray", num_workers=1)
     envs.reset(seed=0)

@@ -39,8 +39,10 @@ STRATEGIES = ("DEFAULT", "SPREAD")
 OPTIONS = (*PLACING_OPTIONS, "memory", "num_cpus", "num_gpus", "resources", "runtime_env")
 RETRY_SECONDS = 60.0
 """How long an actor that is lost before it serves is tried again: Ray may take 15 s to notice that a node is dead."""
+REST_SECONDS = 0.1, 5.0
+"""Before an actor that was lost so is tried the third time, and at most; doubled each time."""
 REPORT_SECONDS = 10.0
-"""Between two lines in the log about what is waited for."""
+"""Between two lines in the log about what is waited for, or what became of actors for one reason."""
 
 
 class Sight(NamedTuple):
@@ -110,11 +112,15 @@ class RayWorker(Worker):
         self._look: Any = None
         self._stack: Any = None
         self._data, self._retry_until = b"", 0.0
+        self._tries = 0
+        self.rests_until: float | None = None
+        """Before which no other actor is started in the place of one that was lost on the way."""
 
     def _enter_actor(self) -> None:
         self.give_up()
         self.actor, self.node = self.backend.new_actor(self)
         self.sight, self.placed, self.reply, self._look, self._stack = Sight(), False, self._ask(), None, None
+        self._tries, self.rests_until = self._tries + 1, None
 
     def _ask(self, stack: bool = False) -> Any:
         return self.actor.look.options(concurrency_group="look").remote(stack)
@@ -126,7 +132,7 @@ class RayWorker(Worker):
         self.command = command
         if isinstance(command, Make):
             self._data, self._retry_until = data, time.monotonic() + RETRY_SECONDS
-            self.starts += 1
+            self.starts, self._tries = self.starts + 1, 0
             self._enter_actor()
         elif self.backend.connected():
             members = getattr(command, "members", None) or [0]
@@ -138,6 +144,10 @@ class RayWorker(Worker):
             self._die("the Ray session that it lived in was ended")
         if self.lost is not None:
             return True
+        if self.rests_until is not None:
+            if time.monotonic() >= self.rests_until:
+                self._enter_actor()
+            return False
         if not self.backend.is_there(self.reply):
             if not self.placed:
                 self.backend.report()
@@ -157,12 +167,15 @@ class RayWorker(Worker):
                 or isinstance(error, errors.RuntimeEnvSetupError)
                 or time.monotonic() > self._retry_until
             ):
-                self._die(_reason(error), str(error))
+                often = (
+                    f"; so did {self._tries - 1} before it, and no other is tried" if self._tries > 1 else ""
+                )
+                self._die(_reason(error) + often, str(error))
                 return True
-            logger.warning(
-                "the actor for %s died before it served (%s); starting another", self.name, _reason(error)
-            )
-            self._enter_actor()
+            self.backend.tell_lost(self.name, _reason(error))
+            least, most = REST_SECONDS
+            rest = 0.0 if self._tries == 1 else min(least * 2 ** (self._tries - 2), most)
+            self.rests_until = time.monotonic() + rest
             return False
         self.placed, self.node = True, self.sight.node
         self.reply = self.actor.run.remote(self._data)
@@ -288,6 +301,9 @@ class RayBackend(Backend):
         self.suspects: set[str] = set()
         """Nodes on which an actor died: perhaps they did, too."""
         self._reported, self._we_place = 0.0, options.keys().isdisjoint(PLACING_OPTIONS)
+        self._losses: dict[
+            str, tuple[float, int]
+        ] = {}  # by reason: when it was told, and how often it came since
         self.ray, self.session = enter_ray()
         try:
             fixed = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"look": 1}}
@@ -389,11 +405,26 @@ class RayBackend(Backend):
             self._reported = time.monotonic()
             logger.warning("%s", self.shortage())
 
+    def tell_lost(self, name: str, reason: str) -> None:
+        """Write into the log that an actor died before it served: of many for one reason one line now and then."""
+        told, more = self._losses.get(reason, (-math.inf, 0))
+        if time.monotonic() - told < REPORT_SECONDS:
+            self._losses[reason] = told, more + 1
+            return
+        since = f"; {more + 1} since this was said last" if more else ""
+        logger.warning("the actor for %s died before it served (%s); starting another%s", name, reason, since)
+        self._losses[reason] = time.monotonic(), 0
+
     def wait_for(self, workers: Sequence[RayWorker], seconds: float) -> None:
-        """Sleep until one of these that are at work has an answer, or so many seconds."""
-        replies = [worker.reply for worker in workers if worker.command is not None and worker.lost is None]
+        """Sleep until one of these that are at work has an answer or is to be tried again, or so many seconds."""
+        working = [worker for worker in workers if worker.command is not None and worker.lost is None]
+        rests = [worker.rests_until for worker in working if worker.rests_until is not None]
+        seconds = max(0.0, min([seconds, *(until - time.monotonic() for until in rests)]))
+        replies = [worker.reply for worker in working if worker.rests_until is None]
         if replies and self.connected():
-            self.ray.wait(replies, timeout=max(seconds, 0.0))
+            self.ray.wait(replies, timeout=seconds)
+        elif rests:
+            time.sleep(seconds)
 
     def wait_bell(self, seconds: float) -> None:
         self.wait_for(self.workers, seconds)
