@@ -564,15 +564,48 @@ def test_the_heartbeat_comes_only_when_nothing_was_said():
     assert quiet.getvalue() == "half\n"
 
 
+def test_before_the_first_result_what_is_done_is_told_sooner(monkeypatch):
+    monkeypatch.setattr(grammar, "FIRST_HEARTBEAT", 0.05)
+    screen = Screen(False)
+    with grammar.Progress("loading", screen, heartbeat=1000.0) as progress:
+        progress.doing = lambda: "warm-up, 3 of 20 steps"
+        deadline = time.monotonic() + 20
+        while (
+            "… warm-up, 3 of 20 steps: 0 s so far\n" not in screen.getvalue() and time.monotonic() < deadline
+        ):
+            time.sleep(0.01)
+        progress.at(0.5, line="half")
+        told = screen.getvalue()
+        time.sleep(0.2)
+    assert "… warm-up, 3 of 20 steps: 0 s so far\n" in told
+    assert screen.getvalue() == told
+
+
+def test_bars_of_other_libraries_stay_out_of_files():
+    script = """
+from shoal.cli.main import main
+main(["model", "list"])
+from transformers.modeling_gguf_pytorch_utils import tqdm as unpacks
+from huggingface_hub.utils import tqdm as downloads
+print(list(unpacks(range(2), desc="unpacking")), list(downloads(range(2), desc="downloading")))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "[0, 1] [0, 1]"
+    assert done.stderr == ""
+
+
 def test_a_terminal_gets_a_bar_with_an_eta(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     screen = Screen(True)
     with grammar.Progress("training", screen) as progress:
         assert progress.on_terminal
+        progress.doing = lambda: "warm-up, 3 of 20 steps"
+        progress._bar.refresh()
         progress.at(0.5, "2/4 success 0.50", "a line that is not shown")
     assert "2/4 success 0.50" in screen.getvalue()
     assert "ETA" in screen.getvalue()
+    assert "warm-up, 3 of 20 steps" in screen.getvalue()
     assert "a line that is not shown" not in screen.getvalue()
 
 

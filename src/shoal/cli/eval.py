@@ -277,7 +277,8 @@ def _opened(options: EvalOptions) -> Iterator[tuple[Any, Any, str]]:
 
     if options.env is None and options.panel is None and options.model.startswith(SERVER):
         raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
-    engine, run, weights = engine_of(options)
+    with Progress("loading the model", sys.stderr):
+        engine, run, weights = engine_of(options)
     try:
         torch.set_num_threads(run.engine.threads)
         yield engine, run, weights
@@ -346,6 +347,9 @@ def _play(options: EvalOptions, engine: Any, run: Any, plan: _Plan, journal: Jou
     try:
         played: list[Any] = []
         with Progress("playing", sys.stderr) as progress:
+            progress.doing = lambda: (
+                f"playing, {len(played) + collector.counts[0]} of {options.episodes} episodes"
+            )
             while len(played) < options.episodes:
                 played += collector.collect(0, plan.sampling, first_group=len(played))
                 done = min(len(played), options.episodes)

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 HEARTBEAT = 30.0
 """Seconds without a word, off a terminal, after which a command says that it is still at work."""
+FIRST_HEARTBEAT = 10.0
+"""The same before there is a first result: whoever has just started something waits for a sign."""
 
 
 def new_folder(name: str) -> Path:
@@ -141,6 +143,7 @@ class Progress:
         )
         self._bar: Any = None
         self._done = threading.Event()
+        self.doing: Callable[[], str] = lambda: self.what  # what it is at now, which may change any time
 
     def __enter__(self) -> Progress:
         from rich.console import Console
@@ -149,13 +152,18 @@ class Progress:
         if console.is_terminal and self._wants_bar:
             from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
+            from rich.text import Text
+
+            class Description(TextColumn):
+                def render(_, task: Any) -> Text:  # noqa: N805
+                    return Text(task.description or self.doing())
 
             self._bar = Bar(
-                BarColumn(bar_width=24), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("ETA"),
+                BarColumn(bar_width=24), Description(""), TimeElapsedColumn(), TextColumn("ETA"),
                 TimeRemainingColumn(), console=console,
             )  # fmt: skip
             self._bar.start()
-            self._task = self._bar.add_task(self.what, total=1.0)
+            self._task = self._bar.add_task("", total=1.0)
         else:
             self._thread = threading.Thread(target=self._beat, daemon=True, name="shoal-heartbeat")
             self._thread.start()
@@ -185,7 +193,7 @@ class Progress:
         if self._since is None:
             self._since = (time.monotonic(), share)
         if self._bar is not None:
-            self._bar.update(self._task, completed=share, description=description or self.what)
+            self._bar.update(self._task, completed=share, description=description)
         elif line:
             self.say(line)
 
@@ -205,11 +213,14 @@ class Progress:
         return seconds * (1.0 - self.share) / (self.share - self._since[1])
 
     def _beat(self) -> None:
-        while not self._done.wait(max(0.05, self._said + self.heartbeat - time.monotonic())):
-            if time.monotonic() - self._said >= self.heartbeat:
+        while not self._done.wait(max(0.05, self._said + self._pause() - time.monotonic())):
+            if time.monotonic() - self._said >= self._pause():
                 left = self.left()
                 more = "" if left is None else f", about {duration(left)} left"
-                self.say(f"… {self.what}: {duration(time.monotonic() - self._began)} so far{more}")
+                self.say(f"… {self.doing()}: {duration(time.monotonic() - self._began)} so far{more}")
+
+    def _pause(self) -> float:
+        return self.heartbeat if self._since else min(self.heartbeat, FIRST_HEARTBEAT)
 
 
 @contextmanager

@@ -82,6 +82,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     command = arguments[0] if arguments else ""
     open_streams()
+    if not sys.stderr.isatty():  # before torch and transformers are imported, whose bars read it then
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         here = os.getcwd()
     except FileNotFoundError:

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from shoal.cli.command import Command, Group
-from shoal.cli.grammar import hide_loading
+from shoal.cli.grammar import Progress, hide_loading
 from shoal.core.errors import unknown_name
 
 
@@ -43,8 +43,14 @@ def get(options: GetOptions) -> None:
         raise unknown_name("model", options.name, KNOWN)
     with contextlib.suppress(ImportError):  # what is missing is told by what needs it
         hide_loading()
-    print(f"fetching {options.name} (the first time takes one to three minutes) …", flush=True)
-    print(f"ready: {get_model(options.name)}")
+    with Progress("looking for it in the cache folder", bar=False) as progress:
+
+        def begun(words: str) -> None:
+            progress.say(f"{words} …")
+            progress.doing = lambda: words
+
+        folder = get_model(options.name, begun)
+    print(f"ready: {folder}")
 
 
 COMMAND = Group(

@@ -120,9 +120,11 @@ def _run(options: RolloutOptions, ending: contextlib.ExitStack) -> int:
 
 def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     """One rollout, saved so that it can be replayed."""
-    folder, engine, journal = prepare(config, options, ending)
+    with Progress("loading the engine", sys.stderr, bar=False):
+        folder, engine, journal = prepare(config, options, ending)
     with ParallelRolloutManager(config, engine, backend=options.backend, journal=journal) as manager:
-        with Progress("playing", sys.stderr, bar=False):
+        with Progress("playing", sys.stderr, bar=False) as progress:
+            progress.doing = lambda: "playing, {} of {} episodes".format(*manager.counts)
             trajectories = manager.collect(options.iteration)
         new = [t for t in trajectories if t not in journal]
         metrics = episode_metrics(trajectories, manager.report.seconds, new) | manager.report.metrics()

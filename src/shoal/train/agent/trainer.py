@@ -183,6 +183,7 @@ class AgentTrainer(Closing):
         begun.callback(self._val_collector.close)
         self._success = 0.0  # held out, at this iteration; 0 if not measured
         self._warned = False
+        self._doing: tuple[str, SharedCollector | None] = "starting", None
 
     def close(self) -> None:
         """End env workers, and what the engine started; may be called twice."""
@@ -198,6 +199,14 @@ class AgentTrainer(Closing):
             f"{config.engine.name} engine with {size / 1e6:.2f}M parameters, {config.algorithm.adv_estimator}, "
             f"{groups.env_groups} groups of {groups.group_size} on {', '.join(self.train_envs.roles)}{several}"
         )
+
+    def doing(self) -> str:
+        """What it is at now, such as "iteration 3, 12 of 32 episodes played"; any thread may ask."""
+        words, collector = self._doing
+        if collector is None:
+            return words
+        done, wanted = collector.collector.counts
+        return f"{words}, {done} of {wanted} episodes played"
 
     # --- the loop
     def train(self) -> Iterator[dict[str, Any]]:
@@ -230,11 +239,13 @@ class AgentTrainer(Closing):
         config, iteration = self.config, self.progress.iteration
         self._timed.lap()
         clock = time.perf_counter()
+        self._doing = f"iteration {iteration + 1}", self._collector
         trajectories, learned, rollouts = play_groups(self._collector, iteration, config)
         rollout_seconds = time.perf_counter() - clock
         if "engine_busy" not in rollouts:
             rollouts["engine_busy"] = round(self._timed.lap() / rollout_seconds, 4)
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
+        self._doing = f"iteration {iteration + 1}, learning from {len(learned)} episodes", None
         learning, samples = self._learn(trajectories, learned, iteration)
         row |= learning
         tokens = sum(t.n_tokens for t in trajectories)
@@ -279,9 +290,12 @@ class AgentTrainer(Closing):
     def _start(self) -> dict[str, Any]:
         self.processes.together(self.records.begin)
         row: dict[str, Any] = {"iteration": 0}
-        losses = list(warmed_up(self.config, self.policy, self.train_envs.roles, self.processes))
-        if losses:
-            row["warmup_loss"] = losses[-1]
+        steps = self.config.warmup.steps
+        self._doing = f"warm-up, 0 of {steps} steps", None
+        warming = warmed_up(self.config, self.policy, self.train_envs.roles, self.processes)
+        for done, loss in enumerate(warming, start=1):
+            self._doing = f"warm-up, {done} of {steps} steps", None
+            row["warmup_loss"] = loss
         self.processes.share_weights(self.policy.module.state_dict().values())
         if self.critic is not None:
             self.critic.model.load_state_dict(self.policy.module.state_dict())
@@ -313,6 +327,7 @@ class AgentTrainer(Closing):
         yield from rows
 
     def _validate(self) -> dict[str, float]:
+        self._doing = "evaluation", self._val_collector
         trajectories = self.evaluate()
         self.records.keep_trajectories(f"heldout-{self.progress.iteration:06d}", trajectories)
         refuse_all_failed(trajectories, "the evaluation")
@@ -320,6 +335,7 @@ class AgentTrainer(Closing):
 
     def _save(self, *, best: bool = False) -> None:
         networks = (self.policy, self.critic, self.optimizer)
+        self._doing = "writing a checkpoint", None
         save = partial(self.records.save, *networks, self.progress, self.processes, best=best)
         self.processes.together(save)
 
