@@ -526,6 +526,30 @@ def test_help_is_offered_where_the_command_has_it(tmp_path, capsys):
             assert (flag in capsys.readouterr().err) == offered
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train-ppo --n-envs abc", "--n-envs must be a whole number, got 'abc'"),
+        ("train-ppo --n-envs=1.5", "--n-envs must be a whole number, got '1.5'"),
+        ("train-ppo --n-envs 1e20", "n_envs must be at most 2147483647, got 100000000000000000000"),
+        ("train-ppo --n-envs 1e999999999", "--n-envs must be a whole number, got '1e999999999'"),
+        ("train-ppo --num-workers inf", "--num-workers must be a whole number, got 'inf'"),
+        ("train-ppo --learning-rate fast", "--learning-rate must be a number, got 'fast'"),
+        ("train-ppo --hidden 64 x", "--hidden must be a whole number, got 'x'"),
+        ("skills train --max_nodes x --dry-run", "--max_nodes must be a whole number, got 'x'"),
+        ("rollout --seed x", "--seed must be a whole number, got 'x'"),
+    ],
+)
+def test_what_is_no_number_is_told_in_one_line(words, told, capsys):
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err == f"shoal: {told}\n"
+
+
+def test_whole_numbers_may_be_said_in_powers_of_ten(capsys):
+    assert main(["train", "--seed", "1e3", "--cfg"]) == 0
+    assert "seed: 1000\n" in capsys.readouterr().out
+
+
 # --- progress
 class Screen(io.StringIO):
     def __init__(self, terminal):

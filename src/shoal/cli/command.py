@@ -11,7 +11,9 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from decimal import Decimal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tyro
 
@@ -100,7 +102,12 @@ def parsed(command: Command, name: str, words: list[str]) -> Any:
         meant = f": did you mean --env {words[0]}?" if "--env" in parser._option_string_actions else ""
         raise ConfigError(f"shoal {name} takes options only, got {words[0]!r}{meant}")
     ordered = _positional_first(words, parser)
-    return tyro.cli(command.options, args=ordered, prog=f"shoal {name}", **settings)
+    try:
+        return tyro.cli(command.options, args=ordered, prog=f"shoal {name}", **settings)
+    except _NotANumberError as error:
+        at = next(i for i, word in enumerate(words) if error.word in (word, word.partition("=")[2]))
+        flag = next((word.partition("=")[0] for word in words[at::-1] if word[:2] == "--"), "it")
+        raise ConfigError(f"{flag} must be {error.wanted}, got {error.word!r}") from None
 
 
 def every(entry: Entry, name: str) -> Iterator[tuple[str, Command]]:
@@ -119,10 +126,68 @@ def flags_of(command: Command, name: str) -> list[str]:
     return [flag.replace("_", "-") for a in actions for flag in a.option_strings if flag.startswith("--")]
 
 
+# --- numbers
+class _NotANumberError(Exception):
+    """Goes through tyro, which would draw a box around a `ValueError`."""
+
+    def __init__(self, word: str, wanted: str) -> None:
+        super().__init__(word)
+        self.word, self.wanted = word, wanted
+
+
+def _whole(word: str) -> int:
+    """What a word says, also in powers of ten.
+
+    >>> _whole("12"), _whole("1e6")
+    (12, 1000000)
+    """
+    try:
+        return int(word)
+    except ValueError:
+        exact = Decimal(word)
+        if exact != exact.to_integral_value() or exact.adjusted() > 100:
+            raise ValueError(word) from None
+        return int(exact)
+
+
+_NUMBERS = tyro.constructors.ConstructorRegistry()
+
+
+@_NUMBERS.primitive_rule
+def _number(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    """How an int or a float is read, or one that may be None."""
+    kinds = set(get_args(info.type)) if get_origin(info.type) in (Union, UnionType) else {info.type}
+    may_be_none = NoneType in kinds
+    kind = (kinds - {NoneType}).pop() if len(kinds - {NoneType}) == 1 else None
+    if kind not in (int, float):
+        return None
+    read, wanted, name = (_whole, "a whole number", "INT") if kind is int else (float, "a number", "FLOAT")
+
+    def from_words(words: list[str]) -> Any:
+        if may_be_none and words[0] == "None":
+            return None
+        try:
+            return read(words[0])
+        except (ValueError, ArithmeticError):
+            raise _NotANumberError(words[0], wanted) from None
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        1,
+        f"{{None}}|{name}" if may_be_none else name,
+        from_words,
+        lambda value: (
+            (may_be_none and value is None) or isinstance(value, int if kind is int else int | float)
+        ),
+        lambda value: [str(value)],
+    )
+
+
 # --- words
 def _settings(command: Command, words: list[str]) -> dict[str, Any]:
     default = {} if command.default is None else {"default": command.default(words)}
-    return {"config": (tyro.conf.OmitArgPrefixes,), **default}
+    return {"config": (tyro.conf.OmitArgPrefixes,), "registry": _NUMBERS, **default}
 
 
 def _parser(command: Command, name: str, settings: Mapping[str, Any]) -> Any:
