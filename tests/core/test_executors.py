@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shoal.core import executors
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError
-from shoal.core.executors import SerialExecutor, enter_ray, leave_ray, make_executor, map_ordered
+from shoal.core.executors import RayExecutor, SerialExecutor, enter_ray, leave_ray, make_executor, map_ordered
 
 
 def square(x):
@@ -206,6 +206,16 @@ def test_a_senseless_number_of_workers_is_refused(workers):
 def test_workers_are_a_whole_number(workers):
     with pytest.raises(TypeError, match="workers must be a whole number, got"):
         make_executor("thread", workers)
+
+
+def test_an_executor_on_ray_refuses_a_senseless_number_of_workers_before_ray_is_started():
+    for workers in (0, -1):  # with 0 it would wait for ever
+        with pytest.raises(
+            ValueError, match=f"at least 1, or None for as many as .* room for, got {workers}"
+        ):
+            RayExecutor(workers=workers)
+    with pytest.raises(TypeError, match=r"workers must be a whole number, got 1\.5"):
+        RayExecutor(workers=1.5)
 
 
 def test_an_unknown_backend_is_named_with_the_closest_one():

@@ -155,10 +155,7 @@ def make_executor(backend: str = "serial", workers: int = -1) -> Executor:
         ValueError: on an unknown backend or a number of workers that is neither -1 nor positive.
         TypeError: on a number of workers that is not whole.
     """
-    try:
-        workers = operator.index(workers)
-    except TypeError:
-        raise TypeError(f"workers must be a whole number, got {workers!r:.80}") from None
+    workers = _whole(workers)
     if workers != -1 and workers < 1:
         raise ValueError(f"workers must be -1 (one per core) or at least 1, got {workers}")
     count = available_cpus() if workers == -1 else workers
@@ -173,6 +170,13 @@ def make_executor(backend: str = "serial", workers: int = -1) -> Executor:
     if backend == "ray":
         return RayExecutor(workers=None if workers == -1 else workers)
     raise ValueError(f"no executor backend named {backend!r}.{did_you_mean(backend, BACKENDS)}")
+
+
+def _whole(workers: int) -> int:
+    try:
+        return operator.index(workers)
+    except TypeError:
+        raise TypeError(f"workers must be a whole number, got {workers!r:.80}") from None
 
 
 class Sent(Exception):  # noqa: N818  (it arrives as what it carries)
@@ -492,9 +496,17 @@ class RayExecutor(Executor):
     Args:
         options: of each task, such as `{"num_cpus": 1, "resources": {"env": 1}}`.
         workers: how many tasks may run at a time; None for as many as the cluster has room for.
+
+    Raises:
+        ValueError: on less than one worker.
+        TypeError: on a number of workers that is not whole.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None, workers: int | None = None) -> None:
+        if workers is not None and _whole(workers) < 1:
+            raise ValueError(
+                f"workers must be at least 1, or None for as many as the cluster has room for, got {workers}"
+            )
         self._ray, self._session = enter_ray()
         self._home = self._session
         # A task that ran half must not run again behind our back: who submitted it decides.
