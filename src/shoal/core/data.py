@@ -34,6 +34,19 @@ def reward_of(value: Any) -> float:
         raise EnvError("the reward must fit into a float, got a whole number too large for one") from error
 
 
+def info_of(info: Any) -> Any:
+    """The info that an env gave; an `EnvError` if it is no dict."""
+    if isinstance(info, dict | Mapping):
+        return info
+    raise EnvError(f"the info must be a dict, got {type(info).__name__}")
+
+
+def refuse_no_text(observation: Any) -> None:
+    """An `EnvError` where an env whose space of observations is `Text` gives something else."""
+    if not isinstance(observation, str):
+        raise EnvError(f"the observation must be str in a Text space, got {type(observation).__name__}")
+
+
 def refuse_words(terminated: Any, truncated: Any, where: str = "", **more: Any) -> None:
     """An `EnvError` where an env tells the end of an episode, or `more` by name, in what is true and means no yes.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.core.data import MOST_REWARD, Status, Trajectory, Turn, refuse_words
+from shoal.core.data import MOST_REWARD, Status, Trajectory, Turn, info_of, refuse_words, reward_of
 from shoal.core.errors import EngineError, in_words
 from shoal.envs.actions import Projected, Projection
 from shoal.rollout.images import picture_url
@@ -76,9 +76,10 @@ class Episode:
         """The env was reset.
 
         Raises:
-            TypeError, ValueError: what was observed is no text or picture, or the info is no dict.
+            TypeError, ValueError: what was observed is no text or picture.
+            EnvError: the info is no dict.
         """
-        self._see(observation, _info(info))
+        self._see(observation, info_of(info))
 
     def request(self) -> Request:
         """What to ask the engine now."""
@@ -128,14 +129,13 @@ class Episode:
         """The env took one of the actions of this turn, and answered this.
 
         Raises:
-            TypeError, ValueError: the reward is no finite number, or too large with those before; what was observed is
-                no text or picture; or the info is no dict.
-            EnvError: what is true or not was told in words.
+            TypeError, ValueError: the reward is not finite, or too large with those before; or what was observed is no
+                text or picture.
+            EnvError: the reward is no number, the info no dict, or what is true or not was told in words.
         """
-        words = isinstance(reward, str | bytes)  # NumPy's too, which have a number's methods
-        if words or not hasattr(reward, "__float__") or not math.isfinite(number := float(reward)):
+        if not math.isfinite(number := reward_of(reward)):
             raise ValueError(f"the reward must be a finite number, got {reward!r}")
-        info = _info(info)
+        info = info_of(info)
         self._paid += abs(number)
         if not self._paid <= MOST_REWARD:
             raise ValueError(
@@ -223,12 +223,6 @@ class Episode:
         self._anchor = str(info.get("anchor", self._text or self._image))
         for text in (self._text, self._anchor, *self._words):
             _text(text)
-
-
-def _info(info: Any) -> Mapping[str, Any]:
-    if not isinstance(info, Mapping):
-        raise TypeError(f"the info must be a dict, got {info!r}")
-    return info
 
 
 def _text(text: str) -> str:

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from shoal.core.data import refuse_words, reward_of
+from shoal.core.data import info_of, refuse_no_text, refuse_words, reward_of
 from shoal.core.errors import EnvError
 from shoal.envs.catalogue import EnvFn
 from shoal.envs.spaces import ask_quickly
@@ -429,7 +429,7 @@ class EnvGroup:
                 if self.check_nan and array.dtype.kind == "f" and _holds_nan(array):
                     raise EnvError(NAN_OBSERVATION)
             elif self.layout.leaves[i].kind == "text":
-                _check_text(value)
+                refuse_no_text(value)
 
     def _put(self, j: int, obs: Any, place: int, columns: dict[int, list[Any]]) -> None:
         """Write an observation of any space."""
@@ -439,7 +439,7 @@ class EnvGroup:
                 writers[i].write(j, value)
                 continue
             if self.layout.leaves[i].kind == "text":
-                _check_text(value)
+                refuse_no_text(value)
             columns[i][j] = own(value)
 
     def _pay(self, rewards: list[Any], members: Sequence[int], failures: list[Failure]) -> None:
@@ -464,8 +464,10 @@ class EnvGroup:
         """Write one reward, unless it is none."""
         try:
             self.rewards[j] = reward_of(reward)
-        except Exception:  # a number without room, a tensor that wants its gradient
-            raise EnvError(f"reward must be a number, got {shown(reward)}") from None
+        except EnvError:
+            raise
+        except Exception:  # a tensor that wants its gradient
+            raise EnvError(f"the reward must be a number, got {shown(reward)}") from None
         value = self.rewards[j]
         if self.check_nan and not math.isfinite(value):
             self.rewards[j] = 0.0
@@ -512,19 +514,14 @@ def _holds_nan(values: Array) -> bool:
     return bool(square != square)
 
 
-def _check_text(value: Any) -> None:
-    if not isinstance(value, str):
-        raise EnvError(f"observation must be str in a Text space, got {type(value).__name__}")
-
-
 def _kept(info: Any) -> Info:
     """An info as it is now: the next env of the group may write into the same dict, or array, before it is told."""
-    if type(info) is not dict and not isinstance(info, Mapping):
-        raise EnvError(f"info must be a dict, got {type(info).__name__}")
     try:
-        info = info if type(info) is dict else dict(info)
+        info = info if type(info) is dict else dict(info_of(info))
         still = UNCHANGING.issuperset(map(type, info.values()))
         return info.copy() if still else own(info)  # type: ignore[no-any-return]
+    except EnvError:
+        raise
     except Exception as error:
         raise EnvError(f"copying its info: {type(error).__name__}: {error}") from error
 

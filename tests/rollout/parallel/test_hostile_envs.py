@@ -142,12 +142,12 @@ class NoObservation(Odd):
 
 
 ODD = [
-    (NoObservation, "TypeError: the observation must be text or a picture, got None"),
-    (RewardInWords, "the reward must be a finite number, got np.str_('1')"),
+    (NoObservation, "EnvError: the observation must be str in a Text space, got NoneType"),
+    (RewardInWords, "EnvError: the reward must be a number, got np.str_('1')"),
     (EndInWords, "terminated must be True or False, got 'False'"),
     (SuccessInWords, "success must be True or False, got np.str_('False')"),
     (ValidInWords, "action_is_valid must be True or False, got 'no'"),
-    (NoInfo, "TypeError: the info must be a dict, got None"),
+    (NoInfo, "EnvError: the info must be a dict, got NoneType"),
     (HalfCharacter, "UnicodeEncodeError"),
     (BadPicture, "picture"),
     (Cancelled, "CancelledError"),
@@ -176,6 +176,11 @@ def test_whatever_an_env_answers_only_its_own_episode_ends(calm, backend, env, c
         else:
             assert (now.status, now.turns) == ("env_error", before.turns[:1])
             assert cause in now.error
+
+
+@pytest.mark.parametrize("env", [odd for odd, _ in ODD])
+def test_what_an_env_answers_is_told_in_the_same_words_in_lockstep_as_on_workers(env):
+    assert [t.error for t in play_in_lockstep(env)] == [t.error for t in play("serial", env)]
 
 
 class Interrupts(Odd):

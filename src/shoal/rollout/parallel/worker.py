@@ -20,8 +20,9 @@ from functools import partial
 from typing import Any, Literal, NoReturn, Protocol
 
 import msgspec
+from gymnasium.spaces import Text
 
-from shoal.core.data import Status, Trajectory
+from shoal.core.data import Status, Trajectory, refuse_no_text
 from shoal.core.errors import EngineError, WorkerError, in_words
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.parallel.transport import Link, Schedule
@@ -275,9 +276,22 @@ def _end_forked(error: BaseException | None) -> NoReturn:
 def _step(player: Player, episode: Episode, env: Any, action: int | str) -> bool:
     """Step the env and tell the episode; whether that was the end of it."""
     observation, reward, terminated, truncated, info = env.step(action)
+    _refuse_no_text(env, observation)
     if not player.abandoned:
         episode.observe(observation, reward, terminated, truncated, info)
     return bool(terminated or truncated)
+
+
+def _reset(episode: Episode, env: Any) -> None:
+    observation, info = env.reset(seed=episode.place.env_seed)
+    _refuse_no_text(env, observation)
+    episode.begin(observation, info)
+
+
+def _refuse_no_text(env: Any, observation: Any) -> None:
+    """As a vector env does, by which envs are stepped in lockstep."""
+    if isinstance(getattr(env, "observation_space", None), Text):
+        refuse_no_text(observation)
 
 
 def close_all(envs: Sequence[Any], seconds: float | None = None) -> int:
@@ -480,7 +494,7 @@ class _Worker:
         env: Any = None
         try:
             env = player.in_env(MAKE, lambda: self.shelf.take(self.kinds[tag], share.env_fns[tag]))
-            player.in_env("reset", lambda: episode.begin(*env.reset(seed=assignment.place.env_seed)))
+            player.in_env("reset", partial(_reset, episode, env))
             self._act(episode, env, player)
             status = "ok"
         except EnvFailedError as error:
