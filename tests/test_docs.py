@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.command import every
 from shoal.cli.main import COMMANDS
+from shoal.train.agent.config import compose_config
 from tests.freeze.record import SPLIT_COMMANDS, flags_of
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +94,18 @@ def test_commands_shown_are_commands_with_flags_that_exist(page):
         same = {flag.replace("_", "-") for flag in known} | {"--help", "--help-all"}
         for flag in flags:
             assert flag.replace("_", "-") in same, f"shoal {' '.join(words)}: there is no {flag}"
+
+
+def test_episodes_of_the_demo_that_are_shown_are_those_that_it_keeps():
+    kept = compose_config("demo").trainer
+    helps = [inner.more for name, entry in COMMANDS.items() for _, inner in every(entry, name)]
+    texts = [BLOCK.sub(lambda block: block[2], page.read_text()) for page in PAGES] + helps
+    lines = [line for text in texts for line in text.splitlines() if "runs/demo" in line]
+    shown = [found for line in lines for found in re.findall(r"(train|heldout)-(\d{6})", line)]
+    assert len(shown) >= 6
+    for side, iteration in shown:
+        every_so_many = kept.save_trajectories_every if side == "train" else kept.eval_every
+        assert int(iteration) in {0, 1, *range(0, kept.iterations + 1, every_so_many)}, f"{side}-{iteration}"
 
 
 def test_every_page_is_in_the_navigation():

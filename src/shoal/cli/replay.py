@@ -20,7 +20,7 @@ EPISODE is FILE:N, the N-th episode (from 0) of trajectories/FILE.jsonl; N alone
 
 examples:
   shoal replay runs/demo                              its first held-out episode again, token for token
-  shoal replay runs/demo train-000003:17              an episode that was learned from
+  shoal replay runs/demo train-000010:17              an episode that was learned from
   shoal replay runs/demo 5 --turn 3 --pdb             stop in the env's own code at turn 3
   shoal replay runs/demo 5 --turn 3 --action Up       take another action there, and let the model play on
   shoal replay runs/served 0                          of a server's run: its tokens are followed and compared

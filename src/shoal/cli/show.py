@@ -38,7 +38,7 @@ MORE = """\
 examples:
   shoal show runs/demo                       summary, and the first held-out episode turn by turn
   shoal show runs/demo --worst --prompt      an episode that went wrong, with the whole prompt of each turn
-  shoal show runs/demo --file train-000003 --episode 17
+  shoal show runs/demo --file train-000010 --episode 17
   shoal show runs/demo --all                 every metric by its own name (docs/metrics.md says what they mean)
   shoal show runs/demo --json                the summary for a program
 
