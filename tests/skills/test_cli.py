@@ -145,6 +145,15 @@ def test_events_are_json_lines_and_a_merge_is_one(tmp_path: Path, capsys: pytest
     assert events[4]["heads"] == {"0": {"version": 1, "frames": events[4]["heads"]["0"]["frames"]}}
 
 
+def test_what_is_in_training_is_told_in_between(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.cli.skills_train.HEARTBEAT", 0.0)
+    few = [*QUICK, "--max_nodes", "1", "--evaluation-worlds", "0"]
+    assert skills("train", "--graph-path", str(tmp_path), *few) == 0
+    assert " s  … in training: Collect Wood\n" in capsys.readouterr().out
+
+
 def test_a_run_with_a_failed_skill_ends_non_zero_and_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

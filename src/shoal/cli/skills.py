@@ -410,7 +410,7 @@ def _command(options: Any, run: Any, example: str) -> Command:
 COMMAND = Group(
     "Train a graph of dependent skills, look at it, steer it.",
     {
-        "train": ("shoal.cli.skills_train", "train a graph of skills in parallel"),
+        "train": ("shoal.cli.skills_train", "Train a graph of skills in parallel."),
         "status": _command(StatusOptions, status, "status --run-dir runs/skills --json"),
         "stop": _command(StopOptions, stop, "stop --run-dir runs/skills"),
         "retry": _command(RetryOptions, retry, 'retry "Collect Stone" --budget 2e6'),

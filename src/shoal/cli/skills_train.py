@@ -17,7 +17,7 @@ from typing import Any
 import tyro
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import count_of, print_json
+from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json
 from shoal.cli.output import program
 from shoal.cli.skills import DEFAULT, GraphPath, resume_command, table
 from shoal.core.errors import ConfigError, MissingExtraError
@@ -218,7 +218,8 @@ def train(options: TrainOptions) -> int:
             if not (options.json_events or options.json):
                 stack.enter_context(_Show(scheduler))
             finished = Frontier(scheduler, proposer, options.max_nodes, told, told).run()
-        metrics = _measure(options, scheduler, began)
+        with Progress("evaluating and drawing the chain", sys.stderr):
+            metrics = _measure(options, scheduler, began)
     except KeyboardInterrupt:
         going = ", ".join(scheduler.get_running_skills())
         run.finish(_counts(scheduler, began), "interrupted")
@@ -385,7 +386,7 @@ class _Show:
                 live.update(table(store.skills(), store))
             return
         told = self._told
-        began = time.time()
+        began = said = time.time()
         while True:
             over = self._done.wait(0.5)
             for event in self.scheduler.store.events(told):
@@ -396,5 +397,10 @@ class _Show:
                         f"{event['time'] - began:8.1f} s  {event['skill']}: {event['kind']} {more}".rstrip(),
                         flush=True,
                     )
+                    said = time.time()
+            going = self.scheduler.get_running_skills()
+            if going and time.time() - said > HEARTBEAT:
+                said = time.time()
+                print(f"{said - began:8.1f} s  … in training: {', '.join(going)}", flush=True)
             if over:
                 return
