@@ -51,9 +51,13 @@ class SokobanConfig:
     observation: Literal["text", "grid", "rgb"] = "text"
     """Text for language models, or an array of cells or pixels for other policies."""
     penalty_for_step: float = -0.1
+    """Reward of every step."""
     penalty_box_off_target: float = -1.0
+    """Added for a push of a box off a target."""
     reward_box_on_target: float = 1.0
+    """Added for a push of a box onto a target."""
     reward_finished: float = 10.0
+    """Added when the last box is on a target, which ends the episode."""
     invalid_penalty: float = 0.0
     """Added to the step penalty for a response without a usable action."""
 
