@@ -545,6 +545,13 @@ def test_what_is_no_number_is_told_in_one_line(words, told, capsys):
     assert capsys.readouterr().err == f"shoal: {told}\n"
 
 
+@pytest.mark.parametrize("name", ["--iteration", "--seed"])
+def test_a_rollout_that_cannot_be_named_leaves_no_folder(tmp_path, capsys, name):
+    assert main(["rollout", name, "1e20", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "must be in [-2**63, 2**64) to name seeds, got 100000000000000000000" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_whole_numbers_may_be_said_in_powers_of_ten(capsys):
     assert main(["train", "--seed", "1e3", "--cfg"]) == 0
     assert "seed: 1000\n" in capsys.readouterr().out

@@ -104,6 +104,9 @@ def _run(options: RolloutOptions, ending: contextlib.ExitStack) -> int:
         )  # fmt: skip
         return verify(options.verify, ending, as_json=options.json)
     config = composed(options)
+    for name, number in (("--iteration", options.iteration), ("seed", config.seed)):
+        if not -(2**63) <= number < 2**64:  # before a folder is made that nothing would be in
+            raise ConfigError(f"{name} must be in [-2**63, 2**64) to name seeds, got {number}")
     run_dir = new_folder("rollout") if config.run_dir is None else Path(config.run_dir)
     if (run_dir / "summary.json").exists():
         raise ConfigError(f"{run_dir} holds a run already: pass another run_dir")
