@@ -3,6 +3,7 @@
 Two test processes share two cores, and the engines promise bit-equality with one thread.
 """
 
+import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -16,6 +17,12 @@ from hypothesis import settings
 
 settings.register_profile("shoal", deadline=None)
 settings.load_profile("shoal")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what all test files brought along out of every later look for garbage, which takes 0.4 s with it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
