@@ -32,6 +32,7 @@ from shoal.rollout.samplers.tiny import TinyNetwork
 from shoal.train.agent.batch import TINY, Batching, Costs, MicroBatch, Sample, token_values
 from shoal.train.agent.losses import entropy_of
 from shoal.train.agent.weights import fill
+from shoal.train.optimizers import AdamW
 
 logger = logging.getLogger(__name__)
 
@@ -699,7 +700,7 @@ class Critic(nn.Module):
         return cast(Tensor, self.output(hidden.float())[:, 0].clone())  # hooks on the result want no view
 
 
-class MasterAdamW(torch.optim.AdamW):
+class MasterAdamW(AdamW):
     """AdamW that steps float32 masters of parameters with fewer bits, and rounds them into the network after.
 
     A small step is lost when it is added to a bfloat16 weight; in the master it adds up with the next ones. Float32

@@ -19,6 +19,7 @@ from shoal.maths import distributions
 from shoal.maths.updates import clipped_policy_loss, gae, normalized, value_loss
 from shoal.rollout.arrays.spaces import ActionRows
 from shoal.rollout.arrays.steps import StepRollout
+from shoal.train.optimizers import Adam
 from shoal.train.ppo.compiled.network import (
     CompiledNetwork,
     UpdateBatch,
@@ -59,7 +60,7 @@ class TorchLearner:
         if not self._parameters:
             raise ConfigError("the network has no parameters that learn")
         fused = self.device.type in ("cpu", "cuda") and all(p.is_floating_point() for p in self._parameters)
-        self.optimizer = torch.optim.Adam(self._parameters, lr=1e-3, eps=adam_eps, fused=fused)
+        self.optimizer = Adam(self._parameters, lr=1e-3, eps=adam_eps, fused=fused)
 
     def act(
         self, obs: Array, masks: Array, noise: Array, actions: Array, logprobs: Array,
