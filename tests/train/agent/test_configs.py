@@ -1,5 +1,6 @@
 """Every config that comes with shoal plays and learns, with a small model in the place of a large one."""
 
+import functools
 import importlib.util
 import math
 import queue
@@ -43,6 +44,7 @@ SMALL = [
     "use_parallel_envs=false",
 ]
 ENVS = names()  # before other tests register theirs
+shipped = functools.cache(compose_config)
 NEEDS = {"reasoning_gym": "reasoning_gym", "textarena": "textarena", "textworld": "textworld"}
 
 
@@ -73,7 +75,7 @@ def server_url():
 def test_every_shipped_config_makes_an_update(name, small_model, tmp_path, request):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
-    config = compose_config(name)
+    config = shipped(name)
     steps = min(1, config.warmup.steps)
     tiny = config.engine.name == "tiny"
     engine = (
@@ -99,7 +101,7 @@ def test_there_is_a_config_for_every_env():
 
 @pytest.mark.parametrize("name", [name for name in ENVS if name != "openenv"])
 def test_the_config_of_an_env_plays_that_env_on_held_out_episodes_too(name):
-    config = compose_config(name)
+    config = shipped(name)
     for groups in (config.es_manager.train, config.es_manager.val):
         assert {config.custom_envs[tag].env_type for tag in groups.env_configs.tags} == {name}
 
@@ -107,7 +109,7 @@ def test_the_config_of_an_env_plays_that_env_on_held_out_episodes_too(name):
 def test_a_config_with_a_pretrained_model_says_how_to_get_it():
     from importlib import resources
 
-    configs = {name: compose_config(name) for name in config_names()}
+    configs = {name: shipped(name) for name in config_names()}
     pretrained = {n: c.warmup for n, c in configs.items() if c.engine.name == "huggingface"}
     assert pretrained
     for name, warmup in pretrained.items():
