@@ -13,8 +13,9 @@ from safetensors.numpy import load_file
 from shoal.core.data import read_advantages, read_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder
+from shoal.train.agent import records
 from shoal.train.agent.checkpoint import list_checkpoints
-from shoal.train.agent.config import compose_config, config_names
+from shoal.train.agent.config import AgentConfig, compose_config, config_names
 from shoal.train.agent.evaluation import checkpoint_of
 from shoal.train.agent.trainer import AgentTrainer
 
@@ -205,6 +206,21 @@ def test_a_run_leaves_what_its_folder_promises(finished):
     assert any((finished / "tensorboard").iterdir())
     played = list(read_trajectories(finished / "trajectories" / "heldout-000004.jsonl"))
     assert [t.group for t in played] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("seconds", "rows_drawn"), [(0.0, [1, 3]), (1e9, [4])])
+def test_curves_are_drawn_where_the_last_are_old_and_when_a_run_ends(
+    tmp_path, monkeypatch, seconds, rows_drawn
+):
+    drawn = []
+    monkeypatch.setattr(records, "write_curves", lambda rows, path: drawn.append(len(rows)))
+    monkeypatch.setattr(records, "REDRAW", seconds)
+    kept = records.Records(AgentConfig(run_dir=str(tmp_path / "run")), None)
+    for row in ({"heldout_success": 0.0}, {}, {"heldout_success": 1.0}, {}):
+        kept.report({"iteration": 0, **row})
+    kept.close()
+    kept.close()
+    assert drawn == rows_drawn
 
 
 def test_the_advantage_of_every_token_that_was_trained_on_is_kept(finished):

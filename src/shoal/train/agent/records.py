@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from shoal.train.boards import TensorBoard, WandB
 
 DEFAULT_FOLDER = "runs/agent"
 """Of a run whose config names none."""
+REDRAW = 10.0
+"""Seconds between two drawings of the curves: one takes 0.3, which short iterations would wait for."""
 
 
 class Records:
@@ -38,6 +42,7 @@ class Records:
         self._writes = writes
         self.folder = RunFolder(config.run_dir or DEFAULT_FOLDER, "train", config.seed, on_event, lock=writes)
         self._checkpoints = self.folder.path / "checkpoints"
+        self._drawn, self._is_drawn = time.monotonic(), True
         settings = config.trainer
         self._board = TensorBoard(self.folder.path / "tensorboard", writes and settings.tensorboard)
         self._wandb = WandB(
@@ -87,14 +92,21 @@ class Records:
         return rows
 
     def report(self, row: dict[str, Any]) -> None:
-        """Add a row of metrics; at an evaluation, draw the curves."""
+        """Add a row of metrics; at an evaluation, draw the curves if that is long ago."""
         if not self._writes:
             return
         self.folder.append_metrics(row)
         self._board.add(row, row["iteration"])
         self._wandb.add(row, row["iteration"])
-        if "heldout_success" in row:
+        self._is_drawn = self._is_drawn and "heldout_success" not in row
+        if time.monotonic() - self._drawn >= REDRAW:
+            self._draw()
+
+    def _draw(self) -> None:
+        """Draw the curves up to the newest evaluation."""
+        if not self._is_drawn:
             write_curves(self.folder.read_metrics(), self.folder.path / "curves.png")
+            self._drawn, self._is_drawn = time.monotonic(), True
 
     def keep_trajectories(
         self, name: str, trajectories: Sequence[Trajectory], advantages: Sequence[Any] | None = None
@@ -128,9 +140,10 @@ class Records:
             self.folder.event("checkpoint", step=progress.iteration, path=str(path))
 
     def finish(self, progress: Progress) -> None:
-        """Write the summary."""
+        """Draw the last curves and write the summary."""
         if not self._writes:
             return
+        self._draw()
         held_out = [row for row in self.folder.read_metrics() if "heldout_success" in row]
         last = held_out[-1] if held_out else {}  # somebody may have emptied the file
         final = {key: value for key, value in last.items() if key != "iteration"}
@@ -138,7 +151,9 @@ class Records:
         self.folder.finish(final)
 
     def close(self) -> None:
-        """Close what is open; may be called twice."""
+        """Close what is open, the curves of a run that was cut short too; may be called twice."""
+        with contextlib.suppress(OSError, DataError):  # the disk may be what cut it short
+            self._draw()
         self._board.close()
         self._wandb.close()
         self.folder.close()

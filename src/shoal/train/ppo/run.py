@@ -509,7 +509,10 @@ def write_ppo_curves(rows: Sequence[dict[str, Any]], path: Path, title: str) -> 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 6), layout="constrained")
+    figure = Figure(figsize=(10, 6))
+    figure.subplots_adjust(
+        left=0.07, right=0.98, bottom=0.08, top=0.89, wspace=0.16, hspace=0.34
+    )  # no search
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
     for axis, (name, lines) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
@@ -526,7 +529,7 @@ def write_ppo_curves(rows: Sequence[dict[str, Any]], path: Path, title: str) -> 
             axis.set_ylim(bottom=max(-1.05, axis.get_ylim()[0]))
         if axis.lines:
             axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, pil_kwargs={"compress_level": 1})
 
 
 def write_video(path: Path, frames: list[Any]) -> None:
