@@ -62,9 +62,10 @@ def test_threads_give_the_serial_batch(processor, damaged, store):
     assert_same_batches(threaded.split(ids, torch.arange(7.0)), serial)
 
 
-def test_processes_give_the_serial_batch(processor, damaged):
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])  # each imports for 7 s
+def test_processes_give_the_serial_batch(processor, damaged, workers):
     root, ids = damaged
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as executor:
         for store in ("u8", "float32", "path"):
             splitter = TrajectorySplitter(
                 processor, root, 2, 2, store=store, padding="longest", on_error="skip"
