@@ -202,7 +202,8 @@ def test_a_run_leaves_what_its_folder_promises(finished):
     assert summary["command"] == "train"
     assert summary["status"] == "completed"
     assert 0 <= summary["metrics"]["heldout_success"] <= 1
-    assert {"config.yaml", "metrics.jsonl", "curves.png", "tensorboard"} <= set(os.listdir(finished))
+    assert {"config.yaml", "metrics.jsonl", "tensorboard"} <= set(os.listdir(finished))
+    assert (finished / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert any((finished / "tensorboard").iterdir())
     played = list(read_trajectories(finished / "trajectories" / "heldout-000004.jsonl"))
     assert [t.group for t in played] == [0, 1, 2]

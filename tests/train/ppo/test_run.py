@@ -46,6 +46,7 @@ def last_weights(root: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_leaves_a_summary_a_curve_checkpoints_and_metrics(tmp_path, capsys):
     assert train(tmp_path / "run", "--total-timesteps", "1280", "--log-every", "1") == 0
     run = tmp_path / "run"
