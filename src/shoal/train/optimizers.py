@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 
@@ -20,15 +19,14 @@ class Uncompiled(torch.optim.Optimizer):
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Change the parameters by their gradients."""
-        return inspect.unwrap(super().step)(self, closure)
-
 
 class Adam(Uncompiled, torch.optim.Adam):
     """Adam (arXiv:1412.6980) as torch has it."""
 
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
 
 class AdamW(Uncompiled, torch.optim.AdamW):
     """AdamW (arXiv:1711.05101) as torch has it."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
