@@ -213,7 +213,13 @@ def _panel(options: EvalOptions) -> int:
             if folder is not None:
                 write_trajectories(folder.path / "trajectories" / f"{env}.jsonl", played)
             rows.append({"env": env, **_result(played)})
-        table = {"panel": options.panel, "model": model, "repeatable": repeatable, "rows": rows}
+        how: dict[str, Any] = {
+            "temperature": plan.sampling.temperature,
+            "max_tokens": plan.sampling.max_tokens,
+        }
+        if weights.startswith("sha256 "):
+            how["weights"] = weights
+        table = {"panel": options.panel, "model": model, "repeatable": repeatable, **how, "rows": rows}
         if folder is not None:
             write_json(folder.path / "panel.json", finite(table))
             folder.finish({f"success/{row['env']}": row["success"] for row in rows})

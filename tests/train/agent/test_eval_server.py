@@ -12,6 +12,7 @@ from tests.train.agent.tiny_model import write_tiny_model
 from shoal.cli.eval import PANEL_SEED, PANELS
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
+from shoal.core.files import sha256_of_folder
 
 OPTIONS = ["--env", "bandit", "--episodes", "20", "--format", "json"]
 
@@ -146,6 +147,8 @@ def test_a_panel_gives_two_people_the_same_table_and_each_row_is_that_of_its_env
         tables.append(json.loads(capsys.readouterr().out))
     assert tables[0] == tables[1] == json.loads((tmp_path / "a" / "panel.json").read_text())
     assert tables[0]["repeatable"]
+    assert (tables[0]["temperature"], tables[0]["max_tokens"]) == (0.0, 3)
+    assert tables[0]["weights"] == f"sha256 {sha256_of_folder(folder)}"
     rows = {row.pop("env"): row for row in tables[0]["rows"]}
     assert list(rows) == ["sokoban", "frozen_lake", "webshop", "countdown"]
     assert {row["episodes"] for row in rows.values()} == {5}
