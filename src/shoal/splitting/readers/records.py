@@ -228,7 +228,10 @@ class ChatReader(RecordReader):
 
 
 def with_index(reader: Any, index: Callable[[], Any]) -> dict[str, Any]:
-    """The state of a reader that travels: workers keep equal ones, as one of changed files is without its index."""
+    """The state of a reader that travels, with its index.
+
+    Workers keep a reader for all of equal state: without the index, also for one made after its files have changed.
+    """
     with contextlib.suppress(DataError):  # whoever reads there is told
         index()
     return dict(vars(reader))
