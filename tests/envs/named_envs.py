@@ -31,6 +31,16 @@ class Counter(gymnasium.Env):
         return np.float32([self.total]), float(action), over, False, {}
 
 
+class Taker(Counter):
+    """Takes what it counts by out of the arguments that it is given."""
+
+    def __init__(self, sizes, steps=(), dealt=None):
+        super().__init__(sizes.pop())
+        if dealt is not None:
+            dealt["cards"] += steps
+            self.size += int(dealt["cards"][0])
+
+
 class Outer:
     class Inner(Counter):
         """A class inside a class."""

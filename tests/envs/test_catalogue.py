@@ -15,8 +15,9 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
+from gymnasium.envs.registration import EnvSpec
 from tests.envs import named_envs
-from tests.envs.named_envs import Counter, Doubled, Outer, ParrotEnv, PlusOne, make_counter
+from tests.envs.named_envs import Counter, Doubled, Outer, ParrotEnv, PlusOne, Taker, make_counter
 
 import shoal.envs
 from shoal import make_vec
@@ -401,6 +402,19 @@ def test_wrappers_are_put_around_in_order():
     env.reset(seed=3)
     assert [env.step(0)[3] for _ in range(2)] == [False, True]
     assert env.unwrapped.size == 3
+
+
+@pytest.mark.parametrize("source", [Taker, f"{HERE}:Taker", EnvSpec("Taker-v0", entry_point=f"{HERE}:Taker")])
+@pytest.mark.parametrize("backend", [("serial", None), ("thread", 2), ("process", 1), ("process", 2)])
+def test_an_env_that_changes_its_arguments_changes_them_for_no_other(source, backend):
+    given = {"sizes": [10, 20, 30, 40], "steps": [1], "dealt": {"cards": np.array([2])}}
+    with closing(make_vec(source, 4, backend=backend[0], num_workers=backend[1], env_kwargs=given)) as envs:
+        first = envs.reset(seed=7)[0]
+        assert (envs.step([0] * 4)[0] - first).ravel().tolist() == [43] * 4  # each took 40, and 2 + 1
+    make = resolve_text(source, given)
+    given["sizes"].clear()  # is the caller's
+    assert given["dealt"]["cards"].tolist() == [2]
+    assert [make().inner.unwrapped.size for _ in range(2)] == [43, 43]
 
 
 def test_arguments_of_gymnasiums_make_count_for_ids():

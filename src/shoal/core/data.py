@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,45 @@ def refuse_words(terminated: Any, truncated: Any, where: str = "", **more: Any) 
         known = type(value) in (bool, np.bool_)
         if not known and (isinstance(value, Sequence | Mapping | Set) or value != value):
             raise EnvError(f"{where}{name} must be True or False, got {value!r:.80}")
+
+
+NUMBERS = {np.dtype(code).type for code in "bBhHiIlLqQefdgFD"} | {int, float, bool}
+UNCHANGING = frozenset({str, bytes, type(None), np.bool_} | NUMBERS)
+
+
+def own(value: Any) -> Any:
+    """A value that whoever gave it cannot change any more: arrays, and what Python's own containers hold, are copies.
+
+    In another process all of it is a copy; here it is as far as that costs little.
+
+    Raises:
+        RecursionError: it is too deep.
+    """
+    try:
+        return _own(value)
+    except RecursionError:  # it may hold itself
+        return copy.deepcopy(value)
+
+
+def _own(value: Any) -> Any:
+    kind, still = type(value), UNCHANGING
+    if kind in still:
+        return value
+    if kind is dict:
+        kept = dict(value)
+        if still.issuperset(map(type, value.values())):
+            return kept
+        for key, item in value.items():
+            if type(item) not in still:
+                kept[key] = _own(item)
+        return kept
+    if kind is list:
+        return list(value) if still.issuperset(map(type, value)) else list(map(_own, value))
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if kind is tuple or kind is set:
+        return kind(map(_own, value))
+    return value._make(map(_own, value)) if isinstance(value, tuple) and hasattr(value, "_make") else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
+from shoal.core.data import own
 from shoal.core.errors import ConfigError, MissingExtraError, UnknownNameError, did_you_mean, explain_import
 from shoal.core.registry import SAFE_NAME, Registry, all_or_nothing
 from shoal.envs.text import TextEnv
@@ -148,7 +149,8 @@ def resolve(
 
     Args:
         env: what `find` takes.
-        env_kwargs: for what makes the env; of Gymnasium's ids also those of `gymnasium.make`.
+        env_kwargs: for what makes the env; of Gymnasium's ids also those of `gymnasium.make`. Each env has its own copy
+            of their dicts, lists, tuples, sets and arrays.
         wrappers: put around the env, the first innermost: callables from env to env, or "module:Name".
 
     Raises:
@@ -167,12 +169,19 @@ def resolve(
 
 
 def named(env_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The arguments of an env, which must be a mapping of names to values."""
+    """The arguments of an env as they are now, which must be a mapping of names to values."""
     if not isinstance(env_kwargs, Mapping | None) or not all(
         isinstance(name, str) for name in env_kwargs or ()
     ):
         raise ConfigError(f"env_kwargs must be a mapping of names to values, got {env_kwargs!r:.80}")
-    return dict(env_kwargs or {})
+    return own(dict(env_kwargs or {}))  # type: ignore[no-any-return]
+
+
+class _Making(functools.partial[Any]):
+    """A partial whose every env has arguments of its own: what one takes out of a list is there for the next."""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self.func(*self.args, *args, **own(self.keywords), **kwargs)
 
 
 def _bound(name: str, found: Callable[..., Env] | EnvSpec, kwargs: dict[str, Any]) -> EnvFn:
@@ -180,11 +189,11 @@ def _bound(name: str, found: Callable[..., Env] | EnvSpec, kwargs: dict[str, Any
     if isinstance(found, EnvSpec):
         if kwargs:  # else it is not imported before it is made
             _check_arguments(name, _creator(found), kwargs, found.kwargs, _MAKE_ARGUMENTS)
-        return functools.partial(_make_registered, found, **kwargs)
+        return _Making(_make_registered, found, **kwargs)
     if _is_text_class(found):
         kwargs = found.resolved(kwargs)
     _check_arguments(name, found, kwargs)
-    return functools.partial(found, **kwargs) if kwargs else found
+    return _Making(found, **kwargs) if kwargs else found
 
 
 # --- text envs

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from shoal.core.data import own
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.executors import available_memory
-from shoal.vector.values import Layout, Leaf, Table, Told, own
+from shoal.vector.values import Layout, Leaf, Table, Told
 
 Array = np.ndarray[Any, Any]
 LINE = 64

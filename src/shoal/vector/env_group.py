@@ -21,13 +21,13 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from shoal.core.data import info_of, refuse_no_text, refuse_words, reward_of
+from shoal.core.data import UNCHANGING, info_of, own, refuse_no_text, refuse_words, reward_of
 from shoal.core.errors import EnvError
 from shoal.envs.catalogue import EnvFn
 from shoal.envs.spaces import ask_quickly
 from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, Schema, read, reader
 from shoal.vector.failures import Failure, from_exception, shown
-from shoal.vector.values import CELLS, IN_BUFFER, UNCHANGING, Info, Table, Told, own
+from shoal.vector.values import CELLS, IN_BUFFER, Info, Table, Told
 
 
 # --- what a group can be told

@@ -22,11 +22,12 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from shoal.core.data import own
 from shoal.core.errors import ConfigError, EnvError, ShoalError, missing_extra
 from shoal.core.seeding import derive_seed
 from shoal.envs.adapters.library import library
 from shoal.envs.catalogue import find, named
-from shoal.vector.values import Ready, own, reset_options, whole
+from shoal.vector.values import Ready, reset_options, whole
 
 if TYPE_CHECKING:
     from shoal.vector.make import Options

@@ -6,7 +6,6 @@ observations and of infos look exactly like those of `gymnasium.vector.SyncVecto
 
 from __future__ import annotations
 
-import copy
 import math
 import numbers
 import operator
@@ -19,6 +18,7 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
+from shoal.core.data import NUMBERS
 from shoal.envs.spaces import QuickDiscrete
 
 OBJECT = np.dtype(object)
@@ -190,45 +190,6 @@ def limit(value: Any, what: str) -> Any:
     if value is not None and value != value:
         raise ValueError(f"{what} must be a number or None, got {value}")
     return value
-
-
-NUMBERS = {np.dtype(code).type for code in "bBhHiIlLqQefdgFD"} | {int, float, bool}
-UNCHANGING = frozenset({str, bytes, type(None), np.bool_} | NUMBERS)
-
-
-def own(value: Any) -> Any:
-    """A value that whoever gave it cannot change any more: arrays, and what Python's own containers hold, are copies.
-
-    In another process all of it is a copy; here it is as far as that costs little.
-
-    Raises:
-        RecursionError: it is too deep.
-    """
-    try:
-        return _own(value)
-    except RecursionError:  # it may hold itself
-        return copy.deepcopy(value)
-
-
-def _own(value: Any) -> Any:
-    kind, still = type(value), UNCHANGING
-    if kind in still:
-        return value
-    if kind is dict:
-        kept = dict(value)
-        if still.issuperset(map(type, value.values())):
-            return kept
-        for key, item in value.items():
-            if type(item) not in still:
-                kept[key] = _own(item)
-        return kept
-    if kind is list:
-        return list(value) if still.issuperset(map(type, value)) else list(map(_own, value))
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if kind is tuple or kind is set:
-        return kind(map(_own, value))
-    return value._make(map(_own, value)) if isinstance(value, tuple) and hasattr(value, "_make") else value
 
 
 # --- infos, and the ends of episodes
