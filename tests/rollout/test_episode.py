@@ -2,13 +2,14 @@ import logging
 import re
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 
 from shoal.core.data import decode_trajectory, encode_trajectory
-from shoal.core.errors import ConfigError, EngineError
+from shoal.core.errors import ConfigError, EngineError, EnvError
 from shoal.envs import make
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.episode import Episode, EpisodeId, Role
+from shoal.rollout.episode import Episode, EpisodeId, Role, anchor_of, words_of
 from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import PromptConfig, Prompter, find_drift
@@ -301,3 +302,37 @@ def test_actions_that_are_listed_as_numbers_are_shown():
     observation, info = env.reset(seed=0)
     episode.begin(observation, info | {"available_actions": [0, 7]})
     assert "0, 7" in ChatCodec().decode(episode.request().prompt_ids)
+
+
+def test_actions_of_a_set_have_the_order_of_the_alphabet_in_every_process():
+    words = ["up", "down", "left", "right", "wait"]
+    for listed in (set(words), frozenset(words[::-1])):
+        assert words_of({"available_actions": listed}) == sorted(words)
+    assert words_of({"available_actions": tuple(words)}) == words
+    assert words_of({"available_actions": None}) == words_of({}) == []
+
+
+def test_one_text_is_no_list_of_actions():
+    with pytest.raises(EnvError, match="available_actions must be a list of words, got 'up'"):
+        words_of({"available_actions": "up"})
+
+
+def test_anchors_are_equal_for_equal_states_alone():
+    grid = np.zeros((40, 40), np.int64)
+    moved, near = grid.copy(), np.array([0.123456789012])
+    moved[20, 20] = 1
+
+    def same(one, other):
+        return anchor_of({"anchor": one}, "shown") == anchor_of({"anchor": other}, "shown")
+
+    assert not same(grid, moved)  # `str` shows the corners of both
+    assert not same((1, grid), (1, moved))
+    assert not same({"grid": grid}, {"grid": moved})
+    assert not same(near, near + 1e-12)  # nor as many digits
+    assert not same(("a, b",), ("a", "b"))
+    assert not same(np.array([["a"]], object), np.array([["b"]], object))
+    assert same((1, grid), (1, grid.copy()))
+    assert same(np.array([["a"]], object), np.array([["a"]], object))
+    assert same({"b": 1, "a": {"x", "y", "z"}}, {"a": {"z", "y", "x"}, "b": 1})
+    assert anchor_of({"anchor": None}, "shown") == anchor_of({}, "shown") == "shown"
+    assert anchor_of({"anchor": (1, 2)}, "shown") == "(1, 2)"

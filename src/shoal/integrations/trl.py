@@ -17,7 +17,7 @@ from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.integrations.rows import TokenRow, bridge_config, require_whole_episodes, token_rows
 from shoal.rollout.collector import place_of
-from shoal.rollout.episode import EpisodeId
+from shoal.rollout.episode import EpisodeId, words_of
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.worker import Assignment
 from shoal.rollout.samplers.sampler import Engine, Sampling
@@ -283,5 +283,5 @@ class ToolEnvironment:
         return self._total
 
     def _tell(self, observation: Any, info: dict[str, Any]) -> str:
-        words = ", ".join(info.get("available_actions", ()))
+        words = ", ".join(words_of(info))
         return f"{observation}\n\nPossible actions: {words}." if words else str(observation)

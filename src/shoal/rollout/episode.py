@@ -5,13 +5,16 @@ Every schedule (lockstep, asynchronous, in workers) drives the same machine, so 
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from shoal.core.data import MOST_REWARD, Status, Trajectory, Turn, info_of, refuse_words, reward_of
-from shoal.core.errors import EngineError, in_words
+from shoal.core.errors import EngineError, EnvError, in_words
 from shoal.envs.actions import Projected, Projection
 from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene, first_difference
@@ -77,7 +80,7 @@ class Episode:
 
         Raises:
             TypeError, ValueError: what was observed is no text or picture.
-            EnvError: the info is no dict.
+            EnvError: the info is no dict, or its actions are no list.
         """
         self._see(observation, info_of(info))
 
@@ -131,7 +134,7 @@ class Episode:
         Raises:
             TypeError, ValueError: the reward is not finite, or too large with those before; or what was observed is no
                 text or picture.
-            EnvError: the reward is no number, the info no dict, or what is true or not was told in words.
+            EnvError: reward, info, or its actions are no number, dict or list, or what is true was told in words.
         """
         if not math.isfinite(number := reward_of(reward)):
             raise ValueError(f"the reward must be a finite number, got {reward!r}")
@@ -219,10 +222,49 @@ class Episode:
                 raise TypeError("the observation must be text or a picture, got None")
             self._text, picture = str(info.get("text", "")), observation
         self._image = None if picture is None else picture_url(picture)
-        self._words = list(map(str, info.get("available_actions", ())))
-        self._anchor = str(info.get("anchor", self._text or self._image))
+        self._words = words_of(info)
+        self._anchor = anchor_of(info, self._text or self._image)
         for text in (self._text, self._anchor, *self._words):
             _text(text)
+
+
+def words_of(info: Mapping[str, Any]) -> list[str]:
+    """The actions that an env lists in its info; those of a set, whose order no seed tells, by the alphabet.
+
+    Raises:
+        EnvError: they are one text, whose letters are no actions.
+    """
+    listed = info.get("available_actions")
+    if isinstance(listed, str | bytes):
+        raise EnvError(f"available_actions must be a list of words, got {listed!r:.80}")
+    words = list(map(str, () if listed is None else listed))
+    return sorted(words) if isinstance(listed, set | frozenset) else words
+
+
+def anchor_of(info: Mapping[str, Any], shown: Any) -> str:
+    """A key of the state, equal for equal states alone: of what the env tells as its anchor, else of what it shows."""
+    told = info.get("anchor")
+    return _key(shown if told is None else told)
+
+
+def _key(value: Any, text: Callable[[str], str] = str.__str__) -> str:
+    """A value as `text`; arrays, of which `str` leaves out what is long or beyond eight digits, as a digest."""
+    if isinstance(value, str):
+        return text(value)
+    if hasattr(value, "__array__") and not isinstance(value, np.generic):
+        array = np.ascontiguousarray(value)
+        if array.dtype.hasobject:
+            return _key(array.tolist())
+        head = f"{array.dtype} {array.shape} ".encode()
+        return hashlib.blake2b(head + array.tobytes(), digest_size=16).hexdigest()
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{_key(name, repr)}: {_key(item, repr)}' for name, item in value.items()))}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(_key(item, repr) for item in value))}}}"
+    if isinstance(value, tuple | list):
+        inside = ", ".join(_key(item, repr) for item in value)
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    return str(value)
 
 
 def _text(text: str) -> str:

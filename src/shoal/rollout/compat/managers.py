@@ -6,7 +6,6 @@ env, the turns so far. `multi_turn_loop` plays the envs of a manager to the end,
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from shoal.core.executors import Closing
 from shoal.envs.actions import Projected, Projection
 from shoal.rollout.collector import Failed, TrajectoryCollector
 from shoal.rollout.compat.projections import ActionSpace, as_actions, create_projection_function, takes_two
-from shoal.rollout.episode import Episode, Role
+from shoal.rollout.episode import Episode, Role, anchor_of, words_of
 from shoal.rollout.prompts import PastTurn, PromptConfig, Scene, compose
 from shoal.rollout.samplers.sampler import Engine, Sampling
 from shoal.vector import MultiProcessEnvironmentContainer
@@ -215,16 +214,13 @@ class EnvironmentManager(Closing):
 
     def _see(self, observations: Sequence[Any], infos: Sequence[Mapping[str, Any]]) -> Observations:
         self._shown, self._infos = list(observations), [dict(info) for info in infos]
-        self._words = [list(map(str, info.get("available_actions", ()))) for info in infos]
+        self._words = list(map(words_of, infos))
         pictures = self._pictures(observations)
         self._texts = [
             o if isinstance(o, str) else str(info.get("text", IMAGE))
             for o, info in zip(observations, infos, strict=True)
         ]
-        anchors = [
-            str(info["anchor"]) if "anchor" in info else o if isinstance(o, str) else _digest(o)
-            for o, info in zip(observations, infos, strict=True)
-        ]
+        anchors = list(map(anchor_of, infos, observations))
         return {
             "text": [self.build_text(i) for i in range(len(observations))],
             "image": pictures,
@@ -417,12 +413,6 @@ class _ManagersCollector(TrajectoryCollector):
 
 def _success(info: Mapping[str, Any]) -> float:
     return float(info.get("success", info.get("won", 0.0)))
-
-
-def _digest(observation: Any) -> str:
-    array = np.ascontiguousarray(observation)
-    head = f"{array.dtype} {array.shape} ".encode()
-    return hashlib.blake2b(head + array.tobytes(), digest_size=16).hexdigest()
 
 
 # --- prompts by kind of env: data, each setting of which can be replaced
