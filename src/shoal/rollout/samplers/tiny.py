@@ -16,6 +16,7 @@ import numpy as np
 from shoal.core.errors import DataError, missing_extra
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
+from shoal.maths.noise import torch_noise
 from shoal.rollout.samplers.sampler import (
     Completion,
     Level,
@@ -120,7 +121,7 @@ class TinyNetwork(nn.Module):
         super().__init__()
         self.shape = shape
         self.vocabulary = vocabulary
-        with torch.random.fork_rng(devices=[]):  # torch's own initialisation draws from global state
+        with torch_noise():  # torch's own initialisation draws from it
             self.embedding = nn.Embedding(vocabulary, shape.width)
             self.position = nn.Embedding(shape.context, shape.width)
             self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])

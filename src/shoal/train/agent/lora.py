@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shoal.core.errors import ConfigError, DataError, EngineError, MissingExtraError, missing_extra
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
+from shoal.maths.noise import torch_noise
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.models import resolve_model
 from shoal.train.agent.config import Lora
@@ -47,8 +48,7 @@ class LoraPolicy(HuggingFacePolicy):
         self.base_sha256 = weights_sha256(policy.module)
         settings = _settings(lora)
         device = next(self.module.parameters()).device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(derive_seed(seed, "init", "lora") % 2**63)
+        with torch_noise(derive_seed(seed, "init", "lora"), device):
             try:
                 self.module.add_adapter(settings, _NAME)  # type: ignore[operator]
             except ValueError as error:

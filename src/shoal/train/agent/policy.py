@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json
+from shoal.maths.noise import torch_noise
 from shoal.rollout.samplers.models import resolve_model
 from shoal.rollout.samplers.registry import make_engine
 from shoal.rollout.samplers.sampler import require_trainable, require_weights
@@ -600,15 +601,8 @@ def training_mode(model: nn.Module, checkpointing: bool, seed: int) -> Iterator[
     for part in switched:
         part.training = True  # of this module alone: its parts keep their mode
     device = next(model.parameters()).device
-    noise = (
-        torch.random.fork_rng([device] if device.type == "cuda" else [])
-        if drops
-        else contextlib.nullcontext()
-    )
     try:
-        with noise:
-            if drops:
-                torch.manual_seed(seed % 2**63)
+        with torch_noise(seed, device) if drops else contextlib.nullcontext():
             yield
     finally:
         for part in switched:
@@ -689,7 +683,7 @@ class Critic(nn.Module):
         self._body = policy.twin()
         self.model = self._body.module
         device = next(self.model.parameters()).device
-        with torch.random.fork_rng(devices=[]):  # the weights are set below; global state stays as it was
+        with torch_noise():  # the weights are set below
             self.output = nn.Linear(self._body.width, 1, device=device)
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)

@@ -25,6 +25,7 @@ from shoal.core.configuration import check_fields
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder, write_folder, write_json
 from shoal.core.seeding import derive_seed, stream
+from shoal.maths.noise import torch_noise
 from shoal.rollout.samplers.sampler import ROUNDING
 from shoal.train.agent.advantages import group_relative
 from shoal.train.agent.batch import Batching, Row, plan_batches
@@ -485,6 +486,5 @@ def tiny_model(vocabulary: int, image_token_id: int, seed: int, *, width: int = 
     config = Qwen2_5_VLConfig(
         text_config=text, vision_config=sight, image_token_id=image_token_id, tie_word_embeddings=True
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "recorded model") % 2**63)
+    with torch_noise(derive_seed(seed, "recorded model")):
         return Qwen2_5_VLForConditionalGeneration(config).eval()
