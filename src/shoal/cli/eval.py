@@ -75,7 +75,7 @@ class EvalOptions:
     seed: int = 0
     """Names the episodes: the same seed plays the same ones."""
     temperature: float = 0.0
-    """0 takes the likeliest token, 1 samples as in training."""
+    """0 takes the likeliest token, 1 samples as in training; a run's `top_p`, `top_k` and `min_p` hold."""
     device: str | None = None
     """Where the model runs, such as cuda:1; where the run was trained, or the CPU, if not given."""
     checkpoint: str = "newest"
@@ -299,6 +299,7 @@ class _Plan:
     envs: EnvironmentConfig
     sampling: Sampling
     seed: int
+    max_turn: int | None
     settings: dict[str, Any]
     """The config of a run that plays the same."""
 
@@ -308,7 +309,6 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
     from shoal.core.configuration import to_mapping
     from shoal.core.seeding import derive_seed
     from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager
-    from shoal.rollout.samplers.sampler import Sampling
 
     if options.env is None:
         tags = run.es_manager.val.env_configs
@@ -324,7 +324,12 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
     at_once = shares * max(1, min(options.episodes, 64) // shares)
     groups = EnvGroups(at_once, 1, tags)
     proxy = run.agent_proxy
-    sampling = Sampling(options.max_tokens or proxy.max_tokens, options.temperature, proxy.stop)
+    sampling = replace(
+        proxy.sampling(greedy=not options.temperature),
+        max_tokens=options.max_tokens or proxy.max_tokens,
+        temperature=options.temperature,
+    )
+    max_turn = proxy.max_turn if options.env is None else None  # another env has its own limit
     values = to_mapping(run)
     values["seed"], values["run_dir"], values["resume"] = options.seed, None, False
     values["custom_envs"] = {
@@ -333,21 +338,21 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
     }
     values["es_manager"]["val"] = to_mapping(groups)
     values["agent_proxy"] |= {
-        "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "max_turn": None,
+        "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "max_turn": max_turn,
     }  # fmt: skip
     envs = EnvironmentConfig(EsManager(groups, groups), kinds, vector=run.vector)
-    return _Plan(envs, sampling, derive_seed(options.seed, "evaluation"), values)
+    return _Plan(envs, sampling, derive_seed(options.seed, "evaluation"), max_turn, values)
 
 
 def _play(options: EvalOptions, engine: Any, run: Any, plan: _Plan, journal: Journal) -> list[Any]:
     """The episodes."""
     from shoal.rollout.collector import TrajectoryCollector
-    from shoal.rollout.factory import make_set
+    from shoal.rollout.factory import make_roles, make_set
 
     made = make_set(plan.envs, plan.envs.es_manager.val)
-    proxy = run.agent_proxy
+    proxy, roles = run.agent_proxy, make_roles(plan.envs.custom_envs, made.tags, plan.max_turn)
     collector = TrajectoryCollector(
-        made.pool, made.tags, made.roles, 1, engine, proxy.prompt, plan.seed,
+        made.pool, made.tags, roles, 1, engine, proxy.prompt, plan.seed,
         env_retries=proxy.parallel.env_retries, journal=journal,
     )  # fmt: skip
     try:

@@ -3,6 +3,7 @@ import json
 import os
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,6 +58,32 @@ def test_a_run_is_evaluated_and_its_episodes_kept(run, tmp_path, capsys):
     assert result["success"] == sum(t.success for t in played) / 70
     assert len({(t.group, t.member) for t in played}) == 70
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["command"] == "eval"
+
+
+def test_a_run_is_evaluated_with_its_own_limit_of_turns_and_choice_of_tokens(tmp_path, capsys):
+    limits = ["agent_proxy.max_turn=2", "agent_proxy.top_k=1", "algorithm.rollout_correction.method=truncate"]
+    begin = [
+        "warmup.steps=3",
+        "trainer.iterations=1",
+        "es_manager.val.env_groups=3",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    with AgentTrainer(compose_config("demo", [*begin, *limits])) as trainer:
+        list(trainer.train())
+
+    def play(*options):
+        main(["eval", str(tmp_path / "run"), "--episodes", "9", "--out", str(tmp_path / "out"), *options])
+        return list(read_trajectories(tmp_path / "out" / "trajectories" / "eval.jsonl"))
+
+    greedy, sampled = play(), play("--temperature", "1")
+    assert max(len(t.turns) for t in greedy) == 2
+    assert [[turn.response_ids for turn in t.turns] for t in sampled] == [
+        [turn.response_ids for turn in t.turns] for t in greedy
+    ]  # the likeliest token is the only one to sample from
+    settings = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["agent_proxy"]
+    assert (settings["max_turn"], settings["top_k"]) == (2, 1)
+    another = play("--env", "frozen_lake", "--env-config", "is_slippery", "false")
+    assert max(len(t.turns) for t in another) > 2  # which has a limit of its own
 
 
 def test_nobody_else_writes_where_an_evaluation_will_while_it_plays(run, tmp_path, monkeypatch):
