@@ -64,6 +64,19 @@ def test_a_broken_line_is_named_with_file_and_line(tmp_path):
         next(read)
 
 
+def test_a_line_that_is_nested_without_end_is_broken_like_any_other(tmp_path):
+    trajectory = Trajectory("bandit", 0, 0, 0, 7, (), success=False, terminated=True, truncated=False)
+    deep = b',"more":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+    path = tmp_path / "episodes.jsonl"
+    path.write_bytes(
+        encode_trajectory(trajectory) + encode_trajectory(trajectory).removesuffix(b"}\n") + deep
+    )
+    read = read_trajectories(path)
+    assert next(read) == trajectory
+    with pytest.raises(DataError, match=r"episodes\.jsonl, line 2: not a trajectory: maximum recursion"):
+        next(read)
+
+
 def test_a_registry_guesses_what_was_meant():
     registry: Registry[int] = Registry("env")
     registry.register("sokoban", 1)

@@ -152,7 +152,7 @@ def decode_trajectory(line: bytes) -> Trajectory:
     """The trajectory in one line of JSON; a `DataError` says what is wrong with a line that has none."""
     try:
         return msgspec.json.decode(line, type=Trajectory)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # the latter of what is nested without end
         raise DataError(f"not a trajectory: {error}") from error
 
 

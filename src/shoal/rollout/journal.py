@@ -99,7 +99,7 @@ def _settings(path: Path, line: bytes) -> Any:
 def _episode(path: Path, number: int, line: bytes) -> Trajectory | None:
     try:
         return decode_trajectory(line) if line else None
-    except (DataError, RecursionError):
+    except DataError:
         logger.warning("%s, line %d holds no whole episode: it is played again", path, number)
         return None
 
