@@ -24,7 +24,7 @@ from shoal import make_vec
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, EnvError, MissingExtraError, UnknownNameError
 from shoal.envs import resolve
-from shoal.envs.catalogue import find, name_of, parse_env_kwargs, resolve_text
+from shoal.envs.catalogue import MOST_COPIED, find, name_of, parse_env_kwargs, resolve_text
 from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.rollout.factory import make_set, validate_environment_config
 from shoal.train.ppo.envs import EnvFactory
@@ -415,6 +415,31 @@ def test_an_env_that_changes_its_arguments_changes_them_for_no_other(source, bac
     given["sizes"].clear()  # is the caller's
     assert given["dealt"]["cards"].tolist() == [2]
     assert [make().inner.unwrapped.size for _ in range(2)] == [43, 43]
+
+
+class Prices(Counter):
+    def __init__(self, prices):
+        super().__init__(size=len(prices))
+        self.prices = prices
+
+    def step(self, action):
+        if action == 1:
+            self.prices[0] = 3.0
+        return super().step(action)
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_large_arrays_are_shared_by_all_envs_which_cannot_write_to_them(backend):
+    prices = np.zeros(MOST_COPIED // 8 + 1)
+    envs = [resolve(Prices, env_kwargs={"prices": prices})() for _ in range(2)]
+    assert all(np.shares_memory(env.unwrapped.prices, prices) for env in envs)
+    assert prices.flags.writeable
+    with closing(make_vec(Prices, 2, backend=backend, env_kwargs={"prices": prices})) as vec:
+        vec.reset(seed=0)
+        vec.step([0, 0])
+        with pytest.raises(ValueError, match="read-only"):
+            vec.step([0, 1])
+    assert prices[0] == 0
 
 
 def test_arguments_of_gymnasiums_make_count_for_ids():

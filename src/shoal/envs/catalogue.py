@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import gymnasium
+import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
@@ -150,7 +151,7 @@ def resolve(
     Args:
         env: what `find` takes.
         env_kwargs: for what makes the env; of Gymnasium's ids also those of `gymnasium.make`. Each env has its own copy
-            of their dicts, lists, tuples, sets and arrays.
+            of their dicts, lists, tuples, sets and arrays; arrays of more than a megabyte they share, and cannot write.
         wrappers: put around the env, the first innermost: callables from env to env, or "module:Name".
 
     Raises:
@@ -174,14 +175,30 @@ def named(env_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
         isinstance(name, str) for name in env_kwargs or ()
     ):
         raise ConfigError(f"env_kwargs must be a mapping of names to values, got {env_kwargs!r:.80}")
-    return own(dict(env_kwargs or {}))  # type: ignore[no-any-return]
+    return _own_arguments(env_kwargs or {})
+
+
+MOST_COPIED = 1 << 20
+"""Bytes of an array that every env has of its own."""
+
+
+def _own_arguments(env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that an env may change; its large arrays, which may be data for all, it can only read."""
+    kept = {}
+    for name, value in env_kwargs.items():
+        if isinstance(value, np.ndarray) and value.nbytes > MOST_COPIED:
+            kept[name] = value.view()
+            kept[name].flags.writeable = False
+        else:
+            kept[name] = own(value)
+    return kept
 
 
 class _Making(functools.partial[Any]):
     """A partial whose every env has arguments of its own: what one takes out of a list is there for the next."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.func(*self.args, *args, **own(self.keywords), **kwargs)
+        return self.func(*self.args, *args, **_own_arguments(self.keywords), **kwargs)
 
 
 def _bound(name: str, found: Callable[..., Env] | EnvSpec, kwargs: dict[str, Any]) -> EnvFn:
