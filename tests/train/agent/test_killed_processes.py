@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.train.agent.checkpoints import tensors_of
-from tests.train.agent.test_processes import SETTINGS, launch, rows_of, same_run
+from tests.train.agent.test_processes import SETTINGS, ended_early, launch, rows_of, same_run
 
 from shoal.train.agent.checkpoint import list_checkpoints, newest_checkpoint
 
@@ -92,7 +92,7 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_to_the_same_end(
             for pid in marked(mark):
                 os.kill(pid, signal.SIGKILL)
             run.wait()
-    assert not (folder / "summary.json").exists()
+    assert ended_early(folder)
     before = len(rows_of(folder)) - 1
     assert 2 <= before < ITERATIONS
     done = launch(

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from tests.train.agent.checkpoints import tensors_of
 from tests.train.agent.sharded_updates import IN_SEVERAL_FILES, Trained, large
-from tests.train.agent.test_processes import launch, same_run
+from tests.train.agent.test_processes import ended_early, launch, same_run
 from tests.train.agent.tiny_model import write_tiny_model
 from torch import nn
 
@@ -244,7 +244,7 @@ def test_an_error_amid_a_pass_of_all_ends_all(tmp_path, monkeypatch):
     done = launch(tmp_path / "run", 2, "trainer.iterations=2", "trainer.sharding=full", module="failing")
     assert done.returncode != 0
     assert "the disk is on fire" in done.stderr
-    assert not (tmp_path / "run" / "summary.json").exists()
+    assert ended_early(tmp_path / "run")
 
 
 def test_alone_a_run_with_shards_is_a_run_without(tmp_path):
