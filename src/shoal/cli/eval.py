@@ -299,7 +299,6 @@ class _Plan:
     envs: EnvironmentConfig
     sampling: Sampling
     seed: int
-    max_turn: int | None
     settings: dict[str, Any]
     """The config of a run that plays the same."""
 
@@ -341,7 +340,7 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
         "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "max_turn": max_turn,
     }  # fmt: skip
     envs = EnvironmentConfig(EsManager(groups, groups), kinds, vector=run.vector)
-    return _Plan(envs, sampling, derive_seed(options.seed, "evaluation"), max_turn, values)
+    return _Plan(envs, sampling, derive_seed(options.seed, "evaluation"), values)
 
 
 def _play(options: EvalOptions, engine: Any, run: Any, plan: _Plan, journal: Journal) -> list[Any]:
@@ -350,7 +349,8 @@ def _play(options: EvalOptions, engine: Any, run: Any, plan: _Plan, journal: Jou
     from shoal.rollout.factory import make_roles, make_set
 
     made = make_set(plan.envs, plan.envs.es_manager.val)
-    proxy, roles = run.agent_proxy, make_roles(plan.envs.custom_envs, made.tags, plan.max_turn)
+    proxy, max_turn = run.agent_proxy, plan.settings["agent_proxy"]["max_turn"]
+    roles = make_roles(plan.envs.custom_envs, made.tags, max_turn)
     collector = TrajectoryCollector(
         made.pool, made.tags, roles, 1, engine, proxy.prompt, plan.seed,
         env_retries=proxy.parallel.env_retries, journal=journal,

@@ -236,11 +236,11 @@ class Runner:
         self.wake()
 
     def close(self) -> None:
-        """End the threads, close the launcher and the store."""
+        """End the threads, close the store and the launcher."""
         self._merger.shutdown()
         self._shower.shutdown()
+        self.store.close()  # first: it is closed whatever a launcher of others raises
         getattr(self.launcher, "close", lambda: None)()
-        self.store.close()
 
     # The loop
 
