@@ -1,11 +1,14 @@
-"""Envs that a random model already gets different rewards from, and two that fail."""
+"""Envs that a random model already gets different rewards from, and some that fail."""
 
+import threading
 from dataclasses import dataclass
 
 from gymnasium.spaces import Discrete, Text
 
 from shoal.envs.actions import Projected, Projection
 from shoal.envs.text import Outcome, TextEnv
+
+CLOSED, COME_BACK = [], threading.Event()
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,45 @@ class FlakyEnv(LetterEnv):
             raise RuntimeError("the lake is frozen")
         self._paid = action
         return super()._advance(action)
+
+
+class OneThreadEnv(LetterEnv):
+    """As envs with a database or a browser: only the thread that made it may use it."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self._home = threading.get_ident()
+
+    def _at_home(self):
+        if threading.get_ident() != self._home:
+            raise RuntimeError("used in another thread than the one that made it")
+
+    def _start(self, rng):
+        self._at_home()
+        super()._start(rng)
+
+    def _advance(self, action):
+        self._at_home()
+        return super()._advance(action)
+
+    def close(self):
+        self._at_home()
+        CLOSED.append(self)
+
+
+class HangingEnv(LetterEnv):
+    """Does not come back from its first step until somebody sets the event."""
+
+    def _advance(self, action):
+        COME_BACK.wait(60)
+        return super()._advance(action)
+
+    def close(self):
+        CLOSED.append(self)
+
+
+class ExitingEnv(LetterEnv):
+    """Calls for the end of the process."""
+
+    def _advance(self, action):
+        raise SystemExit(3)

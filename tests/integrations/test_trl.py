@@ -241,24 +241,6 @@ def test_rows_that_name_no_start_or_break_a_group_are_refused(make_model, tokeni
         TRLRollout(config(**proxy))
 
 
-def test_an_env_is_a_tool_of_its_start_state():
-    env = tool_environment("frozen_lake", seed=5, size=3, is_slippery=False)()
-    told = env.reset(start=4, prompt="ignored")
-    expected = envs.make("frozen_lake", size=3, is_slippery=False)
-    observation, _ = expected.reset(seed=derive_seed(5, "env", 0, 4))
-    assert observation in told
-    assert "Possible actions: Left, Down, Right, Up." in told
-    total = 0.0
-    for word in ("Down", "Right", "nonsense", "Up"):
-        answer = env.act(word)
-        if "over" in answer:
-            break
-        total += expected.step(expected.projection(f"<action>{word}</action>").actions[0])[1]
-    assert env.get_reward() == pytest.approx(total)
-    with pytest.raises(ConfigError, match="column `start`"):
-        env.reset()
-
-
 def test_trl_plays_an_env_by_its_tools(make_model, tokenizer, tmp_path):
     import trl
     from datasets import Dataset

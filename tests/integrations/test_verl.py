@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import time
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ with pytest.MonkeyPatch.context() as patch:
         from verl.workers.rollout.replica import TokenOutput
 
 from omegaconf import OmegaConf
+from tests.integrations import doubles
 
-from shoal.core.errors import DataError
+from shoal.core.errors import DataError, EngineError
 from shoal.core.seeding import derive_seed, stream
 from shoal.integrations.verl import agent_loop_outputs, to_dataproto
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
@@ -343,3 +345,54 @@ def test_an_episode_ends_where_verls_response_is_full_and_needs_no_log_probs(eng
     assert data.batch["response_mask"].sum(-1).max() <= 10
     assert set(data.non_tensor_batch["turns"]) == {1}
     assert "rollout_log_probs" not in data.batch
+
+
+@pytest.mark.usefixtures("quiet_logs")
+def test_an_env_lives_and_dies_in_one_thread(engine, tmp_path):
+    doubles.CLOSED.clear()
+    alone = {"env_type": "tests.integrations.doubles:OneThreadEnv"}
+    worker = make_worker(engine, tmp_path, alone, Client(engine))
+    made = len(doubles.CLOSED)  # by the check of the settings
+    data = asyncio.run(worker.generate_sequences(rows()))
+    assert list(data.non_tensor_batch["failed"]) == [0.0] * 6
+    assert len(doubles.CLOSED) - made >= 6
+
+
+@pytest.mark.usefixtures("quiet_logs")
+@pytest.mark.parametrize("kind", ["HangingEnv", "ExitingEnv"])
+def test_an_env_that_hangs_or_exits_costs_its_own_row(engine, tmp_path, kind):
+    doubles.CLOSED.clear()
+    doubles.COME_BACK.clear()
+    env = {"env_type": f"tests.integrations.doubles:{kind}"}
+    limits = {"step_timeout": 0.3, "make_timeout": 30.0, "env_retries": 1}
+    worker = make_worker(engine, tmp_path, env, Client(engine), parallel=limits)
+    data = asyncio.run(asyncio.wait_for(worker.generate_sequences(rows()), 30))
+    assert list(data.non_tensor_batch["failed"]) == [1.0] * 6
+    assert data.batch["response_mask"].sum() == 0
+    doubles.COME_BACK.set()
+    if kind == "HangingEnv":  # those that come back are closed after all, both tries of each row
+        deadline = time.monotonic() + 20
+        while len(doubles.CLOSED) < 12 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(doubles.CLOSED) >= 12
+
+
+@pytest.mark.usefixtures("quiet_logs")
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda answer: answer.log_probs.pop(), "log-probability for each of 3 tokens, it has 2"),
+        (lambda answer: answer.log_probs.__setitem__(0, float("nan")), "finite"),
+        (lambda answer: answer.token_ids.clear(), "1 to max_tokens=3 tokens, it has 0"),
+    ],
+)
+def test_an_answer_that_cannot_be_one_is_refused(engine, tmp_path, spoil, told):
+    class Spoiling(Client):
+        async def generate(self, *args, **settings):
+            answer = await super().generate(*args, **settings)
+            spoil(answer)
+            return answer
+
+    worker = make_worker(engine, tmp_path, LETTER, Spoiling(engine))
+    with pytest.raises(EngineError, match=told):
+        asyncio.run(worker.generate_sequences(rows(1, 1)))

@@ -6,11 +6,13 @@ keyed by name. With `tool_environment` TRL plays them, and an env is a tool that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from shoal import envs
-from shoal.core.data import Trajectory
+from shoal.core.data import Trajectory, reward_of
 from shoal.core.errors import ConfigError, EnvError, missing_extra
 from shoal.core.executors import Closing
 from shoal.core.seeding import derive_seed
@@ -19,7 +21,7 @@ from shoal.integrations.rows import TokenRow, bridge_config, require_whole_episo
 from shoal.rollout.collector import place_of
 from shoal.rollout.episode import EpisodeId, words_of
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.parallel.worker import Assignment
+from shoal.rollout.parallel.worker import Assignment, EnvFailedError, Player, close_all
 from shoal.rollout.samplers.sampler import Engine, Sampling
 from shoal.rollout.settings import Backend
 
@@ -238,25 +240,32 @@ def tool_environment(env_type: str, *, seed: int = 0, **env_config: Any) -> Call
         seed: of the run; start states follow from it as in shoal's own rollouts.
         env_config: settings of the env.
     """
-    return lambda: ToolEnvironment(envs.make(env_type, **env_config), seed)
+    return lambda: ToolEnvironment(partial(envs.make, env_type, **env_config), seed)
 
 
 class ToolEnvironment:
-    """One env in the form in which TRL wants it; its public methods are the model's tools."""
+    """One env in the form in which TRL wants it; its public methods are the model's tools.
 
-    def __init__(self, env: TextEnv[Any], seed: int) -> None:
-        self._env = env
+    An env that fails ends its episode without a reward, and the next one has another.
+    """
+
+    def __init__(self, make: Callable[[], TextEnv[Any]], seed: int) -> None:
+        self._make, self._env = make, make()
         self._seed = seed
         self._total = 0.0
-        self._over = True
+        self._over, self._failed = True, False
 
     def reset(self, start: int | None = None, **row: Any) -> str:
         """Begin the episode of a row; returns what the agent is told."""
         del row
         if start is None:
             raise ConfigError("the dataset needs a column `start` with the number of each row's start state")
+        if self._failed:
+            close_all([self._env])
+            self._env, self._failed = self._make(), False
+        self._over = self._failed = True  # should it fail
         observation, info = self._env.reset(seed=derive_seed(self._seed, "env", 0, int(start)))
-        self._total, self._over = 0.0, False
+        self._total, self._over, self._failed = 0.0, False, False
         return f"{self._env.instructions}\n\n{self._tell(observation, info)}"
 
     def act(self, action: str) -> str:
@@ -270,17 +279,26 @@ class ToolEnvironment:
         """
         if self._over:
             return "The episode is over."
+        try:
+            return str(Player().in_env("step", lambda: self._act(action)))
+        except EnvFailedError:
+            self._over = self._failed = True
+            raise
+
+    def _act(self, action: str) -> str:
         for step in self._env.projection(f"<action>{action}</action>").actions:
             observation, reward, terminated, truncated, info = self._env.step(step)
-            self._total += float(reward)
+            if not math.isfinite(number := reward_of(reward)):
+                raise ValueError(f"the reward must be a finite number, got {reward!r}")
+            self._total += number
             self._over = terminated or truncated
             if self._over:
                 return f"{observation}\n\nThe episode is over."
         return self._tell(observation, info)
 
-    def get_reward(self) -> float:
-        """What the env has paid in this episode."""
-        return self._total
+    def get_reward(self) -> float | None:
+        """What the env has paid in this episode; None where it failed, which TRL leaves out of its group."""
+        return None if self._failed else self._total
 
     def _tell(self, observation: Any, info: dict[str, Any]) -> str:
         words = ", ".join(words_of(info))

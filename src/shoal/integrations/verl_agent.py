@@ -15,22 +15,35 @@ same for all rows of a group).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 from shoal import envs
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DataError, EngineError, did_you_mean, in_words, missing_extra
+from shoal.core.executors import OwnThread
 from shoal.integrations.rows import bridge_config, require_whole_episodes
 from shoal.integrations.verl import agent_loop_outputs
 from shoal.rollout.collector import place_of
 from shoal.rollout.episode import Episode
-from shoal.rollout.factory import make_roles
+from shoal.rollout.factory import CLOSE_SECONDS, make_roles
+from shoal.rollout.parallel.worker import (
+    MAKE,
+    EnvFailedError,
+    ParallelConfig,
+    Player,
+    close_all,
+    reset_env,
+    step_env,
+)
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.samplers.sampler import Completion, Request
+from shoal.rollout.samplers.sampler import Completion, Finish, Request, checked
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
 try:
@@ -39,6 +52,8 @@ except ImportError as error:
     raise missing_extra("the agent loop for verl", "verl") from error
 
 logger = logging.getLogger(__name__)
+ANY_TOKEN = 2**31
+"""Models have more tokens than their tokenizers."""
 
 
 class ShoalAgentLoop(AgentLoopBase):
@@ -99,10 +114,10 @@ class ShoalAgentLoop(AgentLoopBase):
         episode = Episode(place, self._roles[tag], self._prompter, sampling)
         kind = self.settings.custom_envs[tag]
         name = uuid4().hex  # the same for all turns: verl then asks the server that knows the context
-        env: Any = None
+        home = _Home(partial(envs.make, kind.env_type, **kind.env_config), self.settings.agent_proxy.parallel)
         try:
-            env = await asyncio.to_thread(envs.make, kind.env_type, **kind.env_config)
-            episode.begin(*await asyncio.to_thread(env.reset, seed=place.env_seed))
+            await home.make()
+            await home.do("reset", lambda env: reset_env(episode, env))
             prompt = 0
             while not episode.over:
                 request = episode.request()
@@ -112,18 +127,15 @@ class ShoalAgentLoop(AgentLoopBase):
                     break  # what verl keeps of a response is full
                 completion = await self._ask(name, request, room, sampling_params, metrics)
                 for action in episode.respond(completion):
-                    step = await asyncio.to_thread(env.step, action)
-                    episode.observe(*step)
-                    if step[2] or step[3]:
+                    if await home.do(
+                        f"step({action!r})", partial(step_env, home.player, episode, action=action)
+                    ):
                         break
                 episode.end_turn()
-        except (ConfigError, EngineError):
-            raise
-        except Exception as error:
-            return episode.trajectory("env_error", in_words(error))
+        except EnvFailedError as error:
+            return episode.trajectory("env_error", str(error))
         finally:
-            if env is not None:
-                env.close()
+            await home.close()
         return episode.trajectory()
 
     async def _ask(
@@ -141,23 +153,29 @@ class ShoalAgentLoop(AgentLoopBase):
         except Exception as error:
             raise EngineError(f"verl's server failed: {in_words(error)}") from error
         metrics.generate_sequences += asyncio.get_running_loop().time() - clock
-        end = self._end(list(answer.token_ids[: min(sampling.max_tokens, room)]), sampling.stop)
-        if not end:
-            raise EngineError("verl's server wrote no token")
-        logprobs = tuple(answer.log_probs[:end]) if answer.log_probs else (math.nan,) * end
-        return Completion(tuple(answer.token_ids[:end]), logprobs, "stop")
+        limit = min(sampling.max_tokens, room)
+        end, finish = self._end(list(answer.token_ids[:limit]), sampling.stop)
+        given = tuple(answer.log_probs or ())[:end]  # none where the server was not asked for them
+        completion = Completion(tuple(answer.token_ids[:end]), given, finish)
+        promised = SimpleNamespace(token_ids=True, logprobs=bool(given))
+        [found] = checked(
+            SimpleNamespace(capabilities=promised, vocabulary=ANY_TOKEN), [request], [completion]
+        )
+        if isinstance(found, Exception):
+            raise found
+        return found if given else Completion(found.token_ids, (math.nan,) * end, finish)
 
-    def _end(self, ids: list[int], stops: tuple[str, ...]) -> int:
-        """How many of the tokens count: up to the end of the turn, or to the first stop text."""
+    def _end(self, ids: list[int], stops: tuple[str, ...]) -> tuple[int, Finish]:
+        """How many of the tokens count, up to the end of the turn or to the first stop text, and what ended them."""
         reach = 4 * max(map(len, stops), default=0)  # a character may be up to four tokens
         for count in range(1, len(ids) + 1):
             if ids[count - 1] in self._tokens.end_ids:
-                return count
+                return count, "stop"
             if stops and any(
                 stop in self._tokens.decode(ids[max(0, count - reach) : count]) for stop in stops
             ):
-                return count
-        return len(ids)
+                return count, "stop"
+        return len(ids), "length"
 
     def _output(self, trajectory: Trajectory, metrics: Any) -> AgentLoopOutput:
         outputs = agent_loop_outputs(trajectory)
@@ -184,3 +202,41 @@ class ShoalAgentLoop(AgentLoopBase):
             metrics=AgentLoopMetrics(),
             extra_fields={"turn_scores": [], "tool_rewards": [], "reward_extra_info": facts},
         )
+
+
+class _Home:
+    """Where the env of one episode lives and dies: in a thread of its own, so that the loop waits for none."""
+
+    def __init__(self, make: Callable[[], Any], limits: ParallelConfig) -> None:
+        self.player = Player(in_caller=False)
+        self._make, self._limits = make, limits
+        self._envs: list[Any] = []
+        self._thread = OwnThread("shoal-verl-env")
+
+    async def make(self) -> None:
+        """Make the env."""
+        await self._in_thread(MAKE, lambda: self._envs.append(self._make()))
+
+    async def do(self, doing: str, call: Callable[[Any], Any]) -> Any:
+        """`call(env)`, see `Player.in_env`; an env that takes too long is left behind with its thread."""
+        return await self._in_thread(doing, lambda: call(self._envs[0]))
+
+    async def close(self) -> None:
+        """Close the env, one that hangs when it comes back."""
+        closing = self._thread.submit(partial(close_all, self._envs))
+        self._thread.end()
+        if not self.player.abandoned:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.wrap_future(closing), CLOSE_SECONDS)
+
+    async def _in_thread(self, doing: str, call: Callable[[], Any]) -> Any:
+        seconds = self._limits.seconds_for(doing)
+        work = self._thread.submit(partial(self.player.in_env, doing, call))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(work), seconds)
+        except TimeoutError:
+            self.player.abandoned = True
+            raise EnvFailedError(f"{doing} failed: no answer within {seconds:g} s") from None
+        except asyncio.CancelledError:
+            self.player.abandoned = True
+            raise

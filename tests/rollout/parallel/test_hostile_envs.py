@@ -263,6 +263,42 @@ def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
             )
 
 
+class OneThread(SameWorld):
+    """As envs with a database or a browser: only the thread that made it may use it. Notes its life in a folder."""
+
+    def __init__(self, folder, **settings):
+        super().__init__(**settings)
+        self._home, self._folder = threading.get_ident(), folder
+        self._note("made")
+
+    def _note(self, what):
+        if threading.get_ident() != self._home:
+            raise RuntimeError("used in another thread than the one that made it")
+        Path(self._folder, f"{what}-{os.getpid()}-{id(self)}-{time.monotonic_ns()}").touch()
+
+    def reset(self, **settings):
+        self._note("reset")
+        return super().reset(**settings)
+
+    def _advance(self, action):
+        self._note("step")
+        return super()._advance(action)
+
+    def close(self):
+        self._note("closed")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("limits", [{}, {"step_timeout": 30.0}, {"episodes_at_once": 1}])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_env_lives_and_dies_in_one_thread(calm, backend, limits, keep, tmp_path):
+    env = functools.partial(OneThread, str(tmp_path))
+    limits = {**limits, "keep_envs": keep, "env_retries": 0, "schedule": "barrier" if keep else "adaptive"}
+    assert play(backend, env, times=3, parallel=limits) == calm
+    lives = [path.name.partition("-")[0] for path in tmp_path.iterdir()]
+    assert lives.count("closed") == lives.count("made") > 0
+
+
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_episode_is_tried_again_though_the_end_of_its_failed_env_hangs(calm, backend, schedule, tmp_path):

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
@@ -42,7 +43,6 @@ from shoal.rollout.parallel.worker import (
     ParallelConfig,
     Played,
     Share,
-    close_all,
     play_share,
 )
 
@@ -76,7 +76,7 @@ class Pool:
         self._executor: Executor | None = None
         self._spare: WorkerExecutor | None = None
         self._mailbox: Any = None
-        self.here = InCaller()
+        self.here = InCaller(passing=backend == "threads")
 
     def submit(self, share: Share, *, spare: bool = False) -> Future[Played]:
         """Start a share on a worker; `spare` takes fresh processes instead of an executor that broke."""
@@ -115,7 +115,7 @@ class Pool:
     def abandon(self) -> None:
         """What still runs is of no use any more; processes are killed, threads end at their next turn."""
         self.here.stop.set()
-        self.here = InCaller(self.here.kept)
+        self.here = replace(self.here, stop=threading.Event())
         self.forget()
         if self._spare is not None:
             self._spare.shutdown(wait=False)
@@ -130,8 +130,8 @@ class Pool:
             elif executor is not None:
                 executor.shutdown(wait=True, cancel_futures=True)  # they cancel or kill
         self._executor = self._spare = None
-        close_all(self.here.kept.clear(), self._settings.step_timeout)
-        self.here = InCaller()
+        self.here.kept.close(self._settings.step_timeout)
+        self.here = InCaller(passing=self.here.passing)
 
     def _end_mailbox(self) -> None:
         if self._mailbox is not None:  # before Ray itself ends
@@ -389,7 +389,7 @@ def worker_main(descriptor: int, log: int) -> int:
     except ChannelClosedError:
         return 0
     finally:
-        close_all(KEPT.clear())
+        KEPT.close()
 
 
 def _answer(task: bytes | bytearray) -> bytes:

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NoReturn, Protocol
@@ -24,6 +25,7 @@ from gymnasium.spaces import Text
 
 from shoal.core.data import Status, Trajectory, refuse_no_text
 from shoal.core.errors import EngineError, WorkerError, in_words
+from shoal.core.executors import OwnThread
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.parallel.transport import Link, Schedule
 from shoal.rollout.prompts import PromptConfig, Prompter
@@ -171,30 +173,76 @@ def decode_report(report: bytes) -> tuple[int, int, Trajectory]:
 
 
 # --- envs
+class Seat:
+    """A thread and the envs that wait in it for their next episode, by kind: an env lives and dies in one thread.
+
+    The thread is one of its own, or the one that makes the seat.
+    """
+
+    def __init__(self, *, own: bool) -> None:
+        self.envs: dict[Hashable, Any] = {}
+        self.thread = OwnThread("shoal-episode") if own else None
+        self.caller = threading.get_ident()
+
+    def fits(self, own: bool) -> bool:
+        """Whether its thread is one of its own, or the present one."""
+        return (
+            self.thread is not None if own else self.thread is None and self.caller == threading.get_ident()
+        )
+
+    def run(self, call: Callable[[], Any]) -> None:
+        """Do it there; what has a thread of its own is not waited for."""
+        if self.thread is None:
+            call()
+        else:
+            self.thread.submit(call)
+
+    def close(self) -> Future[None] | None:
+        """Close the envs, after what the thread is at, and end it; a future where that is one of its own."""
+        if self.thread is None:
+            self._close()
+            return None
+        closing = self.thread.submit(self._close)
+        self.thread.end()
+        return closing
+
+    def _close(self) -> None:
+        close_all(list(self.envs.values()))
+        self.envs.clear()
+
+
 class EnvShelf:
-    """Envs that wait for their next episode, by kind."""
+    """Seats that nobody plays in."""
 
     def __init__(self) -> None:
-        self._idle: dict[Hashable, list[Any]] = {}
+        self._idle: list[Seat] = []
+        self._closed = False
         self._lock = threading.Lock()
 
-    def take(self, kind: Hashable, make: Callable[[], Any]) -> Any:
-        """An idle env of this kind, or a new one."""
+    def take(self, kind: Hashable, *, own: bool) -> Seat:
+        """A seat with a thread of its own, or in the present one; where there is one, with an env of this kind."""
         with self._lock:
-            if self._idle.get(kind):
-                return self._idle[kind].pop()
-        return make()
+            fitting = [seat for seat in self._idle if seat.fits(own)]
+            if fitting:
+                seat = next((seat for seat in fitting if kind in seat.envs), fitting[-1])
+                self._idle.remove(seat)
+                return seat
+        return Seat(own=own)
 
-    def put(self, kind: Hashable, env: Any) -> None:
-        """The env can be reset for another episode."""
+    def put(self, seat: Seat) -> None:
+        """The seat is free; once the shelf is closed, its envs are too."""
         with self._lock:
-            self._idle.setdefault(kind, []).append(env)
+            closed = self._closed
+            if not closed:
+                self._idle.append(seat)
+        if closed:
+            seat.close()
 
-    def clear(self) -> list[Any]:
-        """The idle envs, which nobody else gets any more."""
+    def close(self, seconds: float | None = None) -> int:
+        """Close all envs, each within so many seconds if given; returns how many threads are left behind in one."""
         with self._lock:
-            idle, self._idle = self._idle, {}
-        return [env for envs in idle.values() for env in envs]
+            idle, self._idle, self._closed = self._idle, [], True
+        return len(wait([closing for seat in idle if (closing := seat.close())], seconds).not_done)
 
 
 KEPT = EnvShelf()
@@ -210,6 +258,7 @@ class Player:
     """A thread that plays one episode after another, as its supervisor sees it."""
 
     assignment: Assignment | None = None
+    seat: Seat = field(default_factory=partial(Seat, own=False))
     attempt: int = 0
     """Which of the tries at its episode, see `ParallelConfig.env_retries`."""
     episode: Episode | None = None
@@ -273,7 +322,7 @@ def _end_forked(error: BaseException | None) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-def _step(player: Player, episode: Episode, env: Any, action: int | str) -> bool:
+def step_env(player: Player, episode: Episode, env: Any, action: int | str) -> bool:
     """Step the env and tell the episode; whether that was the end of it."""
     observation, reward, terminated, truncated, info = env.step(action)
     _refuse_no_text(env, observation)
@@ -282,7 +331,8 @@ def _step(player: Player, episode: Episode, env: Any, action: int | str) -> bool
     return bool(terminated or truncated)
 
 
-def _reset(episode: Episode, env: Any) -> None:
+def reset_env(episode: Episode, env: Any) -> None:
+    """Reset the env for an episode, and tell the episode."""
     observation, info = env.reset(seed=episode.place.env_seed)
     _refuse_no_text(env, observation)
     episode.begin(observation, info)
@@ -298,20 +348,24 @@ def close_all(envs: Sequence[Any], seconds: float | None = None) -> int:
     """Close envs, each within so many seconds if given; returns how many threads are left behind in one."""
     if seconds is None:
         for env in envs:
-            _close(env)
+            _close(env, [])
         return 0
-    threads = [threading.Thread(target=_close, args=(env,), daemon=True) for env in envs]
+    failed: list[Any] = []
+    threads = [threading.Thread(target=_close, args=(env, failed), daemon=True) for env in envs]
     for thread in threads:
         thread.start()
     end = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
+    close_all(list(failed))  # those that refuse another thread than that which made them
     return sum(thread.is_alive() for thread in threads)
 
 
-def _close(env: Any) -> None:
-    with contextlib.suppress(EnvFailedError):
+def _close(env: Any, failed: list[Any]) -> None:
+    try:
         Player().in_env("close", env.close)
+    except EnvFailedError:
+        failed.append(env)
 
 
 # --- the episodes
@@ -322,6 +376,8 @@ class InCaller:
     kept: EnvShelf = field(default_factory=EnvShelf)
     stop: threading.Event = field(default_factory=threading.Event)
     """Set when the episodes are to end at their next turn."""
+    passing: bool = False
+    """Each is played in a thread that ends with it, in which no env can be kept."""
 
 
 def play_share(share: Share, connect: Connect, here: InCaller | None = None) -> Played:
@@ -341,11 +397,12 @@ class _Worker:
     def __init__(self, share: Share, link: Link, here: InCaller | None) -> None:
         self.in_caller, here = here is not None, here or InCaller(KEPT)
         self.share, self.link, self.stop = share, link, here.stop
+        self.passing = here.passing and share.kinds is not None
         self.prompter = Prompter(share.prompt, share.tokenizer)
         self.kinds: Mapping[str, Hashable] = share.kinds or {tag: tag for tag in share.env_fns}
         self.shelf = EnvShelf() if share.kinds is None else here.kept
-        self.todo = deque(share.assignments)
-        self.open = len(self.todo)
+        self.todo = deque[Assignment]()
+        self.open = len(share.assignments)
         self.players: list[Player] = []
         self.first: tuple[Assignment, ...] = ()  # those that begin together
         self.error: BaseException | None = None
@@ -354,50 +411,53 @@ class _Worker:
 
     def run(self) -> Played:
         cpu = time.process_time()
-        n_threads = min(self.share.threads or len(self.todo), len(self.todo))
+        n_threads = min(self.share.threads or self.open, self.open)
         settings = self.share.settings
         self.first = self.share.assignments[:n_threads]
+        self.todo.extend(self.share.assignments[n_threads:])
         if self.share.lockstep:
             self.link.entered([assignment.place.key() for assignment in self.first])
         try:
-            if n_threads == 1 and not settings.deadlines:
-                self._play_all(Player())
+            if n_threads == 1 and not (settings.deadlines or self.passing):
+                self._start(Player(self.first[0]), own=False)
             else:
-                for _ in range(n_threads):
-                    if not self._start(Player()):
-                        self._play_fewer()
+                for place, assignment in enumerate(self.first):
+                    if not self._start(Player(assignment)):
+                        self._play_fewer(place)
                         break
                 self._supervise()
         finally:
-            self.todo.clear()
+            with self.changed:
+                self.todo.clear()
             if self.share.kinds is None:
-                self.hung += close_all(self.shelf.clear(), settings.step_timeout)
+                self.hung += self.shelf.close(settings.step_timeout)
         if self.error is not None:
             raise self.error
         return Played(time.process_time() - cpu, self.hung)
 
-    def _start(self, player: Player, spared: bool = False) -> bool:
-        """Let it play in a thread of its own if the system allows one more, as it must where nobody plays yet.
+    def _start(self, player: Player, *, own: bool = True, spared: bool = False) -> bool:
+        """Let it play, in a thread of its own if the system allows one more, as it must where nobody plays yet.
 
         Raises:
             RuntimeError: there is no thread at all, and this one cannot be spared.
         """
-        thread = threading.Thread(target=self._play_all, args=(player,), daemon=True, name="shoal-episode")
+        kind = None if player.assignment is None else self.kinds[player.assignment.tag]
         try:
-            thread.start()
+            player.seat = self.shelf.take(kind, own=own)
         except RuntimeError as error:
             if not self.players and not spared:
                 raise
             logger.warning("%d episodes are played at once, and not one more: %s", len(self.players), error)
             return False
         self.players.append(player)
+        player.seat.run(partial(self._play_all, player))
         return True
 
-    def _play_fewer(self) -> None:
+    def _play_fewer(self, place: int) -> None:
         """Those of the announced episodes that have to wait for a thread are not waited for."""
-        waiting = set(self.todo)
-        late = [assignment for assignment in self.first if assignment in waiting]
-        self.first = tuple(assignment for assignment in self.first if assignment not in waiting)
+        late, self.first = self.first[place:], self.first[:place]
+        with self.changed:
+            self.todo.extendleft(reversed(late))
         for assignment in late if self.share.lockstep else ():
             self.link.left(assignment.place.key())
 
@@ -421,6 +481,7 @@ class _Worker:
         that had come back.
         """
         player.abandoned = True
+        player.seat.close()
         self.players.remove(player)
         self.hung += 1
         assert player.episode is not None
@@ -428,7 +489,7 @@ class _Worker:
         status: Status = "timeout"
         if player.failure is not None:
             status, why = "env_error", f"{player.failure}, and {why}"
-            again = Player(player.assignment, player.attempt + 1)
+            again = Player(player.assignment, attempt=player.attempt + 1)
             if again.attempt <= self.share.settings.env_retries and self._start(again, spared=True):
                 self._log_failure(player, why)
                 return
@@ -439,9 +500,9 @@ class _Worker:
 
     def _play_all(self, player: Player) -> None:
         """Play episodes until none is left."""
-        player.in_caller = self.in_caller
+        player.in_caller, seated = self.in_caller, True
         try:
-            assignment = player.assignment or self._next()
+            assignment = player.assignment or self._next(player.seat)
             while assignment is not None:
                 player.assignment = assignment
                 trajectory = self._play(assignment, player)
@@ -454,7 +515,12 @@ class _Worker:
                         player.attempt += 1
                         continue
                     player.attempt = 0
-                    following = self._next()  # before the last one leaves: lockstep is to wait for it
+                    following = self._next(
+                        player.seat
+                    )  # before the last one leaves: lockstep is to wait for it
+                    if following is None:  # before the report: who waits for that may close what is free
+                        self.shelf.put(player.seat)
+                        seated = False
                     self._report(assignment, trajectory)
                 assignment = following
         except BaseException as error:
@@ -462,17 +528,25 @@ class _Worker:
                 if not player.abandoned:
                     self.error = error
                 self.changed.notify_all()
+        finally:
+            if seated and not player.abandoned:
+                self.shelf.put(player.seat)
 
     def _log_failure(self, player: Player, why: str | None) -> None:
         assert player.assignment is not None
         logger.warning("episode %d, attempt %d: %s", player.assignment.index, player.attempt + 1, why)
 
-    def _next(self) -> Assignment | None:
-        """The next episode to play."""
-        try:
-            assignment = self.todo.popleft()
-        except IndexError:
-            return None
+    def _next(self, seat: Seat) -> Assignment | None:
+        """The next episode to play, rather one whose env is in the seat."""
+        with self.changed:
+            if not self.todo:
+                return None
+            place = 0
+            if len(self.kinds) > 1:
+                fits = (place for place, item in enumerate(self.todo) if self.kinds[item.tag] in seat.envs)
+                place = next(fits, 0)
+            assignment = self.todo[place]
+            del self.todo[place]
         if self.share.lockstep and assignment not in self.first:
             self.link.entered([assignment.place.key()])
         return assignment
@@ -485,7 +559,8 @@ class _Worker:
 
     def _play(self, assignment: Assignment, player: Player) -> Trajectory:
         """One episode in one env; whatever goes wrong is in the record."""
-        share, tag = self.share, assignment.tag
+        share, tag, seat = self.share, assignment.tag, player.seat
+        kind = self.kinds[tag]
         episode = Episode(assignment.place, share.roles[tag], self.prompter, share.sampling)
         player.began = time.monotonic()  # before the episode: the supervisor looks at any time
         player.episode = episode
@@ -493,8 +568,10 @@ class _Worker:
         why: str | None = None
         env: Any = None
         try:
-            env = player.in_env(MAKE, lambda: self.shelf.take(self.kinds[tag], share.env_fns[tag]))
-            player.in_env("reset", partial(_reset, episode, env))
+            env = seat.envs.pop(kind, None)
+            if env is None:
+                env = player.in_env(MAKE, share.env_fns[tag])
+            player.in_env("reset", partial(reset_env, episode, env))
             self._act(episode, env, player)
             status = "ok"
         except EnvFailedError as error:
@@ -510,7 +587,7 @@ class _Worker:
             logger.warning("episode %d ends: %s", assignment.index, why, exc_info=True)
         finally:
             if env is not None and status != "env_error" and not player.abandoned:
-                self.shelf.put(self.kinds[tag], env)
+                seat.envs[kind] = env
             elif env is not None:
                 player.failure = why
                 with contextlib.suppress(EnvFailedError):
@@ -522,7 +599,7 @@ class _Worker:
         while not episode.over:
             for action in episode.respond(self._ask(episode.request())):
                 if player.abandoned or player.in_env(
-                    f"step({action!r})", partial(_step, player, episode, env, action)
+                    f"step({action!r})", partial(step_env, player, episode, env, action)
                 ):
                     break
             if player.abandoned:
