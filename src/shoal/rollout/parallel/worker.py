@@ -515,9 +515,8 @@ class _Worker:
                         player.attempt += 1
                         continue
                     player.attempt = 0
-                    following = self._next(
-                        player.seat
-                    )  # before the last one leaves: lockstep is to wait for it
+                    # before the last one leaves: lockstep is to wait for it
+                    following = self._next(player.seat)
                     if following is None:  # before the report: who waits for that may close what is free
                         self.shelf.put(player.seat)
                         seated = False
