@@ -101,9 +101,10 @@ class LoraPolicy(HuggingFacePolicy):
         self.tokenizer.tokenizer.save_pretrained(folder)
 
     def read(self, folder: Path) -> dict[str, Tensor]:
-        """The adapters that `save` wrote, for `load_weights`."""
+        """The adapters that `save` wrote, for `load_weights`; a `DataError` if they are of another base model."""
         from safetensors.torch import load_file
 
+        _refuse_other_base(folder, self.base_sha256)
         return dict(load_file(folder / ADAPTER))
 
 
@@ -193,9 +194,15 @@ def _read(folder: Path, **options: Any) -> tuple[Lora, dict[str, Any], HuggingFa
                 f"adapter_config.json says {name}={given!r}, and shoal trains with {made!r} alone"
             )
     engine = HuggingFaceEngine.load(resolve_model(described["base"]), dtype=described["dtype"], **options)
-    if weights_sha256(engine.model) != described["base_sha256"]:
-        raise DataError(f"{folder} was trained on another model than {described['base']}: its weights differ")
+    _refuse_other_base(folder, weights_sha256(engine.model))
     return lora, described, engine
+
+
+def _refuse_other_base(folder: Path, sha256: str) -> None:
+    """See that the adapters in a folder were trained on a base model of these weights."""
+    described = read_json(folder / "engine.json")
+    if sha256 != described["base_sha256"]:
+        raise DataError(f"{folder} was trained on another model than {described['base']}: its weights differ")
 
 
 @contextmanager
