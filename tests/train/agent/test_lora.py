@@ -94,7 +94,9 @@ def test_adapters_of_another_base_and_engines_without_one_are_refused(base, tmp_
     run(own, tmp_path / "run", "trainer.iterations=1")
     folder = list_checkpoints(tmp_path / "run" / "checkpoints")[-1] / "engine"
     weights = load_file(own / "model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, own / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor + 1 for name, tensor in weights.items()}, own / "model.safetensors", {"format": "pt"}
+    )
     with pytest.raises(DataError, match="trained on another model"):
         load_lora(folder)
     with pytest.raises(DataError, match="trained on another model"):

@@ -1,5 +1,6 @@
 """A name sets what its paper sets, unless the config says otherwise; what a user registers is a name like any other."""
 
+import json
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -8,10 +9,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.train.agent.test_crash_points import SMALL
 from tests.train.agent.tiny_model import write_tiny_model
 
 import shoal.train.agent.trainer as trainer_module
 from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import read_json, sha256_of
 from shoal.core.registry import Registry
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.advantages import ESTIMATORS
@@ -189,11 +192,50 @@ def test_a_teacher_is_distilled_into_a_student(tmp_path):
     assert gaps[-1] > gaps[0] + 0.5  # minus the reverse KL
 
 
-def save_tiny(folder, words, width=16):
-    folder.mkdir()
-    policy = policy_of(TinyEngine(words, TinyShape(width=width, layers=1, heads=2, context=256)))
+def save_tiny(folder, words, width=16, context=256, seed=0):
+    folder.mkdir(exist_ok=True)
+    policy = policy_of(
+        TinyEngine(words, TinyShape(width=width, layers=1, heads=2, context=context), seed=seed)
+    )
     policy.save(folder)
     return policy
+
+
+def distil(folder, *overrides):
+    settings = [
+        *SMALL, "algorithm.adv_estimator=distillation", f"algorithm.teacher={folder / 'teacher'}", "warmup.steps=0",
+        f"run_dir={folder / 'run'}", "trainer.iterations=1",
+    ]  # fmt: skip
+    with AgentTrainer(compose_config("demo", [*settings, *overrides])) as trainer:
+        return list(trainer.train())
+
+
+ACTIONS = ["Down", "Left", "Right", "Up"]
+
+
+def test_a_run_goes_on_with_the_teacher_that_it_had(tmp_path):
+    save_tiny(tmp_path / "teacher", ACTIONS)
+    distil(tmp_path)
+    save_tiny(tmp_path / "teacher", ACTIONS, seed=1)
+    with pytest.raises(DataError, match="teacher_sha256 was '.*' and is '"):
+        distil(tmp_path, "trainer.iterations=2", "resume=true")
+    state = tmp_path / "run" / "checkpoints" / "step-000001" / "state.json"
+    told = read_json(state)
+    del told["config"]["teacher_sha256"]  # an earlier version noted none
+    state.write_text(json.dumps(told))
+    manifest = state.with_name("manifest.json")
+    manifest.write_text(
+        json.dumps({"sha256": read_json(manifest)["sha256"] | {"state.json": sha256_of(state)}})
+    )
+    assert len(distil(tmp_path, "trainer.iterations=2", "resume=true")) == 3
+
+
+def test_an_episode_that_is_too_long_for_a_teacher_is_named(tmp_path):
+    save_tiny(tmp_path / "teacher", ACTIONS, context=24)
+    with pytest.raises(
+        ConfigError, match=r"an episode has \d+ tokens together, and the teacher reads at most 24"
+    ):
+        distil(tmp_path)
 
 
 def test_a_teacher_whose_words_are_others_is_refused(tmp_path):

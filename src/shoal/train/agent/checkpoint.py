@@ -169,7 +169,10 @@ def load_checkpoint(
     with _reading(path):
         state = read_json(path / "state.json")
         before = state["config"] and comparable(state["config"])
-        difference = first_change(before, json.loads(json.dumps(config)))
+        told = json.loads(json.dumps(config))
+        if "teacher_sha256" not in before:  # nobody noted it then
+            told.pop("teacher_sha256", None)
+        difference = first_change(before, told)
         if difference:
             raise DataError(
                 f"{path} is of a run with other settings: {difference}; use them, or another run_dir"

@@ -7,7 +7,6 @@ reference of a KL penalty, and no second copy is held.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import warnings
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError, DataError, EngineError, MissingExtraError, missing_extra
@@ -25,7 +23,7 @@ from shoal.maths.noise import torch_noise
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.models import resolve_model
 from shoal.train.agent.config import Lora
-from shoal.train.agent.policy import HuggingFacePolicy, Policy, dropouts, policy_of
+from shoal.train.agent.policy import HuggingFacePolicy, Policy, dropouts, policy_of, weights_sha256
 
 KIND = "huggingface-lora"
 ADAPTER = "adapter_model.safetensors"
@@ -219,12 +217,3 @@ def _named(folder: Path) -> Iterator[None]:
             f"{folder} does not load as LoRA adapters ({type(error).__name__}: {error}): copy all its files again, and "
             f"keep their base model where it was"
         ) from error
-
-
-def weights_sha256(model: nn.Module) -> str:
-    """One hash of all weights of a model, by name."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import json
 import logging
 import os
@@ -552,6 +553,15 @@ def _vocabulary(tokenizer: Any) -> dict[int, str]:
         return dict(enumerate(tokenizer.tokens))
     tokens: dict[str, int] = getattr(getattr(tokenizer, "tokenizer", None), "get_vocab", dict)()
     return {number: token for token, number in tokens.items()}
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """One hash of all weights of a model, by name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 # --- passes

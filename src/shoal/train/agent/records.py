@@ -124,6 +124,7 @@ class Records:
         critic: nn.Module | None,
         optimizer: Optimizer,
         progress: Progress,
+        settings: dict[str, Any],
         processes: Processes,
         *,
         best: bool = False,
@@ -131,8 +132,7 @@ class Records:
         """Commit a checkpoint with all who hold a part of it, as the best one too if it is the best so far."""
         if processes.writers is None:
             return
-        settings, keep = self._config.comparable(), self._config.trainer.keep_checkpoints
-        networks = (policy, critic, optimizer)
+        networks, keep = (policy, critic, optimizer), self._config.trainer.keep_checkpoints
         path = save_checkpoint(
             self._checkpoints, *networks, progress, settings, keep, best=best, processes=processes.writers
         )

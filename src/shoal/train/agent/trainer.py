@@ -60,6 +60,7 @@ from shoal.train.agent.policy import (
     safe_batching,
     split_optimizer,
     trained_parameters,
+    weights_sha256,
 )
 from shoal.train.agent.records import DEFAULT_FOLDER, Records
 from shoal.train.agent.update import Learner, advantages_of, prepare_samples, update
@@ -155,6 +156,8 @@ class AgentTrainer(Closing):
             batching = safe_batching(teacher, batching, "the teacher")
         algorithm = replace(algorithm, batching=batching)
         self.config = config = replace(config, algorithm=algorithm)
+        of_teacher = {"teacher_sha256": weights_sha256(teacher.module)} if teacher else {}
+        self._settings = config.comparable() | of_teacher
         self.records = Records(config, on_event, writes=self.processes.first)
         begun.callback(self.records.close)
         kept = self.records.folder.path / "reference"
@@ -314,9 +317,7 @@ class AgentTrainer(Closing):
         folder = self.records.folder.path / "checkpoints"  # the first process puts it in order for all
         newest = self.processes.together(lambda: newest_checkpoint(folder) if self.processes.first else None)
         assert newest[0] is not None
-        self.progress = load_checkpoint(
-            newest[0], self.policy, self.critic, self.optimizer, self.config.comparable()
-        )
+        self.progress = load_checkpoint(newest[0], self.policy, self.critic, self.optimizer, self._settings)
         self._sync.changed()
         if self._reference is not None:
             self._reference.load()
@@ -336,7 +337,7 @@ class AgentTrainer(Closing):
     def _save(self, *, best: bool = False) -> None:
         networks = (self.policy, self.critic, self.optimizer)
         self._doing = "writing a checkpoint", None
-        save = partial(self.records.save, *networks, self.progress, self.processes, best=best)
+        save = partial(self.records.save, *networks, self.progress, self._settings, self.processes, best=best)
         self.processes.together(save)
 
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.data import Trajectory
-from shoal.core.errors import DivergedError
+from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import derive_seed, stream
 from shoal.train.agent.advantages import Array, critic_advantages, teacher_advantages, turn_advantages
 from shoal.train.agent.batch import (
@@ -325,13 +325,23 @@ def advantages_of(
 
 
 def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> list[np.ndarray]:
-    """One number a trained token of each sample: a critic's values, or log-probabilities."""
+    """One number a trained token of each sample: a critic's values, or log-probabilities.
+
+    Raises:
+        ConfigError: a sample is longer than a teacher can read.
+    """
     algorithm, policy, processes = learner.algorithm, learner.policy, learner.processes
     device = str(next(policy.module.parameters()).device)
     shortest = min(samples, key=lambda sample: len(sample.ids))
     read = (
         policy if isinstance(network, Critic) else network
     )  # a critic has the policy's shape, a teacher its own
+    longest = max(len(sample.ids) for sample in samples)
+    if read.context is not None and longest > read.context:
+        raise ConfigError(
+            f"an episode has {longest} tokens together, and the {'teacher' if read is learner.teacher else 'policy'} "
+            f"reads at most {read.context}: give one with a longer context"
+        )
 
     def compute(micro: MicroBatch) -> Tensor:
         if isinstance(network, Critic):
