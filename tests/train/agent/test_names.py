@@ -337,6 +337,22 @@ def test_an_import_that_fails_midway_registers_nothing_and_can_be_tried_again_on
         forget("best_of", "plain")
 
 
+def test_a_file_that_was_changed_is_run_again(tmp_path):
+    """In a notebook, whose process lasts; a name that it takes again must say so."""
+    file = tmp_path / "mine.py"
+    try:
+        for number in (1, 2):
+            code = f'advantage("mine", replace=True)(({number}).__add__)'
+            file.write_text(f"from shoal.train.agent.advantages import advantage\n{code}\n")
+            import_extensions([str(file)])
+            assert ESTIMATORS["mine"].compute(0) == number
+        file.write_text(file.read_text().replace(", replace=True", ""))
+        with pytest.raises(ConfigError, match=r"mine\.py cannot be imported: .*'mine' is registered already"):
+            import_extensions([str(file)])
+    finally:
+        forget("mine")
+
+
 def test_what_modules_registered_that_were_imported_whole_is_there_when_a_package_is_tried_again(
     tmp_path, monkeypatch
 ):

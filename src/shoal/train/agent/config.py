@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import math
 import sys
 import threading
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 from shoal.core.configuration import check_fields, from_mapping, to_mapping
@@ -500,16 +500,15 @@ def _import(told: str, work: Callable[[], Any]) -> None:
 
 
 def _import_file(path: Path) -> None:
-    name = f"shoal_imports.{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    """Run a file once in this process, and again when it says something else."""
+    source = path.read_bytes()
+    name = f"shoal_imports.{path.stem}_{hashlib.sha256(str(path).encode() + source).hexdigest()[:8]}"
     if name in sys.modules:
         return
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[name] = module = ModuleType(name)
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     except BaseException:
         del sys.modules[name]
         raise
