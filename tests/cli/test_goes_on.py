@@ -131,6 +131,19 @@ def test_a_command_that_is_broken_off_twice_goes_on_to_the_end_it_would_have_had
     assert left_by(folder) == left_by(tmp_path / "calm")
 
 
+def test_a_rollout_that_is_killed_before_its_summary_has_one_row_of_metrics(run, tmp_path, monkeypatch):
+    def ending(*_):
+        raise KeyboardInterrupt
+
+    words = commands(run, tmp_path / "run")["rollout"]
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.core.run_folder.RunFolder.finish", ending)
+        assert main(words) == 130
+    assert main(words) == 0
+    (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert row["episodes"] == 8
+
+
 def test_a_rollout_goes_on_with_another_number_and_kind_of_workers(run, tmp_path, monkeypatch, capsys):
     assert main(commands(run, tmp_path / "calm")["rollout"]) == 0
     broken = commands(run, tmp_path / "broken")
