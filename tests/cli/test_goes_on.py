@@ -11,12 +11,13 @@ import sys
 import time
 
 import pytest
-from tests.rollout.doubles import FakeServer
+from tests.rollout.doubles import FakeServer, HashEngine
 
 from shoal.cli import eval as evaluation
 from shoal.cli.main import main
 from shoal.core.run_folder import FolderLock
 from shoal.rollout.journal import Journal
+from shoal.rollout.samplers.registry import SAMPLERS
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 
@@ -142,6 +143,20 @@ def test_a_rollout_that_is_killed_before_its_summary_has_one_row_of_metrics(run,
     assert main(words) == 0
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert row["episodes"] == 8
+
+
+def test_a_rollout_does_not_go_on_with_another_version_of_a_samplers_own_weights(
+    tmp_path, monkeypatch, capsys
+):
+    engine = HashEngine()
+    monkeypatch.setitem(SAMPLERS._items, "own", lambda *_: engine)
+    words = [*ROLLOUT, f"run_dir={tmp_path / 'run'}", "--backend", "serial", "engine.name=own"]
+    assert broken_off(monkeypatch, words, 3) == 130
+    engine.weights_version += 1
+    assert main(words) == 2
+    assert "weights was ' version 3' and is ' version 4'" in capsys.readouterr().err
+    engine.weights_version -= 1
+    assert main(words) == 0
 
 
 def test_a_rollout_goes_on_with_another_number_and_kind_of_workers(run, tmp_path, monkeypatch, capsys):

@@ -162,6 +162,8 @@ def prepare(
     engine = engine_for(config, source, ending)
     if config.engine.name == "openai":
         weights = engine.model  # which the server may have chosen
+    elif engine.weights_version:  # a sampler's own weights, of which the settings say nothing
+        weights += f" version {engine.weights_version}"
     folder = ending.enter_context(RunFolder(config.run_dir, "rollout", config.seed))
     asked = {"iteration": options.iteration, "settings": playing_settings(to_mapping(config))}
     journal = journal_of(folder, weights, asked)
