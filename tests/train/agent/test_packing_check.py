@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,7 +12,8 @@ from tests.rollout.doubles import llama_engine as make_engine
 from shoal.core.errors import ConfigError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.policy import packing_fault, policy_of, safe_batching
+from shoal.train.agent.batch import Sample, token_values
+from shoal.train.agent.policy import packing_fault, policy_of, safe_batching, score
 
 SHAPE = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -100,3 +102,43 @@ def test_a_model_that_refuses_packed_rows_is_caught():
             return self._engine.logits(ids, lengths, where)
 
     assert "does not take packed rows" in packing_fault(Refuses(policy_of(make_engine())))
+
+
+OWN_WAYS = {
+    "a window in every layer": lambda: transformers.MistralConfig(**SHAPE, **HEADS, sliding_window=8),
+    "a window in every other layer": lambda: transformers.GPTNeoConfig(
+        vocab_size=258, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+        window_size=8, max_position_embeddings=64,
+    ),
+    "scaled scores, and none after padding": lambda: transformers.GraniteConfig(
+        **SHAPE, **HEADS, logits_scaling=8.0, pad_token_id=byte_tokenizer().pad_token_id
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", OWN_WAYS)
+def test_samples_of_a_group_have_the_log_probs_that_the_model_itself_gives_each(way):
+    """Also samples that are longer than a window."""
+    engine = engine_of(OWN_WAYS[way]())
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(4)
+    begin = np.arange(20) * 37 % 200
+    samples = [
+        Sample((*begin, *range(first, first + 6)), np.arange(20, 26), {}) for first in range(30, 70, 10)
+    ]
+    sharing = (engine.shares_prefixes, engine.merges_equals, engine.costs)
+    with torch.no_grad():
+        found = token_values(
+            samples,
+            lambda micro: score(engine, micro, 1.0).logprobs,
+            4096,
+            engine.pad_id,
+            "cpu",
+            "auto",
+            *sharing,
+        )
+        for sample, logprobs in zip(samples, found, strict=True):
+            said = engine.module(torch.tensor([sample.ids])).logits[0].log_softmax(-1)
+            own = [said[place - 1, sample.ids[place]].item() for place in sample.places]
+            np.testing.assert_allclose(logprobs, own, atol=1e-4)

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 from abc import ABC, abstractmethod
@@ -257,7 +258,8 @@ class HuggingFacePolicy(Policy):
         head = getattr(self.module, "get_output_embeddings", lambda: None)()
         if head is None:
             return False
-        ids = torch.tensor([[self.pad_id, self.pad_id]], device=next(self.module.parameters()).device)
+        device = next(self.module.parameters()).device
+        ids = torch.tensor([[1, 2, 3, 4]], device=device)  # one may be padding, all of whose scores are 0
         with torch.no_grad():
             scores = self.module(input_ids=ids, use_cache=False).logits
             hidden = self.module.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
@@ -269,9 +271,7 @@ class HuggingFacePolicy(Policy):
 
         It is tried: two samples with a prefix in one row, and each in a row of its own.
         """
-        config = self.module.config.get_text_config()  # type: ignore[union-attr, operator]
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if self._implementation not in ("sdpa", "eager") or kinds != {"full_attention"}:
+        if self._implementation not in ("sdpa", "eager") or looks_back(self.module) < math.inf:
             return False
         device = next(self.module.parameters()).device
         apart = torch.tensor([[1, 2, 3, 4, 0], [1, 2, 4, 3, 0]], device=device)  # the last column is not read
@@ -833,6 +833,15 @@ def packing_fault(policy: Policy) -> str | None:
     if not gap <= tolerance:
         return f"log-probs in a packed row differ by {gap:.2g} from those alone (positions that do not start anew)"
     return None
+
+
+def looks_back(model: nn.Module) -> float:
+    """How many tokens those layers of a Hugging Face model see that do not see all that stands before them."""
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    layers = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # of GPT-Neo
+    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
+    whole = window is None if layers is None else {*layers} <= {"full_attention", "global"}
+    return math.inf if whole else window or 0
 
 
 def costs_of(model: nn.Module) -> Costs:
