@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from tests.train.agent.test_packing_check import MIXING, OWN_WAYS, engine_of
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import MANIFEST, read_json, write_folder, write_json
@@ -19,6 +20,7 @@ from shoal.splitting import (
 )
 from shoal.splitting.synthetic import write_button_recordings, write_gui_recordings
 from shoal.train.agent.recorded import (
+    Recorded,
     RecordedTrainer,
     RecordedTraining,
     answer,
@@ -196,6 +198,25 @@ def test_tokens_that_the_model_does_not_know_are_refused(model, batch):
     samples[1].ids[0] = known
     with pytest.raises(DataError, match=f"to {known}, and the model knows those below {known}"):
         RecordedTrainer(model, samples, RecordedTraining(), 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("a window in every layer", "a sample has 12 tokens, and this model has layers that look back at 8"),
+        ("scaled scores, and none after padding", "scales or caps its scores"),
+        ("linear attention in every other layer", "in the rows of batching=auto differ by"),
+    ],
+)
+def test_models_that_would_be_read_otherwise_than_they_read_are_refused(kind, message):
+    ids = np.arange(3, 15)
+    sample = Recorded(ids, np.arange(12)[None], np.arange(5, 12), {}, np.ones(7, np.float32), None)
+    model = engine_of((OWN_WAYS | MIXING)[kind]()).module
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    with pytest.raises(ConfigError, match=message):
+        RecordedTrainer(model, [sample], RecordedTraining(), 0)
 
 
 @pytest.mark.parametrize("placement", ["final", "all", "last_step", lambda reward, step, n: reward / n])

@@ -31,7 +31,7 @@ from shoal.train.agent.advantages import group_relative
 from shoal.train.agent.batch import Batching, Row, plan_batches
 from shoal.train.agent.config import Algorithm, refuse_negative, refuse_not_positive
 from shoal.train.agent.losses import LOSSES, Aggregation, Tokens, aggregation_weights, policy_losses
-from shoal.train.agent.policy import MasterAdamW, trained_parameters
+from shoal.train.agent.policy import MasterAdamW, looks_back, trained_parameters
 from shoal.train.agent.update import refuse_diverged
 from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
 
@@ -237,6 +237,41 @@ def scores_of(model: Any, inputs: Mapping[str, Tensor], where: Tensor, temperatu
     return (model.get_output_embeddings()(chosen).float() / temperature).log_softmax(-1)  # type: ignore[no-any-return]
 
 
+@torch.no_grad()
+def refuse_other_reading(model: Any, samples: Sequence[Recorded], batching: Batching) -> None:
+    """Try whether rows of several samples say of a text what the model says of it alone.
+
+    Raises:
+        ConfigError: they do not, or would not for the longest of the samples.
+    """
+    parameter, longest = next(model.parameters()), max(len(sample.ids) for sample in samples)
+    if 0 < (window := looks_back(model)) < longest:
+        raise ConfigError(
+            f"a sample has {longest} tokens, and this model has layers that look back at {window:.0f}, which training "
+            f"on recordings does not: split them shorter, or take another model"
+        )
+    text = np.resize(samples[0].ids[samples[0].places], 12)
+    positions, places = np.tile(np.arange(12), (len(samples[0].positions), 1)), np.arange(1, 12)
+    trial = [Recorded(each, positions, places, {}, np.ones(11), None) for each in (text, text[::-1])]
+    plan = [[0, 1]] if batching in ("auto", "packed") else [[0], [1]]
+    rows = rows_of(trial, plan, int(text[0]), str(parameter.device), parameter.dtype)
+    ids = torch.from_numpy(np.stack([each.ids for each in trial])).to(parameter.device)
+    said = model(input_ids=ids, use_cache=False).logits
+    if not torch.equal(
+        model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False)[0]), said
+    ):
+        raise ConfigError(
+            "this model scales or caps its scores, which training on recordings does not: take another model"
+        )
+    alone = said[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None]).flatten()
+    gap = float((token_logprobs(model, rows) - alone).abs().max())
+    if not gap <= (1e-3 if parameter.dtype == torch.float32 else 0.05 * (1 - float(alone.min()))):
+        raise ConfigError(
+            f"log-probs in the rows of batching={batching} differ by {gap:.2g} from those that this model gives of a "
+            f"text alone: set batching=padded if they share rows, or take another model"
+        )
+
+
 # --- the loop
 class RecordedTrainer:
     """Trains a network on recorded samples, step by step.
@@ -250,6 +285,7 @@ class RecordedTrainer:
 
     Raises:
         DataError: the samples have tokens that the model does not know.
+        ConfigError: the model's own log-probabilities are others than those that a step would work out.
     """
 
     def __init__(
@@ -264,6 +300,8 @@ class RecordedTrainer:
                 f"the recordings have token ids from {min(ends)} to {max(ends)}, and the model knows those below "
                 f"{known}: split them with the model's own tokenizer"
             )
+        if self.samples:
+            refuse_other_reading(model, self.samples, config.batching)
         self.step = 0
         self.optimizer = MasterAdamW(
             [{"params": trained_parameters(model), "lr": config.learning_rate}], config.weight_decay
