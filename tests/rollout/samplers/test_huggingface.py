@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests.rollout.doubles import TEMPLATE, byte_tokenizer, llama_engine
 from tests.rollout.doubles import llama_requests as requests
+from transformers import AutoModelForCausalLM, GPTNeoConfig, MptConfig
 
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.rollout.samplers import huggingface
@@ -172,6 +173,34 @@ def test_turns_that_start_from_known_prefixes_are_written_as_the_definition_says
         np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-5)
     share = engine.computed_tokens / engine.prompt_tokens
     assert share < (0.6 if mode == "append" else 0.95)
+
+
+@pytest.mark.parametrize("counts", ["a window over places", "a penalty by the distance of places"])
+def test_models_that_count_places_in_the_row_do_not_go_on_from_what_has_a_gap_behind_it(counts):
+    if counts.startswith("a window"):
+        window = {
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 24,
+            "max_position_embeddings": 256,
+        }
+        config = GPTNeoConfig(vocab_size=258, hidden_size=32, num_layers=2, num_heads=4, **window)
+    else:
+        config = MptConfig(vocab_size=258, d_model=32, n_layers=2, n_heads=4)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    engine = HuggingFaceEngine(model, byte_tokenizer())
+    begin = tuple(range(40, 80))
+    asked = [
+        Request(begin + tuple(range(100, 100 + n)), Key(0, 0, n, 0, 0), Sampling(4)) for n in (1, 30, 12)
+    ]
+    for request, answer in zip(asked, engine.generate(asked), strict=True):
+        written, logprobs = decode_slowly(engine, request)
+        assert answer.token_ids == written
+        np.testing.assert_allclose(answer.logprobs, logprobs, atol=1e-4)
 
 
 def test_without_a_store_every_token_is_computed_and_the_same_is_written():

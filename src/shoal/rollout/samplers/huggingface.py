@@ -9,18 +9,21 @@ made where the network is: a GPU sends tokens, not scores.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import warnings
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shoal.core.errors import DataError, EngineError, missing_extra
+from shoal.rollout.samplers.models import looks_back
 from shoal.rollout.samplers.noise import picks
 from shoal.rollout.samplers.sampler import (
     Completion,
@@ -86,7 +89,6 @@ class HuggingFaceEngine:
         self._alone = (
             threading.Lock()
         )  # what is known of episodes is found, used and replaced by one call at a time
-        self._can_share = True  # until the network is found to keep more than keys and values
         self.prompt_tokens = self.computed_tokens = self.decoded_tokens = 0
         """Tokens of the distinct prompts of all batches, how many were computed, and how many tokens of answers."""
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -154,7 +156,7 @@ class HuggingFaceEngine:
         places = list(alike(rows).values())
         contexts = [members[0].context for members in places]
         cache, scores, mask = self._prefill(contexts, len(rows))
-        keeps = self.prefixes.max_tokens > 0 and can_be_cropped(cache)
+        keeps = self.prefixes.max_tokens > 0 and self._can_share
         while True:
             self.prefixes.remember(contexts, scores)
             self._pick(scores, places)
@@ -211,12 +213,28 @@ class HuggingFaceEngine:
         ids, mask = self._pad_left([tokens])
         cache = self._forward(ids, mask, None).past_key_values
         self.computed_tokens += length
-        self._can_share = can_be_cropped(cache)
-        if not self._can_share:
-            return prefixes
         shared = take_row(cache, 0, mask[0], tokens)
         self.prefixes.keep(shared)
         return [shared if wants else prefix for prefix, wants in zip(prefixes, wanting, strict=True)]
+
+    @cached_property
+    def _can_share(self) -> bool:
+        """Whether contexts may go on from keys and values that are kept, with a gap behind them: it is tried.
+
+        Not where layers keep something else, or count places in the row.
+        """
+        if looks_back(self.model) < math.inf:
+            return False
+        contexts: list[Context] = [(1, 2, 3, 4), (1, 2, 3, 1, 2, 3, 4)]
+        alone = [self._forward(*self._pad_left([context]), None) for context in contexts]
+        if not can_be_cropped(alone[0].past_key_values):
+            return False
+        cache, (ids, mask) = DynamicCache(), self._pad_left([context[3:] for context in contexts])
+        begun = take_row(alone[0].past_key_values, 0, mask.new_tensor([1, 1, 1, 0]), (1, 2, 3))
+        mask = torch.cat([fill_cache(cache, [begun, begun]), mask], 1)
+        scores = self._forward(ids, mask, cache).logits[:, -1]
+        gap = (scores - torch.cat([out.logits[:, -1] for out in alone])).abs().max()
+        return bool(gap <= (1e-3 if scores.dtype == torch.float32 else 0.02) * scores.abs().max())
 
     def _weights_stamp(self) -> tuple[int, int]:
         """A value that changes whenever weights do, by `load_weights` or in place by an optimizer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -126,3 +127,12 @@ def _convert(source: Path, folder: Path) -> None:
     model.is_quantized = False
     model.to(torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+
+
+def looks_back(model: Any) -> float:
+    """How many tokens those layers of a Hugging Face model see that do not see all that stands before them."""
+    config = model.config.get_text_config()
+    layers = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # of GPT-Neo
+    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
+    whole = window is None if layers is None else {*layers} <= {"full_attention", "global"}
+    return math.inf if whole else window or 0

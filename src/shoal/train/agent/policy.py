@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json
 from shoal.maths.noise import torch_noise
-from shoal.rollout.samplers.models import resolve_model
+from shoal.rollout.samplers.models import looks_back, resolve_model
 from shoal.rollout.samplers.registry import make_engine
 from shoal.rollout.samplers.sampler import require_trainable, require_weights
 from shoal.rollout.samplers.settings import EngineConfig
@@ -833,15 +833,6 @@ def packing_fault(policy: Policy) -> str | None:
     if not gap <= tolerance:
         return f"log-probs in a packed row differ by {gap:.2g} from those alone (positions that do not start anew)"
     return None
-
-
-def looks_back(model: nn.Module) -> float:
-    """How many tokens those layers of a Hugging Face model see that do not see all that stands before them."""
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    layers = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # of GPT-Neo
-    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
-    whole = window is None if layers is None else {*layers} <= {"full_attention", "global"}
-    return math.inf if whole else window or 0
 
 
 def costs_of(model: nn.Module) -> Costs:

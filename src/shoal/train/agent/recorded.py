@@ -26,12 +26,13 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder, write_folder, write_json
 from shoal.core.seeding import derive_seed, stream
 from shoal.maths.noise import torch_noise
+from shoal.rollout.samplers.models import looks_back
 from shoal.rollout.samplers.sampler import ROUNDING
 from shoal.train.agent.advantages import group_relative
 from shoal.train.agent.batch import Batching, Row, plan_batches
 from shoal.train.agent.config import Algorithm, refuse_negative, refuse_not_positive
 from shoal.train.agent.losses import LOSSES, Aggregation, Tokens, aggregation_weights, policy_losses
-from shoal.train.agent.policy import MasterAdamW, looks_back, trained_parameters
+from shoal.train.agent.policy import MasterAdamW, trained_parameters
 from shoal.train.agent.update import refuse_diverged
 from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
 
