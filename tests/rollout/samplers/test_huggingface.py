@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests.rollout.doubles import TEMPLATE, byte_tokenizer, llama_engine
 from tests.rollout.doubles import llama_requests as requests
-from transformers import AutoModelForCausalLM, GPTNeoConfig, MptConfig
+from transformers import AutoModelForCausalLM, GPTNeoConfig, MptConfig, Qwen3NextConfig
 
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.rollout.samplers import huggingface
@@ -175,17 +175,25 @@ def test_turns_that_start_from_known_prefixes_are_written_as_the_definition_says
     assert share < (0.6 if mode == "append" else 0.95)
 
 
-@pytest.mark.parametrize("counts", ["a window over places", "a penalty by the distance of places"])
-def test_models_that_count_places_in_the_row_do_not_go_on_from_what_has_a_gap_behind_it(counts):
-    if counts.startswith("a window"):
-        window = {
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": 24,
-            "max_position_embeddings": 256,
-        }
-        config = GPTNeoConfig(vocab_size=258, hidden_size=32, num_layers=2, num_heads=4, **window)
-    else:
-        config = MptConfig(vocab_size=258, d_model=32, n_layers=2, n_heads=4)
+SHAPE = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+OTHER_LAYERS = {
+    "a window over places": lambda: GPTNeoConfig(
+        vocab_size=258, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]],
+        window_size=24, max_position_embeddings=256,
+    ),
+    "a penalty by the distance of places": lambda: MptConfig(vocab_size=258, d_model=32, n_layers=2, n_heads=4),
+    "states in the place of keys and values": lambda: Qwen3NextConfig(
+        **SHAPE, **HEADS, linear_num_key_heads=2, linear_num_value_heads=2, num_experts=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts_per_tok=1, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, layer_types=["linear_attention", "full_attention"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHER_LAYERS)
+def test_models_with_other_layers_do_not_go_on_from_what_has_a_gap_behind_it(kind):
+    config = OTHER_LAYERS[kind]()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)

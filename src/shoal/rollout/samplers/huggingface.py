@@ -653,7 +653,7 @@ def keep_rows(cache: Any, rows: Tensor, *, room: int = 0) -> None:
         for layer in layers:
             layer.keep(rows.tolist())
     else:
-        cache.batch_select_indices(rows)
+        cache.reorder_cache(rows)
 
 
 def take_row(cache: Any, row: int, mask: Tensor, tokens: tuple[int, ...]) -> Prefix:
