@@ -129,6 +129,9 @@ def test_only_the_last_layers_train_when_asked():
     assert all(name.startswith(("model.layers.2.", "model.norm")) for name in trained)
     with pytest.raises(ConfigError, match=r"in \[1, 3\], got 4"):
         policy_of(engine).freeze_all_but_last(4)
+    other = AutoModelForCausalLM.from_config(OTHER_LAYERS["a window over places"]())
+    with pytest.raises(ConfigError, match="train_last_layers=1 needs a model whose decoder has `layers`"):
+        policy_of(HuggingFaceEngine(other, byte_tokenizer())).freeze_all_but_last(1)
 
 
 def test_an_engine_survives_the_disk(engine, tmp_path):

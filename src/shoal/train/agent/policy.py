@@ -232,10 +232,16 @@ class HuggingFacePolicy(Policy):
     def freeze_all_but_last(self, layers: int) -> None:
         """Leave only the last `layers` decoder layers and the final norm trainable."""
         decoder: Any = self.module.get_decoder()  # type: ignore[operator]
-        if not 1 <= layers <= len(decoder.layers):
-            raise ConfigError(f"train_last_layers must be in [1, {len(decoder.layers)}], got {layers}")
+        blocks, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+        if blocks is None or norm is None:
+            raise ConfigError(
+                f"train_last_layers={layers} needs a model whose decoder has `layers` and a `norm`, as Llama's, and "
+                f"{type(self.module).__name__} has not: set it to null, or train adapters with model.lora.rank"
+            )
+        if not 1 <= layers <= len(blocks):
+            raise ConfigError(f"train_last_layers must be in [1, {len(blocks)}], got {layers}")
         self.module.requires_grad_(False)
-        for part in [*decoder.layers[-layers:], decoder.norm]:
+        for part in [*blocks[-layers:], norm]:
             part.requires_grad_(True)
 
     def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
