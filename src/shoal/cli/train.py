@@ -66,11 +66,9 @@ def train(options: TrainOptions) -> int:
         return train_recorded(options)
     config = composed(options, RECORDED)
     if options.cfg:
-        from omegaconf import OmegaConf
+        from shoal.core.configuration import as_yaml, to_mapping
 
-        from shoal.core.configuration import to_mapping
-
-        print(OmegaConf.to_yaml(OmegaConf.create(to_mapping(config))), end="")
+        print(as_yaml(to_mapping(config)), end="")
         return 0
     show_warnings()
     import torch

@@ -1,9 +1,9 @@
-"""Metrics for those who watch: TensorBoard files and Weights & Biases; the same rows stand in `metrics.jsonl`."""
+"""Metrics for those who watch: TensorBoard, Weights & Biases, curves; the same rows stand in `metrics.jsonl`."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,3 +105,35 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in row.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
+
+
+Panels = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+"""Of four panels the title, and of each of its lines the metric and what it is called."""
+
+
+def draw_curves(
+    rows: Sequence[Mapping[str, Any]], panels: Panels, x: str, label: str, title: str = "", faint: str = ""
+) -> tuple[Any, list[Any]]:
+    """Metrics of a run over `x`, evaluations with dots, those of `faint` thin: the figure and its four axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.4), dpi=100)
+    top = 0.89 if title else 0.95
+    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.08, top=top, wspace=0.16, hspace=0.32)  # no search
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    axes = list(figure.subplots(2, 2).flat)
+    for axis, (name, lines) in zip(axes, panels, strict=True):
+        for key, called in lines:
+            points = [(row[x], row[key]) for row in rows if row.get(key) is not None]
+            if points:
+                style: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8} if key == faint else {}
+                style |= {"marker": "o", "markersize": 4} if key.startswith(("eval", "heldout")) else {}
+                axis.plot(*zip(*points, strict=True), label=called, **style)
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel(label, fontsize=9)
+        axis.grid(alpha=0.3)
+        if axis.lines:
+            axis.legend(fontsize=8)
+    return figure, axes

@@ -20,7 +20,7 @@ from shoal.train.agent.checkpoint import Progress, list_checkpoints, save_checkp
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.distributed import Processes
 from shoal.train.agent.policy import Policy
-from shoal.train.boards import TensorBoard, WandB
+from shoal.train.boards import TensorBoard, WandB, draw_curves
 
 DEFAULT_FOLDER = "runs/agent"
 """Of a run whose config names none."""
@@ -170,23 +170,7 @@ PANELS = (
 
 def write_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the metrics rows of a run into a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 6.4))
-    figure.subplots_adjust(left=0.06, right=0.98, bottom=0.08, top=0.95, wspace=0.14, hspace=0.3)  # no search
-    FigureCanvasAgg(figure)
-    for axis, (title, lines) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        for name, label in lines:
-            points = [(row["iteration"], row[name]) for row in rows if row.get(name) is not None]
-            if points:
-                marker = "o" if name.startswith("heldout") else None
-                axis.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=4)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("iteration", fontsize=9)
-        axis.grid(alpha=0.3)
-        if "success" in title or "valid" in title:
-            axis.set_ylim(-0.02, 1.02)
-        if axis.lines:
-            axis.legend(fontsize=8)
-    figure.savefig(path, dpi=100, pil_kwargs={"compress_level": 1})
+    figure, axes = draw_curves(rows, PANELS, "iteration", "iteration")
+    for shares in (axes[0], axes[2]):
+        shares.set_ylim(-0.02, 1.02)
+    figure.savefig(path, pil_kwargs={"compress_level": 1})

@@ -17,12 +17,13 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
+from shoal.core.configuration import as_yaml
 from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, WorkerError, missing_extra
 from shoal.core.files import read_json, remove_leftovers, verify_folder, write_text
 from shoal.core.processes import StartMethod
 from shoal.core.run_folder import FolderLock, RunFolder
 from shoal.envs.catalogue import parse_env_kwargs
-from shoal.train.boards import TensorBoard, WandB
+from shoal.train.boards import TensorBoard, WandB, draw_curves
 from shoal.train.ppo.checkpoint import (
     checkpoint_folder,
     checkpoint_step,
@@ -481,12 +482,8 @@ class PPORun:
             remove_leftovers(folder)
 
     def _write_settings(self) -> None:
-        from omegaconf import OmegaConf
-
         settings = {**dataclasses.asdict(self.options), "ppo": dataclasses.asdict(self.ppo.config)}
-        settings["ppo"]["hidden"] = list(settings["ppo"]["hidden"])
-        settings |= {key: list(value) for key, value in settings.items() if isinstance(value, tuple)}
-        write_text(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settings)))
+        write_text(self.path / "config.yaml", as_yaml(settings))
 
 
 def _passed(every: int, before: int, now: int) -> bool:
@@ -494,7 +491,7 @@ def _passed(every: int, before: int, now: int) -> bool:
     return every > 0 and now // every > before // every
 
 
-PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+PANELS = (
     ("reward per episode", (("reward", "finished in the rollout"), ("reward_mean", "mean of the last 100"),
                             ("eval_return_mean", "evaluation"))),
     ("episode length", (("length_mean", "mean of the last 100"),)),
@@ -506,30 +503,9 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
 
 def write_ppo_curves(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Draw the metrics of a run over its env steps into a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 6))
-    figure.subplots_adjust(
-        left=0.07, right=0.98, bottom=0.08, top=0.89, wspace=0.16, hspace=0.34
-    )  # no search
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11)
-    for axis, (name, lines) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        for key, label in lines:
-            points = [(row["steps"], row[key]) for row in rows if row.get(key) is not None]
-            if points:
-                style: dict[str, Any] = {"alpha": 0.35, "linewidth": 0.8} if key == "reward" else {}
-                style |= {"marker": "o", "markersize": 4} if key.startswith("eval") else {}
-                axis.plot(*zip(*points, strict=True), label=label, **style)
-        axis.set_title(name, fontsize=10)
-        axis.set_xlabel("environment steps", fontsize=9)
-        axis.grid(alpha=0.3)
-        if name.startswith("entropy"):
-            axis.set_ylim(bottom=max(-1.05, axis.get_ylim()[0]))
-        if axis.lines:
-            axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110, pil_kwargs={"compress_level": 1})
+    figure, axes = draw_curves(rows, PANELS, "steps", "environment steps", title, faint="reward")
+    axes[2].set_ylim(bottom=max(-1.05, axes[2].get_ylim()[0]))
+    figure.savefig(path, pil_kwargs={"compress_level": 1})
 
 
 def write_video(path: Path, frames: list[Any]) -> None:
