@@ -17,7 +17,9 @@ ShoalError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -119,6 +121,26 @@ def in_words(error: BaseException) -> str:
     except BaseException as problem:  # SystemExit, say
         message = f"its message raises {type(problem).__name__}"
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+@contextmanager
+def reading(path: Path | str, wrong: str, advice: str = "") -> Iterator[None]:
+    """Whatever somebody's file makes others raise is a `DataError` that names it, says what is wrong, and advises.
+
+    What is not of the file goes on: another process is gone, a package or room is missing.
+    """
+    try:
+        yield
+    except (EngineError, MissingExtraError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, DataError) and str(path) in str(error):
+            raise
+        raise DataError(f"{path} {wrong} ({in_words(error)}){advice}") from error
+
+
+OTHER_CHECKPOINT = "is no checkpoint that this version of shoal can go on from"
+"""What is wrong with one of another program or version."""
 
 
 PACKAGES = {

@@ -9,8 +9,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shoal.core.configuration import first_change, from_mapping
-from shoal.core.errors import DataError, EngineError, in_words
+from shoal.core.errors import OTHER_CHECKPOINT, DataError, reading
 from shoal.core.files import MANIFEST, read_json, restore_folders, verify_folder
 from shoal.train.agent.config import comparable
 from shoal.train.agent.distributed import ALONE, Processes
@@ -166,7 +165,8 @@ def load_checkpoint(
     Raises:
         DataError: the checkpoint is of a run with other settings (the first differing key is named), or no such thing.
     """
-    with _reading(path):
+    advice = ": remove it to go on from one before, or begin anew in another run_dir"
+    with reading(path, OTHER_CHECKPOINT, advice):
         state = read_json(path / "state.json")
         before = state["config"] and comparable(state["config"])
         told = json.loads(json.dumps(config))
@@ -184,19 +184,3 @@ def load_checkpoint(
             fill(own, _read(path / "critic", own.get))
         fill_optimizer(optimizer, _read(path / "optimizer", partial(parameter_of, optimizer)))
     return progress
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Whatever files of other programs and versions raise is a `DataError` that names the checkpoint."""
-    try:
-        yield
-    except (EngineError, MemoryError):  # not of these files: another process is gone, or there is no room
-        raise
-    except Exception as error:
-        if isinstance(error, DataError) and str(path) in str(error):
-            raise
-        raise DataError(
-            f"{path} is no checkpoint that this version of shoal can go on from ({in_words(error)}): remove it to go "
-            "on from one before, or begin anew in another run_dir"
-        ) from error

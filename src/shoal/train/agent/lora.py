@@ -10,13 +10,13 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.core.errors import ConfigError, DataError, EngineError, MissingExtraError, missing_extra
+from shoal.core.errors import ConfigError, DataError, missing_extra, reading
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
 from shoal.maths.noise import torch_noise
@@ -203,17 +203,7 @@ def _refuse_other_base(folder: Path, sha256: str) -> None:
         raise DataError(f"{folder} was trained on another model than {described['base']}: its weights differ")
 
 
-@contextmanager
-def _named(folder: Path) -> Iterator[None]:
+def _named(folder: Path) -> AbstractContextManager[None]:
     """Whatever is wrong with a folder of adapters is a `DataError` that names it."""
-    try:
-        yield
-    except (EngineError, MissingExtraError):
-        raise
-    except Exception as error:  # whatever peft and safetensors make of it
-        if isinstance(error, DataError) and str(folder) in str(error):
-            raise
-        raise DataError(
-            f"{folder} does not load as LoRA adapters ({type(error).__name__}: {error}): copy all its files again, and "
-            f"keep their base model where it was"
-        ) from error
+    advice = ": copy all its files again, and keep their base model where it was"
+    return reading(folder, "does not load as LoRA adapters", advice)

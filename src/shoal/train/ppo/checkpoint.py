@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from shoal.core.errors import ConfigError, DataError, ShoalError, in_words
+from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, DataError, reading
 from shoal.core.files import read_json, restore_folders, verify_folder, write_folder, write_json
 from shoal.train.ppo.config import PPOConfig
 
@@ -86,7 +85,7 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
             for name in ("weights", "optimizer", "statistics", "episodes")
         ]
         saved = Checkpoint(policy, read_json(folder / "training.json"), *arrays)
-        with reading(folder):
+        with reading(folder, OTHER_CHECKPOINT):
             for told, known in ((saved.policy, POLICY), (saved.training, TRAINING)):
                 for name, kind in known.items():
                     if type(told[name]) is not kind:
@@ -98,19 +97,6 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
             f"; an intact one is {other}: resume from that" if other else "; there is no intact one beside it"
         )
         raise DataError(f"{error}{hint}") from error
-
-
-@contextmanager
-def reading(path: Path | str) -> Iterator[None]:
-    """What a checkpoint of another program or version lacks, or has otherwise, is a `DataError` that names it."""
-    try:
-        yield
-    except ShoalError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise DataError(
-            f"{path} is no checkpoint that this version of shoal can go on from ({in_words(error)})"
-        ) from error
 
 
 def load_run(path: Path | str) -> Checkpoint:

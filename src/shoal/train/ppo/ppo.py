@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shoal.core.data import refuse_words, reward_of
-from shoal.core.errors import ConfigError, EnvError
+from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, EnvError, reading
 from shoal.core.executors import Closing
 from shoal.core.processes import StartMethod
 from shoal.core.seeding import stream
@@ -30,7 +30,6 @@ from shoal.train.ppo.checkpoint import (
     checkpoint_folder,
     describe_policy,
     load_run,
-    reading,
     save_checkpoint,
 )
 from shoal.train.ppo.collect import EpisodeLog, Experience, mean_of
@@ -303,7 +302,7 @@ class PPO(Closing):
             atari=policy.get("atari", False), frame_stack=policy.get("frame_stack", 0),
         )  # fmt: skip
         check_same(saved, ppo.checkpoint())
-        with reading(checkpoint):
+        with reading(checkpoint, OTHER_CHECKPOINT):
             ppo.agent.load_state(saved.weights, saved.optimizer, saved.statistics)
             ppo.log.load_state(training, saved.episodes)
             if ppo.agent.memory is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 from torch import nn
 
-from shoal.core.errors import ConfigError
+from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, reading
 from shoal.core.seeding import derive_seed, stream
 from shoal.rollout.arrays.steps import EnvSlice, SeededEpisodes, StepRollout, VectorSteps
 from shoal.train.ppo.agent import PPOAgent
@@ -26,7 +26,6 @@ from shoal.train.ppo.checkpoint import (
     load_checkpoint,
     other_shapes,
     read_space,
-    reading,
     save_checkpoint,
 )
 from shoal.train.ppo.collect import EpisodeLog, mean_of
@@ -270,7 +269,7 @@ class PPOTrainer:
         )  # fmt: skip
         if wrong := other_shapes(saved.weights, agent.state()[0]):
             raise ConfigError("the checkpoint belongs to another network:\n  " + "\n  ".join(wrong))
-        with reading(path):
+        with reading(path, OTHER_CHECKPOINT):
             agent.load_state(saved.weights, saved.optimizer, saved.statistics)
         self._agent, self._spaces = agent, (obs, act)
         self.config, self.seed = config, agent.seed
