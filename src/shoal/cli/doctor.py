@@ -324,7 +324,7 @@ def _try_rollout() -> str:
     """A dozen episodes by the tiny model, one by one and on two workers."""
     import torch
 
-    from shoal.rollout.factory import make_roles
+    from shoal.rollout.factory import words_of
     from shoal.rollout.parallel.rollout import ParallelRolloutManager
     from shoal.rollout.samplers.registry import make_engine
     from shoal.rollout.verify import compare
@@ -333,16 +333,10 @@ def _try_rollout() -> str:
     config = compose_config(
         "demo-bandit", ["es_manager.train.env_groups=3", "agent_proxy.parallel_n_jobs=2"], None
     )
-    tags = sorted(set(config.es_manager.train.group_tags()))
-    words = [
-        word
-        for role in make_roles(config.custom_envs, tags, None).values()
-        for word in role.projection.words()
-    ]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        engine = make_engine(config.engine, sorted(set(words)), 0)
+        engine = make_engine(config.engine, words_of(config), 0)
         played = []
         for backend in ("serial", "processes"):
             with ParallelRolloutManager(config, engine, backend=backend) as manager:  # type: ignore[arg-type]

@@ -188,7 +188,7 @@ def engine_for(config: Any, folder: Path | None, ending: contextlib.ExitStack) -
     """The engine in a folder, or a fresh one as the config says; `ending` closes it."""
     import torch
 
-    from shoal.rollout.factory import make_roles
+    from shoal.rollout.factory import words_of
     from shoal.rollout.samplers.registry import close_engine, make_engine
     from shoal.train.agent.policy import load_engine
 
@@ -197,10 +197,7 @@ def engine_for(config: Any, folder: Path | None, ending: contextlib.ExitStack) -
         hide_loading()
     if folder is not None:
         return load_engine(folder, device=config.engine.device, config=config.engine)
-    tags = {*config.es_manager.train.group_tags(), *config.es_manager.val.group_tags()}
-    roles = make_roles(config.custom_envs, sorted(tags), config.agent_proxy.max_turn)
-    words = sorted({word for role in roles.values() for word in role.projection.words()})
-    engine = make_engine(config.engine, words, config.seed)
+    engine = make_engine(config.engine, words_of(config), config.seed)
     ending.callback(close_engine, engine)
     return engine
 
@@ -238,13 +235,18 @@ HEADER = ["", "seconds", "speed", "failed", "success", "reward", "lost", "result
 
 def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     """One after another, in lockstep, on workers, and with a worker killed; exit code 1 if anything differs."""
+    from shoal.rollout.factory import make_set
+    from shoal.rollout.settings import rollout_config
+    from shoal.train.agent.trainer import lockstep_collector
+
     folder, engine, _ = prepare(config, options, ending)
     with ParallelRolloutManager(config, engine, backend="serial") as manager:
         reference = manager.collect(options.iteration)
         sequential = manager.report.seconds
     write_trajectories(folder.path / "trajectories" / "rollout.jsonl", reference)
     rows = [_row("one by one", reference, sequential, sequential, 0, "reference")]
-    lockstep = _lockstep_here(config, engine)
+    plain = replace(rollout_config(config), use_parallel_envs=False)
+    lockstep = lockstep_collector(config, make_set(plain, plain.es_manager.train), engine, config.seed)
     clock = time.perf_counter()
     trajectories = lockstep.collect(options.iteration, config.agent_proxy.sampling())
     seconds = time.perf_counter() - clock
@@ -304,28 +306,6 @@ def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.E
 def _wordless(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """The same without the words of failures, which tell who played them."""
     return [replace(trajectory, error=None) for trajectory in trajectories]
-
-
-def _lockstep_here(config: Any, engine: Engine) -> Any:
-    """The plain collector over envs in this process."""
-    from shoal.rollout.collector import TrajectoryCollector
-    from shoal.rollout.factory import make_roles, make_set
-    from shoal.rollout.settings import rollout_config
-
-    plain = replace(rollout_config(config), use_parallel_envs=False)
-    side = make_set(plain, plain.es_manager.train)
-    roles = make_roles(config.custom_envs, side.tags, config.agent_proxy.max_turn)
-    proxy = config.agent_proxy
-    return TrajectoryCollector(
-        side.pool,
-        side.tags,
-        roles,
-        side.group_size,
-        engine,
-        proxy.prompt,
-        config.seed,
-        env_retries=proxy.parallel.env_retries,
-    )
 
 
 def _collect_and_kill(manager: ParallelRolloutManager, iteration: int) -> list[Trajectory]:
@@ -447,13 +427,9 @@ def _replay(
     sampling = config.agent_proxy.sampling(greedy=held_out)
     side = "val" if held_out else "train"
     with ParallelRolloutManager(config, engine, backend="serial", side=side, seed=seed) as manager:
+        places = [place_of(seed, t.iteration, t.group, t.member) for t in saved]
         assignments = [
-            Assignment(
-                index,
-                place_of(seed, t.iteration, t.group, t.member),
-                t.env,
-            )
-            for index, t in enumerate(saved)
+            Assignment(i, place, t.env) for i, (place, t) in enumerate(zip(places, saved, strict=True))
         ]
         replayed = manager.play(assignments, sampling)
     whole = [k for k, t in enumerate(saved) if t.status == "ok"]

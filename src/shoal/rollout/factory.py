@@ -204,6 +204,13 @@ def make_roles(
     return roles
 
 
+def words_of(config: Any) -> list[str]:
+    """The words for actions of all envs that a run plays, of which an untrained tiny engine makes tokens."""
+    tags = {*config.es_manager.train.group_tags(), *config.es_manager.val.group_tags()}
+    roles = make_roles(config.custom_envs, sorted(tags), config.agent_proxy.max_turn)
+    return sorted({word for role in roles.values() for word in role.projection.words()})
+
+
 def several(projection: Projection, kind: EnvTag) -> Projection:
     """The projection of a kind of env with as many actions per response as it may hold."""
     if kind.max_actions_per_turn == 1:

@@ -134,10 +134,7 @@ class _Training:
         """Of the recorded episodes and, where the engine is exact to the bit, of the weights."""
         found = {"episodes": episodes_digest(run, tokens_only=not self.exact)}
         if self.exact:
-            newest = max(
-                (run / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-"))
-            )
-            found["weights"] = weights_digest(newest)
+            found["weights"] = weights_digest(max((run / "checkpoints").glob("step-*"), key=_number))
         return found
 
     def difference(self, one: Path, other: Path) -> str:
@@ -170,13 +167,11 @@ class _Training:
 
     def with_sampler_killed(self, run: Path) -> Toll:
         """The sampler in a process of its own, killed over the requests that it is answering."""
-        from shoal.rollout.factory import make_roles
+        from shoal.rollout.factory import words_of
         from shoal.train.agent.policy import make_policy
 
         config = self.config(_workers(3, "adaptive"), run)
-        tags = {*config.es_manager.train.group_tags(), *config.es_manager.val.group_tags()}
-        roles = make_roles(config.custom_envs, sorted(tags), config.agent_proxy.max_turn)
-        words = sorted({word for role in roles.values() for word in role.projection.words()})
+        words = words_of(config)
         policy, _ = make_policy(config.engine, words, config.seed)
         sampler = SamplerProcess(config.engine, words, config.seed)
         toll = Toll()

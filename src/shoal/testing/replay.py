@@ -22,7 +22,7 @@ from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import attribute_named, resolve_text
 from shoal.envs.text import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
-from shoal.rollout.factory import make_roles
+from shoal.rollout.factory import make_roles, words_of
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
 from shoal.rollout.verify import Difference, difference_of
@@ -292,11 +292,7 @@ class Replay(Closing):
             named = engine.server.tokenizer
             return ChatCodec() if named is None else load_tokenizer(named, **engine.template)
         if engine.name == "tiny" or (engine.name == "ray" and engine.replicas.engine == "tiny"):
-            tags = {*self.config.es_manager.train.group_tags(), *self.config.es_manager.val.group_tags()}
-            roles = make_roles(self.config.custom_envs, sorted(tags), self.config.agent_proxy.max_turn)
-            return TinyTokenizer(
-                sorted({word for role in roles.values() for word in role.projection.words()})
-            )
+            return TinyTokenizer(words_of(self.config))
         if engine.model is None:
             raise DataError(f"{self.run}/config.yaml names no model whose tokenizer could read the record")
         return load_tokenizer(engine.model, **engine.template)
