@@ -10,6 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -123,6 +124,36 @@ def as_yaml(values: Mapping[str, Any]) -> str:
     dumper = type("NoAliases", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
     told: str = yaml.dump(dict(values), Dumper=dumper, sort_keys=False, allow_unicode=True)
     return told
+
+
+MOST_BYTES, MOST_VALUES = 2**20, 20_000
+"""Of a file of settings; more is a mistake or an attack (aliases of aliases), and takes minutes to use."""
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file; {} of an empty one.
+
+    Raises:
+        ConfigError: it is broken, or no mapping, or larger than settings are (with all aliases in full).
+    """
+    import yaml
+
+    if path.stat().st_size > MOST_BYTES:
+        raise ConfigError(f"{path} must be at most {MOST_BYTES} bytes, got {path.stat().st_size}")
+    try:
+        values = yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{path} is not YAML, and cannot be read: {why}") from error
+    if not isinstance(values, dict | None):
+        raise ConfigError(f"{path} must be a mapping of settings, got {type(values).__name__}")
+    todo: list[Any] = [values]
+    for _ in range(MOST_VALUES):
+        if not todo:
+            return {str(key): value for key, value in (values or {}).items()}
+        value = todo.pop()
+        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    raise ConfigError(f"{path} must hold at most {MOST_VALUES} values, aliases in full, got more")
 
 
 def first_change(old: Any, new: Any, path: str = "") -> str:

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.core.configuration import read_settings
 from shoal.core.data import Trajectory, encode_trajectory, read_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import command_of
@@ -21,8 +22,6 @@ from shoal.rollout.verify import Difference, difference_of
 if TYPE_CHECKING:
     from shoal.train.agent.config import AgentConfig
 
-MOST_BYTES, MOST_VALUES = 2**20, 20_000
-"""Of the settings of a run."""
 _NUMBERED = re.compile(r"(heldout|train)-(\d{6,})")
 
 
@@ -46,42 +45,17 @@ class Recording:
 
 
 def settings_of(run: Path) -> dict[str, Any]:
-    """The settings in a run's `config.yaml`; {} if it has none.
-
-    Raises:
-        DataError: it is broken, or no mapping, or larger than a run's settings are (with all aliases in full).
-    """
-    import yaml
-
+    """The settings in a run's `config.yaml`; {} if it has none. A `ConfigError` tells of one that cannot be read."""
     path = run / "config.yaml"
-    if not path.exists():
-        return {}
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise DataError(f"{path} must have at most {MOST_BYTES} bytes")
-        values = yaml.safe_load(path.read_bytes())
-        todo = [values]
-        for _ in range(MOST_VALUES):
-            if not todo:
-                break
-            value = todo.pop()
-            todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        if todo:
-            raise DataError(f"{path} must hold at most {MOST_VALUES} values, aliases in full")
-    except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"{path} cannot be read: {why}") from error
-    if not isinstance(values, dict):
-        raise DataError(f"{path} must be a mapping of settings, got {type(values).__name__}")
-    return {str(key): value for key, value in values.items()}
+    return read_settings(path) if path.exists() else {}
 
 
 def agent_config_of(run: Path) -> AgentConfig:
     """The settings of a run that played agents.
 
     Raises:
-        ConfigError: they are not those of this version of shoal.
-        DataError: it is a run of something else, or as in `settings_of`.
+        ConfigError: they are not those of this version of shoal, or as in `settings_of`.
+        DataError: it is a run of something else.
     """
     from shoal.train.agent.config import AgentConfig
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-from shoal.core.configuration import check_fields, from_mapping, to_mapping
+from shoal.core.configuration import check_fields, from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, UnknownNameError, did_you_mean, unknown_name
 from shoal.core.registry import Registry, all_or_nothing
 from shoal.maths.updates import Decay
@@ -37,8 +37,6 @@ GROUP = "shoal.extensions"
 OWN = "over-the-defaults"
 """What Hydra is asked for in the place of a config that has no defaults list."""
 _IMPORTS, _COMPOSING = threading.RLock(), threading.Lock()
-MOST_BYTES, MOST_VALUES = 2**20, 20_000
-"""Of a config file; more is a mistake or an attack (aliases of aliases), and takes minutes to compose."""
 _BY_NAME: Any = None
 """Left out: what the names of estimator and loss set, else `_PLAIN`."""
 _PLAIN: dict[str, Any] = {
@@ -746,26 +744,9 @@ def _with_defaults(name: str, folder: Path) -> str:
     path = folder / f"{name}.yaml"
     if not path.is_file():
         return name
-    if path.stat().st_size > MOST_BYTES:
-        raise ConfigError(f"{path} must be at most {MOST_BYTES} bytes, got {path.stat().st_size}")
-    import yaml
     from hydra.core.config_store import ConfigStore
 
-    try:
-        own = yaml.safe_load(path.read_bytes())
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML that can be read: {' '.join(str(error).split())}") from error
-    if not isinstance(own, dict | None):
-        raise ConfigError(f"{path} must be a mapping of settings, got {type(own).__name__}")
-    todo: list[Any] = [own]
-    for _ in range(MOST_VALUES):  # as they are with every alias in full
-        if not todo:
-            break
-        value = todo.pop()
-        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if todo:
-        raise ConfigError(f"{path} must hold at most {MOST_VALUES} values, aliases in full, got more")
-    if own and "defaults" in own:
+    if "defaults" in read_settings(path):
         return name
     ConfigStore.instance().store(name=OWN, node={"defaults": ["defaults", name, "_self_"]})
     return OWN

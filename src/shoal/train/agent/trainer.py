@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 
 from shoal import envs
-from shoal.core.configuration import plain_values
+from shoal.core.configuration import plain_values, read_settings
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import Closing
@@ -101,8 +100,8 @@ class AgentTrainer(Closing):
             raise DataError(f"there is no run {begun.parent} to go on with: start without resume")
         if config.resume and begun.exists():
             try:
-                config = config.as_begun(yaml.safe_load(begun.read_bytes()))
-            except (yaml.YAMLError, LookupError, TypeError, ValueError) as error:
+                config = config.as_begun(read_settings(begun))
+            except (LookupError, TypeError, ValueError) as error:
                 told = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 raise DataError(
                     f"{begun} is not what a run was begun with ({told}): restore it, or begin anew in another run_dir"
