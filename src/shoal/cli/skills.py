@@ -19,7 +19,7 @@ from shoal.cli.command import Command, Group
 from shoal.cli.output import for_programs, program
 from shoal.core.errors import ConfigError
 from shoal.core.files import write_json
-from shoal.core.run_folder import RunFolder, finite
+from shoal.core.run_folder import RunFolder, finite, whole_rows
 from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, condition, is_held, reopen
 from shoal.skills.jobs.store import AttemptRow
 from shoal.skills.learning.spec import SkillRow, Store
@@ -184,10 +184,9 @@ def _progress(store: Store, row: SkillRow) -> tuple[float | None, int | None, fl
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
-            lines = file.read().split(b"\n")
-        last = json.loads(lines[-2])
+            last = whole_rows(file.read())[-1]
         return last["success"], last["step"], last["time"]
-    except (OSError, ValueError, IndexError, KeyError):
+    except (OSError, IndexError, KeyError):
         return None, None, None
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import WorkerError
+from shoal.core.run_folder import whole_rows
 
 ATTEMPTS = 4
 """Runs of a case with a fault, until a kill was felt."""
@@ -257,8 +257,4 @@ def meanwhile(work: Callable[[threading.Event], None]) -> Iterator[None]:
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """The whole rows of `metrics.jsonl`, while somebody may be writing it."""
     path = run / "metrics.jsonl"
-    rows = []
-    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
+    return whole_rows(path.read_bytes()) if path.exists() else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import time
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.core.files import append_line
+from shoal.core.run_folder import whole_rows
 from shoal.skills.jobs.store import slug
 from shoal.skills.learning.spec import (
     Features,
@@ -268,13 +268,7 @@ def _whole(response: Any, until: float) -> bytes:
 
 def read_proposals(path: Path | str) -> list[dict[str, Any]]:
     """The whole rows of a record of proposals, oldest first; one that a kill cut short is left out."""
-    rows = []
-    for line in Path(path).read_bytes().split(b"\n"):
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows
+    return whole_rows(Path(path).read_bytes() + b"\n")
 
 
 class Replay:
