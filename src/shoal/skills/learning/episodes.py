@@ -138,15 +138,13 @@ def record_chain(
     world: World = make_world(world_name, lanes)
     experts = load_experts(store, names, world)
     frames: list[Bank] = []
-    at_frames: list[Any] = []
     recorder = _Recorder(world, frames)
     starts = fresh_worlds(world, lanes, seed, "film")
     result = walk(world_name, starts, course, experts, stream(seed, "film"), recorder)
     order = sorted(range(lanes), key=lambda i: (-int(result.reached[i]), int(result.length[i])))
     best = order[0]
     film = [bank.take(np.array([best])) for bank in frames[: int(result.length[best]) + 1]]
-    at_frames = _steps_of(film, world, course)
-    return film, plan, at_frames, bool(result.finished[best])
+    return film, plan, _steps_of(film, world, course), bool(result.finished[best])
 
 
 def _steps_of(film: list[Bank], world: World, course: Course) -> list[int]:

@@ -1013,20 +1013,28 @@ def migrate_folder(source: Path | str, target: Path | str) -> list[str]:
     )
 
 
-def export_views(store: Store) -> None:
-    """Bring the folders and files up to date; what is right already is not touched."""
-    completed: dict[str, Any] = {}
+def with_experts(store: Store) -> dict[str, dict[str, Any]]:
+    """Skills whose expert has a version, as the reference describes completed skills."""
+    found: dict[str, Any] = {}
     for row in store.skills():
         head = store.head(row.expert) if row.expert is not None else None
         if head is not None:
-            _export_skill(store, row, head)
-            completed[row.name] = {
+            found[row.name] = {
                 "expert_idx": row.expert,
                 "skill_with_consumption": amounts(row.spec),
                 "path": skill_folder(row),
                 "total_frames": head.frames,
                 "metrics": row.result,
             }
+    return found
+
+
+def export_views(store: Store) -> None:
+    """Bring the folders and files up to date; what is right already is not touched."""
+    completed = with_experts(store)
+    for row in map(store.skill, completed):
+        if row.expert is not None and (head := store.head(row.expert)):
+            _export_skill(store, row, head)
     folder = store.root / "checkpoints"
     folder.mkdir(exist_ok=True)
     _write_if_new(folder / "global_latest.json", {"skills": completed})

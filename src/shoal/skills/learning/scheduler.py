@@ -43,6 +43,7 @@ from shoal.skills.learning.run import (
     skill_folder,
     skill_from_data,
     training_plan,
+    with_experts,
 )
 from shoal.skills.learning.spec import Skill, SkillRow, Store
 from shoal.skills.learning.spec import dependencies as plan_dependencies
@@ -191,7 +192,9 @@ class SkillScheduler:
     def get_completed_skills(self) -> dict[str, dict[str, Any]]:
         """`{name: {"expert_idx", "path", …}}` of the completed skills."""
         return {
-            name: data for name, data in self._with_experts().items() if self.get_status(name) == "completed"
+            name: data
+            for name, data in with_experts(self.store).items()
+            if self.get_status(name) == "completed"
         }
 
     def get_failed_skills(self) -> dict[str, str]:
@@ -242,7 +245,7 @@ class SkillScheduler:
         if resume and self._can_resume(folder, row):
             Run.open(folder).allow(row.left)
             return folder
-        experts, skills = self._with_experts(), [other.spec for other in self.store.skills()]
+        experts, skills = with_experts(self.store), [other.spec for other in self.store.skills()]
         if {step.skill for step in training_plan(row.name, skills, self.features)} - {row.name, *experts}:
             # A cheaper way was added since, and is not trained yet: go the way that is.
             skills = [skill for skill in skills if skill.name == row.name or skill.name in experts]
@@ -326,20 +329,6 @@ class SkillScheduler:
             self.store.set_setting("world", self.world)
             self.store.set_setting("seed", self.seed)
             self.store.set_setting("total_timesteps", budget)
-
-    def _with_experts(self) -> dict[str, dict[str, Any]]:
-        """Skills whose expert has a version, as the reference describes completed skills."""
-        found = {}
-        for row in self.store.skills():
-            head = self.store.head(row.expert) if row.expert is not None else None
-            if head is not None:
-                found[row.name] = {
-                    "expert_idx": row.expert,
-                    "path": skill_folder(row),
-                    "total_frames": head.frames,
-                    "metrics": row.result,
-                }
-        return found
 
     def _call(self, name: str, which: int) -> None:
         row = self.store.skill(name)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -588,13 +588,11 @@ class Store(jobs.Store):
 
     def skill(self, name: str) -> SkillRow:
         """A skill by its name or its slug."""
-        row = self.job(name)
-        assert isinstance(row, SkillRow)
-        return row
+        return cast(SkillRow, self.job(name))
 
     def skills(self, *statuses: str) -> list[SkillRow]:
         """All skills, or those in one of `statuses`, in the order they were added."""
-        return [row for row in self.jobs(*statuses) if isinstance(row, SkillRow)]
+        return cast(list[SkillRow], self.jobs(*statuses))
 
     def update_skill(self, name: str, **columns: Any) -> None:
         """Change columns of a skill; a new status is an event."""
@@ -624,19 +622,15 @@ class Store(jobs.Store):
 
     def head(self, expert: int) -> VersionRow | None:  # type: ignore[override]
         """The accepted version of an expert."""
-        row = super().head(expert)
-        assert row is None or isinstance(row, VersionRow)
-        return row
+        return cast(VersionRow | None, super().head(expert))
 
     def version(self, number: int) -> VersionRow:
         """A version by its number."""
-        row = super().version(number)
-        assert isinstance(row, VersionRow)
-        return row
+        return cast(VersionRow, super().version(number))
 
     def versions(self, expert: int | None = None) -> list[VersionRow]:  # type: ignore[override]
         """All versions, or those of an expert, oldest first."""
-        return [row for row in super().versions(expert) if isinstance(row, VersionRow)]
+        return cast(list[VersionRow], super().versions(expert))
 
     def commit_training(
         self,
