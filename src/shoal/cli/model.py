@@ -20,10 +20,10 @@ class ListOptions:
 
 def show(_: ListOptions) -> None:
     """Print the models that are known."""
-    from shoal.rollout.samplers.models import KNOWN, cache_folder
+    from shoal.rollout.samplers.models import KNOWN, models_folder
 
     for name, packed in KNOWN.items():
-        here = "here" if (cache_folder() / name).is_dir() else "not fetched"
+        here = "here" if (models_folder() / name).is_dir() else "not fetched"
         print(f"{name:<10} {here:<12} {packed.describe}")
 
 

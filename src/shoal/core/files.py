@@ -30,6 +30,11 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, see renameat2(2)
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV)
 
 
+def cache_folder() -> Path:
+    """Where what can be made again is kept between processes: `$XDG_CACHE_HOME/shoal`, by default `~/.cache/shoal`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the names inside `folder` durable (a rename is only on disk once its folder is)."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -22,6 +22,7 @@ import msgspec
 
 from shoal.core.data import Advantages, Status, Trajectory, decode_trajectory, read_advantages
 from shoal.core.errors import DataError
+from shoal.core.files import cache_folder
 
 FORMAT = 1
 """Of the index; one of another format is made anew."""
@@ -159,11 +160,6 @@ _COLUMNS = (
     "f.name, e.row, e.start, e.length, e.env, e.iteration, e.team, e.member, e.env_seed, e.reward, e.turns, e.tokens, "
     "e.success, e.truncated, e.status, e.error, e.invalid, e.cut"
 )
-
-
-def cache_folder() -> Path:
-    """Where indexes are kept: `$XDG_CACHE_HOME/shoal`, by default `~/.cache/shoal`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
 
 
 class _DamagedError(DataError):

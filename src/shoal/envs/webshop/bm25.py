@@ -11,18 +11,16 @@ import hashlib
 import io
 import itertools
 import logging
-import os
 import re
 import zipfile
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.files import write_bytes
+from shoal.core.files import cache_folder, write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -316,11 +314,6 @@ def _weights(
     norms = K1 * (1 - B + B * rounded / mean)
     saturated = frequencies / (frequencies + norms[document_of])
     return (np.repeat(idf, containing) * saturated).astype(np.float32)
-
-
-def cache_folder() -> Path:
-    """Where indexes are kept between processes: `$XDG_CACHE_HOME/shoal` or `~/.cache/shoal`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shoal"
 
 
 def cached_index(texts: Sequence[str], ids: Sequence[str]) -> Index:

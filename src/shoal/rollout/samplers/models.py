@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import DataError, EngineError, missing_extra, unknown_name
-from shoal.core.files import verify_folder, write_folder
+from shoal.core.files import cache_folder, verify_folder, write_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +40,9 @@ KNOWN = {
 }
 
 
-def cache_folder() -> Path:
+def models_folder() -> Path:
     """Where converted models are kept: `$XDG_CACHE_HOME/shoal/models`, usually `~/.cache/shoal/models`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "shoal" / "models"
+    return cache_folder() / "models"
 
 
 def resolve_model(name: str) -> Path:
@@ -53,7 +51,7 @@ def resolve_model(name: str) -> Path:
         return Path(name)
     if name not in KNOWN:
         raise unknown_name("model folder or known model", name, KNOWN)
-    folder = cache_folder() / name
+    folder = models_folder() / name
     if not folder.is_dir():
         raise EngineError(f"model {name!r} is not here yet: run  shoal model get {name}")
     try:
@@ -71,7 +69,7 @@ def get_model(name: str, tell: Callable[[str], None] = lambda words: None) -> Pa
     """
     if name not in KNOWN:
         raise unknown_name("model", name, KNOWN)
-    target = cache_folder() / name
+    target = models_folder() / name
     with contextlib.suppress(DataError):
         return verify_folder(target)
     packed = KNOWN[name]

@@ -27,6 +27,7 @@ from typing import Any, Protocol, SupportsFloat
 
 from shoal.core.errors import ConfigError, ShoalError, WorkerError, did_you_mean
 from shoal.core.executors import available_cpus, available_memory, enter_ray, leave_ray, ray_lives
+from shoal.core.files import cache_folder
 from shoal.core.run_folder import FolderLock, locked
 from shoal.skills.jobs.store import (
     DONE,
@@ -777,9 +778,8 @@ def job_environment(slots: int, gpu_ids: str | None = None) -> dict[str, str]:
 
 def compilation_cache() -> dict[str, str]:
     """Variables that let JAX programs compiled by one process serve the next."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     wanted = {
-        "JAX_COMPILATION_CACHE_DIR": str(home / "shoal" / "jax"),
+        "JAX_COMPILATION_CACHE_DIR": str(cache_folder() / "jax"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }
     return {key: os.environ.get(key, value) for key, value in wanted.items()}
