@@ -33,9 +33,9 @@ from shoal.splitting.place import (
     Way,
     kept_by,
     moved,
-    side_of,
     step_prompt,
     too_long,
+    window_sides,
     without_torn_images,
 )
 from shoal.splitting.readers.recordings import Message, Recording, RolloutTokens, check_order
@@ -296,36 +296,13 @@ def _step_sides(
 
 def _window_sides(fixes: Fixes, encoder: Encoder, cut: Cut) -> tuple[Side, Side, int]:
     """Several turns in one sample, messages joined."""
-    template, messages = encoder.template, encoder.recording.messages
-    before = [
-        (messages[piece.message].role, encoder.as_context(piece, index == 0))
-        for index, piece in enumerate(cut.pieces[: cut.n_prompt])
-    ]
-    after: list[tuple[str, Layout, int | None]] = []
-    for piece in cut.pieces[cut.n_prompt :]:
-        message = messages[piece.message]
-        if piece.turn is None or not fixes.masks_from_messages:
-            after.append((message.role, encoder.as_context(piece, False), None))
-            continue
-        own, rest = template.closing_ids
-        answer = np.concatenate([template.answer_ids(message, piece.keep), own])
-        header = encoder.plain(template.header_ids)
-        if not after and fixes.assistant_header:
-            before.append(("assistant", header))
-        else:
-            after.append(("assistant", header, None))
-        after.append(("assistant", encoder.plain(answer), piece.turn))
-        after.append(("assistant", encoder.plain(rest), None))
-    if fixes.trim_tail and fixes.masks_from_messages:
-        while after and after[-1][2] is None:
-            after.pop()
-    prompt = side_of(encoder.rows, before)
-    response = side_of(
-        encoder.rows, [(role, layout) for role, layout, _ in after], [turn for _, _, turn in after]
+    train = fixes.masks_from_messages
+    prompt, response = window_sides(
+        encoder, cut, ask=fixes.assistant_header and train, train=train, trim=fixes.trim_tail and train
     )
-    response = response.behind(prompt)
+    lengths = [last - first for _, first, last in response.roles]
     if not fixes.single_newline and not fixes.assistant_header:
-        layout, grown = _doubled_newline(template, prompt.layout, response.layout)
+        layout, grown = _doubled_newline(encoder.template, prompt.layout, response.layout)
         response = Side(
             layout,
             np.concatenate([np.zeros(max(0, grown), bool), response.mask[max(0, -grown) :]]),
@@ -336,8 +313,8 @@ def _window_sides(fixes: Fixes, encoder: Encoder, cut: Cut) -> tuple[Side, Side,
             ),
         )
     if not fixes.masks_from_messages:
-        mask = _searched_mask(template, prompt.layout.ids, response.layout.ids)
-        ends = _answer_ends(cut, [len(layout) for _, layout, _ in after], len(response.layout))
+        mask = _searched_mask(encoder.template, prompt.layout.ids, response.layout.ids)
+        ends = _answer_ends(cut, lengths, len(response.layout))
         response = Side(response.layout, mask, ends, response.roles)
     return prompt, response, len(response.layout)
 

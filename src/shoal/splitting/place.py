@@ -216,7 +216,7 @@ class Way:
         if plan.kind == "stepwise":
             prompt, response = _step_sides(encoder, cut, step)
         elif encoder.joins_in(cut):
-            prompt, response = _window_sides(encoder, cut)
+            prompt, response = window_sides(encoder, cut)
         else:
             prompt, response = _rendered_sides(encoder, cut)
         return prompt, response, len(response.layout)
@@ -295,25 +295,33 @@ def _recorded_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens) -> Layout:
     return encoder.text(ids[keep], images)
 
 
-def _window_sides(encoder: Encoder, cut: Cut) -> tuple[Side, Side]:
-    """Several turns in one sample, messages joined; the response ends with its last answer."""
+def window_sides(
+    encoder: Encoder, cut: Cut, *, ask: bool = True, train: bool = True, trim: bool = True
+) -> tuple[Side, Side]:
+    """Several turns in one sample, messages joined.
+
+    With `ask` the prompt ends with the header that opens an answer; without `train` answers are context like all else;
+    with `trim` the response ends with its last answer.
+    """
     template, messages = encoder.template, encoder.recording.messages
     header, (own, rest) = encoder.plain(template.header_ids), template.closing_ids
     before = [
         (messages[piece.message].role, encoder.as_context(piece, index == 0))
         for index, piece in enumerate(cut.pieces[: cut.n_prompt])
     ]
-    before.append(("assistant", encoder.header(not before)))
+    if ask:
+        before.append(("assistant", encoder.header(not before)))
     after: list[tuple[str, Layout, int | None]] = []
     for piece in cut.pieces[cut.n_prompt :]:
         message = messages[piece.message]
-        if piece.turn is None:
+        if piece.turn is None or not train:
             after.append((message.role, encoder.as_context(piece, False), None))
             continue
         answer = np.concatenate([template.answer_ids(message, piece.keep), own])
-        after += [("assistant", header, None)] if after else []
+        after += [("assistant", header, None)] if after or not ask else []
         after += [("assistant", encoder.plain(answer), piece.turn), ("assistant", encoder.plain(rest), None)]
-    after.pop()
+    while trim and after and after[-1][2] is None:
+        after.pop()
     prompt = side_of(encoder.rows, before)
     response = side_of(
         encoder.rows, [(role, layout) for role, layout, _ in after], [turn for _, _, turn in after]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict
@@ -13,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import read_json, remove_leftovers, verify_folder, write_folder, write_json
+from shoal.core.files import append_line, read_json, remove_leftovers, verify_folder, write_folder, write_json
+from shoal.core.run_folder import whole_rows
 from shoal.splitting.batch import Batch, Skipped
 from shoal.splitting.splitters import Progress, TrajectorySplitter, rows_of
 
@@ -145,22 +144,13 @@ def _told(batch: Batch | None, skipped: Sequence[Skipped]) -> dict[str, Any]:
 
 
 def _note(folder: Path, lot: str, counts: dict[str, Any]) -> None:
-    with (folder / COUNTS).open("a", encoding="utf-8") as file:
-        file.write(
-            "\n" + json.dumps({"lot": lot, **counts}) + "\n"
-        )  # a line of its own, also behind a torn one
-        file.flush()
-        os.fsync(file.fileno())
+    append_line(folder / COUNTS, json.dumps({"lot": lot, **counts}).encode() + b"\n", durable=True)
 
 
 def _counts(folder: Path) -> dict[str, dict[str, Any]]:
     """The counts of lots by their names; a line that was torn by a kill tells of none."""
-    known = {}
-    for line in (folder / COUNTS).read_text("utf-8").split("\n") if (folder / COUNTS).is_file() else ():
-        with contextlib.suppress(ValueError):
-            counts = json.loads(line)
-            known[counts.pop("lot")] = counts
-    return known
+    path = folder / COUNTS
+    return {counts.pop("lot"): counts for counts in whole_rows(path.read_bytes() if path.is_file() else b"")}
 
 
 def _settings(splitter: TrajectorySplitter) -> list[Any]:
