@@ -138,9 +138,8 @@ class Progress:
         self.heartbeat = HEARTBEAT if heartbeat is None else heartbeat
         self.share = 0.0
         self._began = self._said = time.monotonic()
-        self._since: tuple[float, float] | None = (
-            None  # when the first share was known: what came before is start-up
-        )
+        # when the first share was known: what came before is start-up
+        self._since: tuple[float, float] | None = None
         self._bar: Any = None
         self._done = threading.Event()
         self.doing: Callable[[], str] = lambda: self.what  # what it is at now, which may change any time

@@ -271,9 +271,8 @@ def _rewards(file: Path | None, ids: list[str]) -> list[float] | None:
     if file is None:
         return None
     if file.suffix == ".csv":
-        with file.open(
-            newline="", encoding="utf-8-sig"
-        ) as handle:  # spreadsheets put a mark before the first id
+        with file.open(newline="", encoding="utf-8-sig") as handle:
+            # spreadsheets put a mark before the first id
             rows = [row for row in csv.reader(handle) if row]
         if rows and len(rows[0]) > 1 and not _is_number(rows[0][1]):
             rows = rows[1:]  # a line of titles

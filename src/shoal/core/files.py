@@ -293,11 +293,8 @@ def verify_folder(folder: Path | str) -> Path:
     for name, expected in sums.items():
         try:
             _verify_file(folder, name, expected)
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # NUL, a name too long, a loop of links, no permission
+        except (OSError, ValueError, RuntimeError) as error:
+            # NUL, a name too long, a loop of links, no permission
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{folder / MANIFEST} names {name!r}, which cannot be read: {error}") from error

@@ -404,9 +404,8 @@ def _start(link: socket.socket, request: dict[str, Any], descriptors: list[int])
             )
             program += f"main({channel}, {log})"
             os.execv(sys.executable, [*interpreter(), "-c", program])
-        if (
-            "numpy" in sys.modules
-        ):  # or all workers would draw the same, as their zygote (`random` sees to itself)
+        if "numpy" in sys.modules:
+            # or all workers would draw the same, as their zygote (`random` sees to itself)
             sys.modules["numpy"].random.seed()
         code = work(channel, log)
     except BaseException:  # whatever it is must not go on as a second zygote
@@ -670,9 +669,8 @@ class WorkerProcess:
             raise
         finally:
             theirs.close()
-        with contextlib.suppress(
-            ChannelClosedError, WorkerDiedError
-        ):  # whoever waits for it finds out and tells
+        with contextlib.suppress(ChannelClosedError, WorkerDiedError):
+            # whoever waits for it finds out and tells
             self._around = self._around or dumps(surroundings())[0]
             self.channel.send(self._around, self.check)
 
@@ -746,9 +744,8 @@ class WorkerProcess:
     def reap(self, *, sweep: bool = True) -> None:
         """Wait for a process that is ending and take its exit code; what it started ends too (`sweep`: anywhere)."""
         if self.exit_code is None and self.pid > 0 and os.getpid() == self.owner:
-            kill_group(
-                self.pid
-            )  # while its number is its own; if it ended by itself: what it left in its group
+            # while its number is its own; if it ended by itself: what it left in its group
+            kill_group(self.pid)
             try:
                 if self.zygote is not None:
                     code = self.zygote.ask({"do": "reap", "pid": self.pid, "wait": True})["code"]

@@ -24,9 +24,8 @@ class TokenRow:
     response_ids: list[int]  # what the model wrote and what it was told in between
     mask: list[int]  # 1 where the model wrote
     logprobs: list[float]  # of the written tokens as sampled, 0 elsewhere
-    rewards: list[
-        float
-    ]  # what a turn was paid, at its last token or, if it has none, at the one before; else 0
+    # what a turn was paid, at its last token or, if it has none, at the one before; else 0
+    rewards: list[float]
     first_turn: int
     turn_lengths: tuple[int, ...]  # tokens that the model wrote in each turn of the row
 

@@ -219,9 +219,8 @@ def _row(trajectory: Trajectory, end: int) -> TokenRow:
     if len(rows) > 1:
         raise EnvError(f"an episode of {trajectory.env} is {len(rows)} rows of tokens instead of one")
     row = rows[0]
-    if (
-        trajectory.status != "ok"
-    ):  # a reward of None keeps it out of the policy's loss, this out of all others
+    if trajectory.status != "ok":
+        # a reward of None keeps it out of the policy's loss, this out of all others
         row.mask[:] = [0] * len(row.mask)
     if trajectory.terminated and row.response_ids[-1] != end:
         row.response_ids.append(end)

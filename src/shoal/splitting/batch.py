@@ -44,9 +44,8 @@ class Sample:
     images: tuple[int, ...]  # images of the trajectory that it shows, in order
     messages: list[dict[str, Any]]
     logprobs: Array | None = None  # [r] float32 of the response, as recorded by the sampler
-    roles: tuple[
-        tuple[str, int, int], ...
-    ] = ()  # (role, first token, token behind), over prompt and response
+    # (role, first token, token behind), over prompt and response
+    roles: tuple[tuple[str, int, int], ...] = ()
     image_spans: tuple[tuple[int, int, int], ...] = ()  # (image, first token, token behind), likewise
     inputs: Any = field(default=None, repr=False)  # multi_modal_inputs, filled in when a batch is made
     reward: float | None = None

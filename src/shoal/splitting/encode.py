@@ -23,9 +23,8 @@ from shoal.splitting.readers.recordings import Message, Part, Recording
 if TYPE_CHECKING:
     from shoal.splitting.splitters import Plan
 
-BREAK = (
-    "\ufdd0"  # a noncharacter: cut the text here before encoding, so that no control token spans the place
-)
+# a noncharacter: cut the text here before encoding, so that no control token spans the place
+BREAK = "\ufdd0"
 END = "\ufdd1"  # a noncharacter: where the text of an assistant message ended
 
 MODEL_TEXT = ("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>",
@@ -223,9 +222,8 @@ class ChatTemplate:
                 self._adjoining[before, role] = None not in texts and whole == start + "".join(
                     map(str, texts)
                 )
-            except (
-                Exception
-            ):  # the template refuses such a pair, and says why when the sample is rendered whole
+            except Exception:
+                # the template refuses such a pair, and says why when the sample is rendered whole
                 self._adjoining[before, role] = False
         return self._adjoining[before, role]
 

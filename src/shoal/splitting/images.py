@@ -476,9 +476,8 @@ def _make_table(image_processor: Any, patch: int, merge: int) -> PatchTable:
     import torch
     from PIL import Image
 
-    side = (
-        patch * merge * math.ceil(16 / (patch * merge))
-    )  # 16 x 16 pixels or more, so that every value occurs
+    # 16 x 16 pixels or more, so that every value occurs
+    side = patch * merge * math.ceil(16 / (patch * merge))
     ramp = np.repeat((np.arange(side * side) % 256).astype(np.uint8)[:, None], 3, axis=1)
     ramp = ramp.reshape(side, side, 3)
     patches = np.empty((side * side // patch**2, 3, patch**2), np.uint8)

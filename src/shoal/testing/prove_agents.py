@@ -312,10 +312,8 @@ class SamplerProcess:
             self.weights_version = version
             try:
                 self._ask("weights", self._weights)
-            except (
-                WorkerDiedError,
-                ChannelClosedError,
-            ):  # killed just now: the next one gets them as it starts
+            except (WorkerDiedError, ChannelClosedError):
+                # killed just now: the next one gets them as it starts
                 self._begin_anew()
 
     def restart(self) -> None:

@@ -113,9 +113,8 @@ def weights_digest(folder: Path) -> str:
     for file in files:
         digest.update(file.relative_to(folder).as_posix().encode())
         data = file.read_bytes()
-        size = int.from_bytes(
-            data[:8], "little"
-        )  # the format: a length, a JSON header, then the bytes of tensors
+        # the format: a length, a JSON header, then the bytes of tensors
+        size = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + size])
         for name, about in sorted(header.items()):
             if name != "__metadata__":

@@ -300,9 +300,8 @@ def read_numbers(space: Space[Any], text: str) -> Any:
         return None
     with np.errstate(over="ignore", invalid="ignore"):
         value = np.array(numbers).reshape(space.shape or ()).astype(dtype)
-    if (
-        dtype.kind in "iu" and value.ravel().tolist() != numbers
-    ):  # it has no room for them: 256 would become 0
+    if dtype.kind in "iu" and value.ravel().tolist() != numbers:
+        # it has no room for them: 256 would become 0
         return None
     return value if np.isfinite(value).all() and space.contains(value) else None
 

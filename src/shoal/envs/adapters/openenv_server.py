@@ -134,9 +134,8 @@ class _Answers:
     def __init__(self, name: str, make: Make) -> None:
         self._name, self._make = name, make
         self._sessions: set[Session] = set()
-        self._shared: Session | None = (
-            None  # of plain HTTP: everybody's, as in the convention's first version
-        )
+        # of plain HTTP: everybody's, as in the convention's first version
+        self._shared: Session | None = None
 
     async def over_http(self, request: Any) -> Any:
         """A reset or a step."""

@@ -112,9 +112,8 @@ class ParallelRolloutManager(Closing):
         self.config = rollout_config(config)
         proxy = self.config.agent_proxy
         self.settings = own = proxy.parallel
-        if (
-            own.step_timeout is None and own.make_timeout is None
-        ):  # then those of the envs, whoever steps them
+        if own.step_timeout is None and own.make_timeout is None:
+            # then those of the envs, whoever steps them
             limits = self.config.vector
             self.settings = replace(own, step_timeout=limits.step_timeout, make_timeout=limits.make_timeout)
         environments = validate_environment_config(self.config)

@@ -656,9 +656,8 @@ class SharedLLMInferenceManager(Closing):
         running = self._running
         if running is not None and running.deadline is not None:
             until = min(until, running.deadline)
-        awake = (
-            running is None and self._is_quick
-        )  # else the engine would share the interpreter with a busy wait
+        # else the engine would share the interpreter with a busy wait
+        awake = running is None and self._is_quick
         self._connections.look(None if until == math.inf else max(0.0, until - now), awake)
         while self._inbox:
             self._inbox.popleft()()

@@ -623,9 +623,8 @@ class Connections:
                 sock, _ = listener.accept()
             except BlockingIOError:
                 return
-            except (
-                OSError
-            ) as error:  # no descriptor is free, say: whoever wants to connect waits for the next sweep
+            except OSError as error:
+                # no descriptor is free, say: whoever wants to connect waits for the next sweep
                 logger.warning("a worker cannot connect to the shared engine yet: %s", error)
                 self._epoll.modify(listener, 0)
                 self._paused = True

@@ -175,9 +175,8 @@ class HttpClient:
                 continue
             except aiohttp.ClientConnectorError as error:
                 number = error.os_error.errno or 0
-                plain = number > 0 and not isinstance(
-                    error, aiohttp.ClientSSLError
-                )  # it has numbers of its own
+                # it has numbers of its own
+                plain = number > 0 and not isinstance(error, aiohttp.ClientSSLError)
                 trouble = f"no connection: {os.strerror(number) if plain else error.os_error}"
                 asked_for = 0.0
                 continue

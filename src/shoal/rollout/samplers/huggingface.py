@@ -86,9 +86,8 @@ class HuggingFaceEngine:
         self.prefixes = PrefixStore(prefix_tokens)
         self.picks_here = next(self.model.parameters()).device.type != "cuda"
         """Whether tokens are picked from arrays in memory, or on the device of the network."""
-        self._alone = (
-            threading.Lock()
-        )  # what is known of episodes is found, used and replaced by one call at a time
+        # what is known of episodes is found, used and replaced by one call at a time
+        self._alone = threading.Lock()
         self.prompt_tokens = self.computed_tokens = self.decoded_tokens = 0
         """Tokens of the distinct prompts of all batches, how many were computed, and how many tokens of answers."""
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

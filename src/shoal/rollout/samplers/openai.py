@@ -236,9 +236,8 @@ class OpenAIEngine(Closing):
         try:
             self.client.post(f"{prefix}/load_lora_adapter", where)
         except RefusedError as error:
-            if "already" not in str(
-                error
-            ):  # an attempt whose answer was lost has loaded it: the name is of this call
+            if "already" not in str(error):
+                # an attempt whose answer was lost has loaded it: the name is of this call
                 raise
         with self._taken:
             before, self._adapter, self.weights_version = self._adapter, name, version

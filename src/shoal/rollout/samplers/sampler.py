@@ -52,9 +52,8 @@ class Sampling:
     stop: tuple[str, ...] = ()  # texts after which a response ends; the stop text is part of it
     top_p: float = 1.0  # sample from the fewest tokens that have this much of the probability; 1 is off
     top_k: int = 0  # sample from so many of the likeliest tokens; 0 (or -1) is off
-    min_p: float = (
-        0.0  # sample from tokens with at least this share of the likeliest one's probability; 0 is off
-    )
+    # sample from tokens with at least this share of the likeliest one's probability; 0 is off
+    min_p: float = 0.0
 
     @property
     def restricted(self) -> bool:
@@ -308,9 +307,8 @@ class _Asking:
         each = getattr(engine, "generate_each", None)
         try:
             answers = checked(engine, part, engine.generate(part) if each is None else each(part))
-        except (
-            BaseException
-        ) as error:  # SystemExit, say: the engine's own, of which its neighbours do not end
+        except BaseException as error:
+            # SystemExit, say: the engine's own, of which its neighbours do not end
             main = threading.current_thread() is threading.main_thread()
             if isinstance(error, KeyboardInterrupt) and main:  # Ctrl-C, which comes there alone
                 raise

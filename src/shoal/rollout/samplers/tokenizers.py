@@ -94,9 +94,8 @@ class TemplateTokenizer:
         return {"tokenizer": self.tokenizer, "settings": self._settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._begin(
-            state["tokenizer"], state["settings"], state["tokenizer"]
-        )  # what was unpickled is nobody else's
+        # what was unpickled is nobody else's
+        self._begin(state["tokenizer"], state["settings"], state["tokenizer"])
 
     @property
     def size(self) -> int:

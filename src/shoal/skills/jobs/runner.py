@@ -528,9 +528,8 @@ class Runner:
         folder = (self.store.root / attempt.run_folder).resolve()
         log = folder / f"training-{attempt.id}.log"
         launcher: Any = self.launcher
-        if (
-            launcher.name != "slurm" and log.with_suffix(".sh").exists()
-        ):  # `stop` does not know what launched it
+        if launcher.name != "slurm" and log.with_suffix(".sh").exists():
+            # `stop` does not know what launched it
             launcher = SlurmLauncher()
         find = getattr(launcher, "find", lambda session, log: None)
         handle: Handle | None = find(self.work.session(self.store.job(attempt.job), attempt.id), log)

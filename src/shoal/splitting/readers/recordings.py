@@ -35,9 +35,8 @@ class Message:
 
     role: str
     content: str | tuple[Part, ...]
-    images: tuple[
-        str, ...
-    ] = ()  # where the images are, in the order of the image parts: a path or a data URL
+    # where the images are, in the order of the image parts: a path or a data URL
+    images: tuple[str, ...] = ()
     trained: bool = True  # whether an answer is learned from; one that is not is context
 
     @property

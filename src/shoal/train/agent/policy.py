@@ -608,9 +608,8 @@ def training_mode(model: nn.Module, checkpointing: bool, seed: int) -> Iterator[
     layers = _layers(model) if checkpointing else []
     drops = dropouts(model)
     before = [part.gradient_checkpointing for part in layers]
-    for (
-        part
-    ) in layers:  # set here, since the methods of transformers that do it change names between versions
+    for part in layers:
+        # set here, since the methods of transformers that do it change names between versions
         part.gradient_checkpointing = True  # type: ignore[assignment]
         part._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
     switched = [*layers, *drops]

@@ -293,9 +293,8 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
     else:
         counts = [len(turn.response_ids) for t in trajectories for turn in t.turns]
         of_turns = turn_advantages(trajectories, algorithm, proxy)
-        advantages = np.repeat(
-            np.concatenate(of_turns), counts
-        )  # of a turn: that of each token of its response
+        # of a turn: that of each token of its response
+        advantages = np.repeat(np.concatenate(of_turns), counts)
     columns["advantages"] = split_tokens(samples, advantages)
     for name, of_samples in columns.items():
         samples = [s.with_column(name, column) for s, column in zip(samples, of_samples, strict=True)]
@@ -333,9 +332,8 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
     algorithm, policy, processes = learner.algorithm, learner.policy, learner.processes
     device = str(next(policy.module.parameters()).device)
     shortest = min(samples, key=lambda sample: len(sample.ids))
-    read = (
-        policy if isinstance(network, Critic) else network
-    )  # a critic has the policy's shape, a teacher its own
+    # a critic has the policy's shape, a teacher its own
+    read = policy if isinstance(network, Critic) else network
     longest = max(len(sample.ids) for sample in samples)
     if read.context is not None and longest > read.context:
         raise ConfigError(

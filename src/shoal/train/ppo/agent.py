@@ -241,9 +241,8 @@ class PPOAgent:
             target_kl=config.target_kl,
             normalize_advantage=config.normalize_advantage,
             adam_eps=config.adam_eps,
-            batch_size=max(
-                1, min(config.batch_size, n_samples)
-            ),  # room is made for a minibatch, however large
+            # room is made for a minibatch, however large
+            batch_size=max(1, min(config.batch_size, n_samples)),
         )
 
     def state(self) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:

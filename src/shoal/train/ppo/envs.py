@@ -59,9 +59,8 @@ class EnvFactory:
         if self.frame_stack < 0:
             raise ConfigError(f"frame_stack must not be negative, got {self.frame_stack}")
         check_whole("frame_stack", self.frame_stack, most=LARGEST)
-        resolve(
-            self.source, env_kwargs=self._kwargs(), wrappers=self.wrappers
-        )  # so that a mistake shows here
+        # so that a mistake shows here
+        resolve(self.source, env_kwargs=self._kwargs(), wrappers=self.wrappers)
         found = find(self.source)
         object.__setattr__(self, "name", name_of(self.source))
         object.__setattr__(self, "_found", _lean(found) if isinstance(found, EnvSpec) else found)
