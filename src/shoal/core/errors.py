@@ -104,6 +104,15 @@ def missing_extra(feature: str, extra: str) -> MissingExtraError:
     return MissingExtraError(f'{feature} needs an extra: run pip install "shoal[{extra}]"')
 
 
+@contextmanager
+def needs_extra(feature: str, extra: str) -> Iterator[None]:
+    """Where packages of an extra are imported: one that is not there is a `missing_extra`."""
+    try:
+        yield
+    except ImportError as error:
+        raise missing_extra(feature, extra) from error
+
+
 def in_words(error: BaseException) -> str:
     r"""The type and the message of what somebody else's code raised, also where its message raises.
 

@@ -35,7 +35,7 @@ from shoal.core.errors import (
     WorkerError,
     did_you_mean,
     in_words,
-    missing_extra,
+    needs_extra,
 )
 
 T = TypeVar("T")
@@ -309,11 +309,9 @@ class LokyExecutor(Executor):
     """joblib's process pool: when one process dies, all its open tasks fail with a `BrokenExecutor`."""
 
     def __init__(self, workers: int) -> None:
-        try:
+        with needs_extra("the loky executor", "parallel"):
             from joblib.externals.loky import ProcessPoolExecutor
             from joblib.externals.loky.backend.reduction import dumps
-        except ImportError as error:
-            raise missing_extra("the loky executor", "parallel") from error
         self._workers, self._pool, self._dumps = workers, ProcessPoolExecutor(workers), dumps
 
     def renew(self) -> None:
@@ -348,10 +346,8 @@ def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> tuple
         MissingExtraError: Ray is not installed.
         ConfigError: no cluster is where `RAY_ADDRESS` says.
     """
-    try:
+    with needs_extra(wanted_by, "parallel"):
         import ray
-    except ImportError as error:
-        raise missing_extra(wanted_by, "parallel") from error
     if ray.is_initialized():
         return ray, False
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.core.errors import ConfigError, DataError, missing_extra
+from shoal.core.errors import ConfigError, DataError, needs_extra
 from shoal.core.files import read_json
 
 T = TypeVar("T")
@@ -113,11 +113,9 @@ def _json_lines(path: Path) -> list[Any]:
 
 
 def _parquet(path: Path) -> list[Any]:
-    try:
+    with needs_extra(f"reading {path.name} (parquet)", "data"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise missing_extra(f"reading {path.name} (parquet)", "data") from error
     try:
         rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:

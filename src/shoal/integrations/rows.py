@@ -56,6 +56,11 @@ def token_rows(trajectory: Trajectory) -> Iterator[TokenRow]:
         yield TokenRow(ids[:start], ids[start:], mask, logprobs, rewards, first, lengths)
 
 
+def row_of_nothing(end: int) -> TokenRow:
+    """An end token of which nothing is learned, for an episode in which the model wrote nothing."""
+    return TokenRow([end], [end], [0], [0.0], [0.0], 0, ())
+
+
 def bridge_config(config: Any) -> RolloutConfig:
     """The rollout's settings for a trainer that picks the episodes itself: `custom_envs` may stand alone."""
     if isinstance(config, Mapping) and "es_manager" not in config:

@@ -13,11 +13,17 @@ from typing import Any
 
 from shoal import envs
 from shoal.core.data import Trajectory, reward_of
-from shoal.core.errors import ConfigError, EnvError, missing_extra
+from shoal.core.errors import ConfigError, EnvError, needs_extra
 from shoal.core.executors import Closing
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
-from shoal.integrations.rows import TokenRow, bridge_config, require_whole_episodes, token_rows
+from shoal.integrations.rows import (
+    TokenRow,
+    bridge_config,
+    require_whole_episodes,
+    row_of_nothing,
+    token_rows,
+)
 from shoal.rollout.collector import place_of
 from shoal.rollout.episode import EpisodeId, words_of
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
@@ -71,10 +77,8 @@ class TRLRollout(Closing):
             starts: how many.
             held_out: start states that no training row has.
         """
-        try:
+        with needs_extra("TRLRollout.dataset", "trl"):
             from datasets import Dataset
-        except ImportError as error:
-            raise missing_extra("TRLRollout.dataset", "trl") from error
         tags = list(self.config.custom_envs)
         names = [f"{tags[i % len(tags)]}{HELD_OUT if held_out else ''} #{i}" for i in range(starts)]
         return Dataset.from_dict({"prompt": [[{"role": "user", "content": name}] for name in names]})
@@ -215,7 +219,7 @@ def _row(trajectory: Trajectory, end: int) -> TokenRow:
     """
     rows = list(token_rows(trajectory))
     if not rows:
-        return TokenRow([end], [end], [0], [0.0], [0.0], 0, ())
+        return row_of_nothing(end)
     if len(rows) > 1:
         raise EnvError(f"an episode of {trajectory.env} is {len(rows)} rows of tokens instead of one")
     row = rows[0]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from shoal.core.data import Trajectory
-from shoal.core.errors import DataError, missing_extra
-from shoal.integrations.rows import TokenRow, token_rows
+from shoal.core.errors import DataError, needs_extra
+from shoal.integrations.rows import TokenRow, row_of_nothing, token_rows
 from shoal.splitting.batch import object_array
 
 
@@ -45,10 +45,8 @@ def to_dataproto(
             `advantages` and `returns`.
         meta_info: goes along as it is.
     """
-    try:
+    with needs_extra("to_dataproto", "verl"):
         from verl import DataProto
-    except ImportError as error:
-        raise missing_extra("to_dataproto", "verl") from error
     if advantages is not None and len(advantages) != len(trajectories):
         raise ValueError(
             f"advantages must be one sequence a trajectory, {len(trajectories)}, got {len(advantages)}"
@@ -85,20 +83,25 @@ def to_dataproto(
     return DataProto.from_single_dict(fields, meta_info=meta_info)
 
 
-def agent_loop_outputs(trajectory: Trajectory) -> list[Any]:
-    """An `AgentLoopOutput` of verl for each stretch of context; the last carries the episode's reward."""
-    try:
+def agent_loop_outputs(trajectory: Trajectory, end: int | None = None) -> list[Any]:
+    """An `AgentLoopOutput` of verl for each stretch of context; the last carries the episode's reward.
+
+    Args:
+        trajectory: the episode.
+        end: the end token, to make one output also of an episode in which the model wrote nothing.
+    """
+    with needs_extra("agent_loop_outputs", "verl"):
         from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
-    except ImportError as error:
-        raise missing_extra("agent_loop_outputs", "verl") from error
     rows = list(token_rows(trajectory))
     turns = trajectory.turns
     facts = {
         "success": float(trajectory.success),
         "turns": len(turns),
         "valid_actions": sum(turn.action_is_valid for turn in turns) / max(1, len(turns)),
-        "failed": float(trajectory.status != "ok"),
+        "failed": float(trajectory.status != "ok" or not rows),
     }
+    if not rows and end is not None:
+        rows = [row_of_nothing(end)]
     return [
         AgentLoopOutput(
             prompt_ids=row.prompt_ids,

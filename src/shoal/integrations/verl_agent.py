@@ -26,7 +26,7 @@ from uuid import uuid4
 
 from shoal import envs
 from shoal.core.data import Trajectory
-from shoal.core.errors import ConfigError, DataError, EngineError, did_you_mean, in_words, missing_extra
+from shoal.core.errors import ConfigError, DataError, EngineError, did_you_mean, in_words, needs_extra
 from shoal.core.executors import OwnThread
 from shoal.integrations.rows import bridge_config, require_whole_episodes
 from shoal.integrations.verl import agent_loop_outputs
@@ -46,10 +46,8 @@ from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Completion, Finish, Request, checked
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
-try:
+with needs_extra("the agent loop for verl", "verl"):
     from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
-except ImportError as error:
-    raise missing_extra("the agent loop for verl", "verl") from error
 
 logger = logging.getLogger(__name__)
 ANY_TOKEN = 2**31
@@ -178,10 +176,10 @@ class ShoalAgentLoop(AgentLoopBase):
         return len(ids), "length"
 
     def _output(self, trajectory: Trajectory, metrics: Any) -> AgentLoopOutput:
-        outputs = agent_loop_outputs(trajectory)
+        outputs = agent_loop_outputs(trajectory, int(self.tokenizer.eos_token_id))
         if len(outputs) > 1:
             raise DataError(f"an episode of {trajectory.env} is {len(outputs)} rows of tokens instead of one")
-        output = outputs[0] if outputs else self._empty()
+        (output,) = outputs
         output.metrics = metrics
         if trajectory.status != "ok":  # verl has no word for a failed episode: nothing of it is learned
             output.response_mask = [0] * len(output.response_mask)
@@ -189,19 +187,6 @@ class ShoalAgentLoop(AgentLoopBase):
         if any(map(math.isnan, output.response_logprobs)):  # the server was not asked for them
             output.response_logprobs = None
         return output
-
-    def _empty(self) -> AgentLoopOutput:
-        end = int(self.tokenizer.eos_token_id)
-        facts = {"success": 0.0, "turns": 0, "valid_actions": 0.0, "failed": 1.0}
-        return AgentLoopOutput(
-            prompt_ids=[end],
-            response_ids=[end],
-            response_mask=[0],
-            response_logprobs=[0.0],
-            reward_score=0.0,
-            metrics=AgentLoopMetrics(),
-            extra_fields={"turn_scores": [], "tool_rewards": [], "reward_extra_info": facts},
-        )
 
 
 class _Home:

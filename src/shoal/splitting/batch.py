@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shoal.core.errors import DataError, missing_extra
+from shoal.core.errors import DataError, needs_extra
 from shoal.core.files import read_json, verify_folder, write_folder, write_json
 from shoal.splitting.images import (
     PatchImages,
@@ -176,10 +176,8 @@ class Batch(dict[str, Any]):
 
     def to_tensordict(self, *, jagged: bool = True) -> Any:
         """A TensorDict: `jagged` rows have their own lengths (nested tensors), otherwise padded as here."""
-        try:
+        with needs_extra("to_tensordict", "vision"):
             from tensordict import NonTensorStack, TensorDict
-        except ImportError as error:
-            raise missing_extra("to_tensordict", "vision") from error
         import torch
 
         fields: dict[str, Any] = {}

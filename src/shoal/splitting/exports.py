@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import DataError, missing_extra
+from shoal.core.errors import DataError, needs_extra
 from shoal.core.files import write_bytes
 from shoal.splitting.images import data_url_bytes
 from shoal.splitting.readers.recordings import Message, Part, Recording
@@ -103,11 +103,9 @@ def _bare(part: Part) -> Part:
 
 
 def _write_parquet(path: Path, recordings: Iterable[Recording], parts: bool) -> int:
-    try:
+    with needs_extra("writing parquet", "data"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise missing_extra("writing parquet", "data") from error
     image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
     part = pyarrow.struct([("type", pyarrow.string()), ("text", pyarrow.string())])
     content = pyarrow.list_(part) if parts else pyarrow.string()

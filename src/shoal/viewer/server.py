@@ -16,7 +16,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
 
-from shoal.core.errors import DataError, MissingExtraError, ShoalError, missing_extra
+from shoal.core.errors import DataError, MissingExtraError, ShoalError, needs_extra
 from shoal.core.ports import listening
 from shoal.viewer import episode_pages, pages
 from shoal.viewer.markup import Html, tag
@@ -136,14 +136,12 @@ def make_app(runs: Sequence[Run], token: str | None = None) -> Any:
         runs: to be looked at.
         token: 22 or more letters that nobody guesses; drawn if not given.
     """
-    try:
+    with needs_extra("shoal view", "web"):
         from starlette.applications import Starlette
         from starlette.concurrency import run_in_threadpool
         from starlette.requests import Request
         from starlette.responses import FileResponse, PlainTextResponse, Response
         from starlette.routing import Route
-    except ImportError as error:
-        raise missing_extra("shoal view", "web") from error
     token = token or secrets.token_urlsafe(24)
     site = Site(runs, f"/{token}/")
 
@@ -262,10 +260,8 @@ def serve(app: Any, port: int, on_ready: Callable[[str], None]) -> None:
         port: 0 takes a free one.
         on_ready: told the whole address.
     """
-    try:
+    with needs_extra("shoal view", "web"):
         import uvicorn
-    except ImportError as error:
-        raise missing_extra("shoal view", "web") from error
     with listening(port) as listener:
         on_ready(f"http://127.0.0.1:{listener.getsockname()[1]}/{app.state.token}/")
         config = uvicorn.Config(app, log_level="error", access_log=False, server_header=False)

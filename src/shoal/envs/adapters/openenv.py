@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 
 from shoal.core.data import MOST_REWARD
-from shoal.core.errors import ConfigError, EnvError, missing_extra
+from shoal.core.errors import ConfigError, EnvError, needs_extra
 from shoal.envs.actions import Projection
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
@@ -154,10 +154,8 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
         return float(reward or 0.0), bool(done)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        try:
+        with needs_extra("the openenv client", "web"):
             from websockets.exceptions import WebSocketException
-        except ImportError as error:
-            raise missing_extra("the openenv client", "web") from error
         url = self.config.url
         try:
             if self._socket is None:

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shoal import __version__
-from shoal.core.errors import EnvError, ShoalError, in_words, missing_extra
+from shoal.core.errors import EnvError, ShoalError, in_words, needs_extra
 from shoal.core.executors import OwnThread
 from shoal.core.ports import LOCAL, listening
 from shoal.envs.text import TextEnv
@@ -204,14 +204,12 @@ class _Answers:
 
 def create_app(name: str, make: Make) -> Any:
     """The Starlette application that serves `make()`."""
-    try:
+    with needs_extra("serving envs", "web"):
         from starlette.applications import Starlette
         from starlette.middleware import Middleware
         from starlette.middleware.trustedhost import TrustedHostMiddleware
         from starlette.responses import JSONResponse
         from starlette.routing import Route, WebSocketRoute
-    except ImportError as error:
-        raise missing_extra("serving envs", "web") from error
     answers = _Answers(name, make)
 
     def told(path: str, answer: Callable[[], dict[str, Any]]) -> Any:
@@ -240,10 +238,8 @@ def create_app(name: str, make: Make) -> Any:
 
 def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], None] | None = None) -> None:
     """Serve until interrupted; `on_ready` is told the port (port 0 takes a free one)."""
-    try:
+    with needs_extra("serving envs", "web"):
         import uvicorn
-    except ImportError as error:
-        raise missing_extra("serving envs", "web") from error
 
     make().close()  # a wrong setting shows now and not in the first session
     app = create_app(name, make)

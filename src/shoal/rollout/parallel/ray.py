@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.core.errors import missing_extra
+from shoal.core.errors import needs_extra
 from shoal.core.executors import ray_lives, ray_session
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
 from shoal.rollout.parallel.transport import (
@@ -90,11 +90,9 @@ class Mailbox:
     """
 
     def __init__(self, inference: SharedLLMInferenceManager) -> None:
-        try:
+        with needs_extra("a rollout on Ray", "parallel"):
             import ray
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-        except ImportError as error:
-            raise missing_extra("a rollout on Ray", "parallel") from error
         self._ray, self._session = ray, ray_session(ray)
         self._inference = inference
         # Beside the engine: elsewhere, the loss of a node that holds some workers could end the whole rollout.

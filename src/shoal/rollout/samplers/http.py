@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shoal.core.errors import EngineError, missing_extra
+from shoal.core.errors import EngineError, needs_extra
 from shoal.core.seeding import stream
 from shoal.rollout.samplers.settings import check_settings
 
@@ -239,10 +239,8 @@ class _Loop:
     """An event loop in a thread, with its connections, and whoever waits in it."""
 
     def __init__(self, timeout: float) -> None:
-        try:
+        with needs_extra("engines on a server", "llm"):
             import aiohttp
-        except ImportError as error:
-            raise missing_extra("engines on a server", "llm") from error
         self._lock = threading.RLock()
         self._shut = False  # then nobody comes in, so that nobody is forgotten in a loop that ends
         self._inside: set[concurrent.futures.Future[Any]] = set()

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import DataError, EngineError, missing_extra
+from shoal.core.errors import DataError, EngineError, missing_extra, needs_extra
 from shoal.rollout.samplers.models import looks_back
 from shoal.rollout.samplers.noise import picks
 from shoal.rollout.samplers.sampler import (
@@ -36,13 +36,11 @@ from shoal.rollout.samplers.sampler import (
 )
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer, read_tokenizer
 
-try:
+with needs_extra("the Hugging Face engine", "llm"):
     import torch
     from torch import Tensor, nn
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.cache_utils import DynamicLayer
-except ImportError as error:
-    raise missing_extra("the Hugging Face engine", "llm") from error
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.core.errors import EngineError, missing_extra
+from shoal.core.errors import EngineError, needs_extra
 from shoal.core.executors import ray_lives, ray_session
 from shoal.rollout.samplers.sampler import (
     Capabilities,
@@ -21,11 +21,9 @@ from shoal.rollout.samplers.sampler import (
     vocabulary_of,
 )
 
-try:
+with needs_extra("engines as Ray actors", "parallel"):
     import ray
     from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
-except ImportError as error:
-    raise missing_extra("engines as Ray actors", "parallel") from error
 
 logger = logging.getLogger(__name__)
 LOST = (RayActorError, GetTimeoutError, ObjectLostError)

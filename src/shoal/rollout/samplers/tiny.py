@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import DataError, missing_extra
+from shoal.core.errors import DataError, needs_extra
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
 from shoal.maths.noise import torch_noise
@@ -28,15 +28,13 @@ from shoal.rollout.samplers.sampler import (
 )
 from shoal.rollout.samplers.tokenizers import END, PAD, TinyTokenizer
 
-try:
+with needs_extra("the tiny engine", "train"):
     import torch
     import torch.nn.functional as F
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     from torch import Tensor, nn
     from torch.utils.checkpoint import checkpoint
-except ImportError as error:
-    raise missing_extra("the tiny engine", "train") from error
 
 ROWS = 32
 """Rows of a chunk; smaller batches are filled with padding."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import DataError, EngineError, missing_extra
+from shoal.core.errors import DataError, EngineError, needs_extra
 from shoal.rollout.samplers.sampler import Message
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
@@ -47,10 +47,8 @@ def read_tokenizer(folder: Path) -> Any:
     Raises:
         DataError: it does not load, or knows no text, as where its files were not copied with the weights.
     """
-    try:
+    with needs_extra("exact tokens", "llm"):
         from transformers import AutoTokenizer
-    except ImportError as error:
-        raise missing_extra("exact tokens", "llm") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         known = tokenizer("a 1", add_special_tokens=False)["input_ids"]

@@ -15,17 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import DataError, EngineError, missing_extra
+from shoal.core.errors import DataError, EngineError, needs_extra
 from shoal.rollout.samplers.huggingface import as_in_files
 from shoal.rollout.samplers.sampler import Capabilities, ChatTokenizer, Completion, Level, Request, room_left
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
-try:
+with needs_extra("the vLLM engine", "vllm"):
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.platforms import current_platform
-except ImportError as error:
-    raise missing_extra("the vLLM engine", "vllm") from error
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 

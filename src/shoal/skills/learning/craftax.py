@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import missing_extra
+from shoal.core.errors import needs_extra
 from shoal.skills.learning.spec import Features
 from shoal.skills.learning.worlds import Bank, Bools, Floats, Ints
 
@@ -161,11 +161,9 @@ class _Programs(NamedTuple):
 
 @functools.cache
 def _programs(name: str) -> _Programs:
-    try:
+    with needs_extra(f"the world {name!r}", "craftax"):
         import jax
         from craftax.craftax_env import make_craftax_env_from_name
-    except ImportError as error:
-        raise missing_extra(f"the world {name!r}", "craftax") from error
     env = make_craftax_env_from_name(ENV_NAMES[name], auto_reset=False)
     params = env.default_params
     read = _reader(features_of(name), name)

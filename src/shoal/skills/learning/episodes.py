@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError, DataError, MissingExtraError, did_you_mean, missing_extra
+from shoal.core.errors import ConfigError, DataError, MissingExtraError, did_you_mean, needs_extra
 from shoal.core.files import write_bytes
 from shoal.core.seeding import stream
 from shoal.skills.learning.spec import (
@@ -471,10 +471,8 @@ MOST_FRAMES = 400
 
 def draw_chain(store: Store, path: Path, seed: int = 0) -> bool:
     """A GIF of the whole plan played in one unseen world; True if the plan was finished in it."""
-    try:
+    with needs_extra("chain.gif", "vision"):
         from PIL import Image, ImageDraw
-    except ImportError as error:
-        raise missing_extra("chain.gif", "vision") from error
     film, plan, steps, finished = record_chain(store, seed)
     world_name = str(store.setting("world"))
     every = max(1, -(-len(film) // MOST_FRAMES))

@@ -14,7 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, DataError, missing_extra
+from shoal.core.errors import ConfigError, DataError, needs_extra
 from shoal.core.executors import available_memory
 from shoal.core.files import write_bytes, write_json
 from shoal.core.seeding import derive_seed
@@ -524,11 +524,9 @@ def levels(rows: Sequence[SkillRow]) -> dict[str, int]:
 
 def draw_graph(store: Store, path: Path) -> None:
     """The graph of skills above a chart of when each was trained, as a PNG."""
-    try:
+    with needs_extra("graph.png", "train"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing_extra("graph.png", "train") from error
     rows = store.skills()
     depth = levels(rows)
     columns = max(depth.values(), default=0) + 1

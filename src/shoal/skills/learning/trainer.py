@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError, DataError, did_you_mean, missing_extra
+from shoal.core.errors import ConfigError, DataError, did_you_mean, needs_extra
 from shoal.core.seeding import stream
 from shoal.maths.distributions import log_softmax, sample
 from shoal.maths.initial_weights import orthogonal
@@ -888,8 +888,6 @@ def decode(data: bytes, name: str) -> tuple[Arrays, dict[str, Any]]:
 
 
 def _safetensors() -> Any:
-    try:
+    with needs_extra("training skills", "train"):
         import safetensors.numpy
-    except ImportError as error:
-        raise missing_extra("training skills", "train") from error
     return safetensors.numpy

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shoal.core.errors import DataError, did_you_mean, missing_extra
+from shoal.core.errors import DataError, did_you_mean, needs_extra
 from shoal.core.registry import SAFE_NAME
 from shoal.splitting.readers.recordings import (
     ImageLocator,
@@ -394,11 +394,9 @@ def _parsed(line: bytes, where: str) -> Any:
 
 
 def _parquet(file: Path) -> Any:
-    try:
+    with needs_extra(f"reading {file.name} (parquet)", "data"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise missing_extra(f"reading {file.name} (parquet)", "data") from error
     try:
         return pyarrow.parquet.ParquetFile(plain_file(file, most=None))
     except (pyarrow.ArrowException, OSError) as error:

@@ -32,7 +32,7 @@ from shoal.core.errors import (
     EngineError,
     EnvError,
     in_words,
-    missing_extra,
+    needs_extra,
 )
 from shoal.core.executors import connect_ray
 from shoal.core.files import verify_folder, write_folder
@@ -84,11 +84,9 @@ class Processes:
             raise ConfigError(
                 f"engine.device={device} would be one GPU for {count} processes: set cuda, and each takes its own"
             )
-        try:
+        with needs_extra("several processes", "llm"):
             import transformers.modeling_utils  # noqa: F401  (first: imported later, it keeps the group's threads)
             from accelerate import PartialState
-        except ImportError as error:
-            raise missing_extra("several processes", "llm") from error
         if os.environ.get("MASTER_ADDR") in ("localhost", "127.0.0.1"):  # nobody else is to be listened to
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if not dist.is_initialized():

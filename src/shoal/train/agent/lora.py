@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.core.errors import ConfigError, DataError, missing_extra, reading
+from shoal.core.errors import ConfigError, DataError, needs_extra, reading
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
 from shoal.maths.noise import torch_noise
@@ -161,10 +161,8 @@ _PLACE = ("base_model_name_or_path", "inference_mode", "peft_version", "revision
 
 def _settings(lora: Lora) -> Any:
     """Of adapters, as peft knows them."""
-    try:
+    with needs_extra("LoRA adapters", "llm"):
         import peft
-    except ImportError as error:
-        raise missing_extra("LoRA adapters", "llm") from error
     modules = lora.target_modules
     return peft.LoraConfig(
         r=lora.rank,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from shoal.core.errors import ConfigError, missing_extra
+from shoal.core.errors import ConfigError, needs_extra
 from shoal.maths.distributions import EXPLORED_LEAST, choose
 from shoal.maths.normalizer import ObservationNormalizer
 from shoal.rollout.arrays.spaces import AS_FLOAT32, ActionRows, ObservationRows
@@ -131,10 +131,8 @@ class Policy:
         or, with `squash=True`, squashed into them. All of it is float32, also of a policy trained with
         `precision="bfloat16"`.
         """
-        try:
+        with needs_extra("ONNX export", "onnx"):
             import onnx  # noqa: F401
-        except ImportError as error:
-            raise missing_extra("ONNX export", "onnx") from error
         import torch
 
         if "recurrent" in self._checkpoint.policy:

@@ -18,7 +18,7 @@ import numpy as np
 import tyro
 
 from shoal.core.configuration import as_yaml
-from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, WorkerError, missing_extra
+from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, WorkerError, needs_extra
 from shoal.core.files import read_json, remove_leftovers, verify_folder, write_text
 from shoal.core.processes import StartMethod
 from shoal.core.run_folder import FolderLock, RunFolder
@@ -510,10 +510,8 @@ def write_ppo_curves(rows: Sequence[dict[str, Any]], path: Path, title: str) -> 
 
 def write_video(path: Path, frames: list[Any]) -> None:
     """Write frames `[H, W, 3]` as an animated GIF of 30 a second; every second one is kept when there are many."""
-    try:
+    with needs_extra("recording video", "vision"):
         from PIL import Image
-    except ImportError as error:
-        raise missing_extra("recording video", "vision") from error
     stride = max(1, len(frames) // 300)
     pictures = [Image.fromarray(np.asarray(frame, np.uint8)) for frame in frames[::stride]]
     if not pictures:
