@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shoal.core.errors import DataError, needs_extra
+from shoal.core.errors import DataError, needs_extra, reading
 from shoal.core.files import read_json, verify_folder, write_folder, write_json
 from shoal.splitting.images import (
     PatchImages,
@@ -238,17 +238,13 @@ class Batch(dict[str, Any]):
                 f"{folder} is not a batch of format {FORMAT}; make it again with this version of shoal"
             )
         arrays = load_file(folder / "batch.safetensors")
-        try:
+        with reading(folder, "is damaged", "; make it again"):
             samples = _samples(document["samples"], arrays)
             pixels = {
                 int(index): _pixels(int(index), item, arrays) for index, item in document["pixels"].items()
             }
             skipped = [Skipped(**item) for item in document["skipped"]]
             return Batch(samples, pixels, Shape(**document["shape"]), skipped)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise DataError(
-                f"{folder} is damaged ({type(error).__name__}: {error}); make it again"
-            ) from error
 
     def _fill(self) -> None:
         import torch

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import DataError, needs_extra
+from shoal.core.errors import needs_extra, reading
 from shoal.core.files import write_bytes
 from shoal.splitting.images import data_url_bytes
 from shoal.splitting.readers.recordings import Message, Part, Recording
@@ -134,8 +134,6 @@ def _rows_with_bytes(recordings: Iterable[Recording], parts: bool) -> Iterator[d
             if place.startswith("data:"):
                 images.append({"bytes": data_url_bytes(place), "path": None})
                 continue
-            try:
+            with reading(f"image {place}", "cannot be read"):
                 images.append({"bytes": Path(place).read_bytes(), "path": Path(place).name})
-            except OSError as error:
-                raise DataError(f"image {place} cannot be read ({error})") from error
         yield row | {"images": images}

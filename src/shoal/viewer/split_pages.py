@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import DataError
+from shoal.core.errors import DataError, reading
 from shoal.viewer.episode_pages import Spell, token
 from shoal.viewer.markup import Html, counted, join, tag
 from shoal.viewer.pages import Page, Site, anchor, facts, table
 from shoal.viewer.runs import Run
 
+AGAIN = "; make the batch again"
 SHOWN = 400
 """Samples that the table lists."""
 _WIDEST = 640
@@ -61,11 +62,9 @@ def sample_page(site: Site, run: Run, index: int) -> Page:
     arrays = _Arrays(run.path / "batch" / "batch.safetensors")
     prompt, response = arrays.sample(index)
     spell = _spelling(described.get("messages"), response["ids"])
-    try:
+    with reading(f"sample {index}", "is described wrongly", AGAIN):  # the run's other pages are shown
         pictures = _pictures(described, arrays)
         blocks = _blocks(described, prompt, response, spell, pictures)
-    except Exception as error:  # whatever the file says, the run's other pages are shown
-        raise DataError(f"sample {index} is described wrongly ({error}); make the batch again") from error
     place = site.place(run)
     messages = json.dumps(described.get("messages"), indent=2, ensure_ascii=False)[:200_000]
     told = {
@@ -100,12 +99,10 @@ class _Arrays:
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
 
-        try:
+        with reading(path, "cannot be read", AGAIN):
             opened: Any = safe_open(path, framework="numpy")
             self._file = opened
             self.names: set[str] = set(self._file.keys())
-        except Exception as error:  # safetensors raises an error of its own making
-            raise DataError(f"{path} cannot be read ({error}); make the batch again") from error
 
     def get(self, name: str) -> Any:
         return self._file.get_tensor(name)
@@ -115,7 +112,7 @@ class _Arrays:
 
     def sample(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Prompt and response of one sample."""
-        try:
+        with reading(f"sample {index}", "cannot be read", AGAIN):
             p = np.concatenate([[0], np.cumsum(self.get("prompt_lengths"))])
             r = np.concatenate([[0], np.cumsum(self.get("response_lengths"))])
             a, b, c, d = (int(v) for v in (p[index], p[index + 1], r[index], r[index + 1]))
@@ -126,8 +123,6 @@ class _Arrays:
                 "logprobs": self.part("logprobs", c, d) if "logprobs" in self.names else None,
             }
             return {"ids": self.part("prompt_ids", a, b)}, response
-        except Exception as error:
-            raise DataError(f"sample {index} cannot be read ({error}); make the batch again") from error
 
 
 def _blocks(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import DataError, EngineError, needs_extra
+from shoal.core.errors import DataError, EngineError, needs_extra, reading
 from shoal.rollout.samplers.sampler import Message
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
@@ -49,11 +49,9 @@ def read_tokenizer(folder: Path) -> Any:
     """
     with needs_extra("exact tokens", "llm"):
         from transformers import AutoTokenizer
-    try:
+    with reading(folder, "has no tokenizer that loads"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         known = tokenizer("a 1", add_special_tokens=False)["input_ids"]
-    except Exception as error:  # whatever transformers makes of broken files
-        raise DataError(f"{folder} has no tokenizer that loads: {type(error).__name__}: {error}") from error
     if not known:
         raise DataError(f"the tokenizer in {folder} knows no text: copy its files (tokenizer.json) too")
     return tokenizer

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError, DataError, did_you_mean, needs_extra
+from shoal.core.errors import ConfigError, DataError, did_you_mean, needs_extra, reading
 from shoal.core.seeding import stream
 from shoal.maths.distributions import log_softmax, sample
 from shoal.maths.initial_weights import orthogonal
@@ -878,13 +878,10 @@ def encode(arrays: Mapping[str, NDArray], note: Mapping[str, Any] | None = None)
 
 def decode(data: bytes, name: str) -> tuple[Arrays, dict[str, Any]]:
     """Arrays and note of a safetensors file; a `DataError` names the file that is broken."""
-    try:
+    with reading(name, "is not a safetensors file of shoal"):
         arrays = _safetensors().load(data)
         size = int.from_bytes(data[:8], "little")
-        note = json.loads(json.loads(data[8 : 8 + size]).get("__metadata__", {}).get(_NOTE, "{}"))
-    except Exception as error:
-        raise DataError(f"{name} is not a safetensors file of shoal: {error}") from error
-    return arrays, note
+        return arrays, json.loads(json.loads(data[8 : 8 + size]).get("__metadata__", {}).get(_NOTE, "{}"))
 
 
 def _safetensors() -> Any:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shoal.core.data import MOST_REWARD
-from shoal.core.errors import DataError
+from shoal.core.errors import DataError, reading
 from shoal.core.files import read_json, write_bytes
 from shoal.core.registry import check_name
 
@@ -259,10 +259,8 @@ def plain_file(file: Path, folder: Path | None = None, most: int | None = MOST_O
 
 def read_text(file: Path) -> str:
     """The file's text."""
-    try:
+    with reading(file, "cannot be read"):
         return plain_file(file).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read ({error})") from error
 
 
 def read_json_file(file: Path, folder: Path | None = None) -> Any:
@@ -445,17 +443,13 @@ def check_tokens(step: RolloutTokens) -> None:
 def _load(path: Path) -> Any:
     import torch
 
-    try:
+    advice = "; write token ids and log-probabilities as tensors, without Python objects"
+    with reading(path, "cannot be read as plain tensors", advice):
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch and safetensors raise a dozen kinds for a broken file
-        raise DataError(
-            f"{path} cannot be read as plain tensors ({type(error).__name__}: {str(error)[:200]}); "
-            "write token ids and log-probabilities as tensors, without Python objects"
-        ) from error
 
 
 def _flat(value: Any, path: Path) -> tuple[Any, ...]:

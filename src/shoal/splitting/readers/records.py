@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from shoal.core.errors import DataError, did_you_mean, needs_extra
+from shoal.core.errors import DataError, did_you_mean, needs_extra, reading
 from shoal.core.registry import SAFE_NAME
 from shoal.splitting.readers.recordings import (
     ImageLocator,
@@ -397,10 +397,8 @@ def _parquet(file: Path) -> Any:
     with needs_extra(f"reading {file.name} (parquet)", "data"):
         import pyarrow
         import pyarrow.parquet
-    try:
+    with reading(file, "is not a readable parquet file"):
         return pyarrow.parquet.ParquetFile(plain_file(file, most=None))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file} is not a readable parquet file ({error})") from error
 
 
 def _row_group(file: Path, group: int) -> tuple[int, Any]:
