@@ -33,15 +33,12 @@ class EnvPool(Protocol):
 
     def reset_some(self, indices: Sequence[int], seeds: Sequence[int], /) -> Sequence[Reset]:
         """Reset these envs, each from its seed."""
-        ...
 
     def step_some(self, indices: Sequence[int], actions: Sequence[Any], /) -> Sequence[Step]:
         """Step these envs; the others are left alone."""
-        ...
 
     def close(self) -> None:
         """End the envs and their workers."""
-        ...
 
 
 class Failed(NamedTuple):
@@ -254,11 +251,9 @@ class Collector(Protocol):
         self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
     ) -> list[Trajectory]:
         """Play groups once; trajectories come group by group, member by member."""
-        ...
 
     def close(self) -> None:
         """End envs and workers."""
-        ...
 
 
 def collect_with_signal(

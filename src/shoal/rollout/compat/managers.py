@@ -46,15 +46,12 @@ class Container(Protocol):
 
     def reset(self) -> tuple[list[Any], list[dict[str, Any]]]:
         """New episodes: observations and infos."""
-        ...
 
     def step(self, actions: Sequence[Any], /) -> Results:
         """One action an env, None to leave it alone: observations, rewards, dones, infos."""
-        ...
 
     def close(self) -> None:
         """End the envs."""
-        ...
 
 
 class EnvironmentManager(Closing):

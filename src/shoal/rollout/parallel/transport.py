@@ -61,15 +61,12 @@ class Link(Protocol):
 
     def generate(self, requests: Sequence[Request], timeout: float | None = None) -> list[Completion]:
         """One completion a request, in order."""
-        ...
 
     def entered(self, keys: Sequence[Key]) -> None:
         """The episodes of these keys are at play (to be said where batches are launched in lockstep)."""
-        ...
 
     def left(self, key: Key, report: bytes = b"") -> None:
         """The episode of `key` is over; `report` goes to the owner of the engine."""
-        ...
 
 
 # --- messages

@@ -143,7 +143,6 @@ class Connect(Protocol):
 
     def connect(self, asker: int) -> Link:
         """Open it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,7 @@ def sampler(name: str, *, replace: bool = False) -> Callable[[Make], Make]:
         name: under which the YAML and the command line know it.
         replace: whether the name may be taken already.
     """
-
-    def register(make: Make) -> Make:
-        return SAMPLERS.register(name, make, replace=replace)
-
-    return register
+    return partial(SAMPLERS.register, name, replace=replace)
 
 
 def make_engine(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) -> Engine:

@@ -201,19 +201,15 @@ class ChatTokenizer(Protocol):
 
     def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt for a chat, up to where the assistant begins to write."""
-        ...
 
     def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
         """What follows `response_ids` in the context: the end of that turn, `message`, the next header."""
-        ...
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Plain text as tokens; text that looks like a control token stays plain text."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Tokens as text, without control tokens."""
-        ...
 
 
 @runtime_checkable
@@ -231,18 +227,15 @@ class Sampler(Protocol):
     @property
     def tokenizer(self) -> ChatTokenizer:
         """Between text and this engine's tokens."""
-        ...
 
     @property
     def level(self) -> Level:
         """How exactly completions repeat."""
-        ...
 
     weights_version: int
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order."""
-        ...
 
 
 Engine = Sampler

@@ -78,11 +78,9 @@ class Reader(Protocol):
 
     def ids(self) -> list[str]:
         """The ids of all recordings, in a fixed order."""
-        ...
 
     def read(self, dataset_id: str, path: Path | None = None) -> Recording:
         """The recording, from `path` where one is given; `DataError` names the file that is wrong and why."""
-        ...
 
 
 def parse_messages(raw: Any, source: str, locate: Any) -> tuple[Message, ...]:
