@@ -100,13 +100,7 @@ class Channel:
         """Send one frame; `check` is called while waiting and may raise."""
         view = memoryview(self.HEADER.pack(len(data)) + data)
         while view:
-            try:
-                view = view[self.sock.send(view) :]
-            except TimeoutError:
-                if check is not None:
-                    check()
-            except OSError as error:
-                raise ChannelClosedError(str(error)) from error
+            view = view[_patiently(check, self.sock.send, view) :]
 
     def receive(self, check: Callable[[], None] | None = None) -> Any:
         """The next message; `check` is called while waiting and may raise."""
@@ -125,14 +119,7 @@ class Channel:
     def _fill(self, data: bytearray, check: Callable[[], None] | None) -> None:
         view = memoryview(data)
         while self._filled < len(data):
-            try:
-                count = self.sock.recv_into(view[self._filled :])
-            except TimeoutError:
-                if check is not None:
-                    check()
-                continue
-            except OSError as error:
-                raise ChannelClosedError(str(error)) from error
+            count = _patiently(check, self.sock.recv_into, view[self._filled :])
             if count == 0:
                 raise ChannelClosedError("closed by the other side")
             self._filled += count
@@ -141,15 +128,7 @@ class Channel:
         """Hand over open files; the other side calls `receive_descriptors` with their number."""
         for start in range(0, len(descriptors), MOST_DESCRIPTORS):
             part = array.array("i", descriptors[start : start + MOST_DESCRIPTORS])
-            while True:
-                try:
-                    self.sock.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
-                    break
-                except TimeoutError:
-                    if check is not None:
-                        check()
-                except OSError as error:
-                    raise ChannelClosedError(str(error)) from error
+            _patiently(check, self.sock.sendmsg, [b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
 
     def receive_descriptors(self, count: int) -> list[int]:
         """That many open files."""
@@ -166,6 +145,18 @@ class Channel:
     def close(self) -> None:
         """Close this end."""
         self.sock.close()
+
+
+def _patiently(check: Callable[[], None] | None, call: Callable[..., int], *arguments: Any) -> int:
+    """What a call of a socket gives in the end; `check` is called each time that it had to wait for too long."""
+    while True:
+        try:
+            return call(*arguments)
+        except TimeoutError:
+            if check is not None:
+                check()
+        except OSError as error:
+            raise ChannelClosedError(str(error)) from error
 
 
 def _whole(flags: int) -> None:
