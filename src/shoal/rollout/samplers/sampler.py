@@ -280,19 +280,14 @@ def generate_each(
     return _Asking(engine, retries, on_failure, given_up).ask(requests, 0)
 
 
+@dataclass(slots=True)
 class _Asking:
     """One batch at the engine: `generate_each` without a function that holds itself, which the collector must free."""
 
-    __slots__ = ("engine", "given_up", "on_failure", "retries")
-
-    def __init__(
-        self,
-        engine: Engine,
-        retries: int,
-        on_failure: Callable[[int, BaseException | None], Engine] | None,
-        given_up: Callable[[], bool],
-    ) -> None:
-        self.engine, self.retries, self.on_failure, self.given_up = engine, retries, on_failure, given_up
+    engine: Engine
+    retries: int
+    on_failure: Callable[[int, BaseException | None], Engine] | None
+    given_up: Callable[[], bool]
 
     def ask(self, part: Sequence[Request], attempt: int) -> list[Completion | Exception]:
         """The answers to a part of it, which failed `attempt` times before."""
