@@ -32,7 +32,7 @@ _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno
 
 def cache_folder() -> Path:
     """Where what can be made again is kept between processes: `$XDG_CACHE_HOME/shoal`, by default `~/.cache/shoal`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shoal"
 
 
 def fsync_folder(folder: Path) -> None:
