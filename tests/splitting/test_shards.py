@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, WorkerError
 from shoal.core.sharing import park, parking_place
 from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
 from shoal.splitting.processors import load_processor
@@ -141,6 +141,20 @@ def test_lots_of_all_runs_are_counted_also_one_that_a_kill_left_uncounted(proces
     assert list(again["reasons"]) == [ids[3]]
     with pytest.raises(DataError, match=r"has no plan\.json"):
         next(read_shards(root))
+
+
+def test_a_second_split_into_a_folder_is_refused_while_the_first_writes_there(processor, make_root, tmp_path):
+    root, ids = make_root(2, steps=1, size=(60, 60))
+    lots, splitter = tmp_path / "lots", StepwiseTrajectorySplitter(processor, root, padding="longest")
+    first = split_shards(splitter, ids, None, lots, size=1)
+    next(first)
+    (lots / ".000001.01234567.tmp").mkdir()  # what the first is writing
+    with pytest.raises(WorkerError, match=rf"another split \(process {os.getpid()}\) is running on"):
+        next(split_shards(splitter, ids, None, lots, size=1))
+    assert (lots / ".000001.01234567.tmp").exists()
+    first.close()
+    assert [place.name for place, _ in split_shards(splitter, ids, None, lots, size=1)] == ["000001"]
+    assert not (lots / ".000001.01234567.tmp").exists()
 
 
 def test_a_folder_of_lots_is_not_mixed_with_other_settings_though_nobody_said_them(

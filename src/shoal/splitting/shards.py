@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import append_line, read_json, remove_leftovers, verify_folder, write_folder, write_json
-from shoal.core.run_folder import whole_rows
+from shoal.core.run_folder import FolderLock, whole_rows
 from shoal.splitting.batch import Batch, Skipped
 from shoal.splitting.splitters import Progress, TrajectorySplitter, rows_of
 
@@ -50,6 +50,9 @@ def split_shards(
 
     Yields:
         The place of each lot that was made now, and its counts, once it is safe on disk.
+
+    Raises:
+        WorkerError: another split is writing there.
     """
     ids, rewards = list(dataset_ids), rows_of("reward_tensor", rewards, len(dataset_ids))
     if size < 1:
@@ -63,35 +66,40 @@ def split_shards(
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
-    digests = {
-        "digest": [ids, rewards, about],
-        "settings": _settings(splitter),
-        "processor": _model(splitter),
-    }
-    plan = {"recordings": len(ids), "size": size} | {name: _digest(of) for name, of in digests.items()}
-    begun = _plan_of(folder) if (folder / PLAN).is_file() else {}
-    if changed := [name for name, value in plan.items() if begun.get(name, value) != value]:
-        other = "another tokenizer, image processor or chat template" if "processor" in changed else ""
-        raise ConfigError(
-            f"{folder} was begun with {other or 'other recordings or settings'}; give another folder, or remove it"
-        )
-    write_json(folder / PLAN, plan)
-    known = _counts(folder)
-    for number, first in enumerate(range(0, len(ids), size)):
-        place = folder / f"{number:06d}"
-        made = not place.is_dir()
-        if made:
-            of = None if rewards is None else rewards[first : first + size]
-            counts = _save(
-                splitter, splitter.results(ids[first : first + size], of, executor=executor), place
+    lock = FolderLock(folder / ".lock", "another split")
+    lock.take()
+    try:
+        remove_leftovers(folder)
+        digests = {
+            "digest": [ids, rewards, about],
+            "settings": _settings(splitter),
+            "processor": _model(splitter),
+        }
+        plan = {"recordings": len(ids), "size": size} | {name: _digest(of) for name, of in digests.items()}
+        begun = _plan_of(folder) if (folder / PLAN).is_file() else {}
+        if changed := [name for name, value in plan.items() if begun.get(name, value) != value]:
+            other = "another tokenizer, image processor or chat template" if "processor" in changed else ""
+            raise ConfigError(
+                f"{folder} was begun with {other or 'other recordings or settings'}; give another folder, or remove it"
             )
-            _note(folder, place.name, counts)
-            yield place, counts
-        elif place.name not in known:  # the run was killed when the lot was made and not yet counted
-            _note(folder, place.name, _counts_of(place))
-        if progress is not None:
-            progress(min(first + size, len(ids)), len(ids))
+        write_json(folder / PLAN, plan)
+        known = _counts(folder)
+        for number, first in enumerate(range(0, len(ids), size)):
+            place = folder / f"{number:06d}"
+            made = not place.is_dir()
+            if made:
+                of = None if rewards is None else rewards[first : first + size]
+                counts = _save(
+                    splitter, splitter.results(ids[first : first + size], of, executor=executor), place
+                )
+                _note(folder, place.name, counts)
+                yield place, counts
+            elif place.name not in known:  # the run was killed when the lot was made and not yet counted
+                _note(folder, place.name, _counts_of(place))
+            if progress is not None:
+                progress(min(first + size, len(ids)), len(ids))
+    finally:
+        lock.release()
 
 
 def read_shards(folder: Path | str) -> Iterator[Batch]:
