@@ -392,7 +392,41 @@ def test_odd_descriptions_of_samples_hide_no_page_of_the_run(tmp_path, opened, o
     assert "1 sample" in overview(site, run).body
     with contextlib.suppress(DataError):
         page_for(site, "run/0/sample", {"number": "0"})
-    assert "Sample 0" in (text := export([run])) or "sample 0 is described wrongly" in text
+    assert "Sample 0" in (text := export([run])) or "says what no run writes" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "spoil"),
+    [
+        ("ppo-torch", "metrics.jsonl", '{"steps": 1, "eval_return_mean": [0.5]}\n'),
+        ("skills", "state.db", "update event set time = 'x'"),
+        ("skills", "state.db", "update attempt set started = 'x'"),
+    ],
+)  # fmt: skip
+def test_an_odd_value_in_a_file_of_one_run_hides_no_other(tmp_path, opened, kind, file, spoil):
+    odd = tmp_path / "odd"
+    shutil.copytree(FIXTURES / kind, odd)
+    if file.endswith(".db"):
+        with contextlib.closing(sqlite3.connect(odd / file)) as db, db:
+            db.execute(spoil)
+    else:
+        (odd / file).write_text(spoil)
+    text = export([opened(odd), opened(make_run(tmp_path / "other"))])
+    assert "<h1>other" in text
+    assert ("<h1>odd" in text) == (kind == "ppo-torch") == ("says what no run writes" not in text)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json"])
+def test_a_pipe_is_not_waited_for_and_a_link_out_of_the_run_shows_nothing_of_what_lies_there(
+    tmp_path, opened, name
+):
+    secret = tmp_path / "secret"
+    secret.write_text('{"status": "verysecret", "steps": 1, "verysecret": 2}\n')
+    for number, make in enumerate((os.mkfifo, lambda path: os.symlink(secret, path))):
+        run = make_run(tmp_path / f"run{number}")
+        (run / name).unlink(missing_ok=True)
+        make(run / name)
+        assert "verysecret" not in export([opened(run)])
 
 
 def test_settings_that_stand_for_more_than_fits_hide_no_comparison(tmp_path, opened):

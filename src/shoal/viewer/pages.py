@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 from shoal.core.errors import DataError
 from shoal.viewer.advice import Advice, advise
 from shoal.viewer.markup import NONE, Html, Series, counted, join, line_chart, number, spark, tag
-from shoal.viewer.runs import PICTURES, Run, metric_names, points
+from shoal.viewer.runs import PICTURES, Run, is_number, metric_names, points
 
 MOST_SETTINGS = 10_000
 EMBEDDED = 4 * 2**20
@@ -311,7 +311,7 @@ def curves(site: Site, run: Run, rows: Sequence[Mapping[str, Any]]) -> Html:
 
 def evaluations(rows: Sequence[Mapping[str, Any]]) -> Html | None:
     """The evaluations of a PPO run as a table."""
-    found = [row for row in rows if row.get("eval_return_mean") is not None]
+    found = [row for row in rows if is_number(row.get("eval_return_mean"))]
     if not found:
         return None
     lines = [
@@ -364,7 +364,7 @@ def files_section(site: Site, run: Run) -> Html:
 def _settings(run: Run, summary: Mapping[str, Any]) -> Html:
     """The settings as they were written, and the numbers of the summary."""
     try:
-        text = (run.path / "config.yaml").read_bytes()[:200_000].decode(errors="replace")
+        text = run.read("config.yaml")[:200_000].decode(errors="replace")
     except OSError:
         text = ""
     final = summary.get("metrics")

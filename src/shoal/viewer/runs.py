@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -78,12 +79,23 @@ class Run:
                 known = self._known.get(name)
             if known is not None and known[0] == mark:
                 return known[1]
-            value = make(path.read_bytes())
+            value = make(self.read(name))
         except (OSError, ValueError, RecursionError):
             return empty
         with self._lock:
             self._known[name] = (mark, value)
         return value
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a file of the run.
+
+        Raises:
+            OSError: it is not there, a link that leads out of the run, or no plain file: a pipe would be waited for.
+        """
+        real = Path(os.path.realpath(self.path / name, strict=True))
+        if not (real.is_relative_to(self.path.resolve()) and real.is_file()):
+            raise OSError(f"{self.path / name} is no file of this run")
+        return real.read_bytes()
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of `metrics.jsonl` that are whole, in order."""

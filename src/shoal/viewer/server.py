@@ -16,7 +16,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
 
-from shoal.core.errors import DataError, MissingExtraError, ShoalError, needs_extra
+from shoal.core.errors import DataError, MissingExtraError, ShoalError, in_words, needs_extra
 from shoal.core.ports import listening
 from shoal.viewer import episode_pages, pages
 from shoal.viewer.markup import Html, tag
@@ -101,8 +101,19 @@ def page_for(site: Site, path: str, query: dict[str, str]) -> Page:
     """The page at an address, without the token.
 
     Raises:
-        DataError: there is none.
+        DataError: there is none, or it cannot be made of what the files of the run say.
     """
+    try:
+        return _page_for(site, path, query)
+    except (ShoalError, OSError, sqlite3.Error):
+        raise
+    except Exception as error:  # whatever a file says, the other pages are shown
+        raise DataError(
+            f"a file of this run says what no run writes ({in_words(error)}); restore it or remove it"
+        ) from error
+
+
+def _page_for(site: Site, path: str, query: dict[str, str]) -> Page:
     parts = path.strip("/").split("/")
     if parts == [""]:
         return pages.home(site)
