@@ -3,8 +3,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import itertools
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,10 +147,22 @@ def test_events_are_json_lines_and_a_merge_is_one(tmp_path: Path, capsys: pytest
     assert events[4]["heads"] == {"0": {"version": 1, "frames": events[4]["heads"]["0"]["frames"]}}
 
 
-def test_what_is_in_training_is_told_in_between(
+class _BackwardClock:
+    """A machine whose clock is set back for ever."""
+
+    monotonic = staticmethod(time.monotonic)
+    _now = itertools.count(2e9, -3600.0)
+
+    @classmethod
+    def time(cls) -> float:
+        return next(cls._now)
+
+
+def test_what_is_in_training_is_told_in_between_whatever_the_clock_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.cli.skills_train.HEARTBEAT", 0.0)
+    monkeypatch.setattr("shoal.cli.skills_train.time", _BackwardClock)
     few = [*QUICK, "--max_nodes", "1", "--evaluation-worlds", "0"]
     assert skills("train", "--graph-path", str(tmp_path), *few) == 0
     assert " s  … in training: Collect Wood\n" in capsys.readouterr().out

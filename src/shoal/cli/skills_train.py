@@ -205,10 +205,10 @@ def train(options: TrainOptions) -> int:
     scheduler.take()  # before anything of a run that is going on is changed
     _write_config(options)
     log = _wandb(options)
-    began = time.time()
+    began = time.monotonic()
 
     def told(name: str, data: dict[str, Any]) -> None:
-        run.append_metrics({"skill": name, "seconds": round(time.time() - began, 2), **data})
+        run.append_metrics({"skill": name, "seconds": round(time.monotonic() - began, 2), **data})
         if log is not None:
             log.log({f"{name}/{key}": value for key, value in data.items() if isinstance(value, int | float)})
 
@@ -324,7 +324,7 @@ def _counts(scheduler: SkillScheduler, began: float) -> dict[str, Any]:
         "skills_blocked": sum(row.status in ("blocked", "skipped") for row in rows),
         "frames": sum(row.budget_used for row in rows),
         "training_seconds": round(sum((row.result.get("seconds") or 0.0) for row in rows), 3),
-        "makespan": round(time.time() - began, 3),
+        "makespan": round(time.monotonic() - began, 3),
     }
 
 
@@ -386,7 +386,8 @@ class _Show:
                 live.update(table(store.skills(), store))
             return
         told = self._told
-        began = said = time.time()
+        clock, began = time.time(), time.monotonic()
+        said = began
         while True:
             over = self._done.wait(0.5)
             for event in self.scheduler.store.events(told):
@@ -394,13 +395,13 @@ class _Show:
                 if event["kind"] in ("running", "completed", "failed", "blocked", "corrected"):
                     more = event["detail"].get("reason") or "; ".join(event["detail"].get("findings", ()))
                     print(
-                        f"{event['time'] - began:8.1f} s  {event['skill']}: {event['kind']} {more}".rstrip(),
+                        f"{event['time'] - clock:8.1f} s  {event['skill']}: {event['kind']} {more}".rstrip(),
                         flush=True,
                     )
-                    said = time.time()
+                    said = time.monotonic()
             going = self.scheduler.get_running_skills()
-            if going and time.time() - said > HEARTBEAT:
-                said = time.time()
+            if going and time.monotonic() - said > HEARTBEAT:
+                said = time.monotonic()
                 print(f"{said - began:8.1f} s  … in training: {', '.join(going)}", flush=True)
             if over:
                 return

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -202,6 +203,26 @@ def test_the_sweep_leaves_what_is_stored_again_though_a_killed_run_had_left_it(t
     assert Store(tmp_path).sweep() == []
     assert store.get_blob(again) == b"expert"
     os.utime(left, (0, 0))
+    assert store.sweep() == [left]
+
+
+def test_nothing_is_committed_while_a_sweep_removes_what_nothing_refers_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    left = store.blob_path(store.put_blob(b"expert"))
+    os.utime(left, (0, 0))
+    unlink = Path.unlink
+
+    def late(path: Path) -> None:  # somebody has the same bytes to commit at this very moment
+        with (
+            contextlib.closing(sqlite3.connect(tmp_path / "state.db", timeout=0)) as other,
+            pytest.raises(sqlite3.OperationalError, match="locked"),
+        ):
+            other.execute("begin immediate")
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", late)
     assert store.sweep() == [left]
 
 

@@ -313,14 +313,15 @@ class Store:
 
     def sweep(self, older_than: float = 3600) -> list[Path]:
         """Remove files that no version refers to, and temporary ones, if older than that many seconds."""
-        known = {row["sha256"] for row in self._query("select sha256 from version")}
         removed = []
-        for path in self.blobs.iterdir():
-            leftover = path.name.startswith(".") or path.name.removesuffix(self.suffix) not in known
-            with contextlib.suppress(FileNotFoundError):
-                if leftover and time.time() - path.stat().st_mtime > older_than:
-                    path.unlink()
-                    removed.append(path)
+        with self.transaction():  # nobody commits what is being removed
+            known = {row["sha256"] for row in self._query("select sha256 from version")}
+            for path in self.blobs.iterdir():
+                leftover = path.name.startswith(".") or path.name.removesuffix(self.suffix) not in known
+                with contextlib.suppress(FileNotFoundError):
+                    if leftover and time.time() - path.stat().st_mtime > older_than:
+                        path.unlink()
+                        removed.append(path)
         return removed
 
     # Settings and events
