@@ -25,7 +25,7 @@ from torch import nn
 from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, UnknownNameError
 from shoal.core.seeding import derive_seed
 from shoal.train.ppo import ppo as ppo_module
-from shoal.train.ppo.checkpoint import list_checkpoints
+from shoal.train.ppo.checkpoint import list_checkpoints, save_checkpoint
 from shoal.train.ppo.collect import workers_pay
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.policy import load_policy
@@ -813,6 +813,48 @@ def test_a_policy_is_loaded_with_the_bounds_of_its_env(tmp_path):
     with PPO(Wide, n_envs=2, backend="serial", **FAST) as ppo:
         ppo.learn(64).save(tmp_path)
     assert load_policy(tmp_path).observation_space == Wide.observation_space
+
+
+SMALL = {
+    "choice": spaces.Discrete(3, start=1, dtype=np.int32),
+    "choices": spaces.MultiDiscrete([2, 3], dtype=np.int8),
+}
+
+
+class SmallNumbers(IdentityEnv):
+    """Takes actions of its own dtype alone, and shows observations of one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.action_space = SMALL[kind]
+        self.observation_space = spaces.Dict({"x": SMALL["choices"]})
+
+    def reset(self, *, seed=None, options=None):
+        gym.Env.reset(self, seed=seed)
+        return {"x": np.zeros(2, np.int8)}, {}
+
+    def step(self, action):
+        assert np.asarray(action).dtype == self.action_space.dtype
+        assert self.action_space.contains(action)
+        return {"x": np.ones(2, np.int8)}, 1.0, True, False, {}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_actions_have_the_dtype_of_their_space_also_where_it_comes_from_a_checkpoint(tmp_path, kind):
+    with PPO(SmallNumbers, n_envs=2, backend="serial", env_kwargs={"kind": kind}, **FAST) as ppo:
+        saved = ppo.learn(64).save(tmp_path / "run")
+    SmallNumbers(kind).step(load_policy(saved)({"x": np.zeros(2, np.int8)}))
+    with PPO.load(saved, SmallNumbers, backend="serial") as ppo:
+        ppo.learn(128)
+        before = ppo.checkpoint()
+    for space in (before.policy["action_space"], before.policy["observation_space"]["spaces"]["x"]):
+        del space["dtype"]  # earlier checkpoints did not tell it
+    with PPO.load(save_checkpoint(tmp_path / "before", before), SmallNumbers, backend="serial") as ppo:
+        ppo.learn(192)
+    trainer = PPOTrainer(**FAST)
+    trainer.train_episode(SmallNumbers(kind))
+    trainer.load(trainer.save(tmp_path / "trainer"))
+    trainer.train_episode(SmallNumbers(kind))
 
 
 def test_an_image_policy_loads_through_torch(tmp_path):

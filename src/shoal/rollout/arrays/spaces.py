@@ -274,7 +274,8 @@ class ActionRows:
         space = self.space
         if isinstance(space, spaces.Discrete):
             # NumPy integers on purpose: Gymnasium checks them faster than Python's.
-            return list(actions[:, 0] + self._start if self._start else actions[:, 0])
+            chosen = actions[:, 0] + self._start if self._start else actions[:, 0]
+            return list(chosen.astype(space.dtype, copy=False))
         return list(self.to_batch(actions))
 
     def to_batch(self, actions: Array) -> Array:
@@ -284,7 +285,7 @@ class ActionRows:
             clipped = np.clip(actions.reshape(n, *space.shape), space.low, space.high)
             return np.asarray(clipped, space.dtype)
         if isinstance(space, spaces.Discrete):
-            return np.asarray(actions[:, 0] + self._start)
+            return np.asarray(actions[:, 0] + self._start, space.dtype)
         return np.asarray((actions + self._start).reshape(n, *(space.shape or ())), space.dtype)
 
     def forbidden(self, masks: Array) -> Iterator[tuple[int, int]]:

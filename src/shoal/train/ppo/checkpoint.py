@@ -199,10 +199,19 @@ def check_same(saved: Checkpoint, mine: Checkpoint) -> None:
     wrong = [
         f"{key}: the checkpoint has {saved.policy.get(key)!r}, this run {mine.policy.get(key)!r}"
         for key in SAME
-        if saved.policy.get(key) != mine.policy.get(key)
+        if saved.policy.get(key) not in (mine.policy.get(key), _as_before(mine.policy.get(key)))
     ]
     if wrong := wrong + other_shapes(saved.weights, mine.weights):
         raise ConfigError("the checkpoint belongs to another run:\n  " + "\n  ".join(wrong))
+
+
+def _as_before(told: Any) -> Any:
+    """A space as checkpoints told it that knew no whole numbers but int64."""
+    if isinstance(told, dict) and "spaces" in told:
+        return {**told, "spaces": {key: _as_before(part) for key, part in told["spaces"].items()}}
+    if isinstance(told, dict) and told.get("kind") in ("Discrete", "MultiDiscrete"):
+        return {key: value for key, value in told.items() if key != "dtype"}
+    return told
 
 
 def other_shapes(saved: Arrays, mine: Arrays) -> list[str]:
@@ -224,10 +233,11 @@ def describe_space(space: spaces.Space) -> dict[str, Any]:
             "kind": "Box", "shape": list(space.shape), "dtype": str(space.dtype),
             "low": _bounds(space.low), "high": _bounds(space.high),
         }  # fmt: skip
+    whole = {} if space.dtype == np.int64 else {"dtype": str(space.dtype)}
     if isinstance(space, spaces.Discrete):
-        return {"kind": "Discrete", "n": int(space.n), "start": int(space.start)}
+        return {"kind": "Discrete", "n": int(space.n), "start": int(space.start), **whole}
     if isinstance(space, spaces.MultiDiscrete):
-        return {"kind": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
+        return {"kind": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist(), **whole}
     if isinstance(space, spaces.MultiBinary):
         return {
             "kind": "MultiBinary",
@@ -249,10 +259,11 @@ def read_space(value: dict[str, Any]) -> spaces.Space:
             told = told if isinstance(told, list) else [told]
             bound.reshape(-1)[:] = [float(number) if isinstance(number, str) else number for number in told]
         return spaces.Box(low, high, shape, dtype.type)
+    whole: dict[str, Any] = {"dtype": np.dtype(value["dtype"])} if "dtype" in value else {}
     if kind == "Discrete":
-        return spaces.Discrete(value["n"], start=value["start"])
+        return spaces.Discrete(value["n"], start=value["start"], **whole)
     if kind == "MultiDiscrete":
-        return spaces.MultiDiscrete(np.array(value["nvec"]), start=np.array(value["start"]))
+        return spaces.MultiDiscrete(np.array(value["nvec"]), start=np.array(value["start"]), **whole)
     if kind == "MultiBinary":
         return spaces.MultiBinary(value["n"])
     raise DataError(f"unknown kind of space {kind!r}")
