@@ -357,6 +357,25 @@ def test_an_env_that_cannot_be_played_again_begins_a_new_episode_loudly(tmp_path
     assert resumed.log.lengths.tolist() == [32, 32]
 
 
+def test_an_env_that_fails_as_its_episode_is_played_again_is_named(tmp_path):
+    class Tired(CountingEnv):
+        fails = False
+
+        def step(self, action):
+            if Tired.fails and self.t == 4:
+                raise ValueError("the simulator is gone")
+            return super().step(action)
+
+    with PPO(lambda: Tired(1000), n_envs=2, backend="serial", **FAST) as ppo:
+        ppo.learn(64).save(tmp_path)
+    resumed = PPO.load(tmp_path, lambda: Tired(1000), backend="serial")
+    Tired.fails = True
+    with pytest.raises(
+        EnvError, match=r"env 0 \(Tired\) failed at step 4 of episode 0, .*the simulator is gone"
+    ):
+        resumed.learn(128)
+
+
 def test_a_checkpoint_of_one_path_is_a_checkpoint_of_the_other(tmp_path):
     with PPO("CartPole-v1", n_envs=2, path="compiled", backend="serial", **FAST) as ppo:
         ppo.learn(256)

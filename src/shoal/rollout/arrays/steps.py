@@ -154,8 +154,14 @@ class SeededEpisodes(gym.Wrapper):
         """
         self.episode = int(episodes[self.index]) - 1
         observation, info = self.reset()
-        for action in actions[self.index]:
-            observation, _, terminated, truncated, info = self.step(action)
+        for t, action in enumerate(actions[self.index]):
+            try:
+                observation, _, terminated, truncated, info = self.step(action)
+            except Exception as error:
+                raise EnvError(
+                    f"{self._name} failed at step {t} of episode {self.episode - 1}, which was played again and went "
+                    f"well before: {error!r}"
+                ) from error
             if terminated or truncated:
                 break
         return observation, info
