@@ -373,20 +373,18 @@ def broken(write, at):
     return writes
 
 
-def test_too_little_memory_is_one_line(tmp_path, capsys):
-    words = [
-        "--n-steps",
-        str(2**31 - 1),
-        "--n-envs",
-        "64",
-        "--backend",
-        "serial",
-        "--run-dir",
-        str(tmp_path / "run"),
-    ]
-    assert main(["train-ppo", "--preset", "none", *words]) == 1
-    told = [line for line in capsys.readouterr().err.splitlines() if "Progress" not in line]
-    assert [line.startswith("shoal: the memory is not enough: Unable to allocate") for line in told] == [True]
+@pytest.mark.parametrize(
+    ("much", "told"),
+    [
+        (["--n-steps", str(2**31 - 1), "--n-envs", "64"], "Unable to allocate"),
+        (["--hidden", "2000000", "2000000"], r".*you tried to allocate \d+ bytes"),  # as torch says it
+    ],
+)
+def test_too_little_memory_is_one_line(tmp_path, capsys, much, told):
+    words = ["--total-timesteps", "64", "--backend", "serial", "--run-dir", str(tmp_path / "run")]
+    assert main(["train-ppo", "--preset", "none", *words, *much]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "Progress" not in line]
+    assert re.match(f"shoal: the memory is not enough: {told}", line)
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path, monkeypatch, capsys):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -124,6 +125,10 @@ def _run(arguments: list[str]) -> int:
         return run(COMMANDS[arguments[0]], arguments[0], arguments[1:])
     except ModuleNotFoundError as error:
         raise explain_import(f"shoal {arguments[0]}", error) from error
+    except RuntimeError as error:  # so torch tells of too little memory
+        if isinstance(error, ShoalError) or not re.search("allocate memory|out of memory", str(error)):
+            raise
+        raise MemoryError(str(error)) from error
 
 
 def _tell(error: Exception, command: str) -> int:
