@@ -608,13 +608,16 @@ def test_what_waits_needs_what_a_corrected_plan_uses_too(tmp_path: Path, scripte
 
 
 @pytest.mark.parametrize("name", ["mixture.safetensors", "remap.json", "../0.json"])
-def test_a_training_whose_folder_was_damaged_is_laid_out_anew(tmp_path: Path, scripted, name: str) -> None:
+@pytest.mark.parametrize("left", [None, b'{"skill": "Collect Wood", "expert": 0, "seed": 0}'])  # cut, or odd
+def test_a_training_whose_folder_was_damaged_is_laid_out_anew(
+    tmp_path: Path, scripted, name: str, left: bytes | None
+) -> None:
     launcher = scripted()
 
     def damaged_at_first(folder: Path, attempt: int) -> None:
         if attempt == 1:
             path = Run.open(folder).policies / name
-            path.write_bytes(path.read_bytes()[:-3])
+            path.write_bytes(left or path.read_bytes()[:-3])
             raise RuntimeError("killed")
         assert Run.open(folder).mixture is not None
         launcher.finish(folder, attempt)

@@ -14,7 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, DataError, needs_extra
+from shoal.core.errors import ConfigError, needs_extra
 from shoal.core.executors import available_memory
 from shoal.core.files import write_bytes, write_json
 from shoal.core.seeding import derive_seed
@@ -306,10 +306,9 @@ class SkillScheduler:
     def _can_resume(self, folder: Path, row: JobRow) -> bool:
         """Whether a training of this skill and seed lies there whole; one that is damaged is laid out anew."""
         try:
-            run = Run.open(folder)
-            whole = bool(run.local_to_global) and run.mixture is not None
-            return whole and run.spec["skill"] == row.name and int(run.spec["seed"]) == self._seed(row)
-        except (DataError, FileNotFoundError):
+            task = Run.open(folder).task()
+            return bool(task.experts) and (task.skill, task.seed) == (row.name, self._seed(row))
+        except (ValueError, FileNotFoundError, LookupError, TypeError, AttributeError, OverflowError):
             return False
 
     def _seed(self, row: JobRow) -> int:
