@@ -62,9 +62,7 @@ def sample_page(site: Site, run: Run, index: int) -> Page:
     arrays = _Arrays(run.path / "batch" / "batch.safetensors")
     prompt, response = arrays.sample(index)
     spell = _spelling(described.get("messages"), response["ids"])
-    with reading(f"sample {index}", "is described wrongly", AGAIN):  # the run's other pages are shown
-        pictures = _pictures(described, arrays)
-        blocks = _blocks(described, prompt, response, spell, pictures)
+    blocks = _blocks(described, prompt, response, spell, _pictures(described, arrays))
     place = site.place(run)
     messages = json.dumps(described.get("messages"), indent=2, ensure_ascii=False)[:200_000]
     told = {
