@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import time
+from collections import OrderedDict, deque
 from typing import Any, ClassVar
 
 import gymnasium
@@ -635,13 +636,33 @@ def test_what_envs_and_callers_go_on_to_change_is_theirs_alone_on_every_backend(
         assert play_reusing(backend, num_workers=workers) == (serial, kept)
 
 
+class Tensor:
+    """One of torch's, as far as it matters: its number can be changed in place."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def detach(self) -> Tensor:
+        return self
+
+    def clone(self) -> Tensor:
+        return Tensor(self.number)
+
+
+class Rows(list[Any]):
+    """A list of another class."""
+
+
 class Shares(gymnasium.Env[Any, Any]):
     """All envs of a process give the same observation, reward and info, which stand on the class, changed."""
 
     observation_space, action_space = Coordinates(), spaces.Discrete(2)
     seen: ClassVar[dict[str, Any]] = {}
     paid = np.zeros(1)
-    told: ClassVar[dict[str, Any]] = {"nested": {"list": []}}
+    told: ClassVar[dict[str, Any]] = {
+        "nested": OrderedDict(list=[], queue=deque(maxlen=2), tensor=Tensor(0)),
+        "more": [Rows([bytearray(1)])],
+    }
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         self.seed, self.t = seed or self.seed + 1, 0
@@ -650,6 +671,8 @@ class Shares(gymnasium.Env[Any, Any]):
     def look(self) -> tuple[Any, dict[str, Any]]:
         self.seen["x"] = self.told["number"] = self.seed + self.t
         self.told["nested"]["list"][:] = [self.seed, self.t]
+        self.told["nested"]["queue"].extend([self.seed, self.t])
+        self.told["nested"]["tensor"].number = self.told["more"][0][0][0] = self.seed + self.t
         return self.seen, self.told
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -668,6 +691,9 @@ def test_what_envs_share_is_told_as_each_of_them_left_it(mode: str) -> None:
     def check(infos: Any, seeds: list[int], t: int) -> None:
         assert infos["number"].tolist() == [seed + t for seed in seeds]
         assert list(infos["nested"]["list"]) == [[seed, t] for seed in seeds]
+        assert [*map(list, infos["nested"]["queue"])] == [[seed, t] for seed in seeds]
+        assert [tensor.number for tensor in infos["nested"]["tensor"]] == [seed + t for seed in seeds]
+        assert [more[0][0][0] for more in infos["more"]] == [seed + t for seed in seeds]
 
     seeds, again = [10, 20, 30, 40], [11, 21, 31, 41]
     for backend, workers in (("serial", None), ("thread", 1), ("process", 1), ("process", 2)):

@@ -338,6 +338,50 @@ def test_an_info_that_is_no_dict_is_refused_wherever_it_comes(mode: str, where: 
     envs.close()
 
 
+class Parts(CountEnv):
+    """Gives something else in place of what `reset` or `step` should return, from the episode `since` on."""
+
+    def __init__(self, call: str, wrong: Any, since: int = 1) -> None:
+        super().__init__(1)
+        self.call, self.wrong, self.since = call, wrong, since
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        answer = super().reset(seed=seed)
+        return self.wrong if self.call == "reset" and self.episode >= self.since else answer
+
+    def step(self, action: Any) -> Any:
+        answer = super().step(action)
+        return self.wrong if self.call == "step" and self.episode >= self.since else answer
+
+
+STEP, RESET = r"step must return \(observation, .*, info\)", r"reset must return \(observation, info\)"
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong", "said"),
+    [
+        ("step", (np.zeros(2), 1.0, False, {}), f"{STEP}.*got 4 values as in the old Gym API: tell apart"),
+        ("step", (np.zeros(2), 1.0, False, False, {}, 6), f"{STEP}.*got 6 values"),
+        ("step", None, f"{STEP}.*got NoneType"),
+        ("reset", np.zeros(2), f"{RESET}.*got ndarray"),
+        ("reset", (np.zeros(2), {}, 3), f"{RESET}.*got 3 values"),
+        ("reset", {"x": 1, "y": 2}, f"{RESET}.*got dict"),
+    ],
+)
+def test_what_a_step_or_reset_must_return_is_said_where_something_else_came(
+    call: str, wrong: Any, said: str
+) -> None:
+    def play(envs: Any) -> None:
+        for _ in envs.reset(seed=0), *range(3):
+            envs.step([1])
+
+    for since, mode in ((1, "disabled"), (2, "same_step"), (2, "next_step")):
+        fn = functools.partial(Parts, call, wrong, since)
+        envs = make_vec(fn, 1, backend="serial", autoreset=mode)
+        with contextlib.closing(envs), pytest.raises(EnvError, match=said):
+            play(envs)
+
+
 @pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
 def test_an_env_that_failed_while_it_was_reset_begins_with_the_seed_that_was_given(mode: str) -> None:
     class Once(CountEnv):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,20 @@ def info_of(info: Any) -> Any:
     raise EnvError(f"the info must be a dict, got {type(info).__name__}")
 
 
+PARTS = {"reset": "observation, info", "step": "observation, reward, terminated, truncated, info"}
+
+
+def answer_of(given: Any, call: str) -> Any:
+    """What an env's `reset` or `step` (the `call`) gave; an `EnvError` if it has not the parts that Gymnasium names."""
+    parts = PARTS[call]
+    if isinstance(given, tuple | list) and len(given) == parts.count(",") + 1:
+        return given
+    came = f"{len(given)} values" if isinstance(given, tuple | list) else type(given).__name__
+    if call == "step" and came == "4 values":
+        came += " as in the old Gym API: tell apart in `done` what terminated and what was truncated"
+    raise EnvError(f"{call} must return ({parts}), as Gymnasium has it; got {came}")
+
+
 def refuse_no_text(observation: Any) -> None:
     """An `EnvError` where an env whose space of observations is `Text` gives something else."""
     if not isinstance(observation, str):
@@ -64,7 +79,7 @@ UNCHANGING = frozenset({str, bytes, type(None), np.bool_} | NUMBERS)
 
 
 def own(value: Any) -> Any:
-    """A value that whoever gave it cannot change any more: arrays, and what Python's own containers hold, are copies.
+    """A value that whoever gave it cannot change any more: arrays, tensors and Python's own containers are copies.
 
     In another process all of it is a copy; here it is as far as that costs little.
 
@@ -82,20 +97,25 @@ def _own(value: Any) -> Any:
     if kind in still:
         return value
     if kind is dict:
-        kept = dict(value)
         if still.issuperset(map(type, value.values())):
-            return kept
-        for key, item in value.items():
-            if type(item) not in still:
-                kept[key] = _own(item)
-        return kept
+            return dict(value)
+        return {key: item if type(item) in still else _own(item) for key, item in value.items()}
     if kind is list:
         return list(value) if still.issuperset(map(type, value)) else list(map(_own, value))
     if isinstance(value, np.ndarray):
         return value.copy()
     if kind is tuple or kind is set:
         return kind(map(_own, value))
-    return value._make(map(_own, value)) if isinstance(value, tuple) and hasattr(value, "_make") else value
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(_own, value))
+    if isinstance(value, dict | list | deque):  # OrderedDict, defaultdict, …
+        kept = copy.copy(value)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            kept[key] = _own(item)
+        return kept
+    if isinstance(value, bytearray):
+        return value[:]
+    return value.detach().clone() if hasattr(kind, "detach") and hasattr(kind, "clone") else value  # a tensor
 
 
 @dataclass(frozen=True, slots=True)

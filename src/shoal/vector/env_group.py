@@ -21,7 +21,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from shoal.core.data import UNCHANGING, info_of, own, refuse_no_text, refuse_words, reward_of
+from shoal.core.data import UNCHANGING, answer_of, info_of, own, refuse_no_text, refuse_words, reward_of
 from shoal.core.errors import EnvError
 from shoal.envs.catalogue import EnvFn
 from shoal.envs.spaces import ask_quickly
@@ -273,7 +273,7 @@ class EnvGroup:
             self.rewards[j], self.terminated[j], self.truncated[j] = 0.0, False, False
             try:
                 options = own(command.options)  # what one env takes out of it is there for the next
-                obs, info = self.envs[j].reset(seed=seed, options=options)
+                obs, info = answer_of(self.envs[j].reset(seed=seed, options=options), "reset")
                 if self._examines:
                     self._check_whole(obs)
                 self._put(j, obs, command.place, columns)
@@ -353,7 +353,11 @@ class EnvGroup:
             if ended[j]:
                 obs = self._restart(j, told)
             else:
-                obs, reward, terminated, truncated, info = step(action)
+                answer = step(action)
+                try:
+                    obs, reward, terminated, truncated, info = answer
+                except (TypeError, ValueError):  # (a try costs nothing where nothing is raised)
+                    obs, reward, terminated, truncated, info = answer_of(answer, "step")
                 rewards[j] = reward.copy() if type(reward) is array else reward  # as with infos, see `_kept`
                 if terminated or truncated:
                     obs = self._end(j, obs, reward, terminated, truncated, info, told)
@@ -370,7 +374,7 @@ class EnvGroup:
         """The step after an end, under next-step autoreset: the first observation of a new episode."""
         if self.autoreset is not AutoresetMode.NEXT_STEP:
             raise EnvError(OVER)
-        obs, info = self.envs[j].reset()
+        obs, info = answer_of(self.envs[j].reset(), "reset")
         self._ended[j] = False
         if info := _kept(info):
             told.append(Told(self.first + j, None, None, info))
@@ -413,7 +417,7 @@ class EnvGroup:
             final = copy.deepcopy(obs)  # the env may reuse its buffers in reset
         self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
         self._ending = final, info
-        obs, first_info = self.envs[j].reset()
+        obs, first_info = answer_of(self.envs[j].reset(), "reset")
         first_info = _kept(first_info)
         self._ending = None
         if final is not IN_BUFFER or info or first_info:

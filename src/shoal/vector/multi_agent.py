@@ -12,7 +12,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from shoal.core.data import refuse_words, reward_of
+from shoal.core.data import answer_of, refuse_words, reward_of
 from shoal.core.errors import ConfigError, EnvError
 from shoal.vector.native import tree
 from shoal.vector.values import reset_options
@@ -184,7 +184,7 @@ class TeamEnv(gymnasium.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode of all agents."""
-        obs, infos = self.env.reset(seed=seed, options=options)
+        obs, infos = answer_of(self.env.reset(seed=seed, options=options), "reset")
         self.active = self._left()
         self.over = np.zeros_like(self.active)  # who ended in this episode: nobody comes back in it
         return self._answer(obs, {}, {}, {}), self._told(infos)
@@ -192,7 +192,8 @@ class TeamEnv(gymnasium.Env[Any, Any]):
     def step(self, actions: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step the agents in play; over when none is left."""
         each = zip(self.agents, iterate(self.action_space, actions), self.active, strict=True)
-        obs, paid, ends, cuts, infos = self.env.step({agent: action for agent, action, here in each if here})
+        acts = {agent: action for agent, action, here in each if here}
+        obs, paid, ends, cuts, infos = answer_of(self.env.step(acts), "step")
         answer, left = self._answer(obs, paid, ends, cuts), self._left()
         ended = (answer["end"] | answer["cut"]).astype(np.bool_)
         gone = [agent for agent, lost in zip(self.agents, self.active & ~left & ~ended, strict=True) if lost]

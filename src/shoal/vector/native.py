@@ -22,7 +22,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from shoal.core.data import own
+from shoal.core.data import answer_of, own
 from shoal.core.errors import ConfigError, EnvError, ShoalError, missing_extra
 from shoal.core.seeding import derive_seed
 from shoal.envs.adapters.library import library
@@ -473,13 +473,13 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         return tree(_copied, obs) if self._copies else obs
 
     def _pair(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        obs, infos = result
+        obs, infos = answer_of(result, "reset")
         if not isinstance(infos, dict):
             raise ValueError(f"expected infos as a dict, got {infos!r:.80}")
         return _rows(obs, self.single_observation_space, self.num_envs), infos
 
     def _five(self, result: Any) -> tuple[Any, ...]:
-        obs, paid, terminated, truncated, infos = result
+        obs, paid, terminated, truncated, infos = answer_of(result, "step")
         rewards, *flags = map(np.asarray, (paid, terminated, truncated))
         kinds = [rewards.dtype.kind in "biuf", *(flag.dtype.kind in "biu" for flag in flags)]
         if kinds != [True] * 3 or any(column.shape != (self.num_envs,) for column in (rewards, *flags)):

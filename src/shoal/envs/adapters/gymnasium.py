@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium import Space, spaces
 
-from shoal.core.data import refuse_words, reward_of
+from shoal.core.data import answer_of, refuse_words, reward_of
 from shoal.core.errors import ConfigError, UnknownNameError
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve
@@ -186,7 +186,8 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
 
     def _start(self, rng: np.random.Generator) -> None:
         asked = {} if self._options is None else {"options": self._options}
-        self._seen, _ = self.inner.reset(seed=int(rng.integers(2**31)), **asked)
+        answer = self.inner.reset(seed=int(rng.integers(2**31)), **asked)
+        self._seen, _ = answer_of(answer, "reset")
         self._return = 0.0
         self._text = self._written()
 
@@ -198,7 +199,8 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             inner_action = read_numbers(self.inner.action_space, str(action))
         if inner_action is None:
             return Outcome(config.invalid_penalty, effective=False, valid=False)
-        self._seen, reward, terminated, truncated, info = self.inner.step(inner_action)
+        answer = answer_of(self.inner.step(inner_action), "step")
+        self._seen, reward, terminated, truncated, info = answer
         before, self._text = self._text, self._written()
         refuse_words(terminated, truncated)
         paid = reward_of(reward)
