@@ -547,6 +547,21 @@ def test_options_that_an_env_takes_out_are_there_for_the_others_and_for_the_call
     assert given == {"level": 3}
 
 
+class Optionless(CountEnv):
+    """Its `reset` takes a seed alone, which is enough for Stable-Baselines3."""
+
+    def reset(self, *, seed: int | None = None) -> Any:  # type: ignore[override]
+        return super().reset(seed=seed)
+
+
+def test_an_env_that_knows_no_options_is_reset_where_none_are_given() -> None:
+    with contextlib.closing(make_vec(Optionless, 2, backend="serial")) as envs:
+        assert envs.reset(seed=4)[0][:, 0].tolist() == [4.0, 5.0]
+        assert envs.reset_some([1], [7])[0][0][0] == 7
+        with pytest.raises(WorkerError, match="unexpected keyword argument 'options'"):
+            envs.reset(options={"level": 3})
+
+
 class TellingEnv(CountEnv):
     """Tells what it was made to tell."""
 

@@ -272,8 +272,9 @@ class EnvGroup:
             self.progress[0] = j
             self.rewards[j], self.terminated[j], self.truncated[j] = 0.0, False, False
             try:
-                options = own(command.options)  # what one env takes out of it is there for the next
-                obs, info = answer_of(self.envs[j].reset(seed=seed, options=options), "reset")
+                # What one env takes out of the options is there for the next; without any, it need not know of them.
+                asked = {} if command.options is None else {"options": own(command.options)}
+                obs, info = answer_of(self.envs[j].reset(seed=seed, **asked), "reset")
                 if self._examines:
                     self._check_whole(obs)
                 self._put(j, obs, command.place, columns)
