@@ -64,6 +64,12 @@ class Race:
             obs = self.told
         if self.fault == "vanish":
             self.agents = self.agents[1:]
+        if self.fault == "unseen":
+            del obs["bob"]
+        if self.fault == "stranger":
+            self.agents.append("dave")
+        if self.fault == "no info":
+            infos["cleo"] = None
         return obs, rewards, ends, cuts, infos
 
     def close(self) -> None:
@@ -319,7 +325,16 @@ def test_agents_with_other_spaces_are_refused_by_name(backend: Any) -> None:
         PettingZooVectorEnv(Race, 1, env_kwargs={"fault": "spaces"}, backend=backend)
 
 
-@pytest.mark.parametrize(("fault", "said"), [("vanish", "'ann'.* left without"), ("nan", "NaN|nan")])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("vanish", "'ann'.* left without"),
+        ("nan", "NaN|nan"),
+        ("unseen", r"an observation of each agent in play, .* \['bob'\] have none"),
+        ("stranger", r"among possible_agents; .* \['dave'\] are not among them"),
+        ("no info", "info must be a dict, got NoneType"),
+    ],
+)
 def test_what_breaks_the_interface_is_named(fault: str, said: str) -> None:
     envs = PettingZooVectorEnv(Race, 1, env_kwargs={"fault": fault, "goal": 90}, backend="serial")
     envs.reset(seed=0)

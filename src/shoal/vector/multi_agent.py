@@ -12,7 +12,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from shoal.core.data import answer_of, refuse_words, reward_of
+from shoal.core.data import answer_of, info_of, refuse_words, reward_of
 from shoal.core.errors import ConfigError, EnvError
 from shoal.vector.native import tree
 from shoal.vector.values import reset_options
@@ -187,7 +187,7 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         obs, infos = answer_of(self.env.reset(seed=seed, options=options), "reset")
         self.active = self._left()
         self.over = np.zeros_like(self.active)  # who ended in this episode: nobody comes back in it
-        return self._answer(obs, {}, {}, {}), self._told(infos)
+        return self._answer(obs, {}, {}, {}), self._told(obs, infos)
 
     def step(self, actions: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step the agents in play; over when none is left."""
@@ -201,7 +201,7 @@ class TeamEnv(gymnasium.Env[Any, Any]):
             raise EnvError(f"expected agents that leave to be terminated or truncated, {gone} left without")
         self.over |= ended
         self.active = answer["active"] = left & ~self.over
-        return answer, sum(answer["reward"]), not self.active.any(), False, self._told(infos)
+        return answer, sum(answer["reward"]), not self.active.any(), False, self._told(obs, infos)
 
     def _left(self) -> Any:
         """Which agents the environment has in play, as it says itself."""
@@ -227,8 +227,18 @@ class TeamEnv(gymnasium.Env[Any, Any]):
             "active": self.active.astype(np.int8),
         }
 
-    def _told(self, infos: dict[str, Any]) -> dict[str, Any]:
-        each = tuple(dict(infos.get(agent, {})) for agent in self.agents)
+    def _told(self, obs: Any, infos: Any) -> dict[str, Any]:
+        """The infos of all; refused is what would leave an agent in play without an observation, or an action."""
+        unseen = [
+            agent for agent, here in zip(self.agents, self.active, strict=True) if here and agent not in obs
+        ]
+        strangers = [agent for agent in self.env.agents if agent not in self.agents]
+        if unseen or strangers:
+            raise EnvError(
+                f"expected an observation of each agent in play, all among possible_agents; {unseen} have none, "
+                f"{strangers} are not among them"
+            )
+        each = tuple(dict(info_of(info_of(infos).get(agent, {}))) for agent in self.agents)
         return {"agent_infos": each} if any(each) else {}
 
     def render(self) -> Any:

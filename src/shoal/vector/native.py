@@ -440,7 +440,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.Box | spaces.MultiBinary):
             if not batch_space(space, len(ids)).contains(actions):
                 raise ValueError(f"expected {len(ids)} actions of {space}, got {actions!r}")
-            return actions
+            return own(actions)
         array, shape = np.asarray(actions), (len(ids), *(space.shape or ()))
         if array.shape != shape or not np.can_cast(array.dtype, space.dtype, "same_kind"):
             raise ValueError(f"expected actions {shape} of {space.dtype}, got {array.shape} of {array.dtype}")
@@ -470,7 +470,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             )
 
     def _mine(self, obs: Any) -> Any:
-        return tree(_copied, obs) if self._copies else obs
+        return own(obs) if self._copies else obs
 
     def _pair(self, result: Any) -> tuple[Any, dict[str, Any]]:
         obs, infos = answer_of(result, "reset")
@@ -512,10 +512,6 @@ def _rows(obs: Any, space: Any, n_envs: int) -> Any:
         told = f"got {obs!r:.80} of shape {getattr(rows, 'shape', ())}, not of {space}"
         raise ValueError(f"expected observations of {n_envs}, {told}")
     return rows
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _column(obs: Any, n_envs: int, ended: Any) -> Any:
