@@ -477,7 +477,7 @@ def test_an_interrupt_while_a_reply_is_taken_over_does_not_make_the_next_step_wa
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ThreadWorker, "kept", interrupt)
+    monkeypatch.setattr(ThreadWorker, "_land", interrupt)
     with pytest.raises(KeyboardInterrupt):
         envs.step([1, 1])
     monkeypatch.undo()

@@ -25,7 +25,7 @@ import numpy as np
 from shoal.core.data import own
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.executors import available_memory
-from shoal.vector.values import Layout, Leaf, Table, Told
+from shoal.vector.values import Layout, Leaf, Table
 
 Array = np.ndarray[Any, Any]
 LINE = 64
@@ -231,14 +231,13 @@ class TableBuffer:
         self._numbers: dict[Schema, int] = {}
         self._tables: dict[int, Table] = {}
 
-    def write(self, told: Sequence[Told]) -> tuple[int, Schema | None]:
+    def write(self, table: Table) -> tuple[int, Schema | None]:
         """Write what all envs of the group told.
 
         Returns:
-            the number of the kind of table, 0 if it is none; its names and types where they are new to the reader.
+            the number of the kind of table, 0 if there is no room; its names and types where they are new to who reads.
         """
-        table = Table.of(told, self.count)
-        if table is None or len(table.keys) * 8 > TOLD_BYTES:
+        if len(table.keys) * 8 > TOLD_BYTES:
             return 0, None
         schema = table.keys, table.kinds
         number, new = self._numbers.get(schema, 0), None
@@ -370,11 +369,8 @@ class Observations:
         return self.layout.rebuild(columns)
 
     def leaves(self, i: int, place: int) -> list[Any]:
-        """The leaf values of one environment's observation; arrays are copies."""
-        return [
-            own(self.values[leaf][i] if leaf in self.values else rows[place, i])
-            for leaf, rows in enumerate(self.buffers.obs)
-        ]
+        """The leaf values of one environment's observation; copies."""
+        return [column[0] for column in self.columns([i], [place])]
 
     def one(self, i: int, place: int) -> Any:
         """One environment's observation."""

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -450,12 +449,8 @@ class PufferStyle:
 
 
 # --- what `SB3VecEnv` has its workers do: here, because importing Stable-Baselines3 takes seconds in every worker
-def patched(fn: Callable[[], Any]) -> Callable[[], Any]:
-    """A function whose env Gymnasium understands, even when `fn` makes one of the old `gym` package."""
-    return functools.partial(_make, fn)
-
-
-def _make(fn: Callable[[], Any]) -> Any:
+def patched(fn: Callable[[], Any]) -> Any:
+    """An env that Gymnasium understands, even when `fn` makes one of the old `gym` package."""
     env = fn()
     if isinstance(env, gymnasium.Env):
         return env

@@ -121,9 +121,9 @@ class Reply:
 
     def every(self) -> list[Told]:
         """What all told, in the table or beside."""
-        return [*self.told, *self.table] if self.table is not None else self.told
+        return self.told if self.table is None else list(self.table)
 
-    def kept(self, count: int) -> Reply:
+    def tabled(self, count: int) -> Reply:
         """The same of `count` envs, with what they told as a table where it is one."""
         if self.told and not self.failures and (table := Table.of(self.told, count)) is not None:
             self.told, self.table = [], table
@@ -287,7 +287,7 @@ class EnvGroup:
             if info:
                 reply.told.append(Told(self.first + j, None, None, info))
         reply.columns = _of_members(columns, command.members, self.count)
-        return reply if (columns or reply.told or reply.failures) else None
+        return reply.tabled(self.count) if (columns or reply.told or reply.failures) else None
 
     def step(self, actions: Sequence[Any], members: Sequence[int] | None, place: int) -> Reply | None:
         """Step the members with one action each; the rows of the others stay. Their ends were cleared before."""
@@ -324,7 +324,7 @@ class EnvGroup:
         if columns or told or failures:
             if members is not None:
                 columns = _of_members(columns, members, self.count)
-            return Reply(columns, told, failures)
+            return Reply(columns, told, failures).tabled(self.count)
         return None
 
     def _advance(

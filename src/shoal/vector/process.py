@@ -113,16 +113,12 @@ class Worker:
         """The reply; the caller's own group does its work here."""
         command, self.command = self.command, None
         if type(command) is Step and self.group is not None:
-            return self.kept(self.group.step(command.actions or [], command.members, command.place))
+            return self.group.step(command.actions or [], command.members, command.place)
         if isinstance(command, Make):
             self.group = EnvGroup(self.env_fns, self.first)
             return self.group.make()
         assert self.group is not None
-        return self.kept(self.group.run(command))
-
-    def kept(self, reply: Reply | None) -> Reply | None:
-        """A reply of envs in this process."""
-        return None if reply is None else reply.kept(self.count)
+        return self.group.run(command)
 
     def progress(self) -> int:
         """Position of the env that it is at, or `LOADING`."""
@@ -438,7 +434,7 @@ class ThreadWorker(Worker):
                 self.backend.bell.get_nowait()  # as many bells as replies
             if isinstance(self.command, Step | Reset):
                 self._land()
-            return self.kept(reply)
+            return reply
         except BaseException:  # an interrupt: whoever waits for it next has it
             self.box.replies.put(reply)
             raise

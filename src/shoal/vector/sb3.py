@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -14,31 +15,13 @@ from shoal.vector.compat import call, get, has, is_wrapped, patched
 from shoal.vector.make import make_vec
 from shoal.vector.vector_env import VectorPool
 
-if TYPE_CHECKING:
-
-    class _VecEnv:
-        """Stands for `stable_baselines3.common.vec_env.VecEnv` where types are checked without it."""
-
-        num_envs: int
-        observation_space: Any
-        _seeds: list[int | None]
-        _options: list[dict[str, Any]]
-
-        def __init__(self, num_envs: int, observation_space: Any, action_space: Any) -> None: ...
-        def _get_indices(self, indices: Any) -> Iterable[int]: ...
-        def _reset_seeds(self) -> None: ...
-        def _reset_options(self) -> None: ...
-
-else:
-    try:
-        from stable_baselines3.common.vec_env import VecEnv as _VecEnv
-    except ImportError as error:
-        raise MissingExtraError(
-            "SB3VecEnv needs Stable-Baselines3: run pip install stable-baselines3"
-        ) from error
+try:
+    from stable_baselines3.common.vec_env import VecEnv
+except ImportError as error:
+    raise MissingExtraError("SB3VecEnv needs Stable-Baselines3: run pip install stable-baselines3") from error
 
 
-class SB3VecEnv(_VecEnv):
+class SB3VecEnv(VecEnv):
     """Environments in worker processes for Stable-Baselines3.
 
     Where it takes `indices`, an env that is named twice is asked twice, one time after the other.
@@ -73,7 +56,7 @@ class SB3VecEnv(_VecEnv):
             self.pool = env_fns
         else:
             self.pool = make_vec(
-                [patched(fn) for fn in env_fns],
+                [functools.partial(patched, fn) for fn in env_fns],
                 backend=backend,
                 start_method=start_method,
                 autoreset="same_step",

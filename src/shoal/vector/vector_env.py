@@ -401,7 +401,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             place = self._next_place() if buffers.places > 1 else 0  # which may itself move the worker: first
             worker.before, worker.place = worker.place, place
             try:
-                reply = worker.kept(group.step(given, None, worker.place))
+                reply = group.step(given, None, worker.place)
             except BaseException:  # an interrupt
                 self._land_late(worker, Step(None, worker.place, NOTHING_LOOSE, given), None)
                 raise
@@ -537,9 +537,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _begin(self, worker: Worker, command: Any) -> None:
         self._pending.append((worker, command))
         self._launch(worker, command)
-
-    def _ended(self, ids: list[int]) -> bool:
-        return bool((self.buffers.terminated[ids] | self.buffers.truncated[ids]).any())
 
     def _clear_ends(self, ids: list[int]) -> None:
         self.buffers.terminated[ids] = self.buffers.truncated[ids] = False
@@ -1202,7 +1199,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Take over, all at once, what those answered that told nothing beside the buffers; how many they are."""
         silent = [pair for pair in ready if pair[0].silent()]
         ids = [i for worker, command in silent for i in ids_of(worker, command)]
-        if not ids or self._late_failures or (self._same_step and self._ended(ids)):
+        over = (
+            (self.buffers.terminated[ids] | self.buffers.truncated[ids]).any() if self._same_step else False
+        )
+        if not ids or self._late_failures or over:
             return 0
         landing = self._landing(ids, [{} for _ in ids])
         for worker, _ in silent:

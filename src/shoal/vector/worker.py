@@ -236,12 +236,12 @@ class LineBox:
         if reply is not None:
             if reply.columns and self._pack_text(reply):
                 flags = HAS_TEXT
-            if self._tables is not None and reply.told and not (reply.failures or reply.columns):
-                number, schema = self._tables.write(reply.told)
+            if reply.table is not None and self._tables is not None and not reply.columns:
+                number, schema = self._tables.write(reply.table)
                 if number:
                     flags |= number << TABLE
-                    reply.told, reply.schema = [], schema and (number, schema)
-            if reply.columns or reply.told or reply.failures or reply.schema or reply.value is not None:
+                    reply.table, reply.schema = None, schema and (number, schema)
+            if reply.columns or reply.every() or reply.failures or reply.schema or reply.value is not None:
                 flags |= HAS_MESSAGE
                 data = packed(reply, self._sequence, self._first)
         line = self._reply
@@ -277,7 +277,7 @@ def _plain(sequence: int, reply: Reply) -> tuple[Any, ...]:
     """A reply of tuples, which are pickled several times faster; without a final observation: in the buffer."""
     tables: dict[Any, tuple[list[int], list[Any]]] = {}
     told = []
-    for item in reply.told:
+    for item in reply.every():
         if item.final_info is None:
             values = tuple(item.info.values())
             kinds = tuple(map(type, values))
@@ -333,7 +333,7 @@ def _without_what_cannot_travel(reply: Reply, error: BaseException, first: int) 
             return False
         return True
 
-    told = [item for item in reply.told if travels(item.env, "info", item)]
+    told = [item for item in reply.every() if travels(item.env, "info", item)]
     columns = {
         leaf: [
             value if travels(i, "observation", value) else None
