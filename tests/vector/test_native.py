@@ -300,6 +300,13 @@ def test_begun_operations_are_finished_in_order_and_nothing_works_after_close() 
     envs.close()
     with pytest.raises(ClosedEnvironmentError):
         envs.reset()
+    for operation, given in (("step", [5, 5, 5]), ("reset", None)):
+        envs = native(Counters)
+        envs.reset()
+        getattr(envs, f"{operation}_async")(given)
+        envs.close()
+        with pytest.raises(ClosedEnvironmentError):
+            getattr(envs, f"{operation}_wait")()
 
 
 # ------------------------------------------------------------------ faults

@@ -273,10 +273,8 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Observations, rewards, terminations, truncations and infos of the step begun by `step_async`."""
-        if self._state != "step":
-            raise NoAsyncCallError("Calling `step_wait` without any prior call to `step_async`.", "step")
         self._refuse(timeout is not None, "step_wait(timeout=)", "no timeout")
-        self._state = None
+        self._expect("step")
         with self._held("step"):
             return self._stepped()
 
@@ -306,9 +304,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """The result of `reset_async`."""
-        if self._state != "reset":
-            raise NoAsyncCallError("Calling `reset_wait` without any prior call to `reset_async`.", "reset")
-        self._state = None
+        self._expect("reset")
         result: tuple[Any, dict[str, Any]] = self._pending
         return result
 
@@ -401,9 +397,19 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
     def _apart(self, operation: str) -> None:
         self._refuse(not isinstance(self.batch, EnvPoolBatch), operation, "step, or another backend")
 
-    def _idle(self, operation: str, *, flying: bool = False) -> None:
+    def _check_open(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on {self.name}, after a call to `close()`.")
+
+    def _expect(self, operation: str) -> None:
+        self._check_open()
+        if self._state != operation:
+            said = f"Calling `{operation}_wait` without any prior call to `{operation}_async`."
+            raise NoAsyncCallError(said, operation)
+        self._state = None
+
+    def _idle(self, operation: str, *, flying: bool = False) -> None:
+        self._check_open()
         pending = self._state or ("recv" if self._flying and not flying else None)
         if pending is not None:
             raise AlreadyPendingCallError(
