@@ -186,6 +186,14 @@ def test_envpool_style_keeps_what_came_early_and_takes_all_or_some() -> None:
             EnvPoolStyle(make_vec(CountEnv, 4, backend="serial"), size)
 
 
+def test_envpool_style_takes_one_seed_for_each_or_says_what_a_seed_is() -> None:
+    envs = EnvPoolStyle(make_vec(CountEnv, 2, backend="serial"))
+    envs.async_reset([7, 3])  # type: ignore[arg-type]
+    assert envs.recv()[0][:, 0].tolist() == [7, 3]
+    with pytest.raises(TypeError, match="a seed must be a whole number or None, got 'a'"):
+        envs.async_reset("a")  # type: ignore[arg-type]
+
+
 def test_a_container_of_no_environments_is_refused() -> None:
     for env_num, group_n in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match=f"at least 1, got {env_num} and {group_n}"):

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from shoal.core.errors import MissingExtraError
-from shoal.vector import make_vec
+from shoal.core.errors import EnvError, MissingExtraError
+from shoal.vector import JaxVectorEnv, make_vec
 
 try:
     import jax
@@ -185,3 +185,15 @@ def test_at_least_one_environment_is_needed() -> None:
     with pytest.raises(ValueError, match="num_envs must be at least 1, got 0"):
         JaxVectorEnv(Walk(), 0)
     assert JaxVectorEnv(Walk(), 1).reset(seed=0)[0].shape == (1, 2)
+
+
+def test_a_batch_of_jax_says_what_it_needs_before_it_can_step() -> None:
+    envs = JaxVectorEnv(Walk(), 2)
+    with pytest.raises(EnvError, match="a step before the first reset"):
+        envs.step(np.zeros(2, int))
+    with pytest.raises(EnvError, match="a reset_mask before the first reset"):
+        envs.reset(options={"reset_mask": np.array([True, False])})
+    with pytest.raises(TypeError, match="options must be a dict"):
+        envs.reset(options=["reset_mask"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="num_envs must be a whole number"):
+        JaxVectorEnv(Walk(), 2.0)  # type: ignore[arg-type]

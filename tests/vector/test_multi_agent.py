@@ -344,6 +344,14 @@ def test_what_breaks_the_interface_is_named(fault: str, said: str) -> None:
         envs.step([0, 0, 0])
 
 
+def test_an_environment_without_agents_is_refused() -> None:
+    class Empty(Race):
+        possible_agents = ()
+
+    with pytest.raises(ConfigError, match="expected agents in possible_agents, got none"):
+        PettingZooVectorEnv(Empty, 1, backend="serial")
+
+
 def test_make_vec_names_the_adapter_for_what_has_several_agents() -> None:
     for env in (Race(), Race):
         with pytest.raises(TypeError, match="PettingZooVectorEnv"):

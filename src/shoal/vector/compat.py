@@ -34,7 +34,7 @@ from shoal.vector.make import (
     probe,
 )
 from shoal.vector.values import whole
-from shoal.vector.vector_env import Description, VectorPool, groups
+from shoal.vector.vector_env import Description, VectorPool, groups, spread
 
 
 class MultiProcessEnvironmentContainer(Closing):
@@ -358,7 +358,7 @@ class EnvPoolStyle:
 
         Steps that are under way run to their end, and nobody receives them.
         """
-        seeds: Sequence[int | None] = [None if seed is None else seed + i for i in range(self.num_envs)]
+        seeds = spread(seed, self.num_envs)
         while self.pool.in_flight:
             self.pool.recv(self.num_envs)
         self._spare = []

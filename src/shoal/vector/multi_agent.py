@@ -163,6 +163,8 @@ class TeamEnv(gymnasium.Env[Any, Any]):
     def __init__(self, make: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         self.env = make(**kwargs)
         self.agents = list(self.env.possible_agents)
+        if not self.agents:
+            raise ConfigError("expected agents in possible_agents, got none")
         seen = [self.env.observation_space(agent) for agent in self.agents]
         acts = [self.env.action_space(agent) for agent in self.agents]
         odd = [a for a, s, t in zip(self.agents, seen, acts, strict=True) if s != seen[0] or t != acts[0]]

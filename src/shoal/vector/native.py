@@ -718,9 +718,7 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
             import jax
         except ImportError as error:
             raise missing_extra("JaxVectorEnv", "craftax") from error
-        if num_envs < 1:
-            raise ValueError(f"num_envs must be at least 1, got {num_envs}")
-        self.num_envs, self.env = num_envs, env
+        self.num_envs, self.env = whole(num_envs, "num_envs", 1), env
         self.params = env.default_params if params is None else params
         mode = AutoresetMode.SAME_STEP
         self.metadata = {"autoreset_mode": mode, "seed_per_env": True, "reset_mask": True}
@@ -755,6 +753,9 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> tuple[Any, dict[str, Any]]:
         """Begin an episode everywhere, or where `options["reset_mask"]` says: env i with `seed + i`, or its own."""
         jax = self._jax
+        mask = (reset_options(options) or {}).get("reset_mask")
+        if mask is not None and self._keys is None:
+            raise EnvError("a reset_mask before the first reset: reset all first")
         if seed is None:
             seed = derive_seed(self._seed, "jax", self._resets)
             self._resets += 1
@@ -762,7 +763,6 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
         keys = jax.vmap(jax.random.PRNGKey)(np.array(words, dtype=np.uint32))
         obs, state = self._reset_all(keys, self.params)
         counts = np.zeros(self.num_envs, dtype=np.uint32)
-        mask = None if options is None else options.get("reset_mask")
         if mask is not None:
             place = jax.numpy.asarray(mask)
             old, new = (self._keys, self._counts, self._obs, self._state), (keys, counts, obs, state)
@@ -775,6 +775,8 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Step all; the end of an episode is in `infos["final_obs"]`, as with other vector envs."""
         jax = self._jax
+        if self._keys is None:
+            raise EnvError("a step before the first reset: reset() first")
         self._counts += 1
         self._obs, self._state, reward, over, cut, last, told = self._step_all(
             self._keys, self._counts, self._state, jax.numpy.asarray(actions), self.params
