@@ -344,12 +344,19 @@ def test_what_breaks_the_interface_is_named(fault: str, said: str) -> None:
         envs.step([0, 0, 0])
 
 
-def test_an_environment_without_agents_is_refused() -> None:
-    class Empty(Race):
-        possible_agents = ()
+class Nobody(Race):
+    possible_agents = ()
 
-    with pytest.raises(ConfigError, match="expected agents in possible_agents, got none"):
-        PettingZooVectorEnv(Empty, 1, backend="serial")
+
+class InTurns(Race):
+    def agent_iter(self) -> Any:
+        return iter(self.possible_agents)
+
+
+@pytest.mark.parametrize("make", [Nobody, InTurns, dict, lambda: None])
+def test_what_is_no_parallel_environment_is_refused(make: Any) -> None:
+    with pytest.raises(ConfigError, match=r"parallel interface with possible_agents, got .*aec_to_parallel"):
+        PettingZooVectorEnv(make, 1, backend="serial")
 
 
 def test_make_vec_names_the_adapter_for_what_has_several_agents() -> None:

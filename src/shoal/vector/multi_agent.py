@@ -162,9 +162,12 @@ class TeamEnv(gymnasium.Env[Any, Any]):
 
     def __init__(self, make: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         self.env = make(**kwargs)
-        self.agents = list(self.env.possible_agents)
-        if not self.agents:
-            raise ConfigError("expected agents in possible_agents, got none")
+        self.agents = list(getattr(self.env, "possible_agents", ()))
+        if not self.agents or hasattr(self.env, "agent_iter"):
+            raise ConfigError(
+                "expected an environment of PettingZoo's parallel interface with possible_agents, got "
+                f"{type(self.env).__name__}; where agents take turns, pettingzoo.utils.aec_to_parallel makes one of it"
+            )
         seen = [self.env.observation_space(agent) for agent in self.agents]
         acts = [self.env.action_space(agent) for agent in self.agents]
         odd = [a for a, s, t in zip(self.agents, seen, acts, strict=True) if s != seen[0] or t != acts[0]]
