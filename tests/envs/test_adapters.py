@@ -262,6 +262,29 @@ def test_an_end_in_words_is_none(ends, name):
         env.step(1)
 
 
+def test_an_answer_that_is_none_of_gymnasiums_is_told_as_such():
+    class Wrong(Told):
+        observation_space = spaces.Text(5)
+        answer = None
+
+        def reset(self, *, seed=None, options=None):
+            return "old", {}
+
+        def step(self, action):
+            return self.answer
+
+    for answer, said in (
+        (("new", 1.0, False, {}), "step must return .*got 4 values as in the old Gym API"),
+        (("new", 1.0, False, False, None), "the info must be a dict, got NoneType"),
+        ((None, 1.0, False, False, {}), "the observation must be str in a Text space, got NoneType"),
+    ):
+        Wrong.answer = answer
+        env = GymnasiumEnv(id="Wrong-v0", make=lambda **_: Wrong())
+        env.reset(seed=1)
+        with pytest.raises(EnvError, match=said):
+            env.step(1)
+
+
 @pytest.mark.parametrize("key", ["success", "is_success", "won"])
 def test_success_is_what_an_env_says_and_no_word(key):
     for said in (True, False, np.bool_(True)):

@@ -348,6 +348,17 @@ class Nobody(Race):
     possible_agents = ()
 
 
+class Asleep(Race):
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        answer, self.agents = super().reset(seed), []
+        return answer
+
+
+def test_an_episode_that_begins_without_agents_is_none() -> None:
+    with pytest.raises(EnvError, match="expected agents in play after reset, got none"):
+        PettingZooVectorEnv(Asleep, 1, backend="serial").reset(seed=0)
+
+
 class InTurns(Race):
     def agent_iter(self) -> Any:
         return iter(self.possible_agents)

@@ -191,6 +191,8 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         """Begin an episode of all agents."""
         obs, infos = answer_of(self.env.reset(seed=seed, options=options), "reset")
         self.active = self._left()
+        if not self.active.any():
+            raise EnvError("expected agents in play after reset, got none")
         self.over = np.zeros_like(self.active)  # who ended in this episode: nobody comes back in it
         return self._answer(obs, {}, {}, {}), self._told(obs, infos)
 

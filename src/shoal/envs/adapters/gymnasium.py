@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium import Space, spaces
 
-from shoal.core.data import answer_of, refuse_words, reward_of
+from shoal.core.data import answer_of, info_of, refuse_no_text, refuse_words, reward_of
 from shoal.core.errors import ConfigError, UnknownNameError
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve
@@ -205,7 +205,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         refuse_words(terminated, truncated)
         paid = reward_of(reward)
         self._return += paid
-        success = self._succeeded(info, bool(terminated), bool(truncated))
+        success = self._succeeded(info_of(info), bool(terminated), bool(truncated))
         return Outcome(
             paid,
             bool(terminated),
@@ -277,6 +277,7 @@ def write_value(space: Space[Any], value: Any, names: tuple[str, ...] = (), digi
             return "\n".join(f"{name}: {part}" for name, part in zip(names, parts, strict=True))
         return "\n".join(parts)
     if isinstance(space, spaces.Text):
+        refuse_no_text(value)
         return str(value)
     array = np.asarray(value)
     if array.ndim == 0:
