@@ -46,8 +46,8 @@ class Buffers:
 
     Args:
         n_envs: number of environments.
-        observations: layout of one observation.
-        actions: layout of one action.
+        observations: layout of one.
+        actions: layout of one.
         places: how many batches of observations there is room for.
         text_bytes: room for text per env and leaf; longer text goes by message.
         memory: the block, None for private memory, or False for `nbytes` only.
@@ -606,12 +606,7 @@ class Lines:
 
 
 class Signal:
-    """One side of a semaphore in shared memory; it has no name, so nothing can be left behind.
-
-    Args:
-        address: of the semaphore in this process.
-        new: make it, at zero.
-    """
+    """One side of a semaphore at an address in shared memory; it has no name, so nothing can be left behind."""
 
     def __init__(self, address: int, *, new: bool = False) -> None:
         if new:

@@ -337,12 +337,7 @@ def spaces_by_mode(found: Description, mode: Any) -> Description:
 
 
 class EnvPoolStyle:
-    """EnvPool's asynchronous interface: every `recv` gives `batch_size` environments, whichever came first.
-
-    Args:
-        pool: from `make_vec`.
-        batch_size: environments per `recv`; default all.
-    """
+    """EnvPool's asynchronous interface: every `recv` gives `batch_size` (or all) environments, whichever came first."""
 
     def __init__(self, pool: VectorPool, batch_size: int | None = None) -> None:
         self.pool = pool
@@ -402,12 +397,7 @@ class EnvPoolStyle:
 
 
 class PufferStyle:
-    """PufferLib's interface: `async_reset`, `recv` with env ids and a mask, `send` for the batch just received.
-
-    Args:
-        pool: from `make_vec`.
-        batch_size: environments per `recv`; default all.
-    """
+    """PufferLib's interface: `async_reset`, `recv` with env ids and a mask, `send` for the batch just received."""
 
     def __init__(self, pool: VectorPool, batch_size: int | None = None) -> None:
         self._inner = EnvPoolStyle(pool, batch_size)

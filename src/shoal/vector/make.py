@@ -87,8 +87,7 @@ def make_vec(
             the serial backend hands large observations over where they were written: no step overwrites them, but
             what the caller writes into the latest is seen in `observations()`, and by a masked reset of others; True
             always copies.
-        text_bytes: of worker processes: room per env for text observations ; longer text goes by
-            message.
+        text_bytes: of worker processes: room per env for text observations; longer text goes by message.
         ray_options: of the actors, such as `{"num_cpus": 1, "resources": {...}}`.
 
     Raises:

@@ -113,18 +113,9 @@ class PendingTimeoutError(WorkerTimeoutError, multiprocessing.TimeoutError):
 
 
 class VectorPool(VectorEnv[Any, Any, Any]):
-    """A vector environment; made by `make_vec`.
+    """A vector environment; made by `make_vec`, which explains its options.
 
-    Args:
-        workers: groups of environments, in their order; they have made them.
-        backend: what they live in; None if the caller steps all.
-        buffers: the arrays they share with the vector env.
-        attach: how the workers were told so.
-        description: spaces and metadata.
-        on_failure: "raise" an error, "restart" what failed, or "mask" it out for good (an error once none is left).
-        max_restarts: per environment; the next failure raises.
-        copy_observations: return copies; else views that later steps overwrite.
-        handouts: give large observations where they were written.
+    The `workers` have made their environments, and know of the buffers; without a backend the caller steps all.
     """
 
     def __init__(
