@@ -103,7 +103,10 @@ def _own(value: Any) -> Any:
     if kind is list:
         return list(value) if still.issuperset(map(type, value)) else list(map(_own, value))
     if isinstance(value, np.ndarray):
-        return value.copy()
+        twin = value.copy()
+        for place, item in np.ndenumerate(value) if value.dtype == object and value.ndim else ():
+            twin[place] = _own(item)
+        return twin
     if kind is tuple or kind is set:
         return kind(map(_own, value))
     if isinstance(value, tuple) and hasattr(value, "_make"):

@@ -645,11 +645,6 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
         order = _order(infos["env_id"], ids)
         return tree(lambda leaf: leaf[order], rows), {k: v[order] for k, v in _plain(infos).items()}
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """`send` to all, then `recv`."""
-        self.send(actions)
-        return self.recv()
-
     def send(self, actions: Any, env_ids: Any = None) -> None:
         """Begin to step all, or these."""
         self._pool.send(actions, env_ids)
