@@ -231,9 +231,16 @@ class Pays(Told):
         return np.zeros(2, np.float32), self.what, *self.ends, dict(self.info)
 
 
+class Several:
+    """Several numbers, as a tensor may hold them."""
+
+    def __float__(self):
+        raise ValueError("only one element tensors can be converted")
+
+
 @pytest.mark.parametrize(
     "what",
-    ["1.5", np.str_("1.5"), b"1", None, [1.0], np.array(["1.5"]), np.ones(2), np.complex64(1j)],
+    ["1.5", np.str_("1.5"), b"1", None, [1.0], np.array(["1.5"]), np.ones(2), np.complex64(1j), Several()],
     ids=repr,
 )
 def test_a_reward_in_words_is_no_number(what):

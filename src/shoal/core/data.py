@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from shoal.core.errors import DataError, EnvError
+from shoal.core.errors import DataError, EnvError, shown
 
 Status = Literal["ok", "env_error", "engine_error", "timeout"]
 MOST_REWARD = 3.4028235e38
@@ -29,11 +29,13 @@ def reward_of(value: Any) -> float:
     if isinstance(value, np.ndarray):
         number = value.item() if value.size == 1 else None
     if isinstance(number, NO_NUMBER) or not hasattr(number, "__float__"):
-        raise EnvError(f"the reward must be a number, got {value!r:.80}")
+        raise EnvError(f"the reward must be a number, got {shown(value)!s:.80}")
     try:
         return float(number)
     except OverflowError as error:
         raise EnvError("the reward must fit into a float, got a whole number too large for one") from error
+    except Exception as error:  # a tensor of several numbers
+        raise EnvError(f"the reward must be a number, got {shown(value)!s:.80}") from error
 
 
 def info_of(info: Any) -> Any:

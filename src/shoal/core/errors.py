@@ -152,6 +152,20 @@ OTHER_CHECKPOINT = "is no checkpoint that this version of shoal can go on from"
 """What is wrong with one of another program or version."""
 
 
+MAX_REPR = 300
+
+
+def shown(value: Any) -> str | None:
+    """A `repr` that never raises and never floods the screen; None of None."""
+    if value is None:
+        return None
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
+    return text if len(text) <= MAX_REPR else text[: MAX_REPR - 1] + "…"
+
+
 PACKAGES = {
     "train": ("torch", "hydra", "safetensors", "numba", "matplotlib", "tensorboard"),
     "llm": ("transformers", "peft", "accelerate", "tokenizers"),

@@ -22,11 +22,11 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from shoal.core.data import UNCHANGING, answer_of, info_of, own, refuse_no_text, refuse_words, reward_of
-from shoal.core.errors import EnvError
+from shoal.core.errors import EnvError, shown
 from shoal.envs.catalogue import EnvFn
 from shoal.envs.spaces import ask_quickly
 from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, Schema, read, reader
-from shoal.vector.failures import Failure, from_exception, shown
+from shoal.vector.failures import Failure, from_exception
 from shoal.vector.values import CELLS, IN_BUFFER, Info, Table, Told
 
 
@@ -467,13 +467,7 @@ class EnvGroup:
 
     def _note_reward(self, j: int, reward: Any) -> None:
         """Write one reward, unless it is none."""
-        try:
-            self.rewards[j] = reward_of(reward)
-        except EnvError:
-            raise
-        except Exception:  # a tensor that wants its gradient
-            raise EnvError(f"the reward must be a number, got {shown(reward)}") from None
-        value = self.rewards[j]
+        self.rewards[j] = value = reward_of(reward)
         if self.check_nan and not math.isfinite(value):
             self.rewards[j] = 0.0
             raise EnvError(f"reward is {'NaN' if np.isnan(value) else 'infinite'}{IF_MEANT}")

@@ -19,8 +19,6 @@ from shoal.core.processes import RemoteTraceback
 from shoal.core.seeding import derive_seed
 from shoal.vector.values import Told
 
-MAX_REPR = 300
-
 
 @dataclass
 class Failure:
@@ -36,17 +34,6 @@ class Failure:
     kind: str = "exception"  # or "died", "timeout", "over" (the caller forgot a reset: the env is whole)
     ending: tuple[Any, dict[str, Any]] | None = None
     """Last observation and info of an episode that had ended, reward and flags in the buffers, before the failure."""
-
-
-def shown(value: Any) -> str | None:
-    """A `repr` that never raises and never floods the screen; None of None."""
-    if value is None:
-        return None
-    try:
-        text = repr(value)
-    except Exception as error:
-        text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
-    return text if len(text) <= MAX_REPR else text[: MAX_REPR - 1] + "…"
 
 
 def from_exception(env: int, doing: str, error: BaseException, pid: int | None = None) -> Failure:

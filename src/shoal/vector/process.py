@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, WorkerDiedError
+from shoal.core.errors import ConfigError, WorkerDiedError, shown
 from shoal.core.processes import (
     SLICE,
     Channel,
@@ -36,7 +36,7 @@ from shoal.vector import buffers as words
 from shoal.vector import worker as operations
 from shoal.vector.buffers import Buffers, Lines, Patience, TableBuffer, TextBuffer, read, shared_file
 from shoal.vector.env_group import EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, ids_of, name_of
-from shoal.vector.failures import Failure, from_exception, shown
+from shoal.vector.failures import Failure, from_exception
 from shoal.vector.worker import Attach, Close, Make, QueueBox, serve
 
 LOADING_SECONDS = 60.0
@@ -414,8 +414,7 @@ class ThreadWorker(Worker):
         own = with_own_rows(self, command)
         if isinstance(command, Make):
             self.box, name = QueueBox(self.backend.bell), f"shoal-envs-{self.first}"
-            given: Any = {"args": (self.box, self.first), "name": name, "daemon": True}
-            thread = threading.Thread(target=_serve_in_thread, **given)
+            thread = threading.Thread(target=serve, args=(self.box,), name=name, daemon=True)
             thread.start()
             self.thread = thread  # only now: one that could not be started cannot be waited for
         self.command = command
@@ -457,13 +456,6 @@ class ThreadWorker(Worker):
         if isinstance(self.command, Step):
             self._land()
         self.box.commands.put(Close())
-
-
-def _serve_in_thread(box: QueueBox, first: int) -> None:
-    try:
-        serve(box)
-    except BaseException as error:
-        box.reply(Reply(failures=[from_exception(first, "serve", error)]))
 
 
 class ThreadBackend(Backend):
