@@ -224,6 +224,18 @@ def test_curves_are_drawn_where_the_last_are_old_and_when_a_run_ends(
     assert drawn == rows_drawn
 
 
+def test_a_run_is_closed_also_where_its_last_curves_cannot_be_drawn(tmp_path, monkeypatch):
+    def half_imported(rows, path):  # by Ctrl-C
+        raise AttributeError("module 'matplotlib' has no attribute 'get_data_path'")
+
+    monkeypatch.setattr(records, "write_curves", half_imported)
+    config = AgentConfig(run_dir=str(tmp_path / "run"))
+    kept = records.Records(config, None)
+    kept.report({"iteration": 0, "heldout_success": 0.0})
+    kept.close()
+    records.Records(config, None).close()  # the folder is free again
+
+
 def test_the_advantage_of_every_token_that_was_trained_on_is_kept(finished):
     rows = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     told = {row["iteration"]: row.get("trained_tokens", 0) for row in rows}
