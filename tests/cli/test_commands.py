@@ -623,17 +623,18 @@ print(list(unpacks(range(2), desc="unpacking")), list(downloads(range(2), desc="
     assert done.stderr == ""
 
 
-def test_a_terminal_gets_a_bar_with_an_eta(monkeypatch):
+@pytest.mark.parametrize("columns", [40, 100])
+def test_a_terminal_gets_a_bar_with_an_eta(monkeypatch, columns):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", str(columns))
     screen = Screen(True)
     with grammar.Progress("training", screen) as progress:
         assert progress.on_terminal
         progress.doing = lambda: "warm-up, 3 of 20 steps"
         progress._bar.refresh()
-        progress.at(0.5, "2/4 success 0.50", "a line that is not shown")
-    assert "2/4 success 0.50" in screen.getvalue()
-    assert "ETA" in screen.getvalue()
+        progress.at(0.5, "2/4  success 0.50  reward 0.19  valid 0.91", "a line that is not shown")
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).rpartition("ETA")[2]
+    assert re.fullmatch(r" [-0-9:]{7}\s+2/4  success 0.50  reward 0.19  valid\s+0.91\s*", last)
     assert "warm-up, 3 of 20 steps" in screen.getvalue()
     assert "a line that is not shown" not in screen.getvalue()
 

@@ -153,13 +153,15 @@ class Progress:
             from rich.progress import Progress as Bar
             from rich.text import Text
 
-            class Description(TextColumn):
-                def render(_, task: Any) -> Text:  # noqa: N805
-                    return Text(task.description or self.doing())
+            class Described(Bar):
+                def get_renderables(bar) -> Iterator[Any]:  # noqa: N805
+                    yield from super().get_renderables()
+                    for task in bar.tasks:  # below it, where a narrow terminal breaks lines
+                        yield Text(task.description or self.doing())
 
-            self._bar = Bar(
-                BarColumn(bar_width=24), Description(""), TimeElapsedColumn(), TextColumn("ETA"),
-                TimeRemainingColumn(), console=console,
+            self._bar = Described(
+                BarColumn(bar_width=16), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
+                console=console,
             )  # fmt: skip
             self._bar.start()
             self._task = self._bar.add_task("", total=1.0)
