@@ -528,6 +528,7 @@ def test_help_is_offered_where_the_command_has_it(tmp_path, capsys):
     ("words", "told"),
     [
         ("train-ppo --n-envs abc", "--n-envs must be a whole number, got 'abc'"),
+        ("train-ppo --env CartPole-v1 --n-envs=", "--n-envs must be a whole number, got ''"),
         ("train-ppo --n-envs=1.5", "--n-envs must be a whole number, got '1.5'"),
         ("train-ppo --n-envs 1e20", "n_envs must be at most 2147483647, got 100000000000000000000"),
         ("train-ppo --n-envs 1e999999999", "--n-envs must be a whole number, got '1e999999999'"),

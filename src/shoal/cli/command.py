@@ -105,7 +105,7 @@ def parsed(command: Command, name: str, words: list[str]) -> Any:
     try:
         return tyro.cli(command.options, args=ordered, prog=f"shoal {name}", **settings)
     except _NotANumberError as error:
-        at = next(i for i, word in enumerate(words) if error.word in (word, word.partition("=")[2]))
+        at = next(i for i, word in enumerate(words) if word == error.word or word.endswith(f"={error.word}"))
         flag = next((word.partition("=")[0] for word in words[at::-1] if word[:2] == "--"), "it")
         raise ConfigError(f"{flag} must be {error.wanted}, got {error.word!r}") from None
 
