@@ -146,6 +146,13 @@ def test_the_help_leaves_no_flag_out_and_names_none_that_is_not_there(name, told
         assert set(flags) <= whole, example
 
 
+@pytest.mark.parametrize(("name", "flag"), [("bench", "peers"), ("skills train", "film")])
+def test_the_help_says_how_to_leave_out_what_is_done_by_default(name, flag):
+    told = command.help_of(dict(everything())[name], name, [], everything=True)
+    assert f"  --{flag}, --no-{flag} " in told
+    assert "--no-json" not in told
+
+
 def test_words_and_flags_come_in_any_order():
     one = command.loaded(COMMANDS["train"])
     both = [

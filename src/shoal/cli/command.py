@@ -231,7 +231,7 @@ def help_of(command: Command, name: str, words: list[str], *, everything: bool =
         names = [
             flag.replace("_", "-")
             for flag in action.option_strings
-            if flag[:2] == "--" and flag[:5] != "--no-"
+            if flag[:2] == "--" and (flag[:5] != "--no-" or action.default is True)
         ]
         if not action.option_strings:
             places.append((str(action.metavar or action.dest), action))
