@@ -213,6 +213,13 @@ def test_completion_knows_commands_and_flags(capsys, tmp_path):
     assert said(capsys, "completion", "zsh").startswith("#compdef shoal")
 
 
+def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(COMMANDS, "train", ("not_installed", ""))
+    told = said(capsys, "completion", "bash")
+    assert "envs train-ppo rollout" in told
+    assert '"train")' not in told
+
+
 # --- mistakes in the call
 @pytest.mark.parametrize(
     ("words", "why"),

@@ -136,6 +136,19 @@ def test_a_case_that_raises_is_a_row_that_says_so(tmp_path):
     assert [row.problem for row in rows] == ["", "RuntimeError: no luck", ""]
 
 
+def test_a_first_run_that_fails_ends_the_proof_with_its_own_error(tmp_path, monkeypatch, capsys):
+    def broken(run):
+        raise ModuleNotFoundError(name="PIL")
+
+    def made(*args, **kwargs):
+        return Part("agents", "episodes", [Case("one", broken), Case("two", made)], str, lambda a, b: "")
+
+    monkeypatch.setattr(prove_agents, "agents", made)
+    assert main(["prove", "--run-dir", str(tmp_path / "p")]) == 1
+    assert capsys.readouterr().err == 'shoal: shoal prove needs an extra: run pip install "shoal[vision]"\n'
+    assert json.loads((tmp_path / "p" / "summary.json").read_text())["status"] == "failed"
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_the_command_ends_with_0_only_if_all_is_equal(tmp_path, monkeypatch, capsys, same):
     def made(*args, **kwargs):

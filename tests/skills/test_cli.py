@@ -227,6 +227,15 @@ def test_a_dry_run_prints_the_graph_and_touches_nothing(
     assert not (tmp_path / "x").exists()
 
 
+def test_without_the_extra_of_trainings_nothing_is_made_or_launched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert skills("train", "--graph-path", str(tmp_path / "x")) == 1
+    assert 'training skills needs an extra: run pip install "shoal[train]"' in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
 def test_a_world_whose_package_is_not_installed_is_told_before_anything_is_made_or_launched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -335,10 +335,11 @@ def words() -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     for first, entry in COMMANDS.items():
-        for name, command in every(entry, first):
-            found[name] = sorted({*flags_of(command, name), "--help", "--help-all"})
-            if name != first:
-                found.setdefault(first, []).append(name.removeprefix(f"{first} "))
+        with contextlib.suppress(ImportError):  # of an extra, without which the command cannot be called
+            for name, command in every(entry, first):
+                found[name] = sorted({*flags_of(command, name), "--help", "--help-all"})
+                if name != first:
+                    found.setdefault(first, []).append(name.removeprefix(f"{first} "))
     return found
 
 

@@ -126,6 +126,9 @@ def _prove(part: Any, options: ProveOptions) -> int:
 
                 proved(part, path.absolute(), told)
             status = "completed" if all(row.equal for row in rows) else "failed"
+        except Exception:
+            status = "failed"
+            raise
         finally:  # what was proved until Ctrl-C is kept
             equal = status == "completed"
             metrics = {

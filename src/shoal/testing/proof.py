@@ -87,12 +87,15 @@ class Part:
 
 
 def prove(part: Part, folder: Path, told: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """Make all runs of a part under a folder; `told` gets each row as it is there."""
+    """Make all runs of a part under a folder; `told` gets each row as it is there.
+
+    What the first run raises, which the others are compared with, is raised.
+    """
     rows: list[Row] = []
     runs = [folder / "".join(c if c.isalnum() else "-" for c in case.name).strip("-") for case in part.cases]
     try:
         for case, run in zip(part.cases, runs, strict=True):
-            row = _make(part, case, run)
+            row = _make(part, case, run, is_first=not rows)
             if case.fault and row.toll.seconds is None:
                 calm = next((other.seconds for other in rows if other.name == part.calm), row.seconds)
                 row.toll.seconds = max(0.0, row.seconds - calm)
@@ -108,7 +111,7 @@ def prove(part: Part, folder: Path, told: Callable[[Row], None] = lambda row: No
     return rows
 
 
-def _make(part: Part, case: Case, folder: Path) -> Row:
+def _make(part: Part, case: Case, folder: Path, *, is_first: bool) -> Row:
     began = time.monotonic()
     toll: Toll | None = None
     digests: dict[str, str] = {}
@@ -122,6 +125,8 @@ def _make(part: Part, case: Case, folder: Path) -> Row:
                 break
         digests = part.digests(folder)
     except Exception as error:  # a border: whatever a case's run raises is what the table says of it
+        if is_first:
+            raise
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     row = Row(case.name, case.fault, digests, time.monotonic() - began, toll or Toll(), problem)
     if case.fault and not problem and not (row.toll.kills and row.toll.again):
@@ -134,7 +139,7 @@ def _make(part: Part, case: Case, folder: Path) -> Row:
 def _compare(part: Part, reference: Row, row: Row, one: Path, other: Path) -> str:
     parted = [what for what, digest in reference.digests.items() if row.digests.get(what) != digest]
     if not parted:
-        return "" if reference.digests else "there is no reference"
+        return ""
     where = part.difference(one, other)
     return f"{' and '.join(parted)} differ" + (f"; first: {where}" if where else "")
 

@@ -187,7 +187,9 @@ def default_config(world: str) -> TrainingConfig:
 
 
 def check_installed(name: str) -> None:
-    """Raise a `MissingExtraError` for a world that cannot be made here: each launch would end with it."""
+    """Raise a `MissingExtraError` where a world cannot be made, or trained in: each launch would end with it."""
+    if importlib.util.find_spec("safetensors") is None:
+        raise missing_extra("training skills", "train")
     extra = world_kind(name).extra
     if extra is not None and importlib.util.find_spec(extra) is None:
         raise missing_extra(f"the world {name!r}", extra)
