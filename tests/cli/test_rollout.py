@@ -3,6 +3,7 @@ import json
 import pytest
 from tests.rollout.doubles import FakeServer
 
+from shoal.cli import grammar
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories, write_trajectories
 from shoal.envs.frozen_lake import FrozenLakeEnv
@@ -104,9 +105,11 @@ def test_other_weights_than_those_that_wrote_the_episodes_are_found(trained, tmp
     assert "train-000003.jsonl with step-000002, promised L2, held L0" in said
 
 
-def test_comparing_says_that_everything_is_equal(tmp_path, capsys):
+def test_comparing_says_that_everything_is_equal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(grammar, "FIRST_HEARTBEAT", 0.05)
     assert main(["rollout", "--compare", *SMALL, f"run_dir={tmp_path / 'run'}"]) == 0
-    said = capsys.readouterr().out
+    said, meanwhile = capsys.readouterr()
+    assert "… playing workers, own pace: " in meanwhile
     assert said.count("bit-equal") == 4
     for row in ("one by one", "lockstep alone", "workers, lockstep", "a worker killed"):
         assert row in said

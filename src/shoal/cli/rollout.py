@@ -240,12 +240,14 @@ def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.E
     from shoal.train.agent.trainer import lockstep_collector
 
     folder, engine, _ = prepare(config, options, ending)
+    name = "one by one"
+    ending.enter_context(Progress("comparing", sys.stderr, bar=False)).doing = lambda: f"playing {name}"
     with ParallelRolloutManager(config, engine, backend="serial") as manager:
         reference = manager.collect(options.iteration)
         sequential = manager.report.seconds
     write_trajectories(folder.path / "trajectories" / "rollout.jsonl", reference)
-    rows = [_row("one by one", reference, sequential, sequential, 0, "reference")]
-    plain = replace(rollout_config(config), use_parallel_envs=False)
+    rows = [_row(name, reference, sequential, sequential, 0, "reference")]
+    name, plain = "lockstep alone", replace(rollout_config(config), use_parallel_envs=False)
     lockstep = lockstep_collector(config, make_set(plain, plain.es_manager.train), engine, config.seed)
     clock = time.perf_counter()
     trajectories = lockstep.collect(options.iteration, config.agent_proxy.sampling())
@@ -253,9 +255,9 @@ def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.E
     lockstep.close()
     verdict = compare(_wordless(reference), _wordless(trajectories))
     verdicts = [verdict]
-    rows.append(_row("lockstep alone", trajectories, seconds, sequential, 0, _equal(verdict)))
+    rows.append(_row(name, trajectories, seconds, sequential, 0, _equal(verdict)))
     if verdict.first:
-        print(f"lockstep alone: {verdict.first}", file=sys.stderr)
+        print(f"{name}: {verdict.first}", file=sys.stderr)
 
     notes, parallel, died = [], 0.0, None
     backend = options.backend or config.agent_proxy.parallel.backend
