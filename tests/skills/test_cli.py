@@ -85,9 +85,10 @@ def test_a_run_that_an_error_ends_says_so_in_its_summary(
 
 
 def test_status_history_eval_logs_and_export_tell_of_the_run(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = ["--graph-path", str(trained)]
+    monkeypatch.setenv("COLUMNS", "30")  # of the terminal, which does not break lines in a pipe
     assert skills("status", *at) == 0
     assert "Collect Wood" in capsys.readouterr().out
     assert skills("status", "--json", *at) == 0

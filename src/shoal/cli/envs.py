@@ -30,6 +30,7 @@ from shoal.cli.grammar import (
     count_of,
     parse_settings,
     refuse_idle,
+    wide_console,
 )
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.envs.catalogue import (
@@ -132,8 +133,6 @@ class ServeCommand(Named):
 
 
 def _list(command: ListCommand) -> int:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -155,8 +154,8 @@ def _list(command: ListCommand) -> int:
             line = _first_line(find(name))
         except ShoalError as error:  # one broken package must not hide the others
             line = str(error)
-        table.add_row(escape(name), escape(line), f"of the package {entry.package}")
-    Console().print(table)
+        table.add_row(name, line, f"of the package {entry.package}")
+    wide_console().print(table)
     print("\nshoal envs show NAME tells all about one; shoal envs play NAME plays it.")
     return 0
 

@@ -237,6 +237,16 @@ def counted(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
         yield told
 
 
+def wide_console(out: Any = None) -> Any:
+    """Standard output, or `out`; a file or a pipe has no edge at which the cells of a table would break."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, file=out or sys.stdout)
+    if not console.is_terminal:
+        console.width = max(console.width, 200)
+    return console
+
+
 def table(
     title: str,
     header: Sequence[str],
@@ -247,7 +257,6 @@ def table(
 ) -> None:
     """A table on standard output, or `out`; columns are numbers, to the right, but for those in `text`."""
     from rich.box import SIMPLE
-    from rich.console import Console
     from rich.table import Table
 
     made = Table(title=title or None, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
@@ -255,10 +264,7 @@ def table(
         made.add_column(name, justify="left" if place in text else "right", overflow="fold")
     for row in rows:
         made.add_row(*row)
-    console = Console(highlight=False, markup=False, file=out or sys.stdout)
-    if not console.is_terminal:
-        console.width = max(console.width, 200)  # a file or a pipe has no edge
-    console.print(made)
+    wide_console(out).print(made)
 
 
 # --- what a command line says of an environment

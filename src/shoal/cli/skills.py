@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from shoal.cli.command import Command, Group
+from shoal.cli.grammar import wide_console
 from shoal.cli.output import for_programs, program
 from shoal.core.errors import ConfigError
 from shoal.core.files import write_json
@@ -197,9 +198,7 @@ def status(options: StatusOptions, store: Store) -> None:
 
         print(json.dumps(finite(scheduler_state(store, 0)), indent=2), file=for_programs())
         return
-    from rich.console import Console
-
-    Console().print(table(store.skills(), store))
+    wide_console().print(table(store.skills(), store))
     if not is_held(options.graph_path) and store.skills("waiting", "running", "merging"):
         print(f"no scheduler runs; go on with: {resume_command(options.graph_path)}")
 
