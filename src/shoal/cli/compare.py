@@ -161,5 +161,5 @@ def _draw(runs: Sequence[Path], wanted: str | None, path: Path) -> str:
     axis.set_ylabel(name)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, format=None if path.suffix else "png")
     return name
