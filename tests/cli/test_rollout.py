@@ -114,6 +114,9 @@ def test_comparing_says_that_everything_is_equal(tmp_path, capsys, monkeypatch):
     for row in ("one by one", "lockstep alone", "workers, lockstep", "a worker killed"):
         assert row in said
     metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    assert (
+        tmp_path / "run" / "engine" / "manifest.json"
+    ).exists()  # the folder came whole, as a checkpoint does
     assert metrics["least_level"] == "L2"
     assert metrics["worker_deaths"] >= 1
     assert 1 <= metrics["replayed_episodes"] <= 6

@@ -3,6 +3,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -222,6 +223,26 @@ def test_a_folder_survives_an_exception_at_every_rename(tmp_path, monkeypatch, e
             "old" if len(calls) >= failing else "new"
         )
         assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("teller", ["safetensors", "shutil"])
+def test_a_full_disk_is_told_as_such_whoever_meets_it(tmp_path, monkeypatch, teller):
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "a").write_text("a")
+
+    def write():
+        with write_folder(tmp_path / "f") as folder:
+            if teller == "safetensors":
+                raise RuntimeError("I/O error: No space left on device (os error 28)")
+            shutil.copytree(tmp_path / "from", folder / "from", copy_function=full)
+
+    with pytest.raises(OSError, match="No space left") as told:
+        write()
+    assert told.value.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == ["from"]
 
 
 @pytest.mark.parametrize("exchange", [True, False])

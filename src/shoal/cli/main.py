@@ -141,7 +141,8 @@ def _tell(error: Exception, command: str) -> int:
         text = f"the memory is not enough: {text or 'of this machine'}"
     code = 2 if isinstance(error, ValueError | KeyError | FileNotFoundError) else 1
     if isinstance(error, OSError) and not isinstance(error, ShoalError):
-        named = f" ({error.filename})" if error.filename is not None else ""
+        files = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        named = f" ({' to '.join(files)})" if files else ""
         text = f"{error.strerror or error}{named}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and command in RESUMED:
             text += "; what was saved before is whole: make room and go on with --resume (resume=true)"

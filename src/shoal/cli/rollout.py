@@ -154,7 +154,7 @@ def prepare(
 ) -> tuple[RunFolder, Any, Journal]:
     """The run folder with its config, the engine, saved beside it when it is small, and what was played before."""
     from shoal.core.configuration import as_yaml, to_mapping
-    from shoal.core.files import write_text
+    from shoal.core.files import write_folder, write_text
     from shoal.train.agent.policy import policy_of
 
     source = None if options.source is None else engine_folder(options.source)
@@ -169,8 +169,8 @@ def prepare(
     journal = journal_of(folder, weights, asked)
     write_text(folder.path / "config.yaml", as_yaml(to_mapping(config)))
     if config.engine.name == "tiny":
-        (folder.path / "engine").mkdir(exist_ok=True)
-        policy_of(engine).save(folder.path / "engine")
+        with write_folder(folder.path / "engine") as new:
+            policy_of(engine).save(new)
     return folder, engine, journal
 
 

@@ -19,7 +19,7 @@ from shoal.cli.command import Command, Group
 from shoal.cli.grammar import wide_console
 from shoal.cli.output import for_programs, program
 from shoal.core.errors import ConfigError
-from shoal.core.files import write_json
+from shoal.core.files import write_folder, write_json
 from shoal.core.run_folder import RunFolder, finite, whole_rows
 from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, condition, is_held, reopen
 from shoal.skills.jobs.store import AttemptRow
@@ -382,11 +382,11 @@ def export(options: ExportOptions, store: Store) -> None:
     export_views(store)
     if not is_held(options.graph_path):
         export_state(store, 0)
-    options.to.mkdir(parents=True)
-    for name in ("skills", "checkpoints"):
-        if (store.root / name).exists():
-            shutil.copytree(store.root / name, options.to / name)
-    write_json(options.to / "scheduler_state.json", scheduler_state(store, 0))
+    with write_folder(options.to) as new:
+        for name in ("skills", "checkpoints"):
+            if (store.root / name).exists():
+                shutil.copytree(store.root / name, new / name)
+        write_json(new / "scheduler_state.json", scheduler_state(store, 0))
     print(f"exported {len(store.skills('completed'))} completed skills to {options.to}")
 
 

@@ -139,9 +139,9 @@ def write_folder(folder: Path | str) -> Iterator[Path]:
     """Yield a temporary folder to fill; on a clean exit it becomes `folder` at once, with a manifest.
 
     If `folder` exists it is replaced, and its mode kept. On an exception the temporary folder is removed and `folder`
-    stays; what safetensors tells of the disk is raised as the `OSError` it is. Several may write the same folder at a
-    time: the last one's stays, whole. A file that a library wrote for its owner alone, as safetensors does, may be read
-    by whom the umask lets.
+    stays; what safetensors or shutil tell of the disk is raised as the `OSError` it is. Several may write the same
+    folder at a time: the last one's stays, whole. A file that a library wrote for its owner alone, as safetensors
+    does, may be read by whom the umask lets.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -165,8 +165,10 @@ def write_folder(folder: Path | str) -> Iterator[Path]:
     except BaseException as error:
         restore_folder(folder)
         _remove(temporary)
-        told = re.search(r"\(os error (\d+)\)", str(error))  # so a library in Rust tells of a full disk
-        if told and not isinstance(error, OSError | ShoalError):
+        told = re.search(
+            r"(?:\(os error|\[Errno) (\d+)[)\]]", str(error)
+        )  # a full disk, in Rust and in shutil
+        if told and not isinstance(error, ShoalError) and getattr(error, "errno", None) is None:
             raise OSError(int(told[1]), os.strerror(int(told[1])), str(folder)) from error
         raise
     fsync_folder(folder.parent)
