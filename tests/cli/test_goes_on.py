@@ -254,6 +254,7 @@ def test_a_second_evaluation_into_the_folder_is_refused_and_spoils_nothing(
 ):
     words = commands(run, tmp_path / "out")["eval"]
     assert broken_off(monkeypatch, words, 3) == 130
+    assert "interrupted; what went into a --run-dir is kept: say the same again" in capsys.readouterr().err
     lock = FolderLock(tmp_path / "out" / ".lock")
     lock.take()
     before = (tmp_path / "out" / "unfinished.jsonl").read_bytes()

@@ -99,7 +99,8 @@ def main(argv: list[str] | None = None) -> int:
                 sys.stdout.flush()
                 code = code or int(bool(lost))
             except KeyboardInterrupt:
-                print("shoal: interrupted", file=sys.stderr)
+                kept = "; what went into a --run-dir is kept: say the same again, into the same folder"
+                print(f"shoal: interrupted{kept if command in ASKED_AGAIN else ''}", file=sys.stderr)
                 code = 130
             return 128 + got[0] if got and code == 130 else code
     except ReaderGoneError:  # it has enough, as `| head` does
