@@ -11,15 +11,18 @@ from shoal.envs.frozen_lake import FrozenLakeEnv
 SMALL = ["es_manager.train.env_groups=3", "es_manager.train.group_size=2", "agent_proxy.parallel_n_jobs=2"]
 
 
-def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys):
+def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     assert main(["rollout", *SMALL, f"run_dir={run}", "--iteration", "3"]) == 0
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["command"], summary["status"]) == ("rollout", "completed")
     assert summary["metrics"]["episodes"] == 6
     assert summary["metrics"]["rollout_workers"] == 2
+    monkeypatch.setattr(grammar, "FIRST_HEARTBEAT", 0.05)
     assert main(["rollout", "--verify", str(run)]) == 0
-    assert "promised L2, held L2: 6 of 6 episodes" in capsys.readouterr().out
+    said, meanwhile = capsys.readouterr()
+    assert "promised L2, held L2: 6 of 6 episodes" in said
+    assert "… playing rollout.jsonl again, " in meanwhile
 
 
 def test_rollouts_without_a_folder_of_their_own_are_kept_apart(tmp_path, monkeypatch, capsys):

@@ -433,7 +433,9 @@ def _replay(
         assignments = [
             Assignment(i, place, t.env) for i, (place, t) in enumerate(zip(places, saved, strict=True))
         ]
-        replayed = manager.play(assignments, sampling)
+        with Progress("playing", sys.stderr, bar=False) as progress:
+            progress.doing = lambda: "playing {} again, {} of {} episodes".format(file.name, *manager.counts)
+            replayed = manager.play(assignments, sampling)
     whole = [k for k, t in enumerate(saved) if t.status == "ok"]
     verdict = compare([saved[k] for k in whole], [replayed[k] for k in whole])
     equal = bool(whole) and verdict.level >= min(promised, "L1")
