@@ -49,6 +49,8 @@ def test_links_lead_somewhere(page):
         if target.name in GENERATED:
             continue
         assert target.exists(), f"{link} leads nowhere"
+        if page.is_relative_to(ROOT / "docs"):
+            assert target.is_relative_to(ROOT / "docs"), f"{link} leads nowhere on the site"
         if anchor:
             assert anchor in anchors(target), f"{link}: there is no such heading"
 
