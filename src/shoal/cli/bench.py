@@ -249,7 +249,7 @@ def _show(
 ) -> None:
     step, cpu = result["step_seconds"] * 1e6, result["step_cpu_seconds"] * 1e6
     console.print(
-        f"{options.env}: a step takes {step:.3g} µs, of which {cpu:.3g} µs compute; an observation has "
+        f"{options.env}: a step takes {step:.3g} µs, of which {min(cpu, step):.3g} µs compute; an observation has "
         f"{result['observation_bytes']} bytes; {loop:,.0f} steps/s in a plain loop"
     )
     rows = []
