@@ -234,6 +234,9 @@ class Pays(Told):
 class Several:
     """Several numbers, as a tensor may hold them."""
 
+    def __repr__(self):
+        return "several"
+
     def __float__(self):
         raise ValueError("only one element tensors can be converted")
 
