@@ -76,6 +76,11 @@ class NoInfo(Odd):
         return observation, reward, terminated, truncated, None
 
 
+class OldGym(Odd):
+    def odd(self, observation, reward, terminated, truncated, info):
+        return observation, reward, terminated or truncated, info
+
+
 class HalfCharacter(Odd):
     def odd(self, observation, *others):
         return "\ud800", *others
@@ -148,6 +153,10 @@ ODD = [
     (SuccessInWords, "success must be True or False, got np.str_('False')"),
     (ValidInWords, "action_is_valid must be True or False, got 'no'"),
     (NoInfo, "EnvError: the info must be a dict, got NoneType"),
+    (
+        OldGym,
+        "EnvError: step must return (observation, reward, terminated, truncated, info), as Gymnasium has it; got 4",
+    ),
     (HalfCharacter, "UnicodeEncodeError"),
     (BadPicture, "picture"),
     (Cancelled, "CancelledError"),

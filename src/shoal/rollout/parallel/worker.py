@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, Protocol
 import msgspec
 from gymnasium.spaces import Text
 
-from shoal.core.data import Status, Trajectory, refuse_no_text
+from shoal.core.data import Status, Trajectory, answer_of, refuse_no_text
 from shoal.core.errors import EngineError, WorkerError, in_words
 from shoal.core.executors import OwnThread
 from shoal.rollout.episode import Episode, EpisodeId, Role
@@ -323,7 +323,7 @@ def _end_forked(error: BaseException | None) -> NoReturn:
 
 def step_env(player: Player, episode: Episode, env: Any, action: int | str) -> bool:
     """Step the env and tell the episode; whether that was the end of it."""
-    observation, reward, terminated, truncated, info = env.step(action)
+    observation, reward, terminated, truncated, info = answer_of(env.step(action), "step")
     _refuse_no_text(env, observation)
     if not player.abandoned:
         episode.observe(observation, reward, terminated, truncated, info)
@@ -332,7 +332,7 @@ def step_env(player: Player, episode: Episode, env: Any, action: int | str) -> b
 
 def reset_env(episode: Episode, env: Any) -> None:
     """Reset the env for an episode, and tell the episode."""
-    observation, info = env.reset(seed=episode.place.env_seed)
+    observation, info = answer_of(env.reset(seed=episode.place.env_seed), "reset")
     _refuse_no_text(env, observation)
     episode.begin(observation, info)
 
