@@ -31,6 +31,7 @@ from tests.integrations import doubles
 from shoal.core.errors import DataError, EngineError
 from shoal.core.seeding import derive_seed, stream
 from shoal.integrations.verl import agent_loop_outputs, to_dataproto
+from shoal.rollout.episode import Episode
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
@@ -396,3 +397,19 @@ def test_an_answer_that_cannot_be_one_is_refused(engine, tmp_path, spoil, told):
     worker = make_worker(engine, tmp_path, LETTER, Spoiling(engine))
     with pytest.raises(EngineError, match=told):
         asyncio.run(worker.generate_sequences(rows(1, 1)))
+
+
+@pytest.mark.usefixtures("quiet_logs")
+def test_a_prompt_that_cannot_be_made_costs_its_own_row(engine, tmp_path, monkeypatch):
+    worker = make_worker(engine, tmp_path, LETTER, Client(engine))
+    made, request = [], Episode.request
+
+    def fails_once(self):
+        made.append(self)
+        if len(made) == 1:
+            raise ValueError("no such template")
+        return request(self)
+
+    monkeypatch.setattr(Episode, "request", fails_once)
+    data = asyncio.run(worker.generate_sequences(rows()))
+    assert sorted(data.non_tensor_batch["failed"]) == [0.0] * 5 + [1.0]

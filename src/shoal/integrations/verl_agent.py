@@ -132,6 +132,10 @@ class ShoalAgentLoop(AgentLoopBase):
                 episode.end_turn()
         except EnvFailedError as error:
             return episode.trajectory("env_error", str(error))
+        except (ConfigError, EngineError):
+            raise
+        except Exception as error:  # of the tokenizer or a template, say: it costs this episode alone
+            return episode.trajectory("engine_error", in_words(error))
         finally:
             await home.close()
         return episode.trajectory()
