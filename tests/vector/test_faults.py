@@ -908,6 +908,7 @@ def test_a_process_that_found_no_room_for_its_files_is_started_later(method: Sta
     process.start()
     process.kill()
     process.release()
+    gc.collect()  # what an earlier test left in a cycle would close its files meanwhile
     before, files = children(), psutil.Process().num_fds()
     with room_for(spare), pytest.raises(ConfigError, match="too many open files"):
         process.start()
@@ -915,7 +916,8 @@ def test_a_process_that_found_no_room_for_its_files_is_started_later(method: Sta
     process.kill()  # there is none: that kills nobody
     process.release()
     assert children() <= before
-    assert psutil.Process().num_fds() == files
+    gc.collect()
+    assert psutil.Process().num_fds() <= files
     process.start()
     assert process.alive()
     process.kill()
