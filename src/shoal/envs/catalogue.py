@@ -86,11 +86,17 @@ class Installed(NamedTuple):
     where: str  # module:Class
 
 
+def package_of(entry: importlib.metadata.EntryPoint) -> str:
+    """The name of the package that an entry point is of, also where it was removed by half."""
+    known: Any = entry.dist.metadata if entry.dist is not None else {}
+    return str(known.get("Name", "(unknown)"))
+
+
 def installed() -> dict[str, Installed]:
     """The envs that installed packages name in the group `shoal.envs`, none of them imported."""
     found: dict[str, Installed] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
-        package = getattr(entry.dist, "name", None) or "(unknown)"  # none where it was removed by half
+        package = package_of(entry)
         where = entry.value.partition("[")[0].strip()  # behind it stand the extras that it needs
         if not SAFE_NAME.fullmatch(entry.name):
             logger.warning("package %s names an env %r, which is no usable name", package, entry.name)

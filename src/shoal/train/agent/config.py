@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 from shoal.core.configuration import check_fields, from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, UnknownNameError, did_you_mean, unknown_name
 from shoal.core.registry import Registry, all_or_nothing
+from shoal.envs.catalogue import package_of
 from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
@@ -480,7 +481,7 @@ def import_extensions(names: Sequence[str]) -> None:
         raise ConfigError(f"imports must be a list of modules and files, got {names!r}")
     with _IMPORTS:
         for entry in importlib.metadata.entry_points(group=GROUP):
-            told = f"the entry point {entry.name!r} of {getattr(entry.dist, 'name', 'a package')}"
+            told = f"the entry point {entry.name!r} of {package_of(entry)}"
             _import(told, entry.load)
         for name in names:
             if name.endswith(".py"):
