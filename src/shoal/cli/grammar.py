@@ -433,12 +433,13 @@ def journal_of(folder: RunFolder, weights: str, asked: Mapping[str, Any]) -> Jou
 
 def playing_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Of the settings of a run of agents those that change what is played, but for the weights."""
-    from shoal.train.agent.config import comparable
+    from shoal.train.agent.config import comparable, imported
 
     known = comparable(values)
     del known["engine"]["model"]
     wanted = ("seed", "engine", "model", "agent_proxy", "es_manager", "custom_envs")
-    return {key: known[key] for key in wanted}
+    names = values.get("imports")
+    return {key: known[key] for key in wanted} | ({"imported": imported(names)} if names else {})
 
 
 def weights_at(place: Path | str | None) -> str:

@@ -142,6 +142,33 @@ def test_a_file_of_the_user_registers_an_advantage_and_a_loss_and_trains_with_th
     assert len(rows) == 2
 
 
+def test_a_run_goes_on_with_the_imports_that_it_had_wherever_they_lie(tmp_path):
+    def trained(imports, *settings):
+        small = [
+            "warmup.steps=1",
+            "engine.width=16",
+            "use_parallel_envs=false",
+            f"run_dir={tmp_path / 'run'}",
+        ]
+        with AgentTrainer(
+            compose_config("demo", [*QUICK, *small, f"imports={imports}", *settings])
+        ) as trainer:
+            return len(list(trainer.train()))
+
+    begun, changed, moved = (tmp_path / name / "mine.py" for name in ("begun", "changed", "moved"))
+    for file, source in ((begun, "ONE = 1"), (changed, "ONE = 2"), (moved, "ONE = 1")):
+        file.parent.mkdir()
+        file.write_text(source)
+    trained([str(begun)])
+    on = "trainer.iterations=2", "resume=true"
+    for other, told in (([str(changed)], "['mine.py sha256 "), ([], "[]")):
+        with pytest.raises(
+            DataError, match=rf"imported was \['mine.py sha256 \w+'\] and is {re.escape(told)}"
+        ):
+            trained(other, *on)
+    assert trained([str(moved)], *on) == 3
+
+
 def test_an_import_that_fails_is_named(tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(ConfigError, match=r"broken.py cannot be imported: ZeroDivisionError"):

@@ -170,8 +170,8 @@ def load_checkpoint(
         state = read_json(path / "state.json")
         before = state["config"] and comparable(state["config"])
         told = json.loads(json.dumps(config))
-        if "teacher_sha256" not in before:  # nobody noted it then
-            told.pop("teacher_sha256", None)
+        for name in {"teacher_sha256", "imported"} - before.keys():  # nobody noted it then
+            told.pop(name, None)
         difference = first_change(before, told)
         if difference:
             raise DataError(

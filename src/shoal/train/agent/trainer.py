@@ -35,7 +35,7 @@ from shoal.rollout.samplers.registry import close_engine
 from shoal.rollout.samplers.sampler import Completion, EngineAround, Request, Sampler
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
-from shoal.train.agent.config import AgentConfig, Algorithm, refuse_without_signal
+from shoal.train.agent.config import AgentConfig, Algorithm, imported, refuse_without_signal
 from shoal.train.agent.distributed import (
     BasePolicy,
     Processes,
@@ -156,7 +156,7 @@ class AgentTrainer(Closing):
         algorithm = replace(algorithm, batching=batching)
         self.config = config = replace(config, algorithm=algorithm)
         of_teacher = {"teacher_sha256": weights_sha256(teacher.module)} if teacher else {}
-        self._settings = config.comparable() | of_teacher
+        self._settings = config.comparable() | of_teacher | {"imported": imported(config.imports)}
         self.records = Records(config, on_event, writes=self.processes.first)
         begun.callback(self.records.close)
         kept = self.records.folder.path / "reference"
