@@ -376,12 +376,11 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any, str]:
     The weights are told where they are asked for, with `out`.
     """
     asked = options.out is not None
-    from shoal.core.files import verify_folder
     from shoal.rollout.samplers.models import KNOWN
     from shoal.rollout.samplers.registry import make_engine
     from shoal.testing.recorded_runs import agent_config_of
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
-    from shoal.train.agent.evaluation import checkpoint_of
+    from shoal.train.agent.evaluation import read_checkpoint
     from shoal.train.agent.policy import load_engine
 
     if options.model.startswith(SERVER):
@@ -389,12 +388,16 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any, str]:
     folder = Path(options.model)
     if (folder / "checkpoints").is_dir():
         run = agent_config_of(folder)
-        checkpoint = verify_folder(checkpoint_of(folder, options.checkpoint))
         if run.engine.name == "huggingface":
             hide_loading()
-        weights = weights_at(checkpoint / "engine") if asked else ""
         device = options.device or run.engine.device
-        return load_engine(checkpoint / "engine", device=device, config=run.engine), run, weights
+
+        def read(checkpoint: Path) -> tuple[Any, str]:
+            weights = weights_at(checkpoint / "engine") if asked else ""
+            return load_engine(checkpoint / "engine", device=device, config=run.engine), weights
+
+        engine, weights = read_checkpoint(folder, options.checkpoint, read)
+        return engine, run, weights
     if not folder.exists() and options.model not in KNOWN:
         raise DataError(
             f"there is no run folder and no model folder {folder}, nor is it one of {', '.join(KNOWN)} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,7 +12,7 @@ import tyro
 
 from shoal.cli.command import Command, Flag
 from shoal.core.errors import ConfigError
-from shoal.core.files import read_json, verify_folder, write_folder
+from shoal.core.files import read_json, write_folder
 
 MORE = """\
 examples:
@@ -39,9 +40,17 @@ class ExportOptions:
 
 def export(options: ExportOptions) -> None:
     """Copy the engine of a checkpoint out of its run."""
-    from shoal.train.agent.evaluation import checkpoint_of
+    from shoal.train.agent.evaluation import read_checkpoint
 
-    source = verify_folder(checkpoint_of(options.run, options.checkpoint)) / "engine"
+    if options.out.exists():
+        raise ConfigError(f"{options.out} exists already: choose a new folder")
+    name = read_checkpoint(options.run, options.checkpoint, partial(_copy, options))
+    print(f"wrote {options.out} from {name}")
+
+
+def _copy(options: ExportOptions, checkpoint: Path) -> str:
+    """Write the new folder; the name of the checkpoint."""
+    source = checkpoint / "engine"
     kind = read_json(source / "engine.json")["engine"]
     if options.adapter and kind != "huggingface-lora":
         raise ConfigError(f"{options.run} was trained without LoRA and has no adapter: leave --adapter out")
@@ -49,8 +58,6 @@ def export(options: ExportOptions) -> None:
         raise ConfigError(
             f"{options.run} trained the {kind} engine, which transformers does not know: use --to shoal"
         )
-    if options.out.exists():
-        raise ConfigError(f"{options.out} exists already: choose a new folder")
     with write_folder(options.out) as folder:
         if kind == "huggingface-lora" and options.to == "hf" and not options.adapter:
             from shoal.train.agent.lora import merge_lora
@@ -62,7 +69,7 @@ def export(options: ExportOptions) -> None:
         for file in copied:
             if options.to == "shoal" or file.name != "engine.json":
                 shutil.copy2(file, folder / file.name)
-    print(f"wrote {options.out} from {source.parent.name}")
+    return checkpoint.name
 
 
 COMMAND = Command(ExportOptions, export, MORE)

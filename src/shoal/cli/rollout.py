@@ -155,11 +155,20 @@ def prepare(
     """The run folder with its config, the engine, saved beside it when it is small, and what was played before."""
     from shoal.core.configuration import as_yaml, to_mapping
     from shoal.core.files import write_folder, write_text
+    from shoal.train.agent.evaluation import read_checkpoint
     from shoal.train.agent.policy import policy_of
 
-    source = None if options.source is None else engine_folder(options.source)
-    weights = weights_at(config.engine.model if source is None else source)
-    engine = engine_for(config, source, ending)
+    def read(source: Path | None) -> tuple[str, Any]:
+        weights = weights_at(config.engine.model if source is None else source)
+        return weights, engine_for(config, source, ending)
+
+    run = options.source
+    if run is not None and not run.is_dir():
+        raise DataError(f"{run} is not a run folder")
+    if run is None or (run / "engine").is_dir():
+        weights, engine = read(None if run is None else run / "engine")
+    else:
+        weights, engine = read_checkpoint(run, "newest", lambda checkpoint: read(checkpoint / "engine"))
     if config.engine.name == "openai":
         weights = engine.model  # which the server may have chosen
     elif engine.weights_version:  # a sampler's own weights, of which the settings say nothing
@@ -172,16 +181,6 @@ def prepare(
         with write_folder(folder.path / "engine") as new:
             policy_of(engine).save(new)
     return folder, engine, journal
-
-
-def engine_folder(run: Path) -> Path:
-    """Where a run has its engine: its own, or that of its newest checkpoint."""
-    from shoal.train.agent.checkpoint import newest_checkpoint
-
-    if not run.is_dir():
-        raise DataError(f"{run} is not a run folder")
-    own = run / "engine"
-    return own if own.is_dir() else newest_checkpoint(run / "checkpoints") / "engine"
 
 
 def engine_for(config: Any, folder: Path | None, ending: contextlib.ExitStack) -> Any:

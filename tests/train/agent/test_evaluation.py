@@ -1,6 +1,8 @@
 import errno
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,9 +12,11 @@ from hypothesis import strategies as st
 from shoal.cli import eval as evaluation
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
+from shoal.core.errors import DataError
+from shoal.core.files import write_folder
 from shoal.core.run_folder import FolderLock
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.evaluation import mean_interval, wilson
+from shoal.train.agent.evaluation import mean_interval, read_checkpoint, wilson
 from shoal.train.agent.trainer import AgentTrainer
 
 
@@ -33,6 +37,39 @@ def test_the_mean_by_hand():
     # 1, 2, 3: mean 2, variance 1, standard error 1/sqrt(3)
     mean, half = mean_interval([1.0, 2.0, 3.0])
     assert (mean, round(half, 4)) == (2.0, round(1.959964 / 3**0.5, 4))
+
+
+def commit(folder, text):
+    with write_folder(folder) as new:
+        (new / "engine").write_text(text)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("which", ["newest", "best"])
+def test_a_checkpoint_that_its_run_replaces_or_drops_while_it_is_read_is_read_anew(tmp_path, which, torn):
+    folder, read = tmp_path / "checkpoints", []
+    for name in ("best", "step-000001"):
+        commit(folder / name, "one")
+
+    def reading(checkpoint):
+        read.append((checkpoint / "engine").read_text())
+        if len(read) == 1:
+            commit(folder / "best", "two")
+            commit(folder / "step-000002", "two")
+            shutil.rmtree(folder / "step-000001")
+            if torn:
+                raise FileNotFoundError("half of it")
+        return read[-1]
+
+    assert read_checkpoint(tmp_path, which, reading) == "two"
+    assert read == ["one", "two"]
+
+
+def test_a_checkpoint_that_is_damaged_is_told_at_once(tmp_path):
+    commit(tmp_path / "checkpoints" / "best", "one")
+    (tmp_path / "checkpoints" / "best" / "engine").write_text("two")
+    with pytest.raises(DataError, match="engine was altered"):
+        read_checkpoint(tmp_path, "best", Path.read_text)
 
 
 @pytest.fixture(scope="module")

@@ -5,21 +5,24 @@ Each metric is defined in `docs/metrics.md`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.core.data import Trajectory
 from shoal.core.errors import DataError
-from shoal.core.files import restore_folders
+from shoal.core.files import restore_folders, verify_folder
 from shoal.rollout.filters import discounted
 from shoal.train.agent.advantages import has_signal
 from shoal.train.agent.batch import was_cut
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import AgentConfig
+
+T = TypeVar("T")
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -170,3 +173,32 @@ def checkpoint_of(run: Path, which: str) -> Path:
             f"{run} has no checkpoint {which!r}; there are: {', '.join(path.name for path in found)}"
         )
     return named[0]
+
+
+def read_checkpoint(run: Path, which: str, read: Callable[[Path], T]) -> T:
+    """What `read` makes of a whole checkpoint; it is read anew where its run, which goes on, replaces or drops it.
+
+    Args:
+        run: the run folder.
+        which: see `checkpoint_of`.
+        read: is given the folder, whose files are those of its manifest.
+    """
+    while True:
+        folder = checkpoint_of(run, which)
+        before = _place_of(folder)
+        try:
+            found = read(verify_folder(folder))
+        except (DataError, OSError):
+            if before is not None and _place_of(folder) == before:
+                raise
+        else:
+            if _place_of(folder) == before:
+                return found
+
+
+def _place_of(folder: Path) -> tuple[int, int] | None:
+    """What no other folder of that name has, nor this one when files were removed; None if it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        told = folder.stat()
+        return told.st_ino, told.st_mtime_ns
+    return None
