@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from shoal.core.errors import DataError
 from shoal.core.seeding import stream
@@ -97,6 +98,41 @@ def test_formats_of_screenshots_are_read_as_pillow_reads_them(tmp_path, kind):
     (tmp_path / "a.png").write_bytes(encoded(kind))
     found = np.asarray(decode_rgb(str(tmp_path / "a.png")))
     assert np.array_equal(found, np.asarray(Image.open(io.BytesIO(encoded(kind))).convert("RGB")))
+
+
+UPRIGHT = {
+    1: lambda a: a,
+    2: np.fliplr,
+    3: lambda a: np.rot90(a, 2),
+    4: np.flipud,
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: np.rot90(a, 2).swapaxes(0, 1),
+    8: np.rot90,
+    9: lambda a: a,
+}
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_an_image_stands_as_its_exif_says(tmp_path, kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    noise = Image.open(io.BytesIO(encoded("PNG", 56, 28)))
+    noise.save(tmp_path / "a", kind, exif=exif.tobytes())
+    with Image.open(tmp_path / "a") as kept:
+        lying = np.asarray(kept.convert("RGB"))
+    found = decode_rgb(str(tmp_path / "a"))
+    assert np.array_equal(np.asarray(found), UPRIGHT[orientation](lying))
+    assert image_size(str(tmp_path / "a")) == found.size
+
+
+def test_exif_that_nobody_can_read_turns_nothing(tmp_path):
+    text = PngInfo()
+    text.add_text("Raw profile type exif", "\nexif\n 5\nzzzz\n")
+    noise = Image.open(io.BytesIO(encoded("PNG", 56, 28)))
+    noise.save(tmp_path / "a.png", pnginfo=text)
+    assert np.array_equal(np.asarray(decode_rgb(str(tmp_path / "a.png"))), np.asarray(noise))
 
 
 @pytest.mark.parametrize("store", ["u8", "float32", "bfloat16", "path"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import functools
 import io
 import math
@@ -35,6 +36,8 @@ MAX_IMAGE_PIXELS = 16_000_000
 MAX_DATA_URL = 64 * 2**20
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 """What a screenshot may be; other formats of Pillow start programs, or say one size and hold another."""
+UPRIGHT = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""Pillow's `Transpose` that makes an image of an EXIF orientation upright."""
 
 
 # --- loops over pixels
@@ -84,8 +87,8 @@ def values_from_patches(patches: Any, table: Any, repeat: int, out: Any) -> None
 
 
 # --- files
-def open_image(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """The image at a path or in a data URL, header read and size checked, pixels not yet decoded."""
+def open_image(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[Any, tuple[int, int]]:
+    """The image at a path or in a data URL, its pixels not yet decoded, and its (width, height) when it is upright."""
     with needs_extra("reading images", "vision"):
         from PIL import Image
     name = short_name(place)
@@ -107,19 +110,20 @@ def open_image(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
             f"image {name} says it is {width}x{height}, more than {max_pixels:,} pixels; "
             "shrink it or raise max_image_pixels"
         )
-    return image
+    return image, (height, width) if _orientation(image) >= 5 else (width, height)
 
 
 def decode_rgb(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """The decoded image in RGB, as large as its header says."""
-    image = open_image(place, max_pixels)
-    said = image.size
+    """The decoded image in RGB, upright as its EXIF has it, as large as its header says."""
+    image, said = open_image(place, max_pixels)
     try:
         with image:
             image.load()
             if image.mode[0] in "IF":  # Pillow, and so any processor, makes all above 255 white
                 raise ValueError(f"its pixels have more than 8 bits, mode {image.mode}; convert it")
             rgb = image if image.mode == "RGB" else image.convert("RGB")
+            if (turn := UPRIGHT.get(_orientation(image))) is not None:
+                rgb = rgb.transpose(turn)
     except Exception as error:
         raise DataError(
             f"image {short_name(place)} is broken ({error}); record it again or remove it"
@@ -133,10 +137,22 @@ def decode_rgb(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
 
 
 def image_size(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
-    """(width, height) from the header alone."""
-    with open_image(place, max_pixels) as image:
-        width, height = image.size
-    return int(width), int(height)
+    """(width, height) of the upright image, from the header alone."""
+    image, size = open_image(place, max_pixels)
+    image.close()
+    return size
+
+
+def _orientation(image: Any) -> int:
+    """That of EXIF, from 1 to 8; 1 where it says none, or nonsense."""
+    from PIL import ExifTags, Image
+
+    head = Image.Image()  # a PNG that is asked itself decodes its pixels, to look behind them
+    head.info = image.info
+    with contextlib.suppress(Exception):  # metadata may be anything, and the pixels still good
+        found = head.getexif().get(ExifTags.Base.Orientation)
+        return found if found in UPRIGHT else 1
+    return 1
 
 
 def data_url_bytes(url: str) -> bytes:
