@@ -516,6 +516,11 @@ def test_numbers_beside_a_picture_are_the_first_bytes_and_can_be_changed():
         (spaces.Discrete(3), np.nan),
         (spaces.MultiDiscrete([2, 3]), [1, 0.5]),
         (spaces.Box(-1, 1, (2,)), ["0.5", "1"]),
+        (spaces.Box(-1, 1, (2,)), np.array(["0.5", "1"])),
+        (spaces.Box(-1, 1, (2,)), np.array(["0.5", "1"], object)),
+        (spaces.Box(-1, 1, (2,)), np.array([0.5j, 1])),
+        (spaces.Box(-1, 1, (2,)), np.array([1, 2], "M8[D]")),
+        (spaces.Box(-1, 1, (2,)), np.zeros(3)),
         (spaces.Box(-1, 1, (2,)), [[0.5], [0.5, 1]]),
         (spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2)), {"a": 0}),
         (spaces.Dict(a=spaces.Discrete(2)), None),
@@ -529,6 +534,13 @@ def test_an_observation_of_another_space_is_refused(space, wrong):
     env.observation_space, env.reset = space, lambda **_: (wrong, {})
     with pytest.raises(EnvError, match="env 7: an observation must be of "):
         EnvSlice([env], first_index=7).reset()
+    later = CountingEnv(3)
+    later.observation_space, later.reset = space, lambda **_: (space.sample(), {})
+    later.step = lambda action: (wrong, 0.0, False, False, {})
+    envs = EnvSlice([later], first_index=7)
+    envs.reset()
+    with pytest.raises(EnvError, match="env 7: an observation must be of "):
+        envs.collect(NoisePolicy(envs.action_rows), np.zeros((1, 1, envs.action_rows.size), np.float32))
 
 
 @pytest.mark.parametrize("space", [spaces.Dict({}), spaces.Box(0, 1, (0,))])

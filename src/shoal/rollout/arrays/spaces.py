@@ -195,6 +195,8 @@ def _leaves(space: gym.Space, path: tuple[str, ...]) -> list[Leaf]:
 
 def _encode_leaf(space: gym.Space, values: Array, rows: Array) -> None:
     n = len(rows)
+    if values.dtype.kind == "O":
+        values = np.asarray(values.tolist())
     if values.dtype.kind not in "biufO":  # text and dates would be made numbers
         raise _stranger(space, values)
     if isinstance(space, spaces.Box | spaces.MultiBinary):

@@ -222,8 +222,9 @@ class EnvSlice:
         rollout = StepRollout.empty(n_steps, n_envs, self.obs_rows, self.action_rows, self.masked)
         obs, actions, logprobs, masks = rollout.obs, rollout.actions, rollout.logprobs, rollout.masks
         steps = [env.step for env in self.envs]
-        to_env, plain, masked = self.action_rows.to_env, self.obs_rows.is_plain, self.masked
-        see, width, array = self._see, self.obs_rows.size, np.ndarray
+        to_env, masked = self.action_rows.to_env, self.masked
+        see, array = self._see, np.ndarray
+        shape = (self.obs_rows.size,) if self.obs_rows.is_plain else None
         forget = getattr(policy, "forget", _nothing)
         rewards: list[Any] = []
         finals: list[Array] = []
@@ -255,7 +256,11 @@ class EnvSlice:
                         forget(i)
                         row[i] = self.now[i]
                         continue
-                    if plain and getattr(observation, "size", 0) == width:
+                    if (
+                        type(observation) is array
+                        and observation.shape == shape
+                        and observation.dtype.kind in "fiub"
+                    ):
                         row[i] = observation
                     else:
                         see(i, observation, row[i])
