@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import warnings
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -613,6 +615,26 @@ def test_trainer_learns_from_a_vector_env_with_one_generator_the_same_for_the_sa
         return [trainer.train_episode_vectorized(envs)["reward"] for _ in range(2)]
 
     assert rewards() == rewards()
+
+
+def test_a_trainer_goes_on_in_each_env_and_keeps_none_that_nobody_else_has():
+    class Seeds(IdentityEnv):
+        def reset(self, *, seed=None, options=None):
+            seeds.append(seed)
+            return super().reset(seed=seed, options=options)
+
+    seeds = []
+    trainer = PPOTrainer(seed=5, **FAST)
+    env, envs = Seeds(), SyncVectorEnv([IdentityEnv] * 2)
+    for _ in range(3):
+        trainer.train_episode(env)
+        trainer.train_episode_vectorized(envs)
+    assert seeds == [derive_seed(5, "env", 0, episode) & 0x7FFFFFFF for episode in (0, 0, 1, 2, 3)]
+    left = [weakref.ref(env), weakref.ref(env.unwrapped), weakref.ref(envs)]
+    del env, envs
+    gc.collect()
+    assert [one() for one in left] == [None] * 3
+    trainer.train_episode(Seeds())
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))

@@ -6,6 +6,7 @@ For whole runs with workers, evaluation and exact resume there is `PPO`; the mat
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -46,10 +47,12 @@ class Selected(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Known:
-    """Environments that a trainer learns from, and what is under way there."""
+    """What is under way in environments that a trainer learns from."""
 
-    collector: EnvSlice | VectorSteps
+    collector: Any  # an EnvSlice or VectorSteps, between calls without its `envs`
     log: EpisodeLog
+    gone: weakref.ref[Any]  # drops this with the caller's last reference to them
+    first: int  # the number of the first episode, where it is a single env
     memory: Array | None = None  # [N, S] what a recurrent policy remembers
     sums: Array | None = None  # [N] of the rewards, where they are normalised
 
@@ -138,7 +141,7 @@ class PPOTrainer:
             )
         limit = env.spec.max_episode_steps if env.spec is not None else None
         n_steps = min(limit or LONGEST_EPISODE, LONGEST_EPISODE)
-        return self._train(env, self._meet_env, 1, n_steps, until_done=True)
+        return self._train(env, self._take_env, 1, n_steps, until_done=True)
 
     def train_episode_vectorized(self, vec_env: VectorEnv | HasVectorEnv) -> dict[str, float]:
         """Collect `n_steps` of every environment, then update; returns the metrics.
@@ -152,17 +155,24 @@ class PPOTrainer:
                 f"train_episode_vectorized takes a vector env, got {type(vec_env).__name__}; a single environment "
                 "goes into train_episode"
             )
-        return self._train(envs, self._meet_vector_env, envs.num_envs, self.config.n_steps)
+        return self._train(envs, self._take_vector_env, envs.num_envs, self.config.n_steps)
 
-    def _meet_env(self, env: gym.Env) -> EnvSlice:
-        self._meet(env.observation_space, env.action_space, 1)
+    def _take_env(self, env: gym.Env, known: Known | None) -> Any:
         seeded = SeededEpisodes(env, self.seed, 0)
+        if known is not None:
+            seeded.episode = known.first + int(known.log.started[0])
+            known.collector.envs = [seeded]
+            return known.collector
+        self._meet(env.observation_space, env.action_space, 1)
         seeded.episode = self.num_episodes
         _, info = seeded.reset()
         seeded.episode -= 1
         return EnvSlice([seeded], masked="action_mask" in info)
 
-    def _meet_vector_env(self, vec_env: VectorEnv) -> VectorSteps:
+    def _take_vector_env(self, vec_env: VectorEnv, known: Known | None) -> Any:
+        if known is not None:
+            known.collector.envs = vec_env
+            return known.collector
         self._meet(vec_env.single_observation_space, vec_env.single_action_space, vec_env.num_envs)
         seeds: Any = [derive_seed(self.seed, "env", i, 0) & 0x7FFFFFFF for i in range(vec_env.num_envs)]
         try:
@@ -173,25 +183,29 @@ class PPOTrainer:
         return VectorSteps(vec_env, masked="action_mask" in infos, seed=seeds)
 
     def _train(
-        self, env: Any, meet: Callable[[Any], EnvSlice | VectorSteps], n_envs: int, n_steps: int, **how: bool
+        self, env: Any, take: Callable[[Any, Known | None], Any], n_envs: int, n_steps: int, **how: bool
     ) -> dict[str, float]:  # fmt: skip
         """A rollout, an update and its metrics.
 
         What fails in between, Ctrl-C too, leaves these envs within episodes we did not see: they begin new ones.
         """
         known = self._known.pop(id(env), None)
+        collector = take(env, known)
         if known is None:
-            known = Known(meet(env), EpisodeLog(n_envs, replayable=False))
-            known.collector.reset()
+            forget, key = self._known.pop, id(env)
+            gone = weakref.ref(env, lambda _: forget(key, None))
+            known = Known(collector, EpisodeLog(n_envs, replayable=False), gone, self.num_episodes)
+            collector.reset()
         agent = self.agent
         agent.attend(n_envs, known.memory, known.sums)
         remembered = agent.remembered()
-        rollout = known.collector.collect(agent, agent.noise(n_steps), **how)
+        rollout = collector.collect(agent, agent.noise(n_steps), **how)
         rollout.memory = remembered
         ended = known.log.add(rollout)
         metrics = self.update(rollout)
         known.memory = agent.memory
         known.sums = None if agent.reward_norm is None else agent.reward_norm.sums
+        collector.envs = ()
         self._known[id(env)] = known
         self.log.n_steps += rollout.rewards.size if rollout.valid is None else int(rollout.valid.sum())
         self.log.n_episodes += len(ended)
