@@ -145,8 +145,8 @@ def test_steps_are_those_of_the_functions_themselves() -> None:
         assert (terminated.tolist(), truncated.tolist()) == ([False] * 2, [over] * 2)
         assert rewards.dtype == np.float64
         assert infos["discount"].tolist() == [1.0, 1.0]
-        last = np.array(infos["final_obs"].tolist()) if over else obs
-        assert last.tolist() == [[rewards[i], (t - 1) % 3 + 1] for i in range(2)]
+        last = np.array(infos["final_obs"].tolist(), np.float32) if over else obs
+        assert last.tolist() == [[np.float32(rewards[i]), (t - 1) % 3 + 1] for i in range(2)]
         moved = last[:, 0] - x - [2.0, -2.0]  # params times action - 1, and noise
         assert (np.abs(moved) < 5).all()
         assert moved[0] != moved[1]

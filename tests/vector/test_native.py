@@ -902,6 +902,32 @@ def test_an_answer_of_the_wrong_kind_is_a_failure_of_the_batch(place: int, part:
     envs.close()
 
 
+@pytest.mark.parametrize(
+    ("space", "told", "said"),
+    [
+        (spaces.Box(-9, 9, (1,), np.float32), np.full((3, 1), 2.0), None),
+        (spaces.Box(0, 9, (1,), np.uint8), np.full((3, 1), 2.0), "must have dtype uint8, got float64"),
+        (spaces.Box(0, 9, (1,), np.int32), np.full((3, 1), 2), None),
+        (spaces.Box(0, 9, (1,), np.int32), np.full((3, 1), 2**40), "numbers that int32 has no room for"),
+        (spaces.Discrete(3), np.full(3, 2, np.int32), None),
+        (spaces.Discrete(3), np.full(3, 1.5), "must have dtype int64, got float64"),
+    ],
+)
+def test_observations_of_another_dtype_are_made_that_of_the_space_where_nothing_is_lost(
+    space: Any, told: Any, said: str | None
+) -> None:
+    envs = native(Wrong)
+    envs.reset(seed=0)
+    envs.single_observation_space, envs.batch.part = space, told
+    if said is None:
+        seen = envs.step(np.full(3, 5))[0]
+        assert (seen.dtype, seen.tolist()) == (space.dtype, told.tolist())
+    else:
+        with pytest.raises(EnvError, match=f"failed in step: EnvError: observation .*{said}"):
+            envs.step(np.full(3, 5))
+    envs.close()
+
+
 @pytest.mark.parametrize("parts", [lambda b: (b[0], b[1][:1]), lambda b: (b[0], None), lambda b: b[:1]])
 def test_a_part_of_parts_without_a_row_of_each_environment_is_a_failure_of_the_batch(parts: Any) -> None:
     class Ragged(Nested):

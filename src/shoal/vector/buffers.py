@@ -25,7 +25,7 @@ import numpy as np
 from shoal.core.data import own
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.executors import available_memory
-from shoal.vector.values import Layout, Leaf, Table
+from shoal.vector.values import Layout, Leaf, Table, refuse_loss
 
 Array = np.ndarray[Any, Any]
 LINE = 64
@@ -164,11 +164,8 @@ class RowWriter:
         given = np.asarray(value)
         if given.shape != self.shape:
             raise EnvError(f"observation must have shape {self.shape}, got {given.shape}")
-        fits = given.dtype == self.dtype or type(value) in self._scalars
-        if not fits and not np.can_cast(given.dtype, self.dtype, "same_kind"):
-            raise EnvError(f"observation must have dtype {self.dtype}, got {given.dtype} ({value!r:.80})")
-        if not fits and self.dtype.kind in "iu" and not (given.astype(self.dtype) == given).all():
-            raise EnvError(f"observation holds numbers that {self.dtype} has no room for ({value!r:.80})")
+        if type(value) not in self._scalars:
+            refuse_loss(given, self.dtype)
         return given
 
 

@@ -27,7 +27,7 @@ from shoal.core.errors import ConfigError, EnvError, ShoalError, missing_extra
 from shoal.core.seeding import derive_seed
 from shoal.envs.adapters.library import library
 from shoal.envs.catalogue import find, named
-from shoal.vector.values import Ready, reset_options, whole
+from shoal.vector.values import Ready, refuse_loss, reset_options, whole
 
 if TYPE_CHECKING:
     from shoal.vector.make import Options
@@ -514,6 +514,9 @@ def _rows(obs: Any, space: Any, n_envs: int) -> Any:
     if isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
         rows = np.asarray(obs)
         fits = rows.dtype.kind in "biuf" and rows.size == n_envs * math.prod(space.shape or ())
+        if fits:
+            refuse_loss(rows, space.dtype)
+            rows = rows.astype(space.dtype, copy=False)
     if not fits or (isinstance(rows, np.ndarray) and rows.shape[:1] != (n_envs,)):
         told = f"got {obs!r:.80} of shape {getattr(rows, 'shape', ())}, not of {space}"
         raise ValueError(f"expected observations of {n_envs}, {told}")

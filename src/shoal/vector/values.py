@@ -19,6 +19,7 @@ from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from shoal.core.data import NUMBERS
+from shoal.core.errors import EnvError
 from shoal.envs.spaces import QuickDiscrete
 
 OBJECT = np.dtype(object)
@@ -92,6 +93,16 @@ class Layout:
     def rebuild(self, columns: Sequence[Any]) -> Any:
         """A value, or a batch, from one entry per leaf."""
         return columns[0] if self.is_leaf else _gather(self.node, columns)
+
+
+def refuse_loss(given: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> None:
+    """An `EnvError` where an observation would lose something as the numbers of its space."""
+    if given.dtype == dtype:
+        return
+    if not np.can_cast(given.dtype, dtype, "same_kind"):
+        raise EnvError(f"observation must have dtype {dtype}, got {given.dtype} ({given!r:.80})")
+    if dtype.kind in "iu" and not (given.astype(dtype) == given).all():
+        raise EnvError(f"observation holds numbers that {dtype} has no room for ({given!r:.80})")
 
 
 def _walk(space: Space[Any], leaves: list[Leaf]) -> Node:
