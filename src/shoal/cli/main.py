@@ -51,7 +51,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 GOES_ON = ("train", "train-ppo", "rollout", "prove", "eval", "split", "bench", "skills")
 """Commands whose work goes on when nobody reads what they say any more."""
-RESUMED = ("train", "train-ppo", "split", "skills")
+RESUMED = ("train", "train-ppo", "split", "skills train")
 """Those that can go on where they ended."""
 ASKED_AGAIN = ("eval", "rollout")
 """Those that go on where they ended when they are asked for again."""
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ShoalError, ValueError, OSError, MemoryError) as error:
         if os.environ.get("SHOAL_TRACEBACK") and not isinstance(error, BrokenPipeError):
             raise
-        return _tell(error, command)
+        return _tell(error, " ".join(arguments[:2]) if command == "skills" else command)
 
 
 def _run(arguments: list[str]) -> int:
@@ -149,7 +149,7 @@ def _tell(error: Exception, command: str) -> int:
             text += "; what was saved before is whole: make room and go on with --resume (resume=true)"
         elif error.errno in (errno.ENOSPC, errno.EDQUOT) and command in ASKED_AGAIN:
             text += "; the episodes written before are kept: make room and say the same again, into the same folder"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and command in GOES_ON:
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and command in GOES_ON + RESUMED:
             text += "; choose another folder with --run-dir (run_dir=)"
         code = 1 if error.errno in FULL else 2
     with contextlib.suppress(OSError):

@@ -119,12 +119,27 @@ def test_a_full_disk_is_an_error_of_files_and_the_store_goes_on_when_there_is_ro
     store = Store(tmp_path)
     pages = store._query("pragma page_count")[0][0]
     store._db.execute(f"pragma max_page_count={pages}")
-    with pytest.raises(OSError, match="database or disk is full") as caught:
+    with pytest.raises(OSError, match="No space left on device") as caught:
         store.set_setting("much", "x" * 100_000)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "state.db"))
     store._db.execute("pragma max_page_count=100000")
     store.set_setting("much", "x" * 100_000)
     assert Store(tmp_path).setting("much") == "x" * 100_000
+
+
+@pytest.mark.parametrize("code", ["SQLITE_FULL", "SQLITE_IOERR_SHMSIZE"])  # the second of a full tmpfs
+def test_a_disk_that_is_full_when_a_store_is_opened_is_an_error_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    def fail(store: Store) -> int:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = getattr(sqlite3, code)
+        raise error
+
+    monkeypatch.setattr(Store, "_layout", fail)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        Store(tmp_path)
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "state.db"))
 
 
 def test_a_number_that_no_database_holds_is_told_as_such(tmp_path: Path) -> None:
@@ -266,7 +281,7 @@ def test_an_unknown_skill_error_is_not_a_config_error(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_bytes(b"not a database, " * 99)
-    with pytest.raises(DataError, match=r"state.db cannot be opened: file is not a database"):
+    with pytest.raises(DataError, match=r"state.db cannot be read: file is not a database"):
         Store(tmp_path)
 
 

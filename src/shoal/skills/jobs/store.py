@@ -184,6 +184,7 @@ MIGRATIONS = (_FIRST, _SECOND)
 _ERRNO = {
     sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR: errno.EIO, sqlite3.SQLITE_CANTOPEN: errno.EIO,
     sqlite3.SQLITE_READONLY: errno.EROFS, sqlite3.SQLITE_BUSY: errno.EBUSY,
+    sqlite3.SQLITE_IOERR_SHMSIZE: errno.ENOSPC,
 }  # fmt: skip
 
 
@@ -207,7 +208,8 @@ class Store:
             self.root / "state.db", isolation_level=None, check_same_thread=False, timeout=60
         )
         try:
-            self._open()
+            with self._told():
+                self._open()
         except BaseException as error:
             self._db.close()
             if isinstance(error, sqlite3.DatabaseError):
@@ -270,10 +272,12 @@ class Store:
             yield
         except sqlite3.DatabaseError as error:
             path = self.root / "state.db"
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
-            if code in _ERRNO:
-                raise OSError(_ERRNO[code], str(error), str(path)) from error
-            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
+            number = _ERRNO.get(code, _ERRNO.get(code & 0xFF))
+            if number is not None:
+                told = os.strerror(number) if number == errno.ENOSPC else str(error)
+                raise OSError(number, told, str(path)) from error
+            if code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 raise DataError(f"{path} cannot be read: {error}") from error
             raise
         except OverflowError as error:
