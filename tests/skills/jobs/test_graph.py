@@ -308,6 +308,7 @@ def test_a_scheduler_that_died_before_it_noted_a_batch_jobs_number_finds_it(slur
     graph.store.set_handle = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         graph.run()
+    assert condition(graph.store, graph.store.job("one"), held=False) == "not known"
     graph.close()
     (slurm / "down").touch()  # it may still run, and must not be launched a second time
     again = Graph(slurm / "graph", launcher=SlurmLauncher(["--clusters=cluster"], every=0.05))

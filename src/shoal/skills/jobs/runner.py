@@ -665,8 +665,11 @@ def condition(store: Store, row: JobRow, *, held: bool) -> str:
     last = store.attempts(row.name, "running")[-1:]
     if last and alive(last[0].launcher, last[0].handle):
         return "running, no scheduler"
-    done = bool(last) and (store.root / last[0].run_folder / DONE).exists()
-    return "done, not merged" if done else "interrupted"
+    folder = store.root / last[0].run_folder if last else None
+    if folder is not None and (folder / DONE).exists():
+        return "done, not merged"
+    submitted = folder is not None and not last[0].handle and (folder / f"training-{last[0].id}.sh").exists()
+    return "not known" if submitted else "interrupted"  # of a batch job whose number nobody noted
 
 
 # Where jobs run: local processes, tmux sessions to watch, Ray, SLURM. None gets its command by a shell's parsing.
