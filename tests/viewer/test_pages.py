@@ -416,6 +416,17 @@ def test_an_odd_value_in_a_file_of_one_run_hides_no_other(tmp_path, opened, kind
     assert ("<h1>odd" in text) == (kind == "ppo-torch") == ("says what no run writes" not in text)
 
 
+@pytest.mark.parametrize("error", [NameError, AssertionError, MemoryError, ImportError])
+def test_what_no_file_can_raise_is_not_told_as_a_fault_of_a_file(tmp_path, opened, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    run = opened(make_run(tmp_path / "run"))
+    monkeypatch.setattr("shoal.viewer.pages.overview", fail)
+    with pytest.raises(error):
+        page_for(Site([run]), "run/0", {})
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json"])
 def test_a_pipe_is_not_waited_for_and_a_link_out_of_the_run_shows_nothing_of_what_lies_there(
     tmp_path, opened, name

@@ -16,6 +16,8 @@ from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
 
+from msgspec import MsgspecError
+
 from shoal.core.errors import DataError, MissingExtraError, ShoalError, in_words, needs_extra
 from shoal.core.ports import listening
 from shoal.viewer import episode_pages, pages
@@ -39,6 +41,8 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 STATIC = {"view.js": "text/javascript; charset=utf-8", "view.css": "text/css; charset=utf-8"}
+READING = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, MsgspecError)
+"""What a file can raise that says something else than runs write."""
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -105,9 +109,9 @@ def page_for(site: Site, path: str, query: dict[str, str]) -> Page:
     """
     try:
         return _page_for(site, path, query)
-    except (ShoalError, OSError, sqlite3.Error):
+    except ShoalError:
         raise
-    except Exception as error:  # whatever a file says, the other pages are shown
+    except READING as error:  # whatever a file says, the other pages are shown
         raise DataError(
             f"a file of this run says what no run writes ({in_words(error)}); restore it or remove it"
         ) from error
