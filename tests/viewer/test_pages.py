@@ -416,6 +416,20 @@ def test_an_odd_value_in_a_file_of_one_run_hides_no_other(tmp_path, opened, kind
     assert ("<h1>odd" in text) == (kind == "ppo-torch") == ("says what no run writes" not in text)
 
 
+def test_settings_that_are_unset_and_numbers_within_others_are_shown_in_readers_words(tmp_path, opened):
+    one, other = (make_run(tmp_path / name) for name in ("one", "other"))
+    (one / "config.yaml").write_text("seed: 1\nnum_workers: null\n")
+    (other / "config.yaml").write_text("seed: 1\nnum_workers: 2\n")
+    inner = {"metrics": {"chain": {"success": 0.5, "by": {"Wood": 0.25}}, "none": None}}
+    (one / "summary.json").write_text(json.dumps(inner))
+    site = Site([opened(one), opened(other)])
+    assert "<td>num_workers</td><td>\N{EN DASH}</td><td>2</td>" in compare(site, {}).body
+    shown = overview(site, site.runs[0]).body
+    assert "<td>chain.by.Wood</td><td>0.25</td>" in shown
+    assert "<td>chain.success</td><td>0.5</td>" in shown
+    assert "<td>none</td><td>\N{EN DASH}</td>" in shown
+
+
 @pytest.mark.parametrize("error", [NameError, AssertionError, MemoryError, ImportError])
 def test_what_no_file_can_raise_is_not_told_as_a_fault_of_a_file(tmp_path, opened, monkeypatch, error):
     def fail(*_):

@@ -368,7 +368,11 @@ def _settings(run: Run, summary: Mapping[str, Any]) -> Html:
     except OSError:
         text = ""
     final = summary.get("metrics")
-    numbers = [(key, _value(value)) for key, value in final.items()] if isinstance(final, dict) else []
+    numbers = [
+        row
+        for key, value in (final.items() if isinstance(final, dict) else ())
+        for row in (sorted(flattened({key: value}).items()) if isinstance(value, dict) else [(key, value)])
+    ]
     return tag(
         "section",
         tag("details", tag("summary", "Settings"), tag("pre", text)) if text else None,
@@ -443,6 +447,7 @@ def flattened(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, Mapping) and value and depth < 12:
             todo += [(f"{name}.{key}", inner, depth + 1) for key, inner in value.items()]
         else:
+            value = NONE if value is None else value
             found[name] = (_SHORT.repr(value) if isinstance(value, list | Mapping) else str(value))[:200]
     return found
 
