@@ -345,6 +345,8 @@ def test_bad_arguments_say_what_was_expected(processor, tmp_path):
         ({"window_size": 0}, "window_size must be at least 1"),
         ({"truncation": "top"}, "truncation must be one of"),
         ({"store": "u16"}, "store must be one of"),
+        ({"on_error": "ignore"}, "on_error must be one of"),
+        ({"padding": "min"}, "padding must be one of"),
         ({"compat": "old"}, "compat must be"),
         ({"position_rows": 1}, "3 rows"),
         ({"reward": "first"}, "reward must be one of"),

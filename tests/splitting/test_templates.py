@@ -172,6 +172,24 @@ def test_processors_of_other_kinds_see_each_image_once(processor, make_root, sto
     )
 
 
+def test_what_a_tokenizer_puts_around_any_text_does_not_stand_around_each_image(processor, make_root):
+    from tokenizers.processors import TemplateProcessing
+
+    root, ids = make_root(1, steps=2, size=(90, 60))
+    dressed = copy.deepcopy(processor)
+    dressed.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|im_end|> <|im_end|>",
+        special_tokens=[("<|im_start|>", 151644), ("<|im_end|>", 151645)],
+    )
+    other = Blurred(dressed)
+    other.image_processor = object()  # without grids: what stands for an image are the processor's own tokens
+    found, wanted = (
+        StepwiseTrajectorySplitter(each, root, padding="longest").split(ids) for each in (other, processor)
+    )
+    assert torch.equal(found["input_ids"], wanted["input_ids"])
+    assert all(sample.position_ids.tolist() == [[*range(sample.n_tokens)]] for sample in found.samples())
+
+
 def test_eight_bit_stores_need_a_processor_that_allows_them(processor, make_root):
     root, _ = make_root(1, steps=1, size=(60, 60))
     for store in ("u8", "path"):
