@@ -175,6 +175,17 @@ def test_advantages_compare_recordings_of_one_task_each_once(batch):
         recorded_samples(found, "grpo")
 
 
+def test_a_sample_without_a_prompt_is_trained_from_its_second_token_on(batch):
+    [sample] = batch.samples()[:1]
+    sample.logprobs = np.linspace(-2, -1, len(sample.response_ids), dtype=np.float32)
+    [before], border = recorded_samples([sample], "supervised"), len(sample.prompt_ids)
+    assert before.places[0] == border
+    sample.prompt_ids, sample.prompt_positions = sample.prompt_ids[:0], sample.prompt_positions[:, :0]
+    [found] = recorded_samples([sample], "supervised")
+    assert found.places.tolist() == (before.places[1:] - border).tolist()
+    assert found.old_logprobs.tolist() == before.old_logprobs[1:].tolist()
+
+
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["rewards", "a finite log-probability"])
 def test_rewards_and_log_probs_that_are_no_numbers_are_refused(batch, where, wrong):

@@ -134,9 +134,10 @@ def recorded_samples(samples: Sequence[Any], objective: Objective) -> list[Recor
                 )
     made = []
     for sample, advantage in zip(samples, advantages, strict=True):
-        border, mask = len(sample.prompt_ids), np.asarray(sample.response_mask, bool)
+        border, mask = len(sample.prompt_ids), np.array(sample.response_mask, bool)
+        mask[:1] &= border > 0  # nothing comes before the first token of a sample without a prompt
         places = np.flatnonzero(mask) + border
-        if not len(places) or places[0] == 0:
+        if not len(places):
             continue
         made.append(
             Recorded(
