@@ -15,6 +15,7 @@ from shoal.cli.main import main
 from shoal.core.errors import ConfigError, DataError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent import policy as policies
 from shoal.train.agent.batch import micro_batches
 from shoal.train.agent.checkpoint import list_checkpoints
@@ -78,6 +79,8 @@ def test_adapters_alone_are_trained_resumed_and_exported(base, tmp_path, capsys)
     for one, other in zip(adapted.generate(greedy), merged.generate(greedy), strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    [names] = policy.files()
+    assert sum(".lora_" in name for name in names) == len(names) == len(policy.read(checkpoint))
     plain = HuggingFaceEngine.load(base)
     prompt = torch.tensor([greedy[0].prompt_ids])
     with torch.no_grad():
@@ -103,6 +106,9 @@ def test_adapters_of_another_base_and_engines_without_one_are_refused(base, tmp_
         run(own, tmp_path / "run", "trainer.iterations=2", "resume=true")
     with pytest.raises(ConfigError, match="needs engine.name=huggingface"):
         AgentTrainer(compose_config("demo", ["model.lora.rank=2", f"run_dir={tmp_path / 'tiny'}"]))
+    for engine, model in ((TinyEngine(["Up"]), "a-model"), (HuggingFaceEngine.load(own), None)):
+        with pytest.raises(ConfigError, match="needs engine.name: huggingface with an engine.model"):
+            add_lora(policy_of(engine), Lora(2), model, 0)
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def test_cispo_keeps_the_gradient_of_every_token_with_a_truncated_weight():
 
 @pytest.mark.parametrize(("method", "expected"), [("truncate", [2.0, 1.5, 0.1]), ("mask", [0.0, 1.5, 0.0])])
 def test_importance_weights_by_hand(method, expected):
-    old = LOG(torch.tensor([3.0, 1.5, 0.1]))
-    torch.testing.assert_close(rollout_correction(old, ZERO(3), 2.0, method), torch.tensor(expected))
+    old, sampled = LOG(torch.tensor([0.3, 0.6, 0.05])), LOG(torch.tensor([0.1, 0.4, 0.5]))
+    torch.testing.assert_close(rollout_correction(old, sampled, 2.0, method), torch.tensor(expected))
 
 
 def test_a_token_that_the_sampler_held_all_but_impossible_is_masked():

@@ -300,6 +300,7 @@ def test_weights_of_another_network_are_not_put_in_place():
     one[1].weight = one[0].weight  # tied
     weights = {name: value + 1 for name, value in whole_weights(one).items()}
     weights["1.weight"] = weights["0.weight"]
+    assert whole_weights(one, names=["1.bias"]).keys() == {"1.bias"}
     single, twins = without_twins(weights)
     assert twins == {"1.weight": "0.weight"}
     before = {name: value.clone() for name, value in whole_weights(one).items()}

@@ -380,6 +380,7 @@ def test_every_shipped_config_composes(name):
         ("algorithm.gamma=2", r"algorithm.*gamma must be in \(0, 1\], got 2"),
         ("algorithm.adv_estimator=ppo2", "no advantage named 'ppo2'"),
         ("trainer.iterations=0", "iterations must be at least 1, got 0"),
+        ("algorithm.epochs=${sed}", "^Interpolation key 'sed' not found"),
     ],
 )
 def test_a_wrong_override_is_explained(override, message):
