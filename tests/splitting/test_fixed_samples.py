@@ -130,9 +130,10 @@ def test_reward_placements(processor, make_root):
     assert scored["reward_tensor"].sum(1).tolist() == [2.25, 1.75, 2.0]
 
 
-def test_step_scores_in_a_window_sit_on_the_ends_of_their_turns(processor, make_root):
+@pytest.mark.parametrize("options", [{}, {"compat": "seed", "fixes": {"masks_from_messages": True}}])
+def test_step_scores_in_a_window_sit_on_the_ends_of_their_turns(processor, make_root, options):
     root, ids = make_root(1, steps=3, size=(60, 60))
-    batch = TrajectorySplitter(processor, root, padding="longest").split(
+    batch = TrajectorySplitter(processor, root, padding="longest", **options).split(
         ids, [0.0], process_reward_tensor=[[1.0, -1.0, 0.0]]
     )
     places = batch["reward_tensor"][0].nonzero()[:, 0]

@@ -201,6 +201,29 @@ def test_agentnet_tasks_become_recordings(processor, tmp_path):
     assert [text.splitlines()[1] for text in answers(batch, processor)] == ["Click 0.", "Click 2."]
 
 
+def test_a_step_of_agentnet_shows_a_file_or_the_image_itself(tmp_path):
+    root = agentnet(tmp_path / "AgentNet")
+    file = root / "agentnet_ubuntu_5k.jsonl"
+    task = json.loads(file.read_text())
+
+    def read(image):
+        task["traj"][1]["image"] = image
+        file.write_text(json.dumps(task) + "\n")
+        reader = AgentNetReader(root)
+        return reader.read(reader.ids()[0]).messages[2].images
+
+    url = f"data:image/png;base64,{'A' * 5000}"
+    assert read(url) == (url,)
+    for image, message in (
+        ("", "step 1: no image"),
+        ("A" * 300, r"step 1: image 'A{80}' is no file \(.*too long\); name one, or write a data: URL"),
+        ("A" * 60 + "/A" * 3000, "step 1: image '.{80}' is no file"),
+        ("shot-9", "shot-9.png is missing"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read(image)
+
+
 # --- LiteSample
 def litesample():
     def call(number, **arguments):

@@ -6,6 +6,7 @@ Coordinates stay as they were recorded (pixels, parts of 1, parts of 1000): whic
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -477,7 +478,7 @@ class AgentNetReader(RecordReader):
             shot = encodable(str(step.get("image") or ""), where)
             if not shot:
                 raise DataError(f"{where}: no image")
-            folder = next((each for each in folders if (each / shot).is_file()), folders[0])
+            folder = next((each for each in folders if os.path.isfile(each / shot)), folders[0])
             place = ImageLocator(folder)(shot, where)
             parts = [{"type": "image", "image": shot}]
             if number == 0:

@@ -325,7 +325,13 @@ class ImageLocator:
         path = (self.folder / name).resolve()
         if not path.is_relative_to(self._inside):
             raise DataError(f"{where}: image {reference[:80]!r} leaves {self.folder}; put it inside")
-        if not path.is_file():
+        try:
+            there = path.is_file()
+        except OSError as error:  # too long for a name: the bytes of an image, say
+            raise DataError(
+                f"{where}: image {reference[:80]!r} is no file ({error.strerror}); name one, or write a data: URL"
+            ) from None
+        if not there:
             raise DataError(f"{where}: image {path} is missing; restore it or remove the trajectory")
         return str(path)
 
