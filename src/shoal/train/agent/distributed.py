@@ -67,7 +67,7 @@ class Processes:
 
     def __init__(self, rank: int = 0, count: int = 1, local_rank: int = 0, *, sharded: bool = False) -> None:
         self.rank, self.count, self.local_rank = rank, count, local_rank
-        self.sharded = sharded and count > 1
+        self.sharded = sharded
         self._mesh: DeviceMesh | None = None
 
     @classmethod

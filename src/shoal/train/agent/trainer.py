@@ -183,7 +183,7 @@ class AgentTrainer(Closing):
         begun.callback(self._collector.close)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
         begun.callback(self._val_collector.close)
-        self._success = 0.0  # held out, at this iteration; 0 if not measured
+        self._success: float  # held out, at this iteration; 0 if not measured
         self._warned = False
         self._doing: tuple[str, SharedCollector | None] = "starting", None
 
