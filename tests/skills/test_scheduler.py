@@ -49,14 +49,19 @@ def scheduler(base: Path, launcher, **more) -> SkillScheduler:
     return SkillScheduler(base, more.pop("max_parallel", 2), launcher=launcher, **more)
 
 
-def test_three_skills_with_dependencies_are_trained_in_order(tmp_path: Path, scripted) -> None:
+def test_three_skills_with_dependencies_are_trained_in_order(
+    tmp_path: Path, scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launcher = scripted()
     s = scheduler(tmp_path, launcher)
     for one in (PICKAXE, TABLE, WOOD):  # the order of adding must not matter
         s.add_skill(one.name, one, dependencies={"Make Wood Pickaxe": ["Collect Wood", "Place Table"],
                                                  "Place Table": ["Collect Wood"]}.get(one.name, []))  # fmt: skip
+    told: list[str] = []
+    monkeypatch.setattr(s, "merged", lambda attempt: told.append(attempt.job))
     assert s.run()
     assert [name for name, _ in launcher.launched] == ["Collect Wood", "Place Table", "Make Wood Pickaxe"]
+    assert told == ["Collect Wood", "Place Table", "Make Wood Pickaxe"]
     assert [data["expert_idx"] for data in s.get_completed_skills().values()] == [2, 1, 0]
     state = json.loads((tmp_path / "scheduler_state.json").read_text())
     assert {name: data["status"] for name, data in state["skills"].items()} == dict.fromkeys(
