@@ -458,5 +458,4 @@ def _write(
     write_text(folder.path / "config.yaml", as_yaml(played_as))
     write_trajectories(folder.path / "trajectories" / "eval.jsonl", trajectories)
     folder.finish(result)
-    out = sys.stderr if options.json or options.format == "json" else sys.stdout
-    print(f"look at an episode:  {program()} show {shlex.quote(str(options.out))} --worst", file=out)
+    print(f"look at an episode:  {program()} show {shlex.quote(str(options.out))} --worst")

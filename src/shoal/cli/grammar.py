@@ -237,11 +237,11 @@ def counted(what: str, total: int) -> Iterator[Callable[[int, int], None]]:
         yield told
 
 
-def wide_console(out: Any = None) -> Any:
-    """Standard output, or `out`; a file or a pipe has no edge at which the cells of a table would break."""
+def wide_console() -> Any:
+    """Standard output; a file or a pipe has no edge at which the cells of a table would break."""
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False, file=out or sys.stdout)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = max(console.width, 200)
     return console
@@ -253,9 +253,8 @@ def table(
     rows: Sequence[Sequence[str]],
     *,
     text: Sequence[int] = (0,),
-    out: Any = None,
 ) -> None:
-    """A table on standard output, or `out`; columns are numbers, to the right, but for those in `text`."""
+    """A table on standard output; columns are numbers, to the right, but for those in `text`."""
     from rich.box import SIMPLE
     from rich.table import Table
 
@@ -264,7 +263,7 @@ def table(
         made.add_column(name, justify="left" if place in text else "right", overflow="fold")
     for row in rows:
         made.add_row(*row)
-    wide_console(out).print(made)
+    wide_console().print(made)
 
 
 # --- what a command line says of an environment

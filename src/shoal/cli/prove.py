@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,13 +110,12 @@ def _prove(part: Any, options: ProveOptions) -> int:
     path = options.run_dir or new_folder(f"prove-{part.name}")
     if (path / "summary.json").exists():
         raise ConfigError(f"{path} holds a run already: pass another --run-dir")
-    out = sys.stderr if options.json else sys.stdout
     rows: list[Row] = []
     status = "interrupted"
     with RunFolder(path, "prove", part.seed) as folder:
-        print(f"{count_of(len(part.cases), 'run')} of {part.name}, in {path}", file=out, flush=True)
+        print(f"{count_of(len(part.cases), 'run')} of {part.name}, in {path}", flush=True)
         try:
-            with Progress("proving", out) as progress:
+            with Progress("proving") as progress:
 
                 def told(row: Row) -> None:
                     rows.append(row)
@@ -151,7 +149,7 @@ def _prove(part: Any, options: ProveOptions) -> int:
         ]
         for row in rows
     ]
-    table("", header, cells, text=(0, *range(1, 1 + len(what)), len(header) - 1), out=out)
+    table("", header, cells, text=(0, *range(1, 1 + len(what)), len(header) - 1))
     faults = [row for row in rows if row.fault]
     again = (
         f"; {count_of(metrics['kills'], 'kill')} landed, {metrics['played_again']} {part.again} played again"
@@ -161,7 +159,7 @@ def _prove(part: Any, options: ProveOptions) -> int:
         if equal
         else f"{sum(not r.equal for r in rows)} of {len(rows)} DIFFER"
     )
-    print(f"{verdict}{again if faults else ''}: {path / 'summary.json'}", file=out)
+    print(f"{verdict}{again if faults else ''}: {path / 'summary.json'}")
     if options.json:
         print_json(summary)
     return 0 if equal else 1

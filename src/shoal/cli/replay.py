@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from bdb import BdbQuit
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,14 +61,13 @@ class ReplayOptions:
 
 def replay(options: ReplayOptions) -> int:
     """Replay, compare, print; 0 if it is the same."""
-    out = sys.stderr if options.json else sys.stdout
-    return _replay(options, out) if options.diff is None else _diff(options, options.diff, out)
+    return _replay(options) if options.diff is None else _diff(options, options.diff)
 
 
 COMMAND = Command(ReplayOptions, replay, MORE)
 
 
-def _diff(options: ReplayOptions, other: Path, out: Any) -> int:
+def _diff(options: ReplayOptions, other: Path) -> int:
     if options.episode:
         raise ConfigError("EPISODE does nothing with --diff, which compares whole runs: leave it out")
     refuse_idle(
@@ -82,17 +80,17 @@ def _diff(options: ReplayOptions, other: Path, out: Any) -> int:
     difference = first_difference(options.run, other)
     if difference is None:
         files = len(recordings_of(options.run))
-        print(f"{options.run} and {other} recorded the same episodes ({files} files)", file=out)
+        print(f"{options.run} and {other} recorded the same episodes ({files} files)")
     else:
-        print(f"{options.run} and {other} differ first at\n{difference}", file=out)
+        print(f"{options.run} and {other} differ first at\n{difference}")
         for line in explain(difference)[1:]:
-            print(f"  {line}", file=out)
+            print(f"  {line}")
     if options.json:
         print_json({"equal": difference is None, "difference": difference and difference.as_dict()})
     return int(difference is not None)
 
 
-def _replay(options: ReplayOptions, out: Any) -> int:
+def _replay(options: ReplayOptions) -> int:
     from rich.console import Console
 
     from shoal.cli.show import print_turn
@@ -108,7 +106,7 @@ def _replay(options: ReplayOptions, out: Any) -> int:
     if turn is not None and not 1 <= turn <= max(1, len(record.turns)):
         raise ConfigError(f"{found.name} has turns 1 to {len(record.turns)}, got --turn {turn}")
     fork = None if options.action is None else (turn or 1, options.action)
-    console = Console(file=out, highlight=False)
+    console = Console(highlight=False)
     shown = 0
 
     def told(one: Turn) -> None:
@@ -118,7 +116,7 @@ def _replay(options: ReplayOptions, out: Any) -> int:
             print_turn(console, shown - 1, one, player.tokenizer().decode if turn == shown else None)
 
     print(f"{found.name}: {record.env}, iteration {record.iteration}, group {record.group}, member {record.member}, "
-          f"env seed {record.env_seed}", file=out)  # fmt: skip
+          f"env seed {record.env_seed}")  # fmt: skip
     step = None
     if options.pdb:
         import pdb
@@ -128,19 +126,19 @@ def _replay(options: ReplayOptions, out: Any) -> int:
         try:
             played = player.play(found, fork=fork, told=told, **({} if step is None else {"step": step}))
         except BdbQuit:
-            print("left the debugger; the rest of the episode was not played", file=out)
+            print("left the debugger; the rest of the episode was not played")
             return 0
     again, difference = played.trajectory, played.difference
-    print(f"\n{played.source}\nrecorded: {_outcome(record)}\nnow:      {_outcome(again)}", file=out)
+    print(f"\n{played.source}\nrecorded: {_outcome(record)}\nnow:      {_outcome(again)}")
     checked = options.sampler in ("auto", "checkpoint", "recorded")
     if fork is None and difference is None:
         tokens = sum(len(one.response_ids) for one in again.turns)
         same = f"the same: {len(again.turns)} turns, {tokens} tokens, every prompt, env answer and reward"
-        print(same if checked else "played by another sampler: not compared", file=out)
+        print(same if checked else "played by another sampler: not compared")
     elif difference is not None:
-        print(f"DIFFERS at {difference}", file=out)
+        print(f"DIFFERS at {difference}")
         for line in explain(difference):
-            print(f"  {line}", file=out)
+            print(f"  {line}")
     if options.json:
         print_json({
             "episode": found.name, "source": played.source, "forked": fork is not None,

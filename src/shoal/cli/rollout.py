@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -36,7 +36,6 @@ from shoal.cli.grammar import (
 from shoal.cli.output import program
 from shoal.core.data import Trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import read_json, verify_folder
 from shoal.core.run_folder import UNFINISHED, RunFolder
 from shoal.core.seeding import derive_seed
 from shoal.rollout.collector import place_of
@@ -47,9 +46,6 @@ from shoal.rollout.samplers.sampler import Engine, Level
 from shoal.rollout.settings import Backend
 from shoal.rollout.verify import Verdict, compare
 from shoal.testing.proof import meanwhile
-
-if TYPE_CHECKING:
-    from shoal.testing.recorded_runs import Recording
 
 MORE = """\
 examples:
@@ -285,14 +281,13 @@ def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.E
         rows.append(_row(name, trajectories, report.seconds, sequential, report.worker_deaths, told))
         if verdict.first:
             print(f"{name}: {verdict.first}", file=sys.stderr)
-    out = sys.stderr if options.json else sys.stdout
     title = (
         f"{options.config_name}: {len(reference)} episodes, {engine.level} engine ({LEVELS[engine.level]})"
     )
-    table(title, HEADER, rows, text=(0, len(HEADER) - 1), out=out)
+    table(title, HEADER, rows, text=(0, len(HEADER) - 1))
     if not any(t.success for t in reference) and options.source is None:
         notes.append("no episode succeeded: these weights are untrained; --from RUN plays those of a run")
-    print("\n".join(notes), file=out)
+    print("\n".join(notes))
     least: Level = min(verdict.level for verdict in verdicts)
     metrics = episode_metrics(reference, sequential) | {"least_level": least, "seconds_parallel": parallel}
     if died is not None:
@@ -360,63 +355,41 @@ def _equal(verdict: Verdict) -> str:
 # --- --verify: what a run saved again, one episode after another
 def verify(run: Path, ending: contextlib.ExitStack, *, as_json: bool = False) -> int:
     """Replay a saved rollout, or what a training run saved; exit code 1 if less held than was promised."""
-    from shoal.testing.recorded_runs import agent_config_of
+    from shoal.testing.recorded_runs import recordings_of
+    from shoal.testing.replay import Replay
 
     file = run / "trajectories" / "rollout.jsonl"
-    recordings = _recordings(run)
-    if not (run / "config.yaml").exists() or not (file.exists() or recordings):
+    player = Replay(run) if (run / "config.yaml").exists() else None
+    recordings = [] if player is None else [
+        (recording, folder) for recording in recordings_of(run)
+        if recording.kind in ("train", "heldout") and (folder := player.weights_of(recording)) is not None
+    ]  # fmt: skip
+    if player is None or not (file.exists() or recordings):
         raise DataError(
             f"{run} is not the folder of a saved rollout or of an agent's training: it needs config.yaml and "
             f"{file.relative_to(run)}, as `shoal rollout` writes them, or trajectories/heldout-N.jsonl with the "
             f"checkpoint of iteration N, as `shoal train` does"
         )
-    config = agent_config_of(run)
+    config = player.config
     if file.exists():
         own = run / "engine"
         engine = engine_for(config, own if own.exists() else None, ending)
         found = [_replay(str(run), config, engine, file, engine.level)]
     else:
-        found = _replay_training(run, config, recordings)
-    out = sys.stderr if as_json else sys.stdout
+        found = []
+        for recording, folder in recordings:
+            engine = Replay(run).engine_of(folder)  # another one, which holds no more than these weights
+            promised: Level = "L0" if config.engine.name == "vllm" else engine.level
+            name = f"{run}: {recording.file.name} with {folder.name}"
+            found.append(_replay(name, config, engine, recording.file, promised, held_out=recording.held_out))
     for one in found:
-        print(f"{one['name']}, promised {one['promised']}, held {one.pop('told')}", file=out)
+        print(f"{one['name']}, promised {one['promised']}, held {one.pop('told')}")
         if one["left_out"]:
-            print(f"{one['left_out']} episodes had failed when they were saved and are left out", file=out)
+            print(f"{one['left_out']} episodes had failed when they were saved and are left out")
     equal = all(one["equal"] for one in found)
     if as_json:
         print_json({"equal": equal, "files": found})
     return int(not equal)
-
-
-def _recordings(run: Path) -> list[tuple[Recording, Path]]:
-    """Files of a training run whose weights are still there, oldest first, and the checkpoint that wrote each."""
-    from shoal.testing.recorded_runs import recordings_of
-
-    found = []
-    for recording in recordings_of(run):
-        checkpoint = run / "checkpoints" / f"step-{recording.weights:06d}"
-        if recording.kind in ("train", "heldout") and checkpoint.is_dir():
-            found.append((recording, checkpoint))
-    return found
-
-
-def _replay_training(
-    run: Path, config: Any, recordings: Sequence[tuple[Recording, Path]]
-) -> list[dict[str, Any]]:
-    import torch
-
-    from shoal.train.agent.policy import load_engine
-
-    torch.set_num_threads(config.engine.threads)
-    found = []
-    for recording, folder in recordings:
-        checkpoint = verify_folder(folder)
-        engine = load_engine(checkpoint / "engine", device=config.engine.device, config=config.engine)
-        engine.weights_version = int(read_json(checkpoint / "state.json")["weights_version"])
-        promised: Level = "L0" if config.engine.name in ("vllm", "openai") else engine.level
-        name = f"{run}: {recording.file.name} with {checkpoint.name}"
-        found.append(_replay(name, config, engine, recording.file, promised, held_out=recording.held_out))
-    return found
 
 
 def _replay(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
@@ -122,7 +121,6 @@ def split(options: SplitOptions) -> None:
         )
     if options.resume and not options.shard_size:
         raise ConfigError("--resume goes on with lots of recordings: it needs --shard-size")
-    say = _say_aside if options.json_events or options.json else print
     work = _split_in_shards if options.shard_size else _split_at_once
     with RunFolder(options.out, "split", 0, print_json if options.json_events else None) as folder:
         try:
@@ -131,14 +129,14 @@ def split(options: SplitOptions) -> None:
             folder.fail(error)
             raise
         summary = folder.finish({name: value for name, value in counts.items() if name != "reasons"})
-    say(_table(counts, options.out / ("shards" if options.shard_size else "batch")))
+    print(_table(counts, options.out / ("shards" if options.shard_size else "batch")))
     for reason in counts["reasons"]:
-        say(f"skipped {reason}")
+        print(f"skipped {reason}")
     if options.json:
         print_json(summary)
     if options.html:
         write_page()
-        say(f"look at {options.out / 'sample.html'}")
+        print(f"look at {options.out / 'sample.html'}")
 
 
 COMMAND = Command(SplitOptions, split, MORE, WANTED)
@@ -318,7 +316,3 @@ def _table(counts: dict[str, int], place: Path) -> str:
     if "lots" in counts:
         rows = {"lots": f"{counts['lots']:,} ({counts['new_lots']:,} of them made now)"} | rows
     return "\n".join(f"{name:<14} {value}" for name, value in rows.items())
-
-
-def _say_aside(text: str) -> None:
-    print(text, file=sys.stderr)

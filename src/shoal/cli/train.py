@@ -91,7 +91,6 @@ def train(options: TrainOptions) -> int:
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":
         hide_loading()
-    out = sys.stderr if options.json_events or options.json else sys.stdout
     if not processes.first:
         logging.getLogger("shoal").setLevel(logging.ERROR)  # the first one says it
         with AgentTrainer(config) as trainer:
@@ -99,7 +98,7 @@ def train(options: TrainOptions) -> int:
                 pass
         return 0
     with ExitStack() as shown:
-        progress = shown.enter_context(Progress(f"loading the {config.engine.name} engine", out))
+        progress = shown.enter_context(Progress(f"loading the {config.engine.name} engine"))
         with AgentTrainer(config, print_json if options.json_events else None) as trainer:
             progress.say(f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}")
             progress.doing = trainer.doing
@@ -110,9 +109,9 @@ def train(options: TrainOptions) -> int:
                 trainer.records.folder.fail(error)
                 if not isinstance(error, KeyboardInterrupt):
                     raise
-                print(f"\ninterrupted; go on with: {_resuming(options, config.run_dir or '')}", file=out)
+                print(f"\ninterrupted; go on with: {_resuming(options, config.run_dir or '')}")
                 return 130
-    _say_results(Path(config.run_dir or ""), config.next_step, out)
+    _say_results(Path(config.run_dir or ""), config.next_step)
     if options.json:
         print_json(read_summary(Path(config.run_dir or "")))
     return 0
@@ -174,7 +173,7 @@ def _line(row: dict[str, Any], iterations: int) -> str:
     return "  ".join(parts)
 
 
-def _say_results(run: Path, next_step: str, out: Any) -> None:
+def _say_results(run: Path, next_step: str) -> None:
     summary = read_summary(run)
     metrics = summary["metrics"]
     success = metrics.get("heldout_success")  # not there where the rows of metrics were lost
@@ -190,4 +189,4 @@ def _say_results(run: Path, next_step: str, out: Any) -> None:
     if next_step:
         step = next_step.replace("shoal ", f"{program()} ", 1).replace("{run}", shlex.quote(str(run)))
         lines.append(f"try next:            {step}")
-    print("\n".join(lines), file=out)
+    print("\n".join(lines))

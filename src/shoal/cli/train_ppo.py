@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import shlex
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -64,19 +63,18 @@ def train(call: Call) -> int:
     show_warnings()
     refuse_device(call.run.device)
     run_options = replace(call.run, run_dir=call.run.run_dir or str(new_folder(_name(call.run.env))))
-    out = sys.stderr if call.json_events or call.json else sys.stdout
     run = PPORun(run_options, call.ppo, print_json if call.json_events else None)
     try:
-        _greet(run, out)
+        _greet(run)
         rows = run.rows()
         try:
-            _watch(rows, run, call.progress, out)
+            _watch(rows, run, call.progress)
         except KeyboardInterrupt:
             rows.close()  # type: ignore[attr-defined]
             words = f"{program()} train-ppo --resume-from {shlex.quote(str(_kept_in(run)))}"
-            print(f"\ninterrupted; go on with: {words}", file=out, flush=True)
+            print(f"\ninterrupted; go on with: {words}", flush=True)
             return 130
-        _say_results(run, out)
+        _say_results(run)
         if call.json:
             print_json(run.summary)
     finally:
@@ -123,7 +121,7 @@ def _name(env: str) -> str:
 COMMAND = Command(Call, train, MORE, WANTED, _defaults)
 
 
-def _greet(run: PPORun, out: Any) -> None:
+def _greet(run: PPORun) -> None:
     ppo, options = run.ppo, run.options
     lines = [f"Using {ppo.n_envs} parallel environments for training"] if ppo.n_envs > 1 else []
     lines.append(f"   Start method: {options.parallel_start_method or 'default'}")
@@ -138,13 +136,13 @@ def _greet(run: PPORun, out: Any) -> None:
         )
     if options.resume_from:
         lines.append(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}")
-    print("\n".join(lines), file=out, flush=True)
+    print("\n".join(lines), flush=True)
 
 
-def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool, out: Any) -> None:
+def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool) -> None:
     """A progress bar on a terminal; elsewhere a block of lines, at most one every two seconds."""
     said, since = 0.0, Since()
-    with Progress("training", out, bar=progress) as shown:
+    with Progress("training", bar=progress) as shown:
         for row in rows:
             since.add(row)
             share = run.ppo.progress(run.options.total_timesteps, run.options.num_episodes)
@@ -206,7 +204,7 @@ def _kept_in(run: PPORun) -> Path:
     return run.path if run.options.checkpoint_dir is None else run.checkpoints
 
 
-def _say_results(run: PPORun, out: Any) -> None:
+def _say_results(run: PPORun) -> None:
     metrics = run.summary["metrics"]
     limits = {
         "--total-timesteps": run.options.total_timesteps and 2 * metrics["steps"],
@@ -223,7 +221,7 @@ def _say_results(run: PPORun, out: Any) -> None:
         f"checkpoint  {run.checkpoints}",
         f"go on with  {program()} train-ppo --resume-from {shlex.quote(str(_kept_in(run)))} {further}",
     ]
-    print("\n".join(lines), file=out, flush=True)
+    print("\n".join(lines), flush=True)
 
 
 def _at_its_end(run: PPORun, metrics: dict[str, Any]) -> list[str]:

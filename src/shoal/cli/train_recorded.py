@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from importlib import resources
@@ -112,7 +111,6 @@ def train_recorded(options: Any) -> int:
     torch.set_num_threads(config.threads)
     place = _run_dir(config.run_dir, options.config_name, config.resume)
     events = print_json if options.json_events else None
-    out = sys.stderr if options.json_events or options.json else sys.stdout
     with RunFolder(place, "train", config.seed, events) as folder:
         if folder.metrics_path.exists() and not config.resume:
             raise ConfigError(
@@ -124,7 +122,7 @@ def train_recorded(options: Any) -> int:
                 "choose another folder"
             )
         try:
-            metrics = _train(config, folder, out)
+            metrics = _train(config, folder)
         except BaseException as error:
             folder.fail(error)
             raise
@@ -134,7 +132,7 @@ def train_recorded(options: Any) -> int:
     return 0
 
 
-def _train(config: RecordedConfig, folder: RunFolder, out: Any) -> dict[str, Any]:
+def _train(config: RecordedConfig, folder: RunFolder) -> dict[str, Any]:
     from shoal.cli.split import processor_in
     from shoal.train.agent.recorded import RecordedTrainer, recorded_samples
 
@@ -159,7 +157,7 @@ def _train(config: RecordedConfig, folder: RunFolder, out: Any) -> dict[str, Any
         folder.keep_metrics(lambda row: row.get("iteration", 0) <= trainer.step)
     last.parent.mkdir(parents=True, exist_ok=True)
     processor.save_pretrained(last.parent / "processor")
-    print(f"{len(samples)} samples, {trainer.steps} steps; run folder: {folder.path}", file=out)
+    print(f"{len(samples)} samples, {trainer.steps} steps; run folder: {folder.path}")
     row = (folder.read_metrics() or [{}])[-1]  # a run that is at its end already makes no other
     for row in trainer.train():
         folder.append_metrics(row)
@@ -168,14 +166,14 @@ def _train(config: RecordedConfig, folder: RunFolder, out: Any) -> dict[str, Any
             trainer.save(last)
             folder.event("checkpoint", step=trainer.step, path=str(last))
         if trainer.step % max(1, trainer.steps // 20) == 0:
-            print(f"{trainer.step:>5}/{trainer.steps}  loss {row['loss']:.4f}", file=out, flush=True)
+            print(f"{trainer.step:>5}/{trainer.steps}  loss {row['loss']:.4f}", flush=True)
     trainer.save(last)
     folder.event("checkpoint", step=trainer.step, path=str(last))
     metrics: dict[str, Any] = {"iterations": trainer.step, "samples": len(samples), "loss": row.get("loss")}
     if kept:
         metrics["heldout_right"] = right = _right(config, model, kept, tokenizer)
-        print(f"held-out answers right: {right:.2f} of {min(len(kept), config.heldout_samples)}", file=out)
-    print(f"weights in {last / 'model'} after {time.monotonic() - begun:.0f} s", file=out)
+        print(f"held-out answers right: {right:.2f} of {min(len(kept), config.heldout_samples)}")
+    print(f"weights in {last / 'model'} after {time.monotonic() - begun:.0f} s")
     return metrics
 
 

@@ -211,7 +211,7 @@ class Replay(Closing):
         kept = sorted((self.run / "checkpoints").glob("step-*"))
         own = self.run / "engine"
         folder = own if own.is_dir() else kept[-1] if kept and self.config.engine.name != "openai" else None
-        tokenizer: ChatTokenizer = self._tokenizer() if folder is None else self._load(folder).tokenizer
+        tokenizer: ChatTokenizer = self._tokenizer() if folder is None else self.engine_of(folder).tokenizer
         return tokenizer
 
     # --- what an episode is made of
@@ -238,14 +238,14 @@ class Replay(Closing):
         """What writes the tokens (None: the record does), its tokenizer, and how it is called."""
         if not isinstance(self.sampler, str):
             return self.sampler, self.sampler.tokenizer, "played by the sampler that was named"
-        folder = self._weights_of(found)
+        folder = self.weights_of(found.recording)
         if folder is None and self.sampler == "checkpoint":
             raise DataError(
                 f"the weights that wrote {found.name} are not in {self.run}: keep more checkpoints "
                 f"(trainer.keep_checkpoints), or replay with --sampler recorded"
             )
         if folder is not None:
-            engine, settings = self._load(folder), self.config.engine
+            engine, settings = self.engine_of(folder), self.config.engine
             elsewhere = "vllm" in (settings.name, settings.replicas.engine if settings.name == "ray" else "")
             if self.sampler == "checkpoint" or (self.sampler == "auto" and not elsewhere):
                 return engine, engine.tokenizer, f"sampled again with {folder.relative_to(self.run)}"
@@ -257,17 +257,16 @@ class Replay(Closing):
             "the recorded tokens are followed: the weights that wrote them are not here",
         )
 
-    def _weights_of(self, found: Found) -> Path | None:
-        """The folder of the weights that wrote an episode, if the run has it and they can be asked here."""
-        if self.config.engine.name == "openai" or found.recording.kind == "eval":
+    def weights_of(self, recording: Recording) -> Path | None:
+        """The folder of the weights that wrote these episodes, if the run has it and they can be asked here."""
+        if self.config.engine.name == "openai" or recording.kind == "eval":
             return None
-        own = self.run / "engine"
-        if found.recording.kind not in ("train", "heldout"):
-            return own if own.is_dir() else None
-        folder = self.run / "checkpoints" / f"step-{found.recording.weights:06d}"
+        folder = self.run / "engine"
+        if recording.kind in ("train", "heldout"):
+            folder = self.run / "checkpoints" / f"step-{recording.weights:06d}"
         return folder if folder.is_dir() else None
 
-    def _load(self, folder: Path) -> Any:
+    def engine_of(self, folder: Path) -> Any:
         """The sampler of a checkpoint, loaded once."""
         import torch
 
