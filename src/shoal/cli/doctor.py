@@ -19,20 +19,10 @@ from typing import Literal
 
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import print_json
-from shoal.core.errors import ConfigError
+from shoal.core.errors import PACKAGES, ConfigError
 from shoal.core.executors import available_cpus, find_ray_cluster
 
 Status = Literal["ok", "missing", "warning", "failed"]
-EXTRAS: dict[str, tuple[str, ...]] = {
-    "train": ("torch", "safetensors", "tensorboard", "matplotlib", "hydra", "numba"),
-    "llm": ("transformers", "peft", "accelerate", "gguf", "aiohttp"),
-    "parallel": ("joblib", "ray"),
-    "vision": ("PIL", "tensordict"),
-    "vllm": ("vllm",),
-    "craftax": ("jax", "craftax", "flax", "optax"),
-    "web": ("starlette", "uvicorn", "websockets"),
-}
-"""Modules that an extra of shoal brings."""
 FILES_OF_OUR_OWN, FILES_A_WORKER = 24, 6
 """Open files of a command without workers, and what each worker adds."""
 SMALL_SHM = 256 * 2**20
@@ -98,7 +88,7 @@ def examine(*, self_test: bool = True) -> Iterator[Finding]:
         except Exception as error:  # a border: what cannot even be looked at is the finding
             found = Finding("failed", _in_a_line(error), ADVICE.get(name, ""))
         yield replace(found, name=name)
-    for extra, modules in EXTRAS.items():
+    for extra, modules in PACKAGES.items():
         missing = ", ".join(module for module in modules if not _has(module))
         found = Finding("ok", ", ".join(modules))
         if missing:

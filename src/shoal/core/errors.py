@@ -167,12 +167,15 @@ def shown(value: Any) -> str | None:
 
 
 PACKAGES = {
-    "train": ("torch", "hydra", "safetensors", "numba", "matplotlib", "tensorboard"),
-    "llm": ("transformers", "peft", "accelerate", "tokenizers"),
-    "parallel": ("ray", "joblib"),
-    "vision": ("PIL",),
+    "train": ("torch", "safetensors", "tensorboard", "matplotlib", "hydra", "numba"),
+    "llm": ("transformers", "peft", "accelerate", "gguf", "aiohttp"),
+    "parallel": ("joblib", "ray"),
+    "vision": ("PIL", "tensordict"),
+    "vllm": ("vllm",),
+    "craftax": ("jax", "craftax", "flax", "optax"),
+    "web": ("starlette", "uvicorn", "websockets"),
 }
-"""What of an extra is imported where a whole part of shoal needs it."""
+"""Modules that an extra of shoal brings."""
 
 
 def explain_import(feature: str, error: ModuleNotFoundError) -> ImportError:
