@@ -6,15 +6,15 @@ proportions.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from shoal.core.configuration import from_mapping, plain_values
 from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
+from shoal.core.executors import OwnThread
 from shoal.envs import TextEnv
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve_text
@@ -275,25 +275,15 @@ def _try(tag: str, kind: EnvTag, seconds: float | None) -> None:
     if seconds is None:
         with _made(tag, kind):
             return
-    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            with _made(tag, kind):
-                ended.put(None)
-        except BaseException as error:  # SystemExit, say: whoever waits is to be told
-            ended.put(error)
-
-    threading.Thread(target=work, daemon=True, name=f"shoal-try-{tag}").start()
-    try:
-        error = ended.get(timeout=seconds)
-    except queue.Empty:
+    thread = OwnThread(f"shoal-try-{tag}")
+    tried = thread.submit(lambda: _try(tag, kind, None))
+    thread.end()
+    if not wait([tried], seconds).done:
         raise ConfigError(
             f"custom_envs.{tag}: making one env of {kind.env_type!r} took longer than {seconds:g} s "
             "(make_timeout, else step_timeout)"
-        ) from None
-    if error is not None:
-        raise error
+        )
+    tried.result()
 
 
 @contextmanager

@@ -20,12 +20,13 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from shoal.core.executors import RayExecutor, Sent, available_cpus, make_executor
+from shoal.core.executors import OwnThread, RayExecutor, Sent, available_cpus, make_executor
 from shoal.core.processes import (
     Channel,
     ChannelClosedError,
@@ -180,18 +181,9 @@ class _Threads(Executor):
     """A daemon thread for each share: one that an env does not let go keeps nobody from leaving the program."""
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
-        future: Future[R] = Future()
-        future.set_running_or_notify_cancel()
-
-        def run() -> None:
-            try:
-                result = fn(*args, **kwargs)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        threading.Thread(target=run, daemon=True, name="shoal-share").start()
+        thread = OwnThread("shoal-share")
+        future = thread.submit(partial(fn, *args, **kwargs))
+        thread.end()
         return future
 
 

@@ -148,13 +148,10 @@ def _intact_beside(folder: Path) -> Path | None:
 
 
 def _read(path: Path) -> Arrays:
-    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    try:
+    with reading(path, "is not a readable safetensors file"):
         return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} is not a readable safetensors file: {error}") from error
 
 
 def describe_policy(

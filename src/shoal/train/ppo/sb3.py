@@ -14,7 +14,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, reading
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.train.ppo.checkpoint import Checkpoint, describe_policy
 from shoal.train.ppo.config import PPOConfig
@@ -139,11 +139,8 @@ def _activation(data: dict[str, Any]) -> str:
 
 def _moments(path: Path, size: int) -> dict[str, Array]:
     """The statistics as a checkpoint has them: those of one row with this variance."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            mean, variance = (np.asarray(file[name], np.float64).reshape(-1) for name in ("mean", "var"))
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} must be an npz with mean and var: {error}") from error
+    with reading(path, "must be an npz with mean and var"), np.load(path, allow_pickle=False) as file:
+        mean, variance = (np.asarray(file[name], np.float64).reshape(-1) for name in ("mean", "var"))
     if mean.shape != (size,) or variance.shape != (size,):
         raise DataError(
             f"{path} must have {size} numbers in mean and var, got {mean.size} and {variance.size}"
