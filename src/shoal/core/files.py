@@ -308,6 +308,15 @@ def verify_folder(folder: Path | str) -> Path:
     return folder
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether `verify_folder` finds nothing: it is neither altered nor half removed by who was killed."""
+    try:
+        verify_folder(folder)
+    except DataError:
+        return False
+    return True
+
+
 def _verify_file(folder: Path, name: str, expected: object) -> None:
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shoal.core.configuration import first_change, from_mapping
 from shoal.core.errors import OTHER_CHECKPOINT, DataError, reading
-from shoal.core.files import MANIFEST, read_json, restore_folders, verify_folder
+from shoal.core.files import MANIFEST, is_whole, read_json, restore_folders, verify_folder
 from shoal.train.agent.config import comparable
 from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.policy import Policy
@@ -138,19 +138,10 @@ def newest_checkpoint(folder: Path) -> Path:
     try:
         return verify_folder(found[-1])
     except DataError as error:
-        spoilt = [found[-1], *itertools.takewhile(_is_spoilt, reversed(found[:-1]))]
+        spoilt = [found[-1], *itertools.takewhile(lambda other: not is_whole(other), reversed(found[:-1]))]
         names, left = " and ".join(map(str, spoilt)), found[: -len(spoilt)]
         hint = f"; remove {names} to go on from {left[-1].name}" if left else ""
         raise DataError(f"{error}{hint}") from error
-
-
-def _is_spoilt(checkpoint: Path) -> bool:
-    """Altered, or half removed by a run that was killed."""
-    try:
-        verify_folder(checkpoint)
-    except DataError:
-        return True
-    return False
 
 
 def load_checkpoint(

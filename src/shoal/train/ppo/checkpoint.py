@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 
 from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, DataError, reading
-from shoal.core.files import read_json, restore_folders, verify_folder, write_folder, write_json
+from shoal.core.files import is_whole, read_json, restore_folders, verify_folder, write_folder, write_json
 from shoal.train.ppo.config import PPOConfig
 
 Array = np.ndarray
@@ -92,7 +92,8 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
                         raise TypeError(f"{name} must be of {kind.__name__}, got {told[name]!r:.60}")
         return saved
     except DataError as error:
-        other = _intact_beside(folder)
+        others = (other for other in reversed(list_checkpoints(folder.parent)) if other != folder)
+        other = next(filter(is_whole, others), None)
         hint = (
             f"; an intact one is {other}: resume from that" if other else "; there is no intact one beside it"
         )
@@ -134,17 +135,6 @@ def prune_checkpoints(root: Path | str, keep: int) -> None:
     """Remove the oldest checkpoints beyond `keep`."""
     for folder in list_checkpoints(root)[:-keep]:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _intact_beside(folder: Path) -> Path | None:
-    for other in reversed(list_checkpoints(folder.parent)):
-        if other == folder:
-            continue
-        try:
-            return verify_folder(other)
-        except DataError:
-            continue
-    return None
 
 
 def _read(path: Path) -> Arrays:

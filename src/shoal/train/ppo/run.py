@@ -18,8 +18,8 @@ import numpy as np
 import tyro
 
 from shoal.core.configuration import as_yaml
-from shoal.core.errors import ConfigError, DataError, DivergedError, EnvError, WorkerError, needs_extra
-from shoal.core.files import read_json, remove_leftovers, verify_folder, write_text
+from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError, needs_extra
+from shoal.core.files import is_whole, read_json, remove_leftovers, write_text
 from shoal.core.processes import StartMethod
 from shoal.core.run_folder import FolderLock, RunFolder
 from shoal.envs.catalogue import parse_env_kwargs
@@ -227,9 +227,7 @@ class PPORun:
         for other in there:
             if checkpoint_step(other) <= checkpoint_step(found):
                 continue
-            try:
-                verify_folder(other)
-            except DataError:
+            if not is_whole(other):
                 aside = other.with_name(f"broken-{other.name}")
                 logger.warning("%s is broken and is put aside as %s", other, aside)
                 shutil.rmtree(aside, ignore_errors=True)
