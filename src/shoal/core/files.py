@@ -109,13 +109,15 @@ def write_json(path: Path | str, value: Any) -> None:
 
 def read_json(path: Path | str) -> Any:
     """The value in a JSON file, or a `DataError` that names the file and the place where it breaks."""
-    path = Path(path)
+    return from_json(Path(path).read_bytes(), str(path), "; restore it or remove it")
+
+
+def from_json(text: str | bytes, where: str, advice: str = "") -> Any:
+    """The value that JSON text spells, or a `DataError` that names `where` it stands and the place where it breaks."""
     try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not valid JSON ({error}); restore it or remove it") from error
+        raise DataError(f"{where} is not valid JSON ({error}){advice}") from error
 
 
 def sha256_of(path: Path) -> str:

@@ -464,6 +464,13 @@ def end_programs(theirs: Callable[[str], bool]) -> None:
                         os.kill(int(entry.name), signal.SIGKILL)
 
 
+def command_lines() -> Iterator[tuple[int, list[str]]]:
+    """The processes that can be looked at, each with the words of its command."""
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            yield int(entry.parent.name), entry.read_bytes().decode(errors="replace").split("\0")[:-1]
+
+
 def environment_of(process: Path, patience: float = 1.0) -> bytes:
     """The variables of a process, each with a zero byte behind it, of its folder in `/proc`.
 

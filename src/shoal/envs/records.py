@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.core.errors import ConfigError, DataError, needs_extra
-from shoal.core.files import read_json
+from shoal.core.files import from_json, read_json
 
 T = TypeVar("T")
 Record = Mapping[str, Any]
@@ -101,15 +100,9 @@ def load_records(path: Path | str) -> tuple[Record, ...]:
 
 
 def _json_lines(path: Path) -> list[Any]:
-    records = []
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    records.append(json.loads(line))
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"{path}, line {number} is not valid JSON ({error})") from error
-    return records
+        lines = enumerate(file, 1)
+        return [from_json(line, f"{path}, line {number}") for number, line in lines if line.strip()]
 
 
 def _parquet(path: Path) -> list[Any]:

@@ -297,10 +297,25 @@ class TrajectoryPixels:
         else:
             assert self.table is not None
             patches = self.table.reduce(self._kept([image]))
-        _, rows, columns = (int(side) for side in self.grids[image])
-        side, merge = int(np.sqrt(patches.shape[2])), self.merge
-        blocks = patches.reshape(rows // merge, columns // merge, merge, merge, 3, side, side)
-        return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * side, columns * side, 3)
+        return joined_patches(patches, self.grids[image], self.merge)
+
+
+def joined_patches(patches: Array, grid: Array, merge: int = 2) -> Array:
+    """The image `[H, W, 3]` whose patches are `[N, 3, p * p]`, as `patches_from_image` cut them.
+
+    Its `grid` is its frames, height and width in patches.
+    """
+    _, rows, columns = (int(side) for side in grid)
+    side = math.isqrt(patches.shape[2])
+    blocks = patches.reshape(rows // merge, columns // merge, merge, merge, 3, side, side)
+    return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * side, columns * side, 3)
+
+
+def thumbnail_url(picture: Any) -> str:
+    """A picture of Pillow as a data URL that is not long."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 @dataclass

@@ -5,16 +5,14 @@ A page of its own, without scripts or anything from elsewhere; recorded text is 
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 import re
 from typing import Any, Literal
 
 import numpy as np
 
 from shoal.splitting.batch import Batch, Sample
-from shoal.splitting.images import TrajectoryPixels
+from shoal.splitting.images import TrajectoryPixels, thumbnail_url
 
 Scale = Literal["auto", "pixels", "parts", "thousandths"]
 THUMBNAIL = 420
@@ -121,9 +119,7 @@ def _thumbnails(sample: Sample, scale: Scale) -> list[str]:
         picture.thumbnail((THUMBNAIL, THUMBNAIL))
         if at is not None:
             _draw_click(picture, at[0] * picture.size[0], at[1] * picture.size[1])
-        buffer = io.BytesIO()
-        picture.save(buffer, "JPEG", quality=80)
-        urls.append("data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode())
+        urls.append(thumbnail_url(picture))
     return urls
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.core.errors import WorkerError
 from shoal.core.files import read_json
+from shoal.core.processes import command_lines
 from shoal.testing.proof import (
     Case,
     Part,
@@ -245,17 +246,8 @@ def skills(*, quick: bool = False, faults: bool = True, ray: bool | None = None,
 
 def _trainings(run: Path, but: int) -> list[int]:
     """Processes that train in a run folder."""
-    mark = str(run.resolve() / "training_runs").encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and int(entry.name) != but:
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if mark in command:
-                found.append(int(entry.name))
-    return found
+    mark = str(run.resolve() / "training_runs")
+    return [pid for pid, words in command_lines() if pid != but and any(mark in word for word in words)]
 
 
 def _first_expert(one: Path, other: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import functools
 import importlib.util
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import DataError, reading
+from shoal.splitting.images import joined_patches, thumbnail_url
+from shoal.splitting.processors import CONTROL_TOKENS
 from shoal.viewer.episode_pages import Spell, token
 from shoal.viewer.markup import Html, counted, join, tag
 from shoal.viewer.pages import Page, Site, anchor, facts, table
@@ -176,13 +177,6 @@ def _token(i: int, k: int, response: Any, spell: Spell | None) -> Html:
     )
 
 
-_QWEN_CONTROL = (
-    *("endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end"),
-    *("quad_start", "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"),
-)
-"""Behind the 151,643 tokens of the vocabulary."""
-
-
 def _spelling(messages: Any, ids: Any) -> Spell | None:
     """The words of Qwen-VL, if they spell what the sample's messages say: a batch does not name its tokenizer."""
     table = _qwen()
@@ -220,7 +214,7 @@ def _qwen() -> dict[int, bytes] | None:
         for word, _, rank in (line.partition(b" ") for line in lines)
         if rank
     }
-    return table | {len(table) + k: f"<|{name}|>".encode() for k, name in enumerate(_QWEN_CONTROL)}
+    return table | {len(table) + k: name.encode() for k, name in enumerate(CONTROL_TOKENS)}
 
 
 def _pictures(described: dict[str, Any], arrays: _Arrays) -> list[str | None]:
@@ -242,16 +236,7 @@ def _pictures(described: dict[str, Any], arrays: _Arrays) -> list[str | None]:
         rows = arrays.part(f"{base}.rows", int(offsets[image]), int(offsets[image + 1]))
         if rows.dtype != np.uint8 or rows.ndim != 3:
             return []
-        buffer = io.BytesIO()
-        picture = Image.fromarray(_picture(rows, int(grids[image][1]), int(grids[image][2])))
+        picture = Image.fromarray(joined_patches(rows, grids[image]))
         picture.thumbnail((_WIDEST, _WIDEST))
-        picture.save(buffer, "JPEG", quality=80)
-        urls.append("data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode())
+        urls.append(thumbnail_url(picture))
     return urls
-
-
-def _picture(patches: Any, rows: int, columns: int, merge: int = 2) -> Any:
-    """`[H, W, 3]` from patches `[N, 3, p * p]`, which lie in blocks of `merge` by `merge`."""
-    side = round(patches.shape[2] ** 0.5)
-    blocks = patches.reshape(rows // merge, columns // merge, merge, merge, 3, side, side)
-    return np.ascontiguousarray(blocks.transpose(0, 2, 5, 1, 3, 6, 4)).reshape(rows * side, columns * side, 3)

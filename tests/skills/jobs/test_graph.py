@@ -341,6 +341,28 @@ def test_stopping_ends_a_batch_job_whose_number_its_scheduler_did_not_live_to_no
     other.close()
 
 
+def test_stopping_ends_a_local_job_whose_process_its_scheduler_did_not_live_to_note(
+    tmp_path: Path, jobs: str
+) -> None:
+    launcher = LocalLauncher()
+    graph = Graph(tmp_path, launcher=launcher)
+    graph.add("one", f"{jobs}:waits")
+    graph.store.set_handle = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        graph.run()
+    graph.close()
+    (child,) = launcher._children.values()
+    try:
+        other = Graph(tmp_path)
+        other.runner.settle(kill=True)
+        assert child.wait(10) == -9
+        assert [(row.launcher, row.outcome) for row in other.store.attempts()] == [("local", "stopped")]
+        other.close()
+    finally:
+        child.kill()
+        child.wait()
+
+
 @pytest.fixture
 def deaf(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """SLURM takes a job and then never tells anything of it."""

@@ -28,6 +28,7 @@ from typing import Any, Protocol, SupportsFloat
 from shoal.core.errors import ConfigError, ShoalError, WorkerError, did_you_mean
 from shoal.core.executors import available_cpus, available_memory, enter_ray, leave_ray, ray_lives
 from shoal.core.files import cache_folder
+from shoal.core.processes import command_lines
 from shoal.core.run_folder import FolderLock, locked
 from shoal.skills.jobs.store import (
     DONE,
@@ -536,13 +537,8 @@ class Runner:
         if handle is not None:
             self.store.set_handle(attempt.id, launcher.name, handle, log)
             return handle
-        for entry in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                parts = entry.read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            if parts[-4:-1] == [str(folder), "--attempt", str(attempt.id)] and "-m" in parts:
-                pid = int(entry.parent.name)
+        for pid, words in command_lines():
+            if words[-3:] == [str(folder), "--attempt", str(attempt.id)] and "-m" in words:
                 handle = {"pid": pid, "began": start_time(pid)}
                 self.store.set_handle(attempt.id, "local", handle, log)
                 return handle

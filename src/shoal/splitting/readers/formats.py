@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal.core.data import Trajectory, decode_trajectory
 from shoal.core.errors import DataError, did_you_mean
+from shoal.core.files import from_json
 from shoal.splitting.readers.recordings import (
     ImageLocator,
     Message,
@@ -23,7 +24,6 @@ from shoal.splitting.readers.recordings import (
     answer_text,
     encodable,
     finite_reward,
-    from_json,
     json_lines,
     parse_messages,
     read_json_file,

@@ -19,7 +19,7 @@ import numpy as np
 
 from shoal.core.data import MOST_REWARD
 from shoal.core.errors import DataError, reading
-from shoal.core.files import read_json, write_bytes
+from shoal.core.files import from_json, read_json, write_bytes
 from shoal.core.registry import check_name
 
 Part = dict[str, str]
@@ -271,14 +271,6 @@ def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(read_text(file).split("\n"), 1):  # not at U+2028, which JSON may hold
         if line.strip():
             yield number, from_json(line, f"{file}, line {number}")
-
-
-def from_json(text: str | bytes, where: str) -> Any:
-    """The value that JSON text spells."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON ({error})") from error
 
 
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)

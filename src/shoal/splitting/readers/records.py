@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from shoal.core.errors import DataError, did_you_mean, needs_extra, reading
+from shoal.core.files import from_json
 from shoal.core.registry import SAFE_NAME
 from shoal.splitting.readers.recordings import (
     ImageLocator,
     Message,
     Recording,
     finite_reward,
-    from_json,
     parse_messages,
     plain_file,
     safe_id,
