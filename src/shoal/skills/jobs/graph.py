@@ -10,7 +10,6 @@ A function is named by its module or file, never pickled, and runs as a process 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import sys
@@ -22,7 +21,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import write_json
 from shoal.skills.jobs.run import Run, name_of, unpack
 from shoal.skills.jobs.runner import Launcher, Runner, check_limits, job_environment, make_launcher, put_away
-from shoal.skills.jobs.store import AttemptRow, JobRow, NewVersion, Store, mark_of, merge_once, read_done
+from shoal.skills.jobs.store import AttemptRow, JobRow, NewVersion, Store, mark_of, merge_once, read_result
 
 
 class Graph:
@@ -170,11 +169,7 @@ class Graph:
 
     def _result_of(self, attempt: AttemptRow) -> tuple[dict[str, Any], bytes]:
         folder = self.folder / attempt.run_folder
-        done = read_done(folder, attempt.id)
-        data = (folder / "result").read_bytes()
-        if hashlib.sha256(data).hexdigest() != done["sha256"]:
-            raise DataError(f"{folder / 'result'} is not the file that DONE.json speaks of")
-        return done, data
+        return read_result(folder / "result", folder, attempt.id)
 
     def merge(self, attempt: AttemptRow) -> None:
         """What was made becomes the head of the job's artifact."""

@@ -686,6 +686,14 @@ def read_done(folder: Path, attempt: int | None = None) -> dict[str, Any]:
     return done
 
 
+def read_result(result: Path, folder: Path, attempt: int | None = None) -> tuple[dict[str, Any], bytes]:
+    """The mark in a folder and the bytes of the result that it speaks of; a `DataError` if they are others."""
+    done, data = read_done(folder, attempt), result.read_bytes()
+    if hashlib.sha256(data).hexdigest() != done["sha256"]:
+        raise DataError(f"{result} is not the file that {DONE} speaks of")
+    return done, data
+
+
 def mark_of(folder: Path) -> str:
     """What tells this result from every other; marks of the first edition are told by their bytes."""
     done = read_done(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -317,13 +318,10 @@ def first_object(text: str) -> dict[str, Any]:
     decoder = json.JSONDecoder()
     at = text.find("{")
     while at >= 0:
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             value, _ = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            at = text.find("{", at + 1)
-            continue
-        if isinstance(value, dict):
-            return value
+            if isinstance(value, dict):
+                return value
         at = text.find("{", at + 1)
     raise ConfigError("the reply holds no JSON object")
 

@@ -38,6 +38,7 @@ from shoal.skills.jobs.store import (
     mark_of,
     merge_once,
     read_done,
+    read_result,
     slug,
     steps_used,
     write_done,
@@ -419,11 +420,8 @@ def _check_result(
 def read_outcome(run_folder: Path | str, attempt: int | None = None) -> Outcome:
     """The result of a finished training; a `DataError` if it is not done, broken, or of another launch."""
     run = Run.open(run_folder)
-    done = read_done(run.folder, attempt)
     result = run.policies / "result.safetensors"
-    data = result.read_bytes()
-    if hashlib.sha256(data).hexdigest() != done["sha256"]:
-        raise DataError(f"{result} is not the file that DONE.json speaks of")
+    done, data = read_result(result, run.folder, attempt)
     to_global = run.local_to_global
     mixture = split_mixture(decode(data, str(result))[0])
     extra = mixture.pop(len(to_global), {})
