@@ -236,7 +236,7 @@ def _gpu() -> Finding:
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
         return Finding("ok", f"{torch.cuda.device_count()} by CUDA {torch.version.cuda}: {', '.join(names)}")
-    if getattr(torch.backends, "mps", None) is not None and torch.backends.mps.is_available():
+    if torch.backends.mps.is_available():
         return Finding("ok", "Apple's, by device=mps")
     seen = shutil.which("nvidia-smi") is not None
     advice = (

@@ -472,12 +472,9 @@ def refuse_device(device: str) -> None:
         return
     import torch
 
-    have = ["cpu"]
-    have += (
-        [f"cuda:{number}" for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
-    mps = getattr(torch.backends, "mps", None)
-    have += ["mps"] if mps is not None and mps.is_available() else []
+    cuda = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    have = ["cpu", *(f"cuda:{number}" for number in cuda)]
+    have += ["mps"] if torch.backends.mps.is_available() else []
     known = {*have, *(name.partition(":")[0] for name in have), "auto"}
     if device not in known:
         raise ConfigError(

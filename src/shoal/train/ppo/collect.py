@@ -74,9 +74,7 @@ class EpisodeLog:
                 reward = float(self.returns[i] + rewards[begins[i] : t + 1, i].sum())
                 step = self.n_steps + ((t + 1) * n_envs if valid is None else int(valid[: t + 1].sum()))
                 ended.append(Episode(i, reward, length, step))
-                self.returns[i], self.lengths[i] = 0.0, 0
-                self.started[i] += 1
-                self._actions[i].clear()
+                self.restarted([i])
                 begins[i] = t + 1
         for i in range(n_envs):
             self.lengths[i] += _count(valid, begins[i], n_steps, i)
@@ -93,7 +91,7 @@ class EpisodeLog:
         return ended
 
     def restarted(self, indices: list[int]) -> None:
-        """Forget the episodes of envs that were broken off."""
+        """Forget the episodes of envs, which ended or were broken off."""
         for i in indices:
             self.returns[i], self.lengths[i] = 0.0, 0
             self.started[i] += 1
