@@ -50,13 +50,20 @@ def write_bytes(path: Path | str, data: bytes) -> None:
     A new file may be read by whom the umask lets, as one of `open`; one that is replaced keeps its mode.
     """
     path = Path(path)
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with replacing(path) as temporary, open(os.open(temporary, new, 0o666), "wb") as file:
+        _take_mode(path, temporary)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a name to write a file under, which takes the place of `path` on a clean exit; nothing stays otherwise."""
     temporary = _beside(path)
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-            _take_mode(path, temporary)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import needs_extra, reading
-from shoal.core.files import write_bytes
+from shoal.core.files import replacing, write_bytes
 from shoal.splitting.images import data_url_bytes
 from shoal.splitting.readers.recordings import Message, Part, Recording
 
@@ -56,21 +55,10 @@ def write_chats(path: Path | str, recordings: Iterable[Recording], *, parts: boo
     if path.suffix != ".jsonl":
         raise ValueError(f"path must end in .jsonl or .parquet, got {path.name!r}")
     count = 0
-    with _replacing(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+    with replacing(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         for count, recording in enumerate(recordings, 1):  # noqa: B007
             file.write(json.dumps(_row(recording, parts), ensure_ascii=False) + "\n")
     return count
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A place to write to, which becomes `path` once all is there; nothing stays otherwise."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    try:
-        yield unfinished
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _row(recording: Recording, parts: bool) -> dict[str, Any]:
@@ -120,7 +108,7 @@ def _write_parquet(path: Path, recordings: Iterable[Recording], parts: bool) -> 
         ]
     )
     count = 0
-    with _replacing(path) as unfinished, pyarrow.parquet.ParquetWriter(unfinished, schema) as writer:
+    with replacing(path) as unfinished, pyarrow.parquet.ParquetWriter(unfinished, schema) as writer:
         for count, row in enumerate(_rows_with_bytes(recordings, parts), 1):  # noqa: B007
             writer.write_batch(pyarrow.RecordBatch.from_pylist([row], schema=schema))
     return count
