@@ -77,6 +77,25 @@ def test_an_answer_to_another_request_is_refused(engine):
         engine.generate([ask(1)])
 
 
+@pytest.mark.parametrize("outputs", [[], [([1], [2], 1)], [([1], [2], 1), ([3], [4], 0)]])
+def test_answers_that_are_missing_or_short_of_log_probabilities_are_an_engine_error(engine, outputs):
+    engine.llm.generate = lambda *_, **options: [
+        SimpleNamespace(
+            prompt_token_ids=prompt,
+            outputs=[
+                SimpleNamespace(
+                    token_ids=written,
+                    logprobs=[{written[0]: SimpleNamespace(logprob=-1.0)}] * told,
+                    finish_reason="length",
+                )
+            ],
+        )
+        for prompt, written, told in outputs
+    ]
+    with pytest.raises(EngineError, match="without an answer|0 log-probabilities for 1 tokens"):
+        engine.generate([ask(1), ask(3)])
+
+
 def test_vllm_is_asked_for_what_was_requested_within_the_context(engine):
     words = Request((1, 2), Key(0, 0, 0, 0, 0), Sampling(9, 0.5, ("a", "b"), 0.8, -1, 0.1))
     few = Request((5,) * 60, Key(0, 0, 0, 0, 1), Sampling(9, 0.0, top_k=3))

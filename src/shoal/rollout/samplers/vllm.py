@@ -115,9 +115,8 @@ class VllmEngine:
         except ValueError as error:  # a prompt that does not fit
             raise EngineError(f"vLLM refused a request: {error}") from error
         outputs = outputs[-len(asked) :]  # before them may stand those of a call that was broken off
-        for (request, _), output in zip(asked, outputs, strict=True):
-            if tuple(output.prompt_token_ids) != request.prompt_ids:
-                raise EngineError("vLLM gave the answer to another request")
+        if [tuple(output.prompt_token_ids) for output in outputs] != [item.prompt_ids for item, _ in asked]:
+            raise EngineError("vLLM left a request without an answer, or gave the answer to another request")
         answers = iter(outputs)
         return [self._completion(next(answers).outputs[0]) if room else self._full() for room in rooms]
 
@@ -143,6 +142,8 @@ class VllmEngine:
         ids = tuple(output.token_ids)
         if output.finish_reason not in ("stop", "length") or output.logprobs is None:
             raise EngineError(f"vLLM broke a response off: {output.finish_reason}")
+        if len(output.logprobs) != len(ids):
+            raise EngineError(f"vLLM gave {len(output.logprobs)} log-probabilities for {len(ids)} tokens")
         logprobs = tuple(float(row[i].logprob) for i, row in zip(ids, output.logprobs, strict=True))
         return Completion(ids, logprobs, output.finish_reason, self.weights_version)
 
