@@ -1,4 +1,4 @@
-"""What all tests share: one thread per test process, and properties that are not judged by the clock.
+"""What all tests share: one thread per test process, and properties judged by neither the clock nor luck.
 
 Two test processes share two cores, and the engines promise bit-equality with one thread.
 """
@@ -13,9 +13,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("shoal", deadline=None)
+settings.register_profile(
+    "shoal", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("shoal")
 
 

@@ -67,7 +67,7 @@ def test_several_actions_stand_between_separators():
 TAGS = ("<think>", "</think>", "<action>", "</action>")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from([*"<>/ actionhkup|İK", *TAGS, *TAGS]), max_size=40).map("".join))
 def test_strict_projection_agrees_with_a_scan_from_the_definition(text):
     assert last_tag(text) == slow_last_tag(text)
@@ -114,7 +114,7 @@ def test_hostile_text_costs_no_more_than_ordinary_text_of_its_length(style):
             assert time.process_time() - began < 0.5
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(), st.sampled_from(["strict", "lenient", "ragen", "verl-agent"]))
 def test_any_text_gives_an_action_and_a_verdict(text, style):
     for response in (text, f"<action>{text}</action>", f"<think></think><answer>{text}</answer>"):

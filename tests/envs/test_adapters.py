@@ -116,7 +116,7 @@ SPACES = [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(SPACES), st.integers(0, 1000))
 def test_what_is_written_of_a_space_can_be_read_back(space, seed):
     space.seed(seed)
@@ -125,7 +125,7 @@ def test_what_is_written_of_a_space_can_be_read_back(space, seed):
     assert np.allclose(read_numbers(space, text), value, rtol=1e-9, atol=0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(SPACES), st.text())
 def test_any_text_is_read_as_a_value_of_the_space_or_not_at_all(space, text):
     value = read_numbers(space, text)

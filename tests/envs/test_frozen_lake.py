@@ -27,7 +27,7 @@ def reachable(desc):
     return seen
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**40), st.integers(2, 8), st.floats(0.05, 1), st.booleans())
 def test_every_random_lake_has_one_start_one_goal_and_a_dry_way(seed, size, p, anywhere):
     env = FrozenLakeEnv(size=size, p=p, random_start_goal=anywhere)
@@ -40,7 +40,7 @@ def test_every_random_lake_has_one_start_one_goal_and_a_dry_way(seed, size, p, a
         assert (env.position, goal) == ((0, 0), (size - 1, size - 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**40), st.lists(st.integers(1, 4), max_size=60))
 def test_on_firm_ice_every_step_is_that_of_gymnasium(seed, actions):
     env = FrozenLakeEnv(is_slippery=False, size=5)

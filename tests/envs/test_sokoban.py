@@ -55,7 +55,7 @@ ROOMS = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ROOMS)
 def test_every_room_needs_exactly_the_pushes_that_were_reported(room):
     seed, (dims, boxes) = room
@@ -83,7 +83,7 @@ def test_a_beam_too_narrow_for_shortest_ways_does_not_spoil_the_labels(monkeypat
         assert oracle(level.grid(), push_cost=1, walk_cost=0) == level.optimal_pushes >= 5
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_difficulty_stays_within_its_bounds(seed):
     level = generate(stream(seed, "room"), (7, 7), 2, min_pushes=4, max_pushes=6)
@@ -95,7 +95,7 @@ def test_a_difficulty_out_of_reach_says_what_was_reached():
         generate(stream(0, "room"), (5, 5), 1, min_pushes=20)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(ROOMS)
 def test_solutions_are_optimal_and_can_be_played(room):
     seed, (dims, boxes) = room
@@ -117,7 +117,7 @@ def rooms(grid):
     return fixed, state
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 2**32), st.integers(0, 60))
 def test_a_position_is_called_lost_only_when_it_is(seed, wandering):
     env = SokobanEnv(num_boxes=2, max_steps=1000)

@@ -70,7 +70,7 @@ def test_an_endless_reward_of_one_is_worth_what_the_series_says():
 
 
 @given(st.integers(0, 2**31), st.floats(0, 1), st.floats(0, 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_gae_is_the_sum_of_its_definition(seed, gamma, lam):
     """A_t = sum over k of (gamma lambda)^k delta_{t+k}, up to the end of the episode, per env."""
     rng = np.random.default_rng(seed)
@@ -156,7 +156,7 @@ def test_advantages_are_normalised_as_cleanrl_and_sb3_do_and_one_alone_is_left()
 
 
 @given(st.integers(0, 2**31))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_distributions_are_those_of_torch(seed):
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.standard_normal((7, 5)) * 3)
@@ -198,7 +198,7 @@ def test_schedules_run_from_the_start_value_to_zero():
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 2**31))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_running_moments_are_the_moments_of_all_rows(sizes, seed):
     rng = np.random.default_rng(seed)
     parts = [rng.standard_normal((size, 3)) * 5 + 2 for size in sizes]

@@ -361,7 +361,7 @@ def test_an_unknown_fix_names_the_closest(processor, make_root):
         StepwiseTrajectorySplitter(processor, root, fixes={"keep_last_steps": True})
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(
     turns=st.lists(st.integers(1, 3), min_size=1, max_size=12),
     window=st.integers(1, 5),
@@ -412,7 +412,7 @@ def answers_in(messages):
     ]
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(
     before=st.lists(
         st.lists(st.sampled_from(["user", "tool"]), min_size=1, max_size=4), min_size=1, max_size=14

@@ -36,7 +36,7 @@ def test_the_built_tokenizer_is_the_one_of_the_package(full):
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text_comes_back_from_its_tokens(text):
     import unicodedata
@@ -75,7 +75,7 @@ def test_a_folder_without_images_gives_its_tokenizer(processor_folder, tmp_path)
         load_processor(tmp_path / "nowhere")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([28, 32]), st.integers(50, 2000))
 def test_fitted_sizes_are_those_of_transformers(width, height, factor, kilo):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize

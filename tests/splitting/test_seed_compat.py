@@ -63,7 +63,7 @@ def test_every_exact_store_gives_the_same_pixels(processor, make_root, store):
     compare(processor, root, ids, "stepwise", store=store)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(
     kind=st.sampled_from(["stepwise", "window"]),
     steps=st.integers(2, 40),

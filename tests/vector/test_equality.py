@@ -96,7 +96,7 @@ def build(fns: Any, layout: dict[str, Any], monkeypatch: Any, **options: Any) ->
     return make_vec(fns, **chosen, **options)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     space=nested,
     actions=action_spaces,
@@ -179,7 +179,7 @@ def of_values(infos: Any) -> Any:
     return type(infos), repr(infos)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     script=st.lists(tables, min_size=1, max_size=3),
     n=st.integers(1, 5),
@@ -320,7 +320,7 @@ class SlowNumbers(Numbers):
         return super().step(action)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(
     space=nested,
     n=st.integers(1, 5),
@@ -356,7 +356,7 @@ def test_stepping_some_equals_single_environments(
         ours.close()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(n=st.integers(1, 6), layout=layouts, least=st.integers(1, 6), seed=st.integers(0, 1000))
 def test_asynchronous_stepping_gives_each_env_its_own_trajectory(
     monkeypatch: Any, n: int, layout: Any, least: int, seed: int

@@ -273,7 +273,7 @@ def test_templates_are_data_that_settings_replace():
         lake(prompt={"mode": "append"})
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32 - 1))
 def test_a_picture_survives_as_a_png(rows, columns, seed):
     image = pytest.importorskip("PIL.Image")

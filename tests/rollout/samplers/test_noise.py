@@ -45,7 +45,6 @@ def test_a_device_picks_what_arrays_pick():
 
 
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.5, 3.0, 12.0]), st.integers(1, 400))
-@settings(deadline=None)
 def test_the_few_tokens_that_noise_is_made_of_hold_the_one_that_wins(seed, spread, vocabulary):
     """Flat and sharp distributions, with tokens that are ruled out, beside the sum over the whole vocabulary."""
     rng = np.random.default_rng(seed)
@@ -79,7 +78,7 @@ def test_rows_that_go_on_are_all_there_and_none_is_overwritten_before_it_is_copi
 
 
 @given(st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_layer_with_room_holds_what_one_that_copies_holds(seed):
     rng = np.random.default_rng(seed)
     cache, plain = huggingface.DynamicCache(), huggingface.DynamicCache()

@@ -393,12 +393,12 @@ class Machine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-def run(examples: int, steps: int) -> None:
+def run(examples: int, steps: int, **options: Any) -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None,
-            suppress_health_check=list(HealthCheck),
+            max_examples=examples, stateful_step_count=steps,
+            suppress_health_check=list(HealthCheck), **options,
         ),
     )  # fmt: skip
 
@@ -410,4 +410,4 @@ def test_any_of_20_orders_of_events_ends_well() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_any_of_1500_orders_of_events_ends_well() -> None:
-    run(1500, 50)
+    run(1500, 50, derandomize=False)

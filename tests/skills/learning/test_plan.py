@@ -129,7 +129,7 @@ def test_a_plan_goes_on_from_what_the_hands_hold() -> None:
 
 
 @given(st.permutations(CLASSIC_SKILLS), st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_shortened_plan_still_applies_every_skill_and_takes_no_longer(
     order: list[Skill], goals: int
 ) -> None:
@@ -199,7 +199,7 @@ def graphs(draw: st.DrawFn) -> list[Skill]:
 
 
 @given(graphs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_plan_for_any_reachable_graph_can_be_carried_out_step_by_step(made: list[Skill]) -> None:
     by_name = {s.name: s for s in made}
     for target in made:

@@ -70,7 +70,7 @@ def gradient(samples, config, max_tokens, batching="bucketed"):
     st.integers(0, 1000),
     st.sampled_from(["auto", "padded", "bucketed", "packed"]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_the_gradient_does_not_depend_on_micro_batches_order_padding_or_packing(
     config, n, max_tokens, seed, batching
 ):
@@ -142,7 +142,7 @@ def test_every_token_that_was_written_is_learned_from_exactly_once(lengths, appe
 
 
 @given(st.integers(1, 300), st.sampled_from(["padded", "bucketed", "packed"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_values_of_tokens_come_back_to_their_samples(max_tokens, batching):
     samples = random_samples(9, 1)
     found = token_values(samples, lambda micro: micro.targets * 1.0, max_tokens, 0, "cpu", batching)

@@ -156,7 +156,7 @@ def test_padding_of_odd_layer_sizes_stays_zero_through_updates():
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_rows_result_never_depends_on_the_rows_beside_it(n, seed):
     fast, _, actions = learners(SPACES["many"], 6, (64, 32))
     obs, noise, masks = sample(actions, n, 6, np.random.default_rng(seed))
@@ -197,7 +197,7 @@ def test_the_edges_of_the_noise_never_choose_a_forbidden_action(path, u):
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_compiled_gae_is_the_numpy_one(n_steps, n_envs, gamma, lam, seed):
     fast, _, _ = learners(SPACES["discrete"], 2, (16,))
     rng = np.random.default_rng(seed)
