@@ -470,6 +470,22 @@ def test_a_wait_gives_those_who_are_ready_looks_at_all_and_ends_at_its_deadline(
     assert wait_any(workers[1:], workers, now[0] - 1.0, pause) == [workers[2]]
 
 
+def test_the_time_in_which_the_caller_itself_stands_still_is_no_envs(monkeypatch: Any) -> None:
+    now, stops = [100.0], {3: 50.0, 7: 60.0}
+    monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Clocked, "stack", lambda worker: "here")
+    worker, pauses = Clocked(0, [CountEnv], Limits(step=1.0)), itertools.count()
+    worker.answered = lambda: worker.lost is not None  # type: ignore[method-assign]
+    worker.begin(Step(None, 0, {}))
+    wait_any(
+        [worker],
+        [worker],
+        None,
+        lambda seconds: now.append(now.pop() + seconds + stops.get(next(pauses), 1e-9)),
+    )
+    assert 1.0 < now[0] - 210.0 < 1.0 + 3 * SLICE
+
+
 def test_what_a_worker_is_at_is_told_with_the_action_as_far_as_it_is_known() -> None:
     worker = Clocked(10, [CountEnv] * 4)
     assert worker.current() == (10, "wait", None)

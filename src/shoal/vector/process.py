@@ -185,6 +185,10 @@ class Worker:
             self._seen = (at, now)
         return limit if now - self._seen[1] > limit else None
 
+    def spare(self, seconds: float) -> None:
+        """Take so many seconds off the time of the env that it is at."""
+        self._seen = (self._seen[0], self._seen[1] + seconds)
+
     def excuse(self, now: float) -> None:
         """Start the clock of a constructor anew."""
         if isinstance(self.command, Make) and self.progress() != words.LOADING:
@@ -298,6 +302,9 @@ def wait_any(
         over = deadline is not None and now >= deadline
         # Who asks often, and never waits for long, has them looked at all the same.
         if now - looked >= SLICE or (over and now - workers[0].looked >= SLICE):
+            if now - looked >= 2 * SLICE:  # it stood still, as after Ctrl-Z, and its workers may have too
+                for worker in workers:
+                    worker.spare(now - looked - SLICE)
             looked = now
             look_at(workers)
             continue
