@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,8 +168,17 @@ def check_failures(calm, played, status, cause):
 def test_an_env_that_hangs_is_given_up_in_time(calm, backend):
     clock = time.monotonic()
     played, _ = play(backend, fault="hang", parallel={"step_timeout": 0.6})
-    assert time.monotonic() - clock < 20
+    assert time.monotonic() - clock < 60
     check_failures(calm, played, "timeout", r"step\(\d\) failed: no answer within 0.6 s")
+
+
+def test_time_in_which_the_process_itself_stands_still_is_no_envs(calm, monkeypatch):
+    """As after Ctrl-Z and `fg`: half a second after its begin it is a quarter of an hour later."""
+    now = time.monotonic
+    later = now() + 0.5
+    jumping = {**vars(time), "monotonic": lambda: now() + 1000.0 * (now() > later)}
+    monkeypatch.setattr("shoal.rollout.parallel.worker.time", SimpleNamespace(**jumping))
+    assert play("threads", nap=0.4, parallel={"step_timeout": 2.4})[0] == calm
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
@@ -188,7 +198,7 @@ def test_a_constructor_that_takes_too_long_is_given_up_though_steps_may_take_for
         m._env_fns["Counter"] = lambda: CounterEnv(make_nap=20.0)
         began = time.monotonic()
         played = m.collect(4)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 18
     assert {(t.status, t.error) for t in played} == {("timeout", "make failed: no answer within 0.3 s")}
 
 
@@ -202,7 +212,7 @@ def test_a_config_whose_env_is_not_made_in_time_is_refused(place, limits):
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"custom_envs.Counter: .*'test_counter' took longer than 0.3 s"):
         ParallelRolloutManager(settings, HashEngine())
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 18
 
 
 @pytest.mark.parametrize("limit", [None, 20.0])
@@ -214,7 +224,7 @@ def test_envs_that_are_made_to_look_at_them_are_closed(limit, monkeypatch):
     )
     monkeypatch.setattr(CounterEnv, "close", lambda env: closed.append(env))
     with ParallelRolloutManager(config(parallel={"step_timeout": limit}), HashEngine()):
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while len(closed) < len(made) and time.monotonic() < end:
             time.sleep(0.01)
     assert made
@@ -478,11 +488,11 @@ def test_the_engine_of_a_serial_rollout_is_entered_by_one_thread_at_a_time():
     def before(requests):
         most.append(inside.acquire(blocking=False))
         calls.append(requests[0].key)
-        time.sleep(0.8 if len(calls) == 2 else 0)
+        time.sleep(2.0 if len(calls) == 2 else 0)
         if most[-1]:
             inside.release()
 
-    played, _ = play("serial", engine=HashEngine(before), groups=2, parallel={"episode_timeout": 0.5})
+    played, _ = play("serial", engine=HashEngine(before), groups=2, parallel={"episode_timeout": 1.5})
     assert played[0].status == "timeout"
     assert played[-1].status == "ok"
     assert all(most)

@@ -264,7 +264,7 @@ class Player:
     failure: str | None = None
     """Why this try has failed, while its env is closed."""
     began: float = 0.0
-    inside: tuple[str, float] | None = None
+    inside: list[Any] | None = None
     """What the env is at, and since when."""
     abandoned: bool = False
     in_caller: bool = True
@@ -285,6 +285,12 @@ class Player:
             return f"the episode did not end within {settings.episode_timeout:g} s"
         return None
 
+    def spare(self, seconds: float) -> None:
+        """So much of its time does not count."""
+        self.began += seconds
+        if (inside := self.inside) is not None:
+            inside[1] += seconds
+
     def in_env(self, doing: str, call: Callable[[], Any]) -> Any:
         """Call into the env, so that what it raises is told apart from all else.
 
@@ -292,7 +298,7 @@ class Player:
             EnvFailedError: it raised something, be it `SystemExit` or a cancellation, but not Ctrl-C of the caller.
         """
         process, failure = os.getpid(), None
-        self.inside = doing, time.monotonic()
+        self.inside = [doing, time.monotonic()]
         try:
             return call()
         except BaseException as error:
@@ -466,9 +472,14 @@ class _Worker:
         look = min(settings.deadlines) / 4 if settings.deadlines else None
         with self.changed:
             while self.open and self.error is None:
+                before = time.monotonic()
                 self.changed.wait(look)
+                if look is None:
+                    continue
                 now = time.monotonic()
-                for player in list(self.players) if look is not None else ():
+                for player in list(self.players):
+                    if now - before > 2 * look:  # this process stood still, as after Ctrl-Z
+                        player.spare(now - before - look)
                     why = player.overdue(now, settings)
                     if why is not None:
                         self._abandon(player, why)
