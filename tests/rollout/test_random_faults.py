@@ -16,7 +16,7 @@ from shoal import ParallelRolloutManager, derive_seed, envs
 
 BACKENDS = ("serial", "threads", "processes")
 SEED, ITERATION = 7, 4
-PATIENCE = 15
+PATIENCE = 60
 """Seconds within which what a rollout started has ended."""
 
 

@@ -43,7 +43,7 @@ def calm(_counter):
     return play("serial")[0]
 
 
-def until(condition, seconds=20.0):
+def until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -73,8 +73,8 @@ def test_an_answer_that_cannot_be_read_fails_its_request_alone_and_no_worker():
     with SharedLLMInferenceManager(Odd()) as shared:
         link = SocketLink(shared.serve())
         with pytest.raises(EngineError, match="banana|finish"):
-            link.generate([Request((1,), Key(1, 0, 1, 0, 2))], timeout=20)
-        assert link.generate([request()], timeout=20) == HashEngine().generate([request()])
+            link.generate([Request((1,), Key(1, 0, 1, 0, 2))], timeout=100)
+        assert link.generate([request()], timeout=100) == HashEngine().generate([request()])
         link.close()
 
 
@@ -136,21 +136,21 @@ def test_an_engine_that_reads_nothing_is_given_up_in_time(tmp_path):
         with pytest.raises(TimeoutError, match="in time"):
             link.generate([request(length=2_000_000)], timeout=0.3)
         with pytest.raises(LinkLostError):  # half a request was sent: nothing can follow it
-            link.generate([request()], timeout=20)
+            link.generate([request()], timeout=100)
         with pytest.raises(LinkLostError):
             link.left(request().key)
-        assert time.monotonic() - clock < 10
+        assert time.monotonic() - clock < 60
         link.close()
 
 
 def test_an_engine_that_hangs_without_a_limit_of_its_own_is_no_reason_to_wait_for_ever():
     release = threading.Event()
 
-    with SharedLLMInferenceManager(HashEngine(lambda _: release.wait(60)), request_timeout=0.3) as shared:
+    with SharedLLMInferenceManager(HashEngine(lambda _: release.wait(60)), request_timeout=1.0) as shared:
         replies = []
         shared.submit("somebody", [request(9)], lambda *reply: replies.append(reply))
         for member in range(2):
-            with pytest.raises(TimeoutError, match="no answer within 0.3 s"):
+            with pytest.raises(TimeoutError, match="no answer within 1.0 s"):
                 shared.generate([request(member)])
         release.set()
         until(lambda: shared._running is None)
@@ -165,7 +165,7 @@ def test_a_request_that_was_given_up_is_not_asked_of_the_engine():
         seen: list[int]
 
         def generate(self, requests):
-            gate.acquire(timeout=20)
+            gate.acquire(timeout=100)
             self.seen += [r.key.member for r in requests]
             return super().generate(requests)
 
@@ -179,7 +179,7 @@ def test_a_request_that_was_given_up_is_not_asked_of_the_engine():
             shared.generate([request(1)], timeout=0.1)
         until(lambda: not len(shared._batcher))
         gate.release(9)
-        shared.generate([request(2)], timeout=20)
+        shared.generate([request(2)], timeout=100)
     assert engine.seen == [0, 2]
 
 
@@ -195,7 +195,7 @@ def test_a_worker_that_asks_more_than_is_read_counts_as_alive(monkeypatch):
     ) as shared:
         link = SocketLink(shared.serve())
         asked = [request(turn=turn, length=20_000) for turn in range(4)]
-        assert link.generate(asked, timeout=30) == HashEngine().generate(asked)
+        assert link.generate(asked, timeout=60) == HashEngine().generate(asked)
         link.close()
     assert killed == []
 
@@ -238,9 +238,9 @@ def test_an_engine_that_fails_while_a_connection_is_closed_half_way_fails_nobody
                 data = frame(Ask(0, request(7))) + frame(Ask(1, request(8)))
                 gone.sendall(frame(Hello(address.token, 1)) + data[: len(data) - cut])
             link = SocketLink(address)
-            assert link.generate([request(1), request(2)], timeout=20)
+            assert link.generate([request(1), request(2)], timeout=100)
             with pytest.raises(EngineError, match="not this one"):
-                link.generate([request(7)], timeout=20)
+                link.generate([request(7)], timeout=100)
             link.close()
         until(lambda: not shared._connections._by_descriptor)
         assert not len(shared._batcher)
@@ -255,8 +255,8 @@ def test_it_may_be_closed_by_who_gets_an_answer():
         shared.submit("b", [request(1)], lambda _, result: (refused.append(result), done.set()))
     except EngineError:
         done.set()
-    assert done.wait(20)
-    shared._thread.join(20)
+    assert done.wait(60)
+    shared._thread.join(60)
     assert not shared._thread.is_alive()
     assert closed == [(None, Completion)]
     with pytest.raises(EngineError, match="closed"):
@@ -269,7 +269,7 @@ def test_an_asker_whose_answer_ends_the_thread_ends_nothing_else():
 
     with SharedLLMInferenceManager(HashEngine()) as shared:
         shared.submit("somebody", [request()], leave)
-        assert shared.generate([request(1)], timeout=20) == HashEngine().generate([request(1)])
+        assert shared.generate([request(1)], timeout=100) == HashEngine().generate([request(1)])
 
 
 def test_the_engine_and_not_the_env_is_blamed_where_the_way_to_it_is_lost_again_and_again(calm):

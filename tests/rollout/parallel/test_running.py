@@ -1,5 +1,6 @@
 """The engine's own thread: what goes on meanwhile, and what becomes of an engine that fails in it."""
 
+import gc
 import os
 import random
 import sys
@@ -30,11 +31,11 @@ class Gated(HashEngine):
 
     def generate(self, requests):
         self.asked.release()
-        assert self.may.acquire(timeout=20)
+        assert self.may.acquire(timeout=60)
         return super().generate(requests)
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -58,13 +59,13 @@ def test_requests_are_read_while_the_engine_answers_others():
     with SharedLLMInferenceManager(engine, schedule="greedy") as manager:
         link, found = SocketLink(manager.serve()), {}
         first = ask_in_thread(link, 0, found)
-        assert engine.asked.acquire(timeout=10)
+        assert engine.asked.acquire(timeout=60)
         others = [ask_in_thread(link, member, found) for member in range(1, 6)]
         until(lambda: len(manager._batcher) == 5)
         assert engine.batches == []
         engine.may.release(2)
         for thread in (first, *others):
-            thread.join(10)
+            thread.join(60)
         link.close()
     assert engine.batches == [1, 5]
     assert found == {m: HashEngine().generate([request(m)])[0] for m in range(6)}
@@ -72,13 +73,13 @@ def test_requests_are_read_while_the_engine_answers_others():
 
 def test_a_request_is_refused_in_time_while_the_engine_is_at_another():
     engine = Gated()
-    with SharedLLMInferenceManager(engine, schedule="greedy", request_timeout=0.3) as manager:
+    with SharedLLMInferenceManager(engine, schedule="greedy", request_timeout=1.0) as manager:
         found = {}
         first = ask_in_thread(manager, 0, found)
-        assert engine.asked.acquire(timeout=10)
-        ask_in_thread(manager, 1, found).join(10)
+        assert engine.asked.acquire(timeout=60)
+        ask_in_thread(manager, 1, found).join(60)
         assert isinstance(found[1], TimeoutError)
-        first.join(10)
+        first.join(60)
         assert isinstance(found[0], TimeoutError)  # what the engine is at is refused in time too
         engine.may.release(2)
         assert manager.generate([request(2)]) == HashEngine().generate([request(2)])
@@ -88,21 +89,19 @@ def test_a_request_is_refused_in_time_while_the_engine_is_at_another():
 def test_the_next_batch_is_launched_before_the_answers_of_the_last_are_sent():
     engine, seen = Gated(), []
     with SharedLLMInferenceManager(engine, schedule="greedy") as manager:
-        manager.submit("first", [request(0)], lambda *_: seen.append(engine.asked.acquire(timeout=5)))
-        assert engine.asked.acquire(timeout=10)
+        manager.submit("first", [request(0)], lambda *_: seen.append(engine.asked.acquire(timeout=30)))
+        assert engine.asked.acquire(timeout=60)
         second = threading.Event()
         manager.submit("second", [request(1)], lambda *_: second.set())
         until(lambda: len(manager._batcher) == 1)
         engine.may.release()
         until(lambda: seen)
         engine.may.release()
-        assert second.wait(10)
+        assert second.wait(60)
     assert seen == [True]  # while the answer was sent, the engine was already asked for the second
 
 
 def test_an_engine_that_answers_at_once_needs_no_thread_of_its_own(monkeypatch):
-    monkeypatch.setattr(server, "QUICK", 0.1)  # far from both, however busy the machine is
-
     class Named(HashEngine):
         names: list[str]
 
@@ -111,7 +110,8 @@ def test_an_engine_that_answers_at_once_needs_no_thread_of_its_own(monkeypatch):
             time.sleep(self.nap)
             return super().generate(requests)
 
-    for nap, at_once in ((0.0, True), (0.15, False)):
+    for nap, quick, at_once in ((0.0, 60.0, True), (0.02, 0.01, False)):
+        monkeypatch.setattr(server, "QUICK", quick)  # however busy the machine is
         engine = Named()
         engine.names, engine.nap = [], nap
         with SharedLLMInferenceManager(engine) as manager:
@@ -137,10 +137,10 @@ def test_making_a_new_engine_may_take_longer_than_an_answer():
         raise RuntimeError("lost")
 
     def restart():
-        time.sleep(1.0)
+        time.sleep(1.5)
         return HashEngine()
 
-    with SharedLLMInferenceManager(HashEngine(crash), engine_timeout=0.3, restart=restart) as manager:
+    with SharedLLMInferenceManager(HashEngine(crash), engine_timeout=1.0, restart=restart) as manager:
         assert manager.generate([request()]) == HashEngine().generate([request()])
         assert manager.statistics.restarts == 1
 
@@ -150,9 +150,9 @@ def test_closing_refuses_what_an_engine_that_hangs_was_asked(monkeypatch):
     engine, found = Gated(), {}
     manager = SharedLLMInferenceManager(engine)
     thread = ask_in_thread(manager, 0, found)
-    assert engine.asked.acquire(timeout=10)
+    assert engine.asked.acquire(timeout=60)
     manager.close()
-    thread.join(10)
+    thread.join(60)
     assert isinstance(found[0], EngineError)
     engine.may.release()  # its late answer finds nobody, and no descriptor that was closed
     until(lambda: not any(t.name == "shoal-engine" for t in threading.enumerate()))
@@ -162,10 +162,10 @@ def test_closing_waits_for_an_answer_that_is_being_made():
     engine, found = Gated(), {}
     manager = SharedLLMInferenceManager(engine)
     thread = ask_in_thread(manager, 0, found)
-    assert engine.asked.acquire(timeout=10)
+    assert engine.asked.acquire(timeout=60)
     threading.Timer(0.3, engine.may.release).start()
     manager.close()
-    thread.join(10)
+    thread.join(60)
     assert found[0] == HashEngine().generate([request(0)])[0]
 
 
@@ -190,7 +190,7 @@ def test_threads_that_give_up_at_any_moment_leave_none_asleep():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(100)
         assert not any(thread.is_alive() for thread in threads)
         link.close()
     assert len(outcomes) == 24 * 60
@@ -242,12 +242,12 @@ def test_an_engine_that_always_crashes_is_made_anew_three_times_and_no_more():
 def test_a_worker_hears_at_once_that_its_request_took_too_long():
     """Also when nothing else happens that would have answers sent."""
     release = threading.Event()
-    with SharedLLMInferenceManager(HashEngine(lambda _: release.wait(20)), request_timeout=0.2) as manager:
+    with SharedLLMInferenceManager(HashEngine(lambda _: release.wait(60)), request_timeout=0.2) as manager:
         link = SocketLink(manager.serve())
         with pytest.raises(
             TimeoutError, match="no answer within 0.2 s"
         ):  # says the engine's thread, not this one
-            link.generate([request(0)], timeout=15)
+            link.generate([request(0)], timeout=60)
         release.set()
         link.close()
 
@@ -273,7 +273,9 @@ def test_no_descriptor_is_left_open():
             link.close()
 
     use()
+    gc.collect()  # what earlier tests left in cycles is no loss of these
     before = open_ones()
     for _ in range(5):
         use()
-    assert open_ones() == before
+    gc.collect()
+    assert open_ones() <= before

@@ -49,7 +49,7 @@ def test_rollouts_that_several_threads_ask_for_are_played_one_after_another(calm
     with manager_of(backend, nap=0.005) as manager:
         started = [in_thread(lambda i=i: manager.collect(i)) for i in calm]
         for (thread, result), iteration in zip(started, calm, strict=True):
-            thread.join(30)
+            thread.join(60)
             assert result["value"] == calm[iteration]
 
 
@@ -62,9 +62,9 @@ def test_closing_ends_a_rollout_that_another_thread_plays_and_leaves_no_worker(c
     pids = manager.worker_pids()
     clock = time.monotonic()
     manager.close()
-    assert time.monotonic() - clock < 8
+    assert time.monotonic() - clock < 30
     for ended, found in ((thread, result), (waiting, second)):
-        ended.join(10)
+        ended.join(60)
         assert isinstance(found["error"], WorkerError)
     assert not manager.worker_pids()
     for pid in pids:
@@ -96,7 +96,7 @@ def test_threads_end_soon_after_an_interruption(backend, settings):
     with manager_of(backend, engine, nap=0.1, groups=30, max_steps=50, parallel=settings) as manager:
         with pytest.raises(KeyboardInterrupt):
             manager.collect(4)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         playing = ("shoal-episode", "shoal-share")
         while any(thread.name in playing for thread in set(threading.enumerate()) - before):
             assert time.monotonic() < end

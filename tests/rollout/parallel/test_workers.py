@@ -36,7 +36,7 @@ class SlowQueue:
 def meet(folder, me, n):
     """Come to a place and wait until all are there."""
     (folder / str(me)).touch()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while len(list(folder.iterdir())) < n:
         if time.monotonic() > end:
             return False
@@ -69,25 +69,29 @@ def test_programs_that_a_task_started_end_with_its_worker(wait):
     started = lambda: subprocess.Popen(["sleep", "1000"], start_new_session=True).pid  # noqa: E731
     program = Path("/proc", str(executor.submit(started).result(timeout=60)), "stat")
     executor.shutdown(wait=wait)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while program.exists() and program.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < end, "it outlives the worker"
         time.sleep(0.05)
 
 
 def test_a_shutdown_that_does_not_wait_also_ends_a_worker_that_just_starts(monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+
     class Slow(pool._Process):
         def __init__(self):
-            time.sleep(0.5)
+            begun.set()
+            go_on.wait(60)
             super().__init__()
 
     monkeypatch.setattr(pool, "_Process", Slow)
     executor = WorkerExecutor(1)
     future = executor.submit(time.sleep, 1000)
-    time.sleep(0.2)
+    assert begun.wait(60)
     executor.shutdown(wait=False)
     with pytest.raises(WorkerDiedError, match="shut down"):
         future.result(timeout=0)
+    go_on.set()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +133,7 @@ def test_where_no_process_can_be_forked_the_forking_one_says_so_and_lives_on():
             request = {"do": "start", "method": "forkserver", "entry": "os:getpid", "number": number}
             ours.send(json.dumps(request).encode())
             assert json.loads(ours.recv(4096)) == {"number": number, "error": "[Errno 11] no more"}
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("pid", [1, 0, -1])

@@ -18,7 +18,7 @@ from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_
 from shoal.rollout.samplers.scripted import RandomEngine
 from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
-QUICK = Patience(timeout=5.0, retries=3, backoff=0.001, max_backoff=0.01)
+QUICK = Patience(timeout=30.0, retries=3, backoff=0.001, max_backoff=0.01)
 
 
 @pytest.fixture
