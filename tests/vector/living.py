@@ -1,8 +1,17 @@
-"""Which processes live: asked of a table that changes while it is read."""
+"""Which processes live, asked of a table that changes while it is read; and what takes how long."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any
+
 import psutil
+
+SLACK = 20.0
+"""Seconds that a busy machine may add to a limit; what hangs takes for ever."""
 
 
 def alive(pid: int) -> bool:
@@ -16,3 +25,30 @@ def alive(pid: int) -> bool:
 def children() -> set[int]:
     """The processes below this one that are alive."""
     return {child.pid for child in psutil.Process().children(recursive=True) if alive(child.pid)}
+
+
+class TookLongError(AssertionError):
+    """Something took longer than it may."""
+
+
+@contextlib.contextmanager
+def within(seconds: float, slack: float = SLACK) -> Iterator[None]:
+    """What is done inside takes no longer than this and the slack."""
+    start = time.monotonic()
+    yield
+    took = time.monotonic() - start
+    if took >= seconds + slack:
+        raise TookLongError(f"took {took:.1f} s, allowed were {seconds:g}")
+
+
+def in_one_of_three(test: Any) -> Any:
+    """A test whose times are short: the machine may stand still in two tries."""
+
+    @functools.wraps(test)
+    def tried(*args: Any, **options: Any) -> None:
+        for _ in range(2):
+            with contextlib.suppress(TookLongError):
+                return test(*args, **options)
+        test(*args, **options)
+
+    return tried

@@ -343,8 +343,6 @@ class Nonsense(CountEnv):
             do("KeyboardInterrupt")
         if self.how == "step returns three things":
             return np.zeros(4), 0.0, False
-        if self.how == "slow step":
-            time.sleep(1.5)
         obs, reward, terminated, truncated, info = super().step(action)
         if self.how == "step returns None as observation":
             obs = None

@@ -20,7 +20,7 @@ from gymnasium import spaces
 
 from tests.vector.misbehaving import RELEASED, OwnBaseException
 
-LIMIT = 0.4
+LIMIT = 0.8
 """The `step_timeout` in seconds."""
 SLOW = 15
 """The action that takes a while, but not too long."""

@@ -33,7 +33,7 @@ import shoal.envs
 from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.vector import AsyncVectorEnv, make_vec
 from tests.vector.faulty import CountEnv, Faulty
-from tests.vector.living import alive, children
+from tests.vector.living import SLACK, alive, children, in_one_of_three, within
 from tests.vector.misbehaving import (
     BASE_EXCEPTIONS,
     FAULT,
@@ -54,13 +54,9 @@ from tests.vector.misbehaving import (
 )
 from tests.vector.model import SLOW, Encoded
 
-pytestmark = pytest.mark.timeout(30)
-
 ROOT = Path(__file__).parents[2]
 LIMIT = 0.5
 """The `step_timeout` of these tests."""
-SLACK = 3.0
-"""Seconds that a busy machine may add to a limit."""
 
 
 def slow_unless(quick: bool, *values: Any) -> Any:
@@ -101,15 +97,6 @@ def closing(envs: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """What is done inside takes no longer than this and `SLACK`."""
-    start = time.monotonic()
-    yield
-    took = time.monotonic() - start
-    assert took < seconds + SLACK, f"took {took:.1f} s, allowed were {seconds:g}"
-
-
-@contextlib.contextmanager
 def contained() -> Iterator[None]:
     """A KeyboardInterrupt of an env that gets through is a failure of the test, not the end of the test run."""
     try:
@@ -142,7 +129,7 @@ def gone(pids: Any, seconds: float = SLACK) -> bool:
 
 
 def script(
-    program: str, tmp_path: Path, *args: str, seconds: float = 40.0
+    program: str, tmp_path: Path, *args: str, seconds: float = 200.0
 ) -> subprocess.CompletedProcess[str]:
     """Run a user's script, as a file outside of the repository."""
     path = tmp_path / "script.py"
@@ -168,7 +155,7 @@ def drain(envs: Any) -> tuple[dict[int, float], list[WorkerError]]:
     errors: list[WorkerError] = []
     for _ in range(50):
         try:
-            ready = envs.recv(timeout=5.0)
+            ready = envs.recv(timeout=60.0)
         except WorkerError as error:
             errors.append(error)
         except ValueError:  # nothing is in flight
@@ -279,7 +266,7 @@ def test_an_env_whose_worker_is_replaced_while_it_is_in_flight_is_received_all_t
         time.sleep(pause)
         seen: dict[int, Any] = {}
         while envs.in_flight:
-            ready = envs.recv(timeout=10.0)
+            ready = envs.recv(timeout=60.0)
             assert not ready.late, f"never received: {ready.late}"
             seen.update(
                 {int(i): (ready.observations[k], ready.truncated[k]) for k, i in enumerate(ready.ids)}
@@ -304,8 +291,8 @@ def test_an_end_is_received_with_its_last_observation_though_a_neighbour_ended_t
         envs.reset(seed=5)
         envs.send([0, 1, 2], [3, FAULT, 4])
         with pytest.raises(WorkerDiedError, match="env 1"):
-            envs.recv(timeout=5.0)
-        ready = envs.recv(timeout=5.0)
+            envs.recv(timeout=60.0)
+        ready = envs.recv(timeout=60.0)
         assert ready.ids.tolist() == [0]
         assert (ready.rewards[0], ready.terminated[0]) == (31.0, True)
         if mode == "same_step":
@@ -321,7 +308,7 @@ def test_while_others_are_in_flight_a_failed_env_can_be_reset_and_sent_again() -
         envs.send([0], [FAULT])
         envs.send([1, 2], [1, 2])
         with pytest.raises(ZeroDivisionError, match="env 0"):
-            envs.recv(timeout=5.0)
+            envs.recv(timeout=60.0)
         envs.send_reset([0], [7])
         rewards, errors = drain(envs)
         assert not errors
@@ -343,8 +330,8 @@ def test_several_failures_in_flight_are_all_replaced_or_masked(fault: str, polic
             envs.send([i], [FAULT if i < 2 else 1])
         seen: dict[int, Any] = {}
         start = time.monotonic()
-        while len(seen) < 4 and time.monotonic() - start < 10:
-            ready = envs.recv(timeout=5.0)
+        while len(seen) < 4 and time.monotonic() - start < 60:
+            ready = envs.recv(timeout=60.0)
             seen.update(zip(ready.ids.tolist(), zip(ready.truncated, ready.infos, strict=True), strict=True))
         assert sorted(seen) == [0, 1, 2, 3]
         word = "worker_restarted" if policy == "restart" else "worker_masked"
@@ -364,8 +351,12 @@ def test_several_failures_in_flight_are_all_replaced_or_masked(fault: str, polic
 # time limits
 
 
+BRIEF = 3.0
+"""Seconds of slack that are less than what limits which add up would take."""
+
+
 def limit_for(k: int) -> float:
-    """A `step_timeout` of which `k` in a row take longer than one and `SLACK`."""
+    """A `step_timeout` of which `k` in a row take longer than one and `BRIEF`."""
     return 1.5 if k == 4 else LIMIT
 
 
@@ -376,6 +367,7 @@ HANGS = [
 
 
 @pytest.mark.parametrize(("layout", "k", "policy"), HANGS)
+@in_one_of_three
 def test_the_limits_of_hung_envs_do_not_add_up(layout: str, k: int, policy: str) -> None:
     n, limit = max(4, k), limit_for(k)
     start = time.monotonic()
@@ -385,7 +377,7 @@ def test_the_limits_of_hung_envs_do_not_add_up(layout: str, k: int, policy: str)
         envs.reset(seed=0)
         anew = 2 * (time.monotonic() - start)  # new processes take about what the first ones took
         actions = [FAULT if i < k else 1 for i in range(n)]
-        with within(limit + (anew if policy != "raise" else 0.0)):
+        with within(limit + (anew if policy != "raise" else 0.0), BRIEF):
             if policy == "raise":
                 with pytest.raises(WorkerTimeoutError, match=r"env \d+") as caught:
                     envs.step(actions)
@@ -397,7 +389,7 @@ def test_the_limits_of_hung_envs_do_not_add_up(layout: str, k: int, policy: str)
                 truncated = envs.step(actions)[3]
                 assert truncated[:k].all()
         if policy == "raise":
-            with within(anew):
+            with within(anew, BRIEF):
                 obs, _ = envs.reset(seed=3)
             assert obs[:, 0].tolist() == [3 + i for i in range(n)]
 
@@ -409,6 +401,7 @@ CONSTRUCTORS = [
 
 
 @pytest.mark.parametrize(("layout", "k", "argument"), CONSTRUCTORS)
+@in_one_of_three
 def test_hanging_constructors_are_named_in_time(layout: str, k: int, argument: str) -> None:
     n = max(4, k)
     first = n - k
@@ -418,7 +411,7 @@ def test_hanging_constructors_are_named_in_time(layout: str, k: int, argument: s
     healthy = time.monotonic() - start  # on a busy machine long
     before = children()
     fns = faulty("hang", range(first, n), n, where="init")
-    with within(limit_for(k) + 2 * healthy), pytest.raises(WorkerTimeoutError) as caught:
+    with within(limit_for(k) + 2 * healthy, BRIEF), pytest.raises(WorkerTimeoutError) as caught:
         make_vec(fns, **LAYOUTS[layout], **{argument: limit_for(k)})
     hung = named(told(caught.value))
     assert hung
@@ -429,7 +422,7 @@ def test_hanging_constructors_are_named_in_time(layout: str, k: int, argument: s
 
 @pytest.mark.parametrize("layout", PARALLEL)
 def test_making_an_env_may_take_longer_than_a_step(layout: str) -> None:
-    options = {**LAYOUTS[layout], "step_timeout": 0.4, "make_timeout": 20.0}
+    options = {**LAYOUTS[layout], "step_timeout": 0.5, "make_timeout": 60.0}
     with closing(make_vec([functools.partial(SlowToMake, 0.9)] * 2, **options)) as envs:
         envs.reset(seed=0)
         assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
@@ -444,7 +437,7 @@ def test_a_constructor_that_hangs_is_not_tried_by_the_caller(make: Callable[...,
     began = time.monotonic()
     with pytest.raises(WorkerTimeoutError, match=r"env 0\b.* make"):
         make(fns, **{argument: 0.5})
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize("policy", ["restart", "mask"])
@@ -479,7 +472,7 @@ def test_restarts_whose_constructors_hang_end_in_time(layout: str, k: int, tmp_p
 @pytest.mark.parametrize(("backend", "first"), [("process", "kill"), ("thread", "raise")])
 def test_restarts_of_several_workers_go_on_side_by_side(backend: str, first: str, tmp_path: Path) -> None:
     fns = [
-        functools.partial(FailsWhenMadeAgain, "meet", str(tmp_path / str(i)), 20.0, first) for i in range(4)
+        functools.partial(FailsWhenMadeAgain, "meet", str(tmp_path / str(i)), 60.0, first) for i in range(4)
     ]
     with closing(make_vec(fns, backend=backend, num_workers=4, on_failure="restart")) as envs:
         envs.reset(seed=0)
@@ -611,20 +604,25 @@ class PaysAndEnds(CountEnv):
         return obs, self.pays, *rest
 
 
+SECONDS = {"timeout": 0.4, "interrupt": 1.0}
+"""What a step takes, so that it is not over when it is given up in this way."""
+
+
 def given_up(envs: Any, actions: list[int], how: str) -> None:
     """Begin a step and give up waiting for it: by a timeout, or by an interrupt."""
     if how == "timeout":
         envs.step_async(actions)
         with pytest.raises(multiprocessing.TimeoutError) as caught:
-            envs.step_wait(timeout=0.05)
+            envs.step_wait(timeout=0.0)
         assert isinstance(caught.value, WorkerTimeoutError)
         return
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     timer.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
             envs.step(actions)
+            timer.join()  # it comes to this test alone
     finally:
         timer.join()
         signal.signal(signal.SIGINT, before)
@@ -643,7 +641,7 @@ def test_an_episode_that_ends_in_an_abandoned_step_is_told_by_the_next_one(
     layout: str, mode: str, how: str
 ) -> None:
     slow = Dawdling.SLOW
-    fns = [functools.partial(Dawdling, 0.4, length) for length in (2, 100, 2, 100)]
+    fns = [functools.partial(Dawdling, SECONDS[how], length) for length in (2, 100, 2, 100)]
     with closing(make_vec(fns, **LAYOUTS[layout], autoreset=mode)) as envs:
         envs.reset(seed=10)
         envs.step([1, 1, 1, 1])
@@ -697,7 +695,7 @@ def test_step_some_and_send_tell_late_ends_too_and_a_reset_forgets_them(layout: 
         assert (one.reward, one.terminated, one.info["late"]) == (81.0, True, True)
         assert one.info["final_obs"].tolist() == [1, 1, 1, Dawdling.SLOW]
         envs.send([2], [4])
-        ready = envs.recv(timeout=5.0)
+        ready = envs.recv(timeout=60.0)
         assert (ready.rewards.tolist(), ready.terminated.tolist()) == ([81.0], [True])
         assert ready.infos[0]["late"] is True
         envs.reset(options={"reset_mask": np.array([True, False, False, False])})  # settles env 0
@@ -707,14 +705,14 @@ def test_step_some_and_send_tell_late_ends_too_and_a_reset_forgets_them(layout: 
         assert infos["late"].tolist() == [False, False, False, True]
         envs.step_async([Dawdling.SLOW] * 4)
         with pytest.raises(multiprocessing.TimeoutError):
-            envs.step_wait(timeout=0.05)
+            envs.step_wait(timeout=0.0)
         assert envs.reset(seed=4)[0].tolist() == [[4 + i, 1, 0, 0] for i in range(4)]
         assert "late" not in envs.step([1] * 4)[4]
         given_up(envs, [Dawdling.SLOW] * 4, "timeout")
         envs.send_reset([2, 0], [7, 8])
         seen = dict[int, float]()
         while envs.in_flight:
-            ready = envs.recv(timeout=5.0)
+            ready = envs.recv(timeout=60.0)
             seen.update(zip(ready.ids.tolist(), ready.observations[:, 0].tolist(), strict=True))
         assert seen == {2: 7.0, 0: 8.0}
         late = [result.info.get("late", False) for result in envs.step_some(range(4), [1] * 4)]
@@ -767,7 +765,7 @@ def test_what_a_neighbour_of_the_one_that_died_showed_last_is_what_the_caller_sa
 def test_a_failure_in_an_abandoned_step_comes_with_the_next_operation(
     layout: str, policy: str, how: str
 ) -> None:
-    fns = [functools.partial(Dawdling, 0.4)] * 3
+    fns = [functools.partial(Dawdling, SECONDS[how])] * 3
     with closing(make_vec(fns, **LAYOUTS[layout], on_failure=policy)) as envs:
         envs.reset(seed=0)
         given_up(envs, [1, FAULT, 1], how)
@@ -855,7 +853,7 @@ def test_a_step_that_waited_for_an_abandoned_one_says_that_it_never_began() -> N
         envs.reset(seed=5)
         envs.step_async([Dawdling.SLOW, 1])
         with pytest.raises(multiprocessing.TimeoutError) as caught:
-            envs.step_wait(timeout=0.05)
+            envs.step_wait(timeout=0.0)
         assert caught.value.begun
         envs.step_async([2, 2])
         with pytest.raises(multiprocessing.TimeoutError) as caught:
@@ -895,11 +893,11 @@ def test_abandoned_resets_and_calls_do_not_answer_for_later_ones(layout: str) ->
     with closing(make_vec([functools.partial(Slow, 1000)] * 3, **LAYOUTS[layout])) as envs:
         envs.reset_async(seed=0)
         with pytest.raises(multiprocessing.TimeoutError):
-            envs.reset_wait(timeout=0.02)
+            envs.reset_wait(timeout=0.0)
         assert envs.reset(seed=20)[0].tolist() == [[20 + i, 1, 0, 0] for i in range(3)]
         envs.call_async("wait", 0.2)
         with pytest.raises(multiprocessing.TimeoutError):
-            envs.call_wait(timeout=0.02)
+            envs.call_wait(timeout=0.0)
         assert envs.call("wait", 0.0) == (0.0, 0.0, 0.0)
         assert envs.step([1, 2, 3])[1].tolist() == [11.0, 21.0, 31.0]
 
@@ -1058,7 +1056,7 @@ def test_an_env_lives_and_dies_in_the_thread_that_steps_it(
         envs.send([0, 1, 2], [1, 1, 1])
         got = 0
         while got < 3:
-            got += len(envs.recv(timeout=5.0).ids)
+            got += len(envs.recv(timeout=60.0).ids)
         envs.step_some([2], [1])
         assert envs.step([1, FAULT, 1])[3].tolist() == [False, True, False]
         envs.step([1, 1, 1])
@@ -1151,7 +1149,7 @@ def test_two_threads_at_one_vector_env_never_see_each_others_results() -> None:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(20.0)
+                thread.join(60.0)
             assert not any(thread.is_alive() for thread in threads), layout
             assert not wrong, layout
             assert envs.step([0] * 4)[0][:, 2].tolist() == [sum(steps) + 1.0] * 4, layout
@@ -1329,7 +1327,7 @@ except WorkerError as error:
 print(envs.reset(seed=3)[0][:, 0].tolist())
 envs.close()
 """
-    done = script(program, tmp_path, seconds=15.0)
+    done = script(program, tmp_path)
     first, second, *_ = [*done.stdout.split("\n"), "", ""]
     assert first.startswith("refused"), (done.returncode, done.stdout, done.stderr)
     assert named(first) == {1}
@@ -1411,7 +1409,7 @@ time.sleep(60)
     assert caller.stdout is not None
     pids = [int(word) for word in caller.stdout.readline().split()]
     caller.kill()
-    caller.wait(20)
+    caller.wait(60)
     caller.stdout.close()
     ended = len(pids) == 4 and gone(pids)
     for pid in filter(alive, pids):
@@ -1448,12 +1446,18 @@ def test_auto_shows_no_raw_error_of_the_env_that_it_tries(how: str, tmp_path: Pa
 
 
 def test_auto_does_not_try_a_slow_env_for_long() -> None:
-    start = time.monotonic()
-    with closing(make_vec(functools.partial(Nonsense, "slow step"), 2)) as envs:
-        took = time.monotonic() - start
+    tried = []
+
+    class Slow(CountEnv):
+        def step(self, action: Any) -> Any:
+            tried.append(action)
+            time.sleep(1.0)
+            return super().step(action)
+
+    with closing(make_vec(Slow, 2)) as envs:
+        assert len(tried) == 1
         envs.reset(seed=0)
         assert envs.step([1, 2])[1].tolist() == [11.0, 21.0]
-    assert took < 2.9, f"trying an env whose step takes 1.5 s took {took:.1f} s"
 
 
 def test_gymnasiums_constructor_takes_what_applies_and_refuses_what_does_not() -> None:
@@ -1545,7 +1549,7 @@ def test_a_reward_that_is_no_number_is_refused_with_its_env(layout: str, reward:
 KILL = np.int64(12)
 
 
-def until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

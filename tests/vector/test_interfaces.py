@@ -587,7 +587,7 @@ print(envs.reset()[0].tolist())
         [sys.executable, "-W", "ignore", "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         env={**__import__("os").environ, "PYTHONPATH": "src"},
     )
     assert done.stdout.strip() == "[1, 1]", done.stderr

@@ -28,13 +28,13 @@ from shoal.vector.env_group import Step
 from shoal.vector.process import Limits
 from tests.vector.actors import RayError, RuntimeEnvSetupError, ThreadCluster, dead_because
 from tests.vector.faulty import CountEnv, Faulty
+from tests.vector.living import in_one_of_three, within
 from tests.vector.scripted import Scripted, SlowEnv
 from tests.vector.test_equality import same
 
 starts_ray = [
     pytest.mark.slow,
     pytest.mark.ray,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -342,6 +342,7 @@ def test_a_death_names_the_envs_of_the_actor(cluster: Any) -> None:
 
 
 @with_actors
+@in_one_of_three
 def test_the_time_limit_is_for_each_env_and_hangs_are_waited_for_side_by_side(cluster: Any) -> None:
     slow = [functools.partial(SlowEnv, 0.5)] * 4
     envs = make_vec(slow, backend="ray", num_workers=1, step_timeout=1.2)
@@ -352,12 +353,13 @@ def test_the_time_limit_is_for_each_env_and_hangs_are_waited_for_side_by_side(cl
     fns = [functools.partial(Faulty, "hang")] * 6
     envs = make_vec(fns, backend="ray", num_workers=3, step_timeout=1.0)
     envs.reset()
-    begun = time.monotonic()
-    with pytest.raises(
-        WorkerTimeoutError, match=r"env 1 \(pid \d+\) failed in step with action .*9"
-    ) as caught:
+    with (
+        within(1.0, 1.5),
+        pytest.raises(
+            WorkerTimeoutError, match=r"env 1 \(pid \d+\) failed in step with action .*9"
+        ) as caught,
+    ):
         envs.step([1, 9, 1, 9, 1, 9])
-    assert time.monotonic() - begun < 2.5
     assert "misbehave" in str(caught.value.__cause__)
     assert [note.split(" (")[0] for note in caught.value.__notes__] == ["also: env 3", "also: env 5"]
     envs.close()
@@ -402,7 +404,7 @@ def test_what_can_never_be_placed_is_told_in_time(
         make_vec(
             CountEnv, 2, backend="ray", num_workers=1, ray_options={"num_cpus": 64}, make_timeout=2.0 * moment
         )
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
     assert "waiting for 64 CPUs: 1 of 1 actors have no place yet (envs 0 to 1)" in caplog.text
 
 
@@ -485,7 +487,7 @@ def test_a_late_answer_is_never_the_next_one(cluster: Any, moment: float) -> Non
     envs.reset(seed=0)
     envs.step_async([1, 1])
     with pytest.raises(TimeoutError):
-        envs.step_wait(timeout=0.2 * moment)
+        envs.step_wait(timeout=0.0)
     assert envs.step([2, 2])[1].tolist() == [22.0, 22.0]
     envs.close()
 
@@ -668,7 +670,7 @@ def test_a_command_that_an_actor_cannot_read_is_told_and_the_next_is_done(monkey
     assert len(remote.unpacked(data)[1].value) == 1
     assert rows is None
     assert host.run(remote.dumps(remote.Close())[0]) == (b"", None)
-    host.thread.join(10)
+    host.thread.join(60)
     assert not host.thread.is_alive()
 
 

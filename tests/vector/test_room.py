@@ -351,7 +351,7 @@ def test_memory_that_cannot_be_had_is_told_before_it_is_written(monkeypatch: Any
         with pytest.raises(error, match=message):
             shared_file(2**20)
     monkeypatch.undo()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     with pytest.raises(ConfigError, match="MiB are available"):
         shared_file(1 << 61)
     descriptor = shared_file(10)

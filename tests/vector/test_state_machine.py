@@ -45,7 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 PATIENT = 1.0
 """The `step_timeout` in seconds where there is time: a busy machine may stand still longer than `LIMIT`."""
-WATCHDOG = 15.0
+WATCHDOG = 60.0
 """Seconds that one rule may take on a busy machine; what hangs takes for ever."""
 
 everyone = range(N)
@@ -173,7 +173,7 @@ class VectorMachine(RuleBasedStateMachine):
         RELEASED.set()
         del envs  # what it shared with its workers goes with it
         gc.collect()
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60
         while True:
             children, threads, files = belongings()
             left = children - self.before[0], threads - self.before[1], files - self.before[2]
@@ -379,7 +379,7 @@ class VectorMachine(RuleBasedStateMachine):
     @operation(
         actions=plain,
         bad=st.one_of(st.just({}), st.just({}), faults),
-        seconds=st.sampled_from([0.0, 0.03, 0.5]),
+        seconds=st.sampled_from([0.0, 0.03, 1.0]),
     )
     def step_and_give_up(self, actions: list[int], bad: dict[int, int], seconds: float) -> None:
         self.be_certain()
@@ -578,7 +578,6 @@ def play(layout: str, examples: int, steps: int = 15, limit: float | None = None
     )
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("layout", "examples"), [("serial", 4), ("thread", 6), ("process", 9), ("process+threads", 6)]
 )
