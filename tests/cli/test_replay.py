@@ -352,7 +352,6 @@ def test_what_vllm_wrote_in_process_is_followed_even_where_its_checkpoint_is(
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(300)
 def test_an_episode_of_a_run_on_ray_is_the_same_in_a_plain_loop(trained, tmp_path, capsys):
     on_ray = [
         "agent_proxy.use_parallel_rollout=true",

@@ -149,7 +149,6 @@ def test_a_shutdown_waits_for_what_was_submitted(backend):
     assert all(future.done() and not future.cancelled() for future in futures)
 
 
-@pytest.mark.timeout(30)
 def test_a_pool_whose_last_task_was_cancelled_ends():
     executor = make_executor("process", 1)
     assert executor.submit(square, 3).result() == 9
@@ -373,7 +372,7 @@ class Tasks:
                 told.set_result(ended.result())
 
         def remote(*args):
-            self.thread.submit(time.sleep, 0.001).result(10)
+            self.thread.submit(time.sleep, 0.001).result(60)
             future, told = self.pool.submit(run, *args), Future()
             if not self.deaf:
                 future.add_done_callback(lambda ended: self.thread.submit(tell, told, ended))
@@ -479,7 +478,7 @@ def test_who_hears_that_a_task_of_ray_could_not_be_sent_may_submit_another(tasks
             other.set_result(executor.submit(divmod, 7, 2))
 
         unsent.add_done_callback(instead)
-        assert other.result(10).result(10) == (3, 1)
+        assert other.result(60).result(60) == (3, 1)
         assert isinstance(unsent.exception(), TypeError)
         assert first.result() is None
 

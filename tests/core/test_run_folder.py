@@ -222,7 +222,7 @@ def test_of_two_trainings_started_together_one_trains_and_one_is_refused(tmp_pat
     both = [
         subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    said = [process.communicate(timeout=100) for process in both]
+    said = [process.communicate(timeout=200) for process in both]
     codes = [process.returncode for process in both]
     if sorted(codes) == [0, 0]:  # the second began when the first had ended
         pytest.skip("the machine started them one after the other")

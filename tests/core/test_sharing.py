@@ -70,7 +70,9 @@ def test_no_file_is_left_when_the_process_ends():
         "import pickle\nfrom shoal.core.sharing import Shared\n"
         "kept = Shared([1])\npickle.dumps(kept)\nprint(kept._packed[1].__self__)"
     )
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    out = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=200
+    )
     assert out.stdout.strip()
     assert not os.path.exists(out.stdout.strip())
 

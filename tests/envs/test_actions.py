@@ -109,9 +109,9 @@ def test_hostile_text_costs_no_more_than_ordinary_text_of_its_length(style):
     """A quadratic scan of 65,536 characters would take minutes; the cap is generous for a loaded machine."""
     for text in HOSTILE:
         for projection in (ONE, MANY):
-            began = time.process_time()
+            began = time.thread_time()
             replace(projection, style=style)(text)
-            assert time.process_time() - began < 0.5
+            assert time.thread_time() - began < 2.0
 
 
 @settings(max_examples=300)

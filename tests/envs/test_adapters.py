@@ -623,7 +623,7 @@ def start_server(make=lambda: shoal.envs.make("sokoban", max_steps=12)):
         serve("sokoban", make, port=0, on_ready=ready.put)
 
     threading.Thread(target=run, daemon=True).start()
-    return ready.get(timeout=30)
+    return ready.get(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -634,7 +634,7 @@ def port():
 @pytest.fixture
 def hurried_port(monkeypatch):
     """A server with small limits."""
-    for name, value in (("REQUEST_SECONDS", 0.5), ("MAX_SESSIONS", 3), ("MAX_CONNECTIONS", 12)):
+    for name, value in (("REQUEST_SECONDS", 1.0), ("MAX_SESSIONS", 3), ("MAX_CONNECTIONS", 12)):
         monkeypatch.setattr(f"shoal.envs.adapters.openenv_server.{name}", value)
     return start_server()
 
@@ -683,7 +683,7 @@ def post(port, path, body, headers=None):
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}", body, {"content-type": "application/json", **(headers or {})}
     )
-    with urllib.request.urlopen(request, timeout=20) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
 
 
@@ -732,7 +732,7 @@ def test_pages_of_other_sites_are_refused_whatever_they_ask(port, origin, path):
         {"content-type": "text/plain", "origin": origin},
     )
     with pytest.raises(urllib.error.HTTPError) as refusal:
-        urllib.request.urlopen(request, timeout=20)
+        urllib.request.urlopen(request, timeout=60)
     assert refusal.value.code == 403
     assert "this machine" in json.load(refusal.value)["detail"]
     refusal.value.close()
@@ -744,7 +744,7 @@ def test_a_refused_request_does_not_reach_the_env(port):
     with pytest.raises(urllib.error.HTTPError) as refusal:
         post(port, "/reset", b"{}", {"origin": "http://evil.example"})
     refusal.value.close()
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=20) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=60) as response:
         assert json.load(response)["step_count"] == 1
 
 
@@ -775,7 +775,7 @@ def test_a_foreign_page_gets_no_session_and_no_traceback(port, origin, caplog):
 
 def handshake(port, headers=""):
     """A socket after a WebSocket's handshake, and what came back first."""
-    raw = socket.create_connection(("127.0.0.1", port), timeout=20)
+    raw = socket.create_connection(("127.0.0.1", port), timeout=60)
     raw.sendall(
         f"GET /ws HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n{headers}"
         "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
@@ -785,7 +785,7 @@ def handshake(port, headers=""):
 
 def ends(raw):
     """Whether the server closes a connection, with or without a last word."""
-    raw.settimeout(15)
+    raw.settimeout(60)
     try:
         while raw.recv(4096):
             pass
@@ -814,7 +814,7 @@ HALF_SENT = {
 @pytest.mark.parametrize("name", HALF_SENT)
 def test_half_sent_requests_are_closed_and_others_served_meanwhile(hurried_port, name, dripping):
     port, content = hurried_port, HALF_SENT[name]
-    raws = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(4)]
+    raws = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(4)]
     for raw in raws:
         raw.sendall(content)
     assert "text" in post(port, "/reset", b'{"seed": 3}')["observation"]
@@ -838,7 +838,7 @@ def test_half_sent_requests_are_closed_and_others_served_meanwhile(hurried_port,
 def test_a_session_outlives_the_deadline_of_requests(hurried_port):
     env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{hurried_port}")
     text, _ = env.reset(seed=1)
-    time.sleep(1.2)
+    time.sleep(1.6)
     assert env.step("up")[0] == env.observe()
     assert text == shoal.envs.make("sokoban").reset(seed=1)[0]
     env.close()
@@ -852,11 +852,11 @@ def test_sessions_are_bounded_and_given_back(hurried_port):
         for _ in range(3):
             open_ones.enter_context(connect(url, proxy=None))
         with connect(url, proxy=None) as one_too_many:
-            assert json.loads(one_too_many.recv(timeout=20))["data"]["code"] == "CAPACITY_REACHED"
+            assert json.loads(one_too_many.recv(timeout=60))["data"]["code"] == "CAPACITY_REACHED"
     for _ in range(200):  # the server notices the goodbye a moment later
         with connect(url, proxy=None) as next_one:
             next_one.send('{"type": "reset", "data": {"seed": 1}}')
-            answer = json.loads(next_one.recv(timeout=20))
+            answer = json.loads(next_one.recv(timeout=60))
         if answer["type"] == "observation":
             break
     assert answer["type"] == "observation"
@@ -887,11 +887,11 @@ def test_a_served_env_is_made_stepped_and_closed_in_one_thread(caplog):
             ended.put(self)
 
     env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{start_server(Watched)}")
-    ended.get(timeout=20)  # the one that the server tried first
+    ended.get(timeout=60)  # the one that the server tried first
     env.reset(seed=1)
     assert env.step("1")[1] >= 0
     env.close()
-    ended.get(timeout=20)
+    ended.get(timeout=60)
     assert not caplog.records
 
 
@@ -985,27 +985,26 @@ def test_a_request_in_pieces_is_answered_and_its_connection_kept(hurried_port):
     def asked(raw):
         for piece in (b"GET /health HTTP/1.1\r\n", b"Host: 127.0.", b"0.1\r\n", b"\r\n"):
             raw.sendall(piece)
-            time.sleep(0.05)
+            time.sleep(0.02)
         answer = b""
         while not answer.endswith(b"}"):
             answer += raw.recv(4096)
         return answer
 
-    with socket.create_connection(("127.0.0.1", hurried_port), timeout=20) as raw:
+    with socket.create_connection(("127.0.0.1", hurried_port), timeout=60) as raw:
         assert b"healthy" in asked(raw)
-        time.sleep(0.8)  # longer than a request may take: nothing of the first one is left
+        time.sleep(1.4)  # longer than a request may take: nothing of the first one is left
         assert b"healthy" in asked(raw)
 
 
 def test_connections_are_bounded(monkeypatch):
     monkeypatch.setattr("shoal.envs.adapters.openenv_server.MAX_CONNECTIONS", 12)
+    monkeypatch.setattr("shoal.envs.adapters.openenv_server.REQUEST_SECONDS", 1000)
     port = start_server()
-    raws = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(30)]
-    before = time.monotonic()
+    raws = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(30)]
     assert all([ends(raw) for raw in raws[12:]])
     raws[0].sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
     assert raws[0].recv(4096).startswith(b"HTTP/1.1 200 ")
-    assert time.monotonic() - before < 8  # they did not end because a request was late: that takes 10 s
     for raw in raws[:12]:
         raw.close()
 
@@ -1016,11 +1015,11 @@ def test_a_session_survives_broken_messages(port):
     with connect(f"ws://127.0.0.1:{port}/ws", proxy=None) as socket:
         for message in ("", "[1]", "{", '{"type": "dance"}', '{"type": "step", "data": {}}'):
             socket.send(message)
-            assert json.loads(socket.recv(timeout=20))["type"] == "error"
+            assert json.loads(socket.recv(timeout=60))["type"] == "error"
         socket.send('{"type": "step", "data": {"action": "up"}}')
-        assert "never started" in json.loads(socket.recv(timeout=20))["data"]["message"]
+        assert "never started" in json.loads(socket.recv(timeout=60))["data"]["message"]
         socket.send('{"type": "reset", "data": {"seed": 1}}')
-        assert json.loads(socket.recv(timeout=20))["type"] == "observation"
+        assert json.loads(socket.recv(timeout=60))["type"] == "observation"
 
 
 def test_what_an_env_raises_on_a_server_is_told_to_who_plays_it_and_logged(caplog):

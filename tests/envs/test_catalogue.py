@@ -258,7 +258,7 @@ def run_script(tmp_path, body, **environment):
     path = os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path if entry)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script)],
-        capture_output=True, text=True, timeout=110, check=False,
+        capture_output=True, text=True, timeout=200, check=False,
         env={**os.environ, "PYTHONPATH": path, **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

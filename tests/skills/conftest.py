@@ -124,7 +124,7 @@ def nothing_is_left_behind(tmp_path: Path) -> Iterator[None]:
         pids = [int(entry.parent.name) for entry in entries if _mentions(entry, str(tmp_path))]
         return [pid for pid in pids if pid != os.getpid()]
 
-    until = time.monotonic() + 5  # what was killed takes a moment to be gone
+    until = time.monotonic() + 60  # what was killed takes a moment to be gone
     while (left := there()) and time.monotonic() < until:
         time.sleep(0.05)
     for pid in left:

@@ -54,7 +54,7 @@ def in_thread(function) -> threading.Thread:
     return thread
 
 
-def wait_for(condition, seconds: float = 30) -> None:
+def wait_for(condition, seconds: float = 100) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "waited in vain"
@@ -77,7 +77,7 @@ def test_a_skill_cancelled_while_the_next_proposal_waits_for_it_ends_the_run(
     thread = in_thread(frontier(s, foresees).run)
     wait_for(lambda: launcher.running)
     ask_to_cancel(Store(tmp_path), "Collect Wood")  # as another process would
-    thread.join(timeout=30)
+    thread.join(timeout=60)
     assert not thread.is_alive()
     assert s.get_status("Collect Wood") == "skipped"
 
@@ -122,7 +122,7 @@ def test_cancel_without_a_scheduler_ends_what_runs_and_leaves_the_rest_alone(
     thread = in_thread(s.run)
     wait_for(lambda: len([a for a in s.store.attempts() if a.handle]) == 2)
     s.stop(wait=False)
-    thread.join(timeout=30)
+    thread.join(timeout=60)
     handles = {attempt.job: attempt.handle for attempt in s.store.attempts()}
     assert main(["skills", "cancel", "Collect Wood", "--graph-path", str(tmp_path)]) == 0
     assert start_time(handles["Collect Wood"]["pid"]) != handles["Collect Wood"]["began"]
@@ -150,7 +150,7 @@ def test_stop_ends_the_trainings_and_a_resumed_run_goes_on_from_their_checkpoint
     run = tmp_path / "training_runs" / "skill_0_Collect_Wood"
     wait_for(lambda: len(list(run.glob("0_policies/checkpoint-*"))) > 1)
     assert ask_to_stop(Store(tmp_path), wait=False)
-    thread.join(timeout=30)
+    thread.join(timeout=60)
     assert s.runner.stopped
     assert [a.outcome for a in s.store.attempts()] == ["stopped"]
     assert s.get_status("Collect Wood") == "waiting"
@@ -248,7 +248,7 @@ def test_a_clock_that_is_set_ends_no_training(tmp_path: Path, scripted, monkeypa
     monkeypatch.setattr(time, "time", real)
     time.sleep(1.0)
     launcher.gate.set()
-    thread.join(20)
+    thread.join(60)
     assert launcher.killed == []
     assert set(s.get_completed_skills()) == {"Collect Wood", "Drink Water"}
 
@@ -343,7 +343,7 @@ def test_a_launcher_that_knows_its_cluster_is_not_held_back_by_this_machines_mem
     thread = in_thread(s.run)
     wait_for(lambda: len(launcher.running) == 3)
     launcher.gate.set()
-    thread.join(timeout=30)
+    thread.join(timeout=60)
     assert launcher.most_running == 3
 
 
@@ -533,7 +533,7 @@ def test_a_scheduler_is_run_by_one_thread_at_a_time(tmp_path: Path, scripted) ->
         with pytest.raises(WorkerError, match="another thread of this process is running"):
             again()
     launcher.gate.set()
-    thread.join(timeout=30)
+    thread.join(timeout=60)
     assert [row.outcome for row in s.store.attempts()] == ["merged"]
     assert s.run()  # one after the other is no fault
 
@@ -554,7 +554,7 @@ def test_a_result_waits_for_who_trains_when_other_trainings_are_ended(
     if not kill:
         ask_to_cancel(s.store, "Collect Sapling")
     s.settle(kill=kill)
-    assert process.wait(timeout=30) == -signal.SIGKILL
+    assert process.wait(timeout=60) == -signal.SIGKILL
     assert s.store.attempt(done).state == "running"  # this scheduler may know other rules than its own
     assert not s.store.versions()
     assert s.get_status("Collect Sapling") == ("waiting" if kill else "skipped")

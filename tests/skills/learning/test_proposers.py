@@ -416,10 +416,10 @@ def test_a_reply_that_breaks_off_or_never_ends_is_asked_for_again(reply: Any, wo
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        model = LanguageModel("m", url, CRAFTING, tries=2, timeout=0.5, patience=0.0)
+        model = LanguageModel("m", url, CRAFTING, tries=2, timeout=0.5 if reply is drip else 60, patience=0.0)
         with pytest.raises(EngineError, match=words):
             model.next_skill([], [], {})
-        thread.join(timeout=30)
+        thread.join(timeout=60)
     assert len(asked) == 2
 
 

@@ -57,7 +57,6 @@ def test_the_world_of_the_page_keeps_the_promises_and_is_found_by_its_name(corri
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_page_on_ones_own_world_does_what_it_says(corridor: Path) -> None:
     command = re.search(r"```bash\nshoal (.*?)\n```", PAGE)[1].split()  # type: ignore[index]
     env = {**os.environ, **job_environment(2)}
