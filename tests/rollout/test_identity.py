@@ -162,7 +162,6 @@ def ray_changes_nothing(engine, mode, digest, right, folder):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 def test_the_tiny_engine_writes_the_same_on_ray_also_when_a_worker_is_killed(
     ray_cluster, tiny, mode, tiny_hash, tmp_path

@@ -47,18 +47,15 @@ def play(backend, engine=None, n_jobs=3, **changes):
         return manager.collect(4), manager.report
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
 def test_trajectories_on_a_cluster_are_the_serial_ones(cluster, schedule):
     assert play("ray", parallel={"schedule": schedule})[0] == play("serial")[0]
 
 
-@pytest.mark.timeout(300)
 def test_lockstep_does_not_wait_for_workers_that_have_no_place_yet(cluster):
     assert play("ray", n_jobs=8, parallel={"schedule": "barrier"})[0] == play("serial")[0]
 
 
-@pytest.mark.timeout(300)
 def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(cluster):
     with ParallelRolloutManager(config(nap=0.02), InterruptingEngine(), backend="ray") as manager:
         with pytest.raises(KeyboardInterrupt):
@@ -66,7 +63,6 @@ def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(cluster):
         assert manager.collect(4) == play("serial")[0]
 
 
-@pytest.mark.timeout(300)
 def test_a_rollout_on_a_cluster_that_is_broken_off_goes_on_with_what_was_written_down(cluster, tmp_path):
     path = tmp_path / "file"
     for _ in range(2):
@@ -83,7 +79,6 @@ def test_a_rollout_on_a_cluster_that_is_broken_off_goes_on_with_what_was_written
     assert sum(engine.batches) == 10 * 6  # of 16 episodes, all as long
 
 
-@pytest.mark.timeout(300)
 def test_the_tiny_engine_writes_the_same_on_a_cluster(cluster):
     from shoal.rollout.samplers.tiny import TinyEngine
 
@@ -91,7 +86,6 @@ def test_the_tiny_engine_writes_the_same_on_a_cluster(cluster):
     assert play("ray", engine, groups=3)[0] == play("serial", engine, groups=3)[0]
 
 
-@pytest.mark.timeout(300)
 def test_a_failing_env_on_a_cluster_ends_its_episode_alone(cluster):
     calm = play("serial")[0]
     for before, now in zip(calm, play("ray", fault="raise")[0], strict=True):
@@ -101,7 +95,6 @@ def test_a_failing_env_on_a_cluster_ends_its_episode_alone(cluster):
             assert now.status == "env_error"
 
 
-@pytest.mark.timeout(300)
 def test_a_ray_worker_that_dies_is_replaced_and_nothing_changes(cluster, tmp_path):
     calm = play("serial")[0]
     played, report = play("ray", fault="kill", once=str(tmp_path / "once"))
@@ -109,7 +102,6 @@ def test_a_ray_worker_that_dies_is_replaced_and_nothing_changes(cluster, tmp_pat
     assert report.worker_deaths == 1
 
 
-@pytest.mark.timeout(300)
 def test_a_node_that_is_lost_costs_time_and_no_episode(cluster):
     calm = play("serial", nap=0.0)[0]
     extra = cluster.add_node(num_cpus=1, include_dashboard=False)
@@ -122,7 +114,6 @@ def test_a_node_that_is_lost_costs_time_and_no_episode(cluster):
     assert played == calm
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("schedule", ["greedy", "barrier"])
 def test_a_mailbox_that_is_lost_costs_time_and_no_episode(cluster, schedule):
     import ray
@@ -140,7 +131,6 @@ def test_a_mailbox_that_is_lost_costs_time_and_no_episode(cluster, schedule):
     assert played == play("serial")[0]
 
 
-@pytest.mark.timeout(300)
 def test_the_mailbox_is_on_the_node_of_the_engine_whatever_nodes_there_are(cluster):
     import ray
 
@@ -161,7 +151,6 @@ def test_the_mailbox_is_on_the_node_of_the_engine_whatever_nodes_there_are(clust
     assert where == [here] * 6
 
 
-@pytest.mark.timeout(300)
 def test_a_cancelled_task_of_the_ray_executor_ends_as_a_death(cluster):
     executor = RayExecutor()
     future = executor.submit(time.sleep, 200)
@@ -170,7 +159,6 @@ def test_a_cancelled_task_of_the_ray_executor_ends_as_a_death(cluster):
         future.result(60)
 
 
-@pytest.mark.timeout(300)
 def test_the_ray_executor_tells_errors_from_deaths(cluster):
     with make_executor("ray") as executor:
         assert executor.submit(pow, 2, 10).result() == 1024
@@ -183,7 +171,6 @@ def test_the_ray_executor_tells_errors_from_deaths(cluster):
     assert isinstance(told, BrokenExecutor)
 
 
-@pytest.mark.timeout(300)
 def test_workers_go_to_nodes_with_the_resources_they_ask_for(cluster):
     import ray
 
