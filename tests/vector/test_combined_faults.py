@@ -1781,10 +1781,12 @@ def test_workers_whose_close_was_interrupted_end_with_the_vector_env() -> None:
     envs = make_vec(functools.partial(Misbehaving, "hang", "close"), 2, backend="process", num_workers=2)
     workers = {row["pid"] for row in envs.stats()["workers"]}
     was = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have SIGINT ignored
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
             envs.close()
+            timer.join()  # it comes to this test alone
     finally:
         signal.signal(signal.SIGINT, was)
     assert workers <= children()
