@@ -415,7 +415,7 @@ def test_an_actor_waits_for_its_cpus_and_says_so(
     monkeypatch.setattr(remote, "REPORT_SECONDS", 0.5 * moment)
     first = make_vec(CountEnv, 4, backend="ray", ray_options={"num_cpus": 1})
     assert len(first.stats()["workers"]) == 4  # as many as there is room for
-    threading.Timer(1.5 * moment, first.close).start()
+    threading.Timer(5 * moment, first.close).start()
     with caplog.at_level(logging.WARNING):
         second = make_vec(CountEnv, 1, backend="ray", ray_options={"num_cpus": 1})
     assert "waiting for 1 CPU: 1 of 1 actors have no place yet (env 0)" in caplog.text
@@ -467,9 +467,7 @@ def test_a_command_that_cannot_be_sent_harms_nobody(cluster: Any) -> None:
 
 @with_actors
 def test_whichever_actor_is_ready_first_comes_first(cluster: Any, moment: float) -> None:
-    envs = make_vec(
-        [functools.partial(SlowEnv, s) for s in (1.5 * moment, 0.0)], backend="ray", num_workers=2
-    )
+    envs = make_vec([functools.partial(SlowEnv, s) for s in (5 * moment, 0.0)], backend="ray", num_workers=2)
     envs.reset(seed=0)
     envs.send([0, 1], [1, 1])
     assert envs.recv(1).ids.tolist() == [1]

@@ -445,8 +445,14 @@ def test_a_tmux_that_answers_too_late_or_nonsense_has_its_session_found_and_not_
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     graph = Graph(tmp_path / "graph", launcher="tmux", max_retries=0)
     graph.add("one", f"{jobs}:waits", settings={"text": "x"})
-    done = threading.Timer(2, (tmp_path / "graph" / "jobs" / "one" / "go").touch)
-    done.start()
+
+    def let_go() -> None:
+        while not (tmp_path / "graph" / "jobs" / "one").is_dir():
+            time.sleep(0.02)
+        time.sleep(2)
+        (tmp_path / "graph" / "jobs" / "one" / "go").touch()
+
+    threading.Thread(target=let_go, daemon=True).start()
     assert graph.run(), graph.failures()
     assert len(graph.store.attempts()) == 1
     graph.close()

@@ -102,8 +102,8 @@ def test_an_interrupt_while_another_process_writes_leaves_no_transaction_open(tm
         other.execute("commit")
 
     timer = threading.Timer(0.2, interrupt)
-    timer.start()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             store.set_setting("one", 1)

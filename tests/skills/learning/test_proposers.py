@@ -197,10 +197,15 @@ def test_proposing_pauses_while_the_next_skill_needs_one_in_training(tmp_path: P
     launcher.gate.clear()
     s = SkillScheduler(tmp_path, 4, 0.2, launcher=launcher, analyse=False)
     frontier = Frontier(s, proposer, max_nodes=4)
-    timer = threading.Timer(0.6, launcher.gate.set)
-    timer.start()
+
+    def let_go() -> None:
+        while len(proposer.asked) < 3:
+            time.sleep(0.01)
+        time.sleep(0.3)  # in which a fourth would be asked for
+        launcher.gate.set()
+
+    threading.Thread(target=let_go, daemon=True).start()
     assert frontier.run()
-    timer.join()
     # Three proposals at once; the fourth only when the wood that the table needs was there.
     assert [len(completed) for completed, _ in proposer.asked[:3]] == [0, 0, 0]
     assert "Collect Wood" in proposer.asked[3][0]
