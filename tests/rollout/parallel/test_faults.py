@@ -200,6 +200,18 @@ def test_a_worker_that_asks_more_than_is_read_counts_as_alive(monkeypatch):
     assert killed == []
 
 
+def test_a_worker_is_not_killed_because_the_machine_stood_still(monkeypatch):
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    with SharedLLMInferenceManager(HashEngine(), silence=5.0) as shared:
+        link = SocketLink(shared.serve())
+        assert link.generate([request(1)], timeout=100) == HashEngine().generate([request(1)])
+        shared._post(lambda: shared._keep_time(time.monotonic() + 100))  # as it is after Ctrl-Z and `fg`
+        assert link.generate([request(2)], timeout=100) == HashEngine().generate([request(2)])
+        link.close()
+    assert killed == []
+
+
 # --- two faults at once
 def test_a_worker_that_dies_while_the_engine_hangs_costs_time_and_no_episode(calm, tmp_path):
     class HangsOnce(HashEngine):

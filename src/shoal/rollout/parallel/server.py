@@ -667,8 +667,9 @@ class SharedLLMInferenceManager(Closing):
     def _keep_time(self, now: float) -> None:
         """Do what is due by now."""
         if now >= self._next_sweep:
+            late = now - self._next_sweep > SWEEP_SECONDS  # we stood still, and the workers may have too
             self._next_sweep = now + SWEEP_SECONDS
-            self._connections.sweep(now)
+            self._connections.sweep(now, excused=late)
         late = 0
         while self._timed and (self._timed[0].answered or now >= (self._timed[0].deadline or now)):
             item = self._timed.popleft()

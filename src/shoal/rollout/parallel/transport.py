@@ -572,12 +572,14 @@ class Connections:
                     self._listen_to(connection)
         self._dirty.clear()
 
-    def sweep(self, now: float) -> None:
-        """End connections that keep us waiting, and workers that give no sign of life."""
+    def sweep(self, now: float, *, excused: bool = False) -> None:
+        """End connections that keep us waiting, and workers that give no sign of life; their time may begin anew."""
         if self._paused and self._listener is not None:
             self._epoll.modify(self._listener, READ)
             self._paused = False
         for connection in list(self._by_descriptor.values()):
+            if excused:
+                connection.since = now
             silent = now - connection.since if connection.events & READ else 0.0  # unread is not silent
             if (connection.asker is None or connection.frames.partial) and silent > MESSAGE_SECONDS:
                 self.drop(connection)
