@@ -1767,7 +1767,7 @@ def test_threads_that_close_at_the_same_time_all_succeed() -> None:
 def test_one_thread_gets_what_was_begun_and_another_is_told_that_it_waits() -> None:
     with closing(make_vec(Patient, 2, backend="process", num_workers=2)) as envs:
         envs.reset(seed=0)
-        envs.set_attr("wait", 0.3)
+        envs.set_attr("wait", 1.5)
         envs.step_async([2, 3])
         one, other = sorted(
             at_once(envs.step_wait, envs.step_wait), key=lambda got: isinstance(got, Exception)
