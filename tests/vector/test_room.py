@@ -471,7 +471,7 @@ def test_a_wait_gives_those_who_are_ready_looks_at_all_and_ends_at_its_deadline(
 
 
 def test_the_time_in_which_the_caller_itself_stands_still_is_no_envs(monkeypatch: Any) -> None:
-    now, stops = [100.0], {3: 50.0, 7: 60.0}
+    now, stops = [100.0], {1: 50.0, 2: 0.5, 3: 60.0}
     monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Clocked, "stack", lambda worker: "here")
     worker, pauses = Clocked(0, [CountEnv], Limits(step=1.0)), itertools.count()

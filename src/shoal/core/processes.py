@@ -40,6 +40,8 @@ StartMethod = Literal["forkserver", "spawn", "fork"]
 START_METHODS = ("forkserver", "spawn", "fork")
 SLICE = 0.1
 """Seconds between two looks whether the other side still lives."""
+STANDSTILL = 1.0
+"""Seconds that a wait lasts too long where the process itself stood still, as after Ctrl-Z; less is a busy machine."""
 PARENT_LOOK = 0.5
 """Seconds between looks of a process without a better sign whether its parent lives."""
 TOKEN = "SHOAL_WORKER"

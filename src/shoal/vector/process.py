@@ -21,6 +21,7 @@ import numpy as np
 from shoal.core.errors import ConfigError, WorkerDiedError, shown
 from shoal.core.processes import (
     SLICE,
+    STANDSTILL,
     Channel,
     ChannelClosedError,
     StartMethod,
@@ -302,7 +303,7 @@ def wait_any(
         over = deadline is not None and now >= deadline
         # Who asks often, and never waits for long, has them looked at all the same.
         if now - looked >= SLICE or (over and now - workers[0].looked >= SLICE):
-            if now - looked >= 2 * SLICE:  # it stood still, as after Ctrl-Z, and its workers may have too
+            if now - looked >= SLICE + STANDSTILL:  # its workers may have stood still too
                 for worker in workers:
                     worker.spare(now - looked - SLICE)
             looked = now

@@ -24,6 +24,7 @@ import msgspec
 
 from shoal.core.errors import EngineError, did_you_mean, in_words
 from shoal.core.executors import Closing
+from shoal.core.processes import STANDSTILL
 from shoal.rollout.parallel.transport import (
     Address,
     Alive,
@@ -667,9 +668,9 @@ class SharedLLMInferenceManager(Closing):
     def _keep_time(self, now: float) -> None:
         """Do what is due by now."""
         if now >= self._next_sweep:
-            late = now - self._next_sweep > SWEEP_SECONDS  # we stood still, and the workers may have too
+            still = now - self._next_sweep >= STANDSTILL  # the workers may have stood still too
             self._next_sweep = now + SWEEP_SECONDS
-            self._connections.sweep(now, excused=late)
+            self._connections.sweep(now, excused=still)
         late = 0
         while self._timed and (self._timed[0].answered or now >= (self._timed[0].deadline or now)):
             item = self._timed.popleft()

@@ -26,6 +26,7 @@ from gymnasium.spaces import Text
 from shoal.core.data import Status, Trajectory, answer_of, refuse_no_text
 from shoal.core.errors import EngineError, WorkerError, in_words
 from shoal.core.executors import OwnThread
+from shoal.core.processes import STANDSTILL
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.parallel.transport import Link, Schedule
 from shoal.rollout.prompts import PromptConfig, Prompter
@@ -478,7 +479,7 @@ class _Worker:
                     continue
                 now = time.monotonic()
                 for player in list(self.players):
-                    if now - before > 2 * look:  # this process stood still, as after Ctrl-Z
+                    if now - before >= look + STANDSTILL:
                         player.spare(now - before - look)
                     why = player.overdue(now, settings)
                     if why is not None:
