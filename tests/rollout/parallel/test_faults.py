@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Executor, Future
+from types import SimpleNamespace
 
 import pytest
 from tests.rollout.doubles import CounterEnv, HashEngine, config
@@ -12,6 +13,7 @@ from tests.rollout.doubles import CounterEnv, HashEngine, config
 from shoal import envs
 from shoal.core.errors import EngineError, WorkerTimeoutError
 from shoal.core.executors import RayDiedError
+from shoal.rollout.parallel import pool
 from shoal.rollout.parallel.ray import Mailbox
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
@@ -210,6 +212,19 @@ def test_a_worker_is_not_killed_because_the_machine_stood_still(monkeypatch):
         assert link.generate([request(2)], timeout=100) == HashEngine().generate([request(2)])
         link.close()
     assert killed == []
+
+
+def test_the_clock_of_a_silent_worker_process_stands_still_with_us(monkeypatch):
+    now, process = [0.0], object.__new__(pool._Process)
+    process.pid, process.alive, process.end = 1, lambda: True, lambda: None
+    process._heartbeat_timeout, process._heard, process._looked = 5.0, 0.0, 0.0
+    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for passed in (0.1, 100.0, 0.5, 60.0, *[0.5] * 8):
+        now[0] += passed
+        process._check()
+    now[0] += 0.5
+    with pytest.raises(WorkerTimeoutError, match="no sign of life for 5 s"):
+        process._check()
 
 
 # --- two faults at once

@@ -28,6 +28,7 @@ import cloudpickle
 from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.core.executors import OwnThread, RayExecutor, Sent, available_cpus, make_executor
 from shoal.core.processes import (
+    STANDSTILL,
     Channel,
     ChannelClosedError,
     RemoteTraceback,
@@ -316,17 +317,18 @@ class _Process:
         self._worker = WorkerProcess(f"{__name__}:worker_main")
         self._worker.start()
         self.pid, self.alive = self._worker.pid, self._worker.alive
-        self._heard = time.monotonic()
+        self._heard = self._looked = time.monotonic()
         self._heartbeat_timeout: float | None = None
 
     def call(self, data: bytes, heartbeat_timeout: float | None) -> tuple[bool, Any, bool]:
         """Run one task: (whether it returned, its result or exception, whether the process is used up)."""
-        self._heartbeat_timeout, self._heard = heartbeat_timeout, time.monotonic()
+        self._heartbeat_timeout = heartbeat_timeout
+        self._heard = self._looked = time.monotonic()
         channel = self._worker.channel
         try:
             channel.send(data, self._check)
             while (answer := channel.receive(self._check)) is None:
-                self._heard = time.monotonic()
+                self._heard = self._looked = time.monotonic()
         except ChannelClosedError:
             self._worker.wait(1.0)
             raise WorkerDiedError(f"worker process {self.pid} {describe_exit(self.end())}") from None
@@ -336,10 +338,12 @@ class _Process:
         return ok, value, recycle
 
     def _check(self) -> None:
-        timeout = self._heartbeat_timeout
+        timeout, since, self._looked = self._heartbeat_timeout, self._looked, time.monotonic()
+        if self._looked - since >= STANDSTILL:  # the worker may have stood still too
+            self._heard += self._looked - since
         if not self.alive():
             raise WorkerDiedError(f"worker process {self.pid} {describe_exit(self.end())}")
-        if timeout is not None and time.monotonic() - self._heard > timeout:
+        if timeout is not None and self._looked - self._heard > timeout:
             self.end()
             raise WorkerTimeoutError(
                 f"worker process {self.pid} gave no sign of life for {timeout:g} s and was killed"
