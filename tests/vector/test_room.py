@@ -419,7 +419,7 @@ def test_those_who_die_together_are_lost_for_one_reason_that_names_the_others() 
 
 def test_the_time_of_a_constructor_begins_when_no_process_is_starting_any_more(monkeypatch: Any) -> None:
     now = [100.0]
-    monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=now.append))
     monkeypatch.setattr(Clocked, "stack", lambda worker: "here")
     starting, making, stepping = (Clocked(i, [CountEnv], Limits(step=1.0, make=5.0)) for i in range(3))
     starting.begin(Make(0, ()))
@@ -472,7 +472,7 @@ def test_a_wait_gives_those_who_are_ready_looks_at_all_and_ends_at_its_deadline(
 
 def test_the_time_in_which_the_caller_itself_stands_still_is_no_envs(monkeypatch: Any) -> None:
     now, stops = [100.0], {1: 50.0, 2: 0.5, 3: 60.0}
-    monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=now.append))
     monkeypatch.setattr(Clocked, "stack", lambda worker: "here")
     worker, pauses = Clocked(0, [CountEnv], Limits(step=1.0)), itertools.count()
     worker.answered = lambda: worker.lost is not None  # type: ignore[method-assign]
@@ -484,6 +484,20 @@ def test_the_time_in_which_the_caller_itself_stands_still_is_no_envs(monkeypatch
         lambda seconds: now.append(now.pop() + seconds + stops.get(next(pauses), 1e-9)),
     )
     assert 1.0 < now[0] - 210.0 < 1.0 + 3 * SLICE
+
+
+def test_the_stack_of_what_hangs_is_told_whole_though_it_is_written_in_pieces(monkeypatch: Any) -> None:
+    now, pieces = [0.0], ((2.0, ""), (2.015, "Current thread 0x"), (9.0, "Current thread 0x1: line 7"))
+    sleep = lambda seconds: now.append(now.pop() + seconds)  # noqa: E731
+    monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(Clocked, "stack", lambda worker: next(told for end, told in pieces if now[0] <= end))
+    worker = Clocked(0, [CountEnv], Limits(step=1.0))
+    worker.begin(Step(None, 0, {}))
+    look_at([worker])
+    now[0] = 2.0
+    look_at([worker])
+    assert worker.lost is not None
+    assert worker.lost.trace == "Current thread 0x1: line 7"
 
 
 def test_what_a_worker_is_at_is_told_with_the_action_as_far_as_it_is_known() -> None:

@@ -263,9 +263,12 @@ def look_at(workers: Sequence[Worker]) -> None:
         return
     for worker, _ in overdue:
         worker.ask_stack()
-    end = now + 0.3
-    while time.monotonic() < end and not all(worker.stack() for worker, _ in overdue):
-        time.sleep(0.005)
+    end, before = now + 0.3, [""]
+    while (stacks := [worker.stack() for worker, _ in overdue]) != before or not all(stacks):
+        if time.monotonic() > end:
+            break
+        before = stacks  # it is written in pieces: whole where it stands still
+        time.sleep(0.02)
     failures = [worker.failure("timeout", f"no answer within {limit:g} s") for worker, limit in overdue]
     for (worker, _), failure in zip(overdue, failures, strict=True):
         worker.lose(failure)
