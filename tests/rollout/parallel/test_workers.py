@@ -88,10 +88,10 @@ def test_a_shutdown_that_does_not_wait_also_ends_a_worker_that_just_starts(monke
     executor = WorkerExecutor(1)
     future = executor.submit(time.sleep, 1000)
     assert begun.wait(60)
+    threading.Timer(0.3, go_on.set).start()  # what ends the worker waits until it has started
     executor.shutdown(wait=False)
     with pytest.raises(WorkerDiedError, match="shut down"):
         future.result(timeout=0)
-    go_on.set()
 
 
 @pytest.mark.parametrize(
