@@ -72,6 +72,14 @@ def test_a_checkpoint_that_is_damaged_is_told_at_once(tmp_path):
         read_checkpoint(tmp_path, "best", Path.read_text)
 
 
+def test_the_newest_checkpoint_that_is_damaged_names_the_one_to_go_on_from(tmp_path):
+    for number in (1, 2):
+        commit(tmp_path / "checkpoints" / f"step-00000{number}", "one")
+    (tmp_path / "checkpoints" / "step-000002" / "engine").write_text("two")
+    with pytest.raises(DataError, match="engine was altered.* to go on from step-000001"):
+        read_checkpoint(tmp_path, "newest", Path.read_text)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval") / "run"

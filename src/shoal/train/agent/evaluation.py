@@ -19,7 +19,7 @@ from shoal.core.files import restore_folders, verify_folder
 from shoal.rollout.filters import discounted
 from shoal.train.agent.advantages import has_signal
 from shoal.train.agent.batch import was_cut
-from shoal.train.agent.checkpoint import list_checkpoints
+from shoal.train.agent.checkpoint import list_checkpoints, newest_checkpoint
 from shoal.train.agent.config import AgentConfig
 
 T = TypeVar("T")
@@ -190,6 +190,8 @@ def read_checkpoint(run: Path, which: str, read: Callable[[Path], T]) -> T:
             found = read(verify_folder(folder))
         except (DataError, OSError):
             if before is not None and _place_of(folder) == before:
+                if which == "newest":
+                    newest_checkpoint(run / "checkpoints")  # names what to go on from, if this one is damaged
                 raise
         else:
             if _place_of(folder) == before:
