@@ -1,6 +1,8 @@
 """What all tests share: one thread per test process, and properties judged by neither the clock nor luck.
 
-Two test processes share two cores, and the engines promise bit-equality with one thread.
+Two test processes share two cores, and the engines promise bit-equality with one thread. A test that sets a limit
+of about a second may fail on a machine that stands still for as long: it, and no other, has three tries, by
+`pytest.mark.flaky(reruns=2)`.
 """
 
 import gc

@@ -183,13 +183,14 @@ def test_episodes_that_fail_are_played_again_and_fail_alike(backend, tmp_path):
 
 
 def test_a_rollout_that_lost_a_worker_and_was_broken_off_counts_each_episode_once(tmp_path):
-    calm, path = collect(player("serial", HashEngine())), tmp_path / "file"
-    faults = {"fault": "kill", "once": str(tmp_path / "once"), "every": 2}
+    calm, path, once = collect(player("serial", HashEngine())), tmp_path / "file", tmp_path / "once"
+    faults = {"fault": "kill", "once": str(once), "every": 1}
     with pytest.raises(BrokenOff):
         collect(player("processes", HashEngine(), BreakingOff(path, SETTINGS), **faults))
-    (tmp_path / "once").unlink(missing_ok=True)  # and once more as it goes on
+    assert once.exists()
+    once.unlink()  # and once more as it goes on
     assert collect(player("processes", HashEngine(), Journal(path, SETTINGS), **faults)) == calm
-    assert (tmp_path / "once").exists()
+    assert once.exists()
     assert len(path.read_bytes().splitlines()) == 1 + len(calm)
 
 

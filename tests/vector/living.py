@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import psutil
 
@@ -27,28 +25,10 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True) if alive(child.pid)}
 
 
-class TookLongError(AssertionError):
-    """Something took longer than it may."""
-
-
 @contextlib.contextmanager
 def within(seconds: float, slack: float = SLACK) -> Iterator[None]:
     """What is done inside takes no longer than this and the slack."""
     start = time.monotonic()
     yield
     took = time.monotonic() - start
-    if took >= seconds + slack:
-        raise TookLongError(f"took {took:.1f} s, allowed were {seconds:g}")
-
-
-def in_one_of_three(test: Any) -> Any:
-    """A test whose times are short: the machine may stand still in two tries."""
-
-    @functools.wraps(test)
-    def tried(*args: Any, **options: Any) -> None:
-        for _ in range(2):
-            with contextlib.suppress(TookLongError):
-                return test(*args, **options)
-        test(*args, **options)
-
-    return tried
+    assert took < seconds + slack, f"took {took:.1f} s, allowed were {seconds:g}"

@@ -33,7 +33,7 @@ import shoal.envs
 from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from shoal.vector import AsyncVectorEnv, make_vec
 from tests.vector.faulty import CountEnv, Faulty
-from tests.vector.living import SLACK, alive, children, in_one_of_three, within
+from tests.vector.living import SLACK, alive, children, within
 from tests.vector.misbehaving import (
     BASE_EXCEPTIONS,
     FAULT,
@@ -177,6 +177,7 @@ RECV_FAULTS = [
 
 
 @pytest.mark.parametrize(("layout", "fault", "which"), RECV_FAULTS)
+@pytest.mark.flaky(reruns=2)
 def test_after_a_failure_in_flight_all_others_are_received_and_a_reset_repairs_the_rest(
     layout: str, fault: str, which: tuple[int, ...]
 ) -> None:
@@ -213,6 +214,7 @@ def test_after_a_failure_in_flight_all_others_are_received_and_a_reset_repairs_t
 
 @pytest.mark.parametrize("fault", ["kill", "hang"])
 @pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.flaky(reruns=2)
 def test_an_env_that_was_lost_while_others_were_in_flight_tells_what_it_showed_last(
     fault: str, steps: int
 ) -> None:
@@ -320,6 +322,7 @@ def test_while_others_are_in_flight_a_failed_env_can_be_reset_and_sent_again() -
 @pytest.mark.parametrize("policy", ["restart", "mask"])
 @pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
 @pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.flaky(reruns=2)
 def test_several_failures_in_flight_are_all_replaced_or_masked(fault: str, policy: str, workers: int) -> None:
     limit = LIMIT if fault == "hang" else None
     fns = faulty(fault, [0, 1], 4)
@@ -367,7 +370,7 @@ HANGS = [
 
 
 @pytest.mark.parametrize(("layout", "k", "policy"), HANGS)
-@in_one_of_three
+@pytest.mark.flaky(reruns=2)
 def test_the_limits_of_hung_envs_do_not_add_up(layout: str, k: int, policy: str) -> None:
     n, limit = max(4, k), limit_for(k)
     start = time.monotonic()
@@ -401,7 +404,7 @@ CONSTRUCTORS = [
 
 
 @pytest.mark.parametrize(("layout", "k", "argument"), CONSTRUCTORS)
-@in_one_of_three
+@pytest.mark.flaky(reruns=2)
 def test_hanging_constructors_are_named_in_time(layout: str, k: int, argument: str) -> None:
     n = max(4, k)
     first = n - k
@@ -421,6 +424,7 @@ def test_hanging_constructors_are_named_in_time(layout: str, k: int, argument: s
 
 
 @pytest.mark.parametrize("layout", PARALLEL)
+@pytest.mark.flaky(reruns=2)
 def test_making_an_env_may_take_longer_than_a_step(layout: str) -> None:
     options = {**LAYOUTS[layout], "step_timeout": 0.5, "make_timeout": 60.0}
     with closing(make_vec([functools.partial(SlowToMake, 0.9)] * 2, **options)) as envs:
@@ -460,6 +464,7 @@ envs.close()
 
 @pytest.mark.parametrize("layout", PARALLEL)
 @pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.flaky(reruns=2)
 def test_restarts_whose_constructors_hang_end_in_time(layout: str, k: int, tmp_path: Path) -> None:
     fns = [functools.partial(FailsWhenMadeAgain, "hang", str(tmp_path / str(i))) for i in range(k)]
     options = {**LAYOUTS[layout], "step_timeout": LIMIT, "on_failure": "restart", "max_restarts": 1}
@@ -864,6 +869,7 @@ def test_a_step_that_waited_for_an_abandoned_one_says_that_it_never_began() -> N
 
 
 @pytest.mark.parametrize("pays", [math.nan, math.inf, 1.0])
+@pytest.mark.flaky(reruns=2)
 def test_an_end_that_pays_no_number_is_no_end_even_when_a_neighbour_hangs_before_anyone_looks(
     pays: float,
 ) -> None:
@@ -949,6 +955,7 @@ def test_observations_that_the_caller_keeps_never_change(layout: str, mode: str,
 
 @pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.flaky(reruns=2)
 def test_a_fault_in_the_reset_after_a_rewarded_end_loses_neither_reward_nor_end(
     layout: str, fault: str
 ) -> None:
@@ -1307,6 +1314,7 @@ def test_a_death_in_the_constructor_of_one_of_32_names_that_one(fault: str, opti
         for threads in (False, True)
     ],
 )
+@pytest.mark.flaky(reruns=2)
 def test_what_is_harmful_to_unpickle_never_harms_the_caller(
     fault: str, way: str, threads: bool, tmp_path: Path
 ) -> None:

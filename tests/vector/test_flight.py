@@ -78,6 +78,7 @@ def test_recv_with_a_timeout_may_return_nothing_but_says_who_is_late() -> None:
 
 @pytest.mark.parametrize("flying", [True, False])
 @pytest.mark.parametrize(("backend", "fault"), [("process", "kill"), ("process", "hang"), ("thread", "hang")])
+@pytest.mark.flaky(reruns=2)
 def test_who_asks_often_and_never_waits_long_hears_of_a_failure(
     backend: Any, fault: str, flying: bool
 ) -> None:
@@ -104,6 +105,7 @@ def test_who_asks_often_and_never_waits_long_hears_of_a_failure(
 
 
 @pytest.mark.parametrize("fault", ["kill", "raise", "hang"])
+@pytest.mark.flaky(reruns=2)
 def test_a_failure_in_flight_is_replaced_and_the_others_come_as_ever(fault: str) -> None:
     fns = [functools.partial(CountEnv, 1000), functools.partial(Faulty, fault)]
     timeout = 0.5 if fault == "hang" else None
@@ -129,6 +131,7 @@ def test_a_failure_in_flight_is_replaced_and_the_others_come_as_ever(fault: str)
 
 @pytest.mark.parametrize("flying", [True, False])
 @pytest.mark.parametrize("backend", ["process", "thread"])
+@pytest.mark.flaky(reruns=2)
 def test_an_env_is_not_late_because_its_caller_was_away(backend: Any, flying: bool) -> None:
     fns = [functools.partial(Held, 1000)] * 3  # 1.8 s for all, 0.6 s for each
     envs = make_vec(fns, backend=backend, num_workers=1, step_timeout=1.5)

@@ -28,7 +28,7 @@ from shoal.vector.env_group import Step
 from shoal.vector.process import Limits
 from tests.vector.actors import RayError, RuntimeEnvSetupError, ThreadCluster, dead_because
 from tests.vector.faulty import CountEnv, Faulty
-from tests.vector.living import in_one_of_three, within
+from tests.vector.living import within
 from tests.vector.scripted import Scripted, SlowEnv
 from tests.vector.test_equality import same
 
@@ -254,6 +254,7 @@ FAULTS = ["raise", "hang", "unpicklable", "info"]
     ],
     indirect=["cluster"],
 )
+@pytest.mark.flaky(reruns=2)
 def test_a_failed_actor_is_replaced_and_shows_it(cluster: Any, fault: str) -> None:
     fns = [
         functools.partial(Faulty, fault) if i == 1 else functools.partial(CountEnv, 1000) for i in range(3)
@@ -342,7 +343,7 @@ def test_a_death_names_the_envs_of_the_actor(cluster: Any) -> None:
 
 
 @with_actors
-@in_one_of_three
+@pytest.mark.flaky(reruns=2)
 def test_the_time_limit_is_for_each_env_and_hangs_are_waited_for_side_by_side(cluster: Any) -> None:
     slow = [functools.partial(SlowEnv, 0.5)] * 4
     envs = make_vec(slow, backend="ray", num_workers=1, step_timeout=1.2)
@@ -371,6 +372,7 @@ class HangsWhenMade(CountEnv):
 
 
 @with_ray
+@pytest.mark.flaky(reruns=2)
 def test_a_constructor_that_hangs_is_named_in_time(cluster: Any) -> None:
     begun = time.monotonic()
     with pytest.raises(WorkerTimeoutError, match=r"env 1 .*failed in make: no answer within 1 s"):

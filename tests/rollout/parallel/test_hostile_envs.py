@@ -310,6 +310,7 @@ def test_an_env_lives_and_dies_in_one_thread(calm, backend, limits, keep, tmp_pa
 
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.flaky(reruns=2)
 def test_an_episode_is_tried_again_though_the_end_of_its_failed_env_hangs(calm, backend, schedule, tmp_path):
     env = functools.partial(in_folder, FailsOnceAndClings, str(tmp_path))
     assert play(backend, env, parallel={"step_timeout": 0.5, "schedule": schedule}) == calm
