@@ -218,7 +218,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         words = [repr(word) for option in (hint, *arguments) for word in _words(option)]
         if isinstance(value, str) and words:
             raise ConfigError(f"{path} must be {_either(words)}, got {value!r}") from error
-        raise ConfigError(f"{path}: {str(error).removesuffix(' - at `$`')}, got {value!r}") from error
+        expected = re.sub(r"(, got `[a-z]+`)?( - at `\$`)?$", "", str(error))
+        raise ConfigError(f"{path}: {expected}, got {value!r}") from error
 
 
 def _words(hint: Any) -> tuple[Any, ...]:
