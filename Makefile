@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := -c requirements/constraints.txt
+# Bytecode is kept, whatever the machine's default: else each of the tests' thousands of processes compiles shoal anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo demo-llm test test-slow test-browser check docs package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
 
