@@ -3,6 +3,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -17,6 +18,7 @@ import pytest
 from shoal.core import files
 from shoal.core.errors import DataError
 from shoal.core.files import (
+    append_line,
     read_json,
     remove_leftovers,
     restore_folders,
@@ -24,6 +26,7 @@ from shoal.core.files import (
     write_bytes,
     write_folder,
     write_json,
+    write_text,
 )
 
 WRITER = """
@@ -223,6 +226,30 @@ def test_a_folder_survives_an_exception_at_every_rename(tmp_path, monkeypatch, e
             "old" if len(calls) >= failing else "new"
         )
         assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("way", ["file", "line", "folder"])
+def test_a_write_that_the_disk_does_not_take_names_its_file_and_leaves_the_old_one(tmp_path, way):
+    def write(text):
+        if way == "file":
+            write_text(tmp_path / "x", text)
+        elif way == "line":
+            append_line(tmp_path / "x", text.encode())
+        else:
+            with write_folder(tmp_path / "x") as folder, open(folder / "a", "w") as file:
+                file.write(text)
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write("old\n")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large: '.*/x'") as told:
+            write("new\n" * 100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (told.value.errno, told.value.filename) == (errno.EFBIG, str(tmp_path / "x"))
+    assert (tmp_path / "x" / "a" if way == "folder" else tmp_path / "x").read_text().startswith("old\n")
+    assert os.listdir(tmp_path) == ["x"]
 
 
 @pytest.mark.parametrize("teller", ["safetensors", "shutil"])

@@ -28,6 +28,7 @@ MANIFEST = "manifest.json"
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.(?P<kind>tmp|old)", re.DOTALL)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, see renameat2(2)
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def cache_folder() -> Path:
@@ -65,11 +66,18 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
+        _name(error, path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
     fsync_folder(path.parent)
+
+
+def _name(error: BaseException, path: Path | str) -> None:
+    """Have what the disk says of a write into an open file tell which file it is of."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in _DISK:
+        error.filename = str(path)
 
 
 def _beside(path: Path, kind: str = "tmp") -> Path:
@@ -95,14 +103,18 @@ def write_text(path: Path | str, text: str) -> None:
 
 def append_line(path: Path | str, line: bytes, *, durable: bool = False) -> None:
     """Add `line`, which ends with a newline, to a file; what was half written before stays a line of its own."""
-    with open(path, "a+b", buffering=0) as file:
-        size = file.seek(0, os.SEEK_END)
-        torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-        line = b"\n" + line if torn else line
-        while line:
-            line = line[file.write(line) :]
-        if durable:
-            os.fsync(file.fileno())
+    try:
+        with open(path, "a+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            line = b"\n" + line if torn else line
+            while line:
+                line = line[file.write(line) :]
+            if durable:
+                os.fsync(file.fileno())
+    except OSError as error:
+        _name(error, path)
+        raise
 
 
 def write_json(path: Path | str, value: Any) -> None:
@@ -172,6 +184,7 @@ def write_folder(folder: Path | str) -> Iterator[Path]:
             fsync_folder(Path(inside))
         _commit(temporary, folder)
     except BaseException as error:
+        _name(error, folder)
         restore_folder(folder)
         _remove(temporary)
         told = re.search(
