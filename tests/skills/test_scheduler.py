@@ -12,7 +12,7 @@ import pytest
 
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.skills.jobs.graph import Graph
-from shoal.skills.learning.run import Run, finish_training
+from shoal.skills.learning.run import Run, _wait_for_all_that_is_planned, finish_training
 from shoal.skills.learning.scheduler import (
     SkillScheduler,
     _direct,
@@ -49,16 +49,14 @@ def scheduler(base: Path, launcher, **more) -> SkillScheduler:
     return SkillScheduler(base, more.pop("max_parallel", 2), launcher=launcher, **more)
 
 
-def test_three_skills_with_dependencies_are_trained_in_order(
-    tmp_path: Path, scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_three_skills_with_dependencies_are_trained_in_order(tmp_path: Path, scripted) -> None:
     launcher = scripted()
     s = scheduler(tmp_path, launcher)
     for one in (PICKAXE, TABLE, WOOD):  # the order of adding must not matter
         s.add_skill(one.name, one, dependencies={"Make Wood Pickaxe": ["Collect Wood", "Place Table"],
                                                  "Place Table": ["Collect Wood"]}.get(one.name, []))  # fmt: skip
     told: list[str] = []
-    monkeypatch.setattr(s, "merged", lambda attempt: told.append(attempt.job))
+    s.set_callbacks(lambda name, data: told.append(name))
     assert s.run()
     assert [name for name, _ in launcher.launched] == ["Collect Wood", "Place Table", "Make Wood Pickaxe"]
     assert told == ["Collect Wood", "Place Table", "Make Wood Pickaxe"]
@@ -593,22 +591,56 @@ def test_a_continuation_ends_where_the_budget_does(tmp_path: Path, scripted, qui
     s.close()
 
 
-def test_what_waits_needs_what_a_corrected_plan_uses_too(tmp_path: Path, scripted) -> None:
-    s = scheduler(tmp_path, scripted(), analyse=True)
+def test_what_waits_needs_all_of_its_plan_until_it_has_begun(tmp_path: Path, scripted) -> None:
+    s = scheduler(tmp_path, scripted())
     for one in (WOOD, TABLE, WATER):
         s.add_skill(one.name, one, [])
-    s.merged(None)  # type: ignore[arg-type]
+    _wait_for_all_that_is_planned(s.store)
     assert [row.dependencies for row in s.store.skills()] == [(), ("Collect Wood",), ()]
     s.store.update_skill("Place Table", status="running", dependencies=["Drink Water"])
-    s.merged(None)  # type: ignore[arg-type]
+    _wait_for_all_that_is_planned(s.store)
     assert s.store.skill("Place Table").dependencies == ("Drink Water",)  # too late
     s.store.update_skill("Place Table", status="blocked")
-    s.merged(None)  # type: ignore[arg-type]
+    _wait_for_all_that_is_planned(s.store)
     assert s.store.skill("Place Table").dependencies == ("Drink Water", "Collect Wood")
-    s.analyse = False
-    s.store.update_skill("Place Table", status="waiting", dependencies=[])
-    s.merged(None)  # type: ignore[arg-type]
-    assert s.store.skill("Place Table").dependencies == ()
+    s.close()
+
+
+@pytest.mark.parametrize(
+    ("analyse", "needed"), [(False, ("Drink Water",)), (True, ("Drink Water", "Collect Wood"))]
+)
+def test_what_a_corrected_plan_uses_is_waited_for_though_the_run_is_killed_as_soon_as_it_is_known(
+    tmp_path: Path, scripted, net, monkeypatch: pytest.MonkeyPatch, analyse: bool, needed: tuple[str, ...]
+) -> None:
+    """Water can be drunk by those alone who have wood."""
+
+    def finish(folder: Path, attempt: int) -> None:
+        start = np.zeros((100, len(CRAFTING.names)), np.float32)
+        start[:50, CRAFTING.index("wood")] = 1
+        end, success = start.copy(), np.arange(100) < 50
+        end[:50, CRAFTING.index("drink")] = 1
+        episodes = {"start": start, "before": start, "end": end, "success": success}
+        own = len(Run.open(folder).local_to_global) - 1
+        finish_training(
+            folder, {own: net(attempt).params()}, {own: 10}, attempt=attempt,
+            episodes=episodes if attempt == 1 else None,
+        )  # fmt: skip
+
+    def make() -> SkillScheduler:
+        return scheduler(tmp_path, scripted(finish), analyse=analyse, max_parallel=1, max_retries=0)
+
+    s = make()
+    for one in (WATER, skill("Collect Sapling", "sapling", holds={"drink": 1}), WOOD):
+        s.add_skill(one.name, one)
+    with monkeypatch.context() as patch:
+        patch.setattr(s.runner, "_merged", lambda number, error: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            s.run()
+    s.close()
+    s = make()
+    assert s.store.skill("Drink Water").status == "completed"
+    assert s.run(), s.get_failed_skills()
+    assert s.store.skill("Collect Sapling").dependencies == needed
     s.close()
 
 

@@ -150,9 +150,6 @@ class Jobs:
 
         merge_once(commit)
 
-    def merged(self, attempt):
-        pass
-
     def tidy(self, attempt):
         shutil.rmtree(self.store.root / attempt.run_folder, ignore_errors=True)
 

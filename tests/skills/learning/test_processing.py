@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +18,13 @@ from shoal.skills.learning.run import (
     Run,
     Tally,
     _prepare,
+    correct_spec,
     finish_training,
     make_score,
     read_outcome,
     skill_from_data,
 )
-from shoal.skills.learning.spec import Store, load_skills, new_version, parse_skill
+from shoal.skills.learning.spec import Store, load_skills, new_version, parse_skill, plan_for
 from shoal.skills.learning.trainer import Network, Shape, Trainer, TrainingConfig, decode, encode
 from shoal.skills.learning.worlds import CRAFTING, CraftingWorld, walk
 
@@ -250,6 +253,39 @@ def test_a_correction_that_would_leave_skills_out_of_reach_is_refused(
     process_completed_training(folder, "Collect Wood", 0, tmp_path, analyse=True)
     assert Store(tmp_path).skill("Collect Wood").spec.requirements == {}
     assert "corrected" not in [event["kind"] for event in Store(tmp_path).events()]
+
+
+def test_corrections_made_at_once_do_not_leave_skills_out_of_reach_together(
+    tmp_path: Path, net: Callable[..., Network], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wood is only found with stone, and stone with wood; each may be believed alone."""
+    folders = {}
+    for name, expert, gain, needs in (("Wood", 0, "wood", "stone"), ("Stone", 1, "stone", "wood")):
+        folders[name] = prepare(tmp_path, name, expert, {}, gain)
+        start = np.zeros((100, len(CRAFTING.names)), np.float32)
+        start[:50, CRAFTING.index(needs)] = 1
+        end, success = start.copy(), np.arange(100) < 50
+        end[:50, CRAFTING.index(gain)] = 1
+        episodes = {"start": start, "before": start, "end": end, "success": success}
+        finish_training(folders[name], {0: net(name).params()}, {0: 10}, episodes=episodes)
+    stone = threading.Thread(
+        target=process_completed_training, args=(folders["Stone"], "Stone", 1, tmp_path), kwargs={"analyse": True}
+    )  # fmt: skip
+
+    def and_meanwhile(skill, *arguments):
+        if skill.name == "Wood":
+            stone.start()
+            stone.join(0.2)  # for all of it, if it may
+        return correct_spec(skill, *arguments)
+
+    monkeypatch.setattr("shoal.skills.learning.run.correct_spec", and_meanwhile)
+    process_completed_training(folders["Wood"], "Wood", 0, tmp_path, analyse=True)
+    stone.join(60)
+    with contextlib.closing(Store(tmp_path)) as store:
+        specs = [row.spec for row in store.skills("completed")]
+        assert [spec.requirements for spec in specs] == [{"stone": 1}, {}]
+        assert [len(plan_for(spec.name, specs)) for spec in specs] == [2, 1]
+        assert [event["skill"] for event in store.events() if event["kind"] == "corrected"] == ["Wood"]
 
 
 def finished(base: Path, net: Callable[..., Network], acted: int) -> Path:

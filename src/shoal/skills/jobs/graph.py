@@ -189,9 +189,6 @@ class Graph:
 
         merge_once(commit)
 
-    def merged(self, attempt: AttemptRow) -> None:
-        """Nothing of what waits depends on more than the result."""
-
     def tidy(self, attempt: AttemptRow) -> None:
         """Keep the log and remove the folder."""
         put_away(self.folder / attempt.run_folder, self.folder / "logs" / self.store.job(attempt.job).slug)

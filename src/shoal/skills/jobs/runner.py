@@ -85,9 +85,6 @@ class Work(Protocol):
     def merge(self, attempt: AttemptRow) -> None:
         """Commit the result of a launch; in a thread of its own."""
 
-    def merged(self, attempt: AttemptRow) -> None:
-        """What a commit changes for jobs that have not begun."""
-
     def tidy(self, attempt: AttemptRow) -> None:
         """Keep what is to be kept of a committed launch and remove its folder; safe to repeat."""
 
@@ -443,7 +440,6 @@ class Runner:
             reason = f"merge failed: {type(error).__name__}: {error}"
             self._decided(MergeFailed(attempt, reason))
             return
-        self.work.merged(attempt)
         self._to_tidy.append(attempt)
         if self.on_complete is not None:
             self.on_complete(attempt.job)

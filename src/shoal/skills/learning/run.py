@@ -51,6 +51,7 @@ from shoal.skills.learning.spec import (
     Store,
     VersionRow,
     check_skill,
+    dependencies,
     new_version,
     parse_skill,
     plan_for,
@@ -650,8 +651,6 @@ def _attempt(store: Store, run_folder: Path, skill_name: str, attempt: int | Non
 def _merge_and_commit(
     store: Store, run: Run, outcome: Outcome, attempt: int, rule: str, analyse: bool, mark: str
 ) -> dict[int, dict[str, Any]]:
-    spec = _corrected(store, run, outcome) if analyse else None
-
     def commit() -> dict[int, dict[str, Any]]:
         versions: list[NewVersion] = []
         expected: dict[int, int | None] = {}
@@ -668,10 +667,14 @@ def _merge_and_commit(
             kept = decision.chosen.kind == "head"
             actions[index] = {"action": "kept" if kept else "updated", "frames": decision.chosen.frames}
         result = {"success": outcome.success, "frames": outcome.frames, **outcome.numbers}
-        committed = store.commit_training(
-            attempt, versions, expected, result=result, frames=outcome.frames,
-            peak_memory=outcome.numbers.get("peak_memory"), spec=spec, mark=mark,
-        )  # fmt: skip
+        with store.transaction():
+            spec = _corrected(store, run, outcome) if analyse else None
+            committed = store.commit_training(
+                attempt, versions, expected, result=result, frames=outcome.frames,
+                peak_memory=outcome.numbers.get("peak_memory"), spec=spec, mark=mark,
+            )  # fmt: skip
+            if analyse:
+                _wait_for_all_that_is_planned(store)
         if not committed and store.attempt(attempt).state == "running":  # another process was faster
             with store.transaction():
                 store.end_attempt(attempt, "lost", "the same result was committed by another process")
@@ -794,6 +797,18 @@ def _corrected(store: Store, run: Run, outcome: Outcome) -> Skill | None:
         return None
     store.event("corrected", skill.name, findings=findings)
     return corrected
+
+
+def _wait_for_all_that_is_planned(store: Store) -> None:
+    """Have skills that have not begun wait for what their plans, which a corrected spec may change, use now."""
+    rows = store.skills()
+    for row in rows:
+        if row.status in ("waiting", "blocked"):
+            with contextlib.suppress(ConfigError):
+                needed = dependencies(row.spec, [other.spec for other in rows])
+                if not set(needed) <= set(row.dependencies):
+                    both = list(dict.fromkeys([*row.dependencies, *needed]))
+                    store.update_skill(row.name, dependencies=both)
 
 
 def _lost_ways(before: Sequence[Skill], after: Sequence[Skill], features: Features) -> bool:

@@ -277,22 +277,6 @@ class SkillScheduler:
             show=False,
         )  # fmt: skip
 
-    def merged(self, attempt: AttemptRow) -> None:
-        """Corrected specs may change what waiting skills need."""
-        if not self.analyse:
-            return
-        rows = self.store.skills()
-        specs = [row.spec for row in rows]
-        for row in rows:
-            if row.status in ("waiting", "blocked"):
-                try:
-                    needed = plan_dependencies(row.spec, specs)
-                except ConfigError:
-                    continue
-                if not set(needed) <= set(row.dependencies):
-                    both = list(dict.fromkeys([*row.dependencies, *needed]))
-                    self.store.update_skill(row.name, dependencies=both)
-
     def tidy(self, attempt: AttemptRow) -> None:
         """Move the log to the skill's folder and remove the run folder."""
         kept = self.base_dir / skill_folder(self.store.skill(attempt.job))
