@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -376,6 +377,14 @@ def test_a_proposer_that_names_one_skill_for_ever_is_an_error(tmp_path: Path, sc
     s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
     with pytest.raises(ConfigError, match="named 'Collect Wood', which is among the skills already"):
         Frontier(s, Recording([SKILLS[0]] * 9), max_nodes=5).run()
+    assert list(s.get_completed_skills()) == ["Collect Wood"]
+
+
+def test_a_proposal_that_cannot_be_had_is_an_error_after_what_was_queued(tmp_path: Path, scripted) -> None:
+    circle = replace(SKILLS[0], name="Sow", requirements={"sapling": 1}, gain={"sapling": 1})
+    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
+    with pytest.raises(ConfigError, match="skills wait for each other: Sow -> Sow"):
+        Frontier(s, Recording([SKILLS[0], circle]), max_nodes=5).run()
     assert list(s.get_completed_skills()) == ["Collect Wood"]
 
 

@@ -6,7 +6,6 @@ train. When things run, end and are given up is the business of `shoal.skills.jo
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +49,6 @@ from shoal.skills.learning.spec import dependencies as plan_dependencies
 from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.learning.worlds import check_installed, world_features
 
-logger = logging.getLogger(__name__)
 OnSkill = Callable[[str, dict[str, Any]], None]
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -398,17 +396,12 @@ class Frontier:
             return False
         if skill.name in {one.name for one in known}:  # it would be named for ever
             raise ConfigError(f"the proposer named {skill.name!r}, which is among the skills already")
-        try:
-            needed = plan_dependencies(skill, [*known, skill])
-        except ConfigError as error:
-            logger.warning("%s cannot be reached yet: %s", skill.name, error)
-            needed = []
         self.scheduler.add_skill(skill.name, skill)
         if not getattr(self.proposer, "foresees", False):
-            self._wait_for(needed)
+            self._wait_for(self.scheduler.store.skill(skill.name).dependencies)
         return True
 
-    def _wait_for(self, needed: list[str]) -> None:
+    def _wait_for(self, needed: Sequence[str]) -> None:
         with self._changed:
             failures = self._failures
             while self._growing:
