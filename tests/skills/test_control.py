@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -31,7 +32,13 @@ from shoal.skills.jobs.runner import (
 from shoal.skills.jobs.store import ExhaustedError, write_failure
 from shoal.skills.learning import run as learning_run
 from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base
-from shoal.skills.learning.run import Run, finish_training, prepare_training_run, process_completed_training
+from shoal.skills.learning.run import (
+    Run,
+    finish_training,
+    prepare_training_run,
+    process_completed_training,
+    read_outcome,
+)
 from shoal.skills.learning.scheduler import Frontier, SkillScheduler
 from shoal.skills.learning.spec import Store, check_skill, load_skills, parse_skill
 from shoal.skills.learning.worlds import CRAFTING
@@ -434,7 +441,7 @@ def test_a_result_counts_once_however_often_and_by_whomever_it_is_processed(tmp_
     assert process_completed_training(folder, "Collect Wood", 0, tmp_path)["already_merged"]
 
 
-@pytest.mark.parametrize("until", ["mark_of", "_register", "put_blob"])
+@pytest.mark.parametrize("until", ["mark_of", "read_outcome", "put_blob"])
 def test_a_result_that_two_process_at_once_counts_once_and_neither_fails(
     tmp_path: Path, net, monkeypatch: pytest.MonkeyPatch, until: str
 ) -> None:
@@ -457,6 +464,30 @@ def test_a_result_that_two_process_at_once_counts_once_and_neither_fails(
     assert (row.status, row.budget_used) == ("completed", 10)
     assert not [*folder.parent.iterdir()]
     store.close()
+
+
+def test_who_is_killed_where_another_has_just_committed_the_same_leaves_no_launch_behind(
+    tmp_path: Path, net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _, _ = prepare_training_run("Collect Wood", AMOUNTS, 0, [], {}, tmp_path)
+    finish_training(folder, {0: net("own").params()}, {0: 10})
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def other_is_faster(*arguments):
+        patch.undo()
+        process_completed_training(folder, "Collect Wood", 0, tmp_path, keep_run=True)
+        patch.setattr(learning_run, "_merge_and_commit", killed)
+        return read_outcome(*arguments)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(learning_run, "read_outcome", other_is_faster)
+        process_completed_training(folder, "Collect Wood", 0, tmp_path)
+    assert process_completed_training(folder, "Collect Wood", 0, tmp_path)["already_merged"]
+    with contextlib.closing(Store(tmp_path)) as store:
+        assert [attempt.outcome for attempt in store.attempts()] == ["merged"]
+        assert store.skill("Collect Wood").status == "completed"
 
 
 def test_a_result_whose_folder_was_being_removed_by_a_killed_process_is_not_missed(

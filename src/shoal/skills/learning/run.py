@@ -580,8 +580,12 @@ def process_completed_training(
         if committed is None:
             if total_timesteps is not None:
                 outcome.acted_frames.update(dict.fromkeys(outcome.experts, total_timesteps))
-            _register(opened, run, skill_name, global_expert_idx)
-            number = _attempt(opened, run_folder, skill_name, attempt)
+            with opened.transaction():  # so that there is no other launch than the one that is committed
+                committed = opened.merged(mark)
+                if committed is None:
+                    _register(opened, run, skill_name, global_expert_idx)
+                    number = _attempt(opened, run_folder, skill_name, attempt)
+        if committed is None:
             result = _merge_and_commit(opened, run, outcome, number, merge, analyse, mark)
         if show:
             export_views(opened)
@@ -669,16 +673,12 @@ def _merge_and_commit(
         result = {"success": outcome.success, "frames": outcome.frames, **outcome.numbers}
         with store.transaction():
             spec = _corrected(store, run, outcome) if analyse else None
-            committed = store.commit_training(
+            store.commit_training(
                 attempt, versions, expected, result=result, frames=outcome.frames,
                 peak_memory=outcome.numbers.get("peak_memory"), spec=spec, mark=mark,
             )  # fmt: skip
             if analyse:
                 _wait_for_all_that_is_planned(store)
-        if not committed and store.attempt(attempt).state == "running":  # another process was faster
-            with store.transaction():
-                store.end_attempt(attempt, "lost", "the same result was committed by another process")
-                store.update_skill(run.spec["skill"], status="completed")
         return actions
 
     return merge_once(commit)
