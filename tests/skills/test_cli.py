@@ -231,6 +231,20 @@ def test_a_dry_run_prints_the_graph_and_touches_nothing(
     assert not (tmp_path / "x").exists()
 
 
+def test_a_dry_run_prints_the_plans_that_are_trained_with_where_places_are_left_on_the_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Stone is not found at the table, so another is placed for the pickaxe."""
+    assert (
+        skills("train", "--dry-run", "--env_name", "craftax-classic", "--target-skill", "Make Stone Pickaxe")
+        == 0
+    )
+    assert (
+        "plan Collect Wood x6 -> Place Table x1 -> Make Wood Pickaxe x1 -> Collect Stone x1 -> Place Table x1 -> "
+        "Make Stone Pickaxe x1"
+    ) in capsys.readouterr().out
+
+
 def test_without_the_extra_of_trainings_nothing_is_made_or_launched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

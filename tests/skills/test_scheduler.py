@@ -161,6 +161,22 @@ def test_a_failed_dependency_blocks_its_dependents_by_name_and_others_go_on(tmp_
     assert list(s.get_completed_skills()) == ["Drink Water"]
 
 
+def test_a_skill_needs_what_its_plan_uses_where_places_are_left_on_the_way(tmp_path: Path, scripted) -> None:
+    """A plan that knows of no places makes its sword at the furnace; the world's finds one before."""
+    s = scheduler(tmp_path, scripted(), world="craftax-classic")
+    water, sword, furnace = "toward_water", "make_iron_sword", "near_furnace"
+    for one in (
+        replace(skill("Reach", water), gain={water: 2}),
+        skill("Find", sword, holds={water: 3}),
+        skill("Walk", furnace, holds={water: 4}),
+        skill("Forge", sword, holds={water: 1, furnace: 1}),
+        skill("Return", furnace, holds={sword: 1}),
+    ):
+        s.add_skill(one.name, one)
+    assert s.store.skill("Return").dependencies == ("Reach", "Find", "Walk", "Forge")
+    s.close()
+
+
 def test_a_later_retry_of_the_dependency_opens_the_subtree_again(tmp_path: Path, scripted) -> None:
     from shoal.cli.main import main
 
@@ -595,13 +611,13 @@ def test_what_waits_needs_all_of_its_plan_until_it_has_begun(tmp_path: Path, scr
     s = scheduler(tmp_path, scripted())
     for one in (WOOD, TABLE, WATER):
         s.add_skill(one.name, one, [])
-    _wait_for_all_that_is_planned(s.store)
+    _wait_for_all_that_is_planned(s.store, CRAFTING)
     assert [row.dependencies for row in s.store.skills()] == [(), ("Collect Wood",), ()]
     s.store.update_skill("Place Table", status="running", dependencies=["Drink Water"])
-    _wait_for_all_that_is_planned(s.store)
+    _wait_for_all_that_is_planned(s.store, CRAFTING)
     assert s.store.skill("Place Table").dependencies == ("Drink Water",)  # too late
     s.store.update_skill("Place Table", status="blocked")
-    _wait_for_all_that_is_planned(s.store)
+    _wait_for_all_that_is_planned(s.store, CRAFTING)
     assert s.store.skill("Place Table").dependencies == ("Drink Water", "Collect Wood")
     s.close()
 

@@ -331,9 +331,10 @@ def _counts(scheduler: SkillScheduler, began: float) -> dict[str, Any]:
 def _dry_run(proposer: Proposer) -> int:
     if not isinstance(proposer, KnowledgeBase):
         raise ConfigError("--dry-run shows the knowledge base; a language model proposes as training goes on")
+    known = proposer.skills, proposer.features
     for skill in proposer.skills:
-        needs = ", ".join(dependencies(skill, proposer.skills)) or "nothing"
-        plan = " -> ".join(f"{step.skill} x{step.count}" for step in plan_for(skill.name, proposer.skills))
+        needs = ", ".join(dependencies(skill, *known)) or "nothing"
+        plan = " -> ".join(f"{step.skill} x{step.count}" for step in plan_for(skill.name, *known))
         print(f"{skill.name}: needs {needs}; plan {plan}")
     return 0
 

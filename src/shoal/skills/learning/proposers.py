@@ -80,7 +80,7 @@ class KnowledgeBase:
                     f"{target!r} and what it needs are {len(skills)} skills, and max_nodes={max_nodes} would leave it "
                     f"out: raise max_nodes to {len(skills)}"
                 )
-        self.skills = skills[:max_nodes]
+        self.skills, self.features = skills[:max_nodes], features
         covering_plan(self.skills, features)  # a cycle, an item nobody gains: an error now, not in an hour
 
     def next_skill(
@@ -91,7 +91,7 @@ class KnowledgeBase:
         left = [skill for skill in self.skills if skill.name not in names]
         for there in (set(completed), names):  # else one that can be planned with what is known
             for skill in left:
-                if set(dependencies(skill, self.skills)) <= there:
+                if set(dependencies(skill, self.skills, self.features)) <= there:
                     return skill
         return left[0] if left else None
 

@@ -678,7 +678,7 @@ def _merge_and_commit(
                 peak_memory=outcome.numbers.get("peak_memory"), spec=spec, mark=mark,
             )  # fmt: skip
             if analyse:
-                _wait_for_all_that_is_planned(store)
+                _wait_for_all_that_is_planned(store, world_features(run.spec["world"]))
         return actions
 
     return merge_once(commit)
@@ -799,13 +799,13 @@ def _corrected(store: Store, run: Run, outcome: Outcome) -> Skill | None:
     return corrected
 
 
-def _wait_for_all_that_is_planned(store: Store) -> None:
+def _wait_for_all_that_is_planned(store: Store, features: Features) -> None:
     """Have skills that have not begun wait for what their plans, which a corrected spec may change, use now."""
     rows = store.skills()
     for row in rows:
         if row.status in ("waiting", "blocked"):
             with contextlib.suppress(ConfigError):
-                needed = dependencies(row.spec, [other.spec for other in rows])
+                needed = dependencies(row.spec, [other.spec for other in rows], features)
                 if not set(needed) <= set(row.dependencies):
                     both = list(dict.fromkeys([*row.dependencies, *needed]))
                     store.update_skill(row.name, dependencies=both)

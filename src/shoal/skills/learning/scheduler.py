@@ -136,7 +136,9 @@ class SkillScheduler:
             rows = {row.name: row for row in self.store.skills()}
             known = rows.pop(skill.name, None)
             specs = [row.spec for row in rows.values()]
-            dependencies = known.dependencies if known else plan_dependencies(skill, [*specs, skill])
+            dependencies = (
+                known.dependencies if known else plan_dependencies(skill, [*specs, skill], self.features)
+            )
         row = self.store.add_skill(skill, dependencies, int(self.config.total_timesteps))
         self.runner.wake()
         return row.slug

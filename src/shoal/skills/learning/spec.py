@@ -269,9 +269,9 @@ def providers(item: str, skills: Iterable[Skill]) -> list[Skill]:
     )
 
 
-def dependencies(skill: Skill, skills: Sequence[Skill]) -> list[str]:
+def dependencies(skill: Skill, skills: Sequence[Skill], features: Features | None = None) -> list[str]:
     """Names of the skills whose experts a training of `skill` needs: those of its plan, in plan order."""
-    steps = plan_for(skill.name, skills, features=None)
+    steps = plan_for(skill.name, skills, features)
     return list(dict.fromkeys(step.skill for step in steps if step.skill != skill.name))
 
 
