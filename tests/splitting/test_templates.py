@@ -11,6 +11,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
 from shoal.splitting.encode import ChatTemplate
 from shoal.splitting.place import image_on_grid, lay_out
+from shoal.splitting.readers.recordings import Message
 
 FORGETFUL = """\
 {%- for m in messages -%}
@@ -229,6 +230,64 @@ def test_a_tokenizer_alone_splits_text_with_plain_positions(processor, thoughts,
     root, ids = make_root(1, steps=1, size=(60, 60))
     with pytest.raises(DataError, match="reads no images"):
         StepwiseTrajectorySplitter(tokenizer, root).split(ids)
+
+
+def tokenizer_that_spaces(kind):
+    """Put together as Llama's and Mistral's ("legacy", "always", "first"), RoBERTa's ("bytes"), Gemma's ("never")."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.BPE(byte_fallback=True))
+    if kind == "legacy":
+        plain.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif kind == "bytes":
+        plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    else:
+        plain.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=kind, split=False)
+    special = ["<end>", "<pad>", "<say>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    plain.train_from_iterator(["go on and on user assistant what now "] * 9, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="<end>", pad_token="<pad>", additional_special_tokens=["<say>"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["legacy", "always", "first", "bytes", "never"])
+def test_an_answer_has_the_tokens_of_its_chat_where_a_tokenizer_puts_spaces_before_texts(tmp_path, kind):
+    tokenizer = tokenizer_that_spaces(kind)
+    said = ["what now", "and!go on", "on", "on and on"]
+    chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+    (tmp_path / "chat.json").write_text(json.dumps(chat))
+    reader = ChatReader(tmp_path / "chat.json")
+    for border, kept in ((">\\n", "true"), ("<say>", "true"), (">\\n", "loop.last or m.role == 'user'")):
+        tokenizer.chat_template = (
+            "{%- for m in messages -%}{{- '<say>' + m.role + '" + border + "' -}}{%- if " + kept + " -%}"
+            "{{- m.content -}}{%- else -%}{{- m.content.split('!')[-1] -}}{%- endif -%}{{- '<end>' -}}"
+            "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<say>assistant"
+            + border
+            + "' -}}{%- endif -%}"
+        )
+        for cls, upto in ((TrajectorySplitter, 4), (StepwiseTrajectorySplitter, 2)):
+            made = cls(tokenizer, tmp_path, reader=reader, padding="longest").split(reader.ids())
+            whole = tokenizer.apply_chat_template(chat[:upto], tokenize=False)
+            assert made.samples()[0].input_ids.tolist() == tokenizer.encode(whole, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("kind", ["legacy", "first", "bytes"])
+def test_no_space_stands_inside_a_control_token_that_is_spelled_out(kind):
+    tokenizer = tokenizer_that_spaces(kind)
+    tokenizer.chat_template = "{{- messages[-1].content -}}{%- if add_generation_prompt -%}!{%- endif -%}"
+    ids = ChatTemplate(tokenizer).answer_ids(Message("assistant", "go <end> on"), None)
+    spaces = "".join(tokenizer.convert_ids_to_tokens(ids.tolist())).replace("Ġ", "▁").count("▁")
+    assert spaces == 2
+
+
+def test_an_answer_is_no_part_of_a_token_of_its_header():
+    tokenizer = tokenizer_that_spaces("legacy")
+    tokenizer.chat_template = "{{- messages[-1].content -}}{%- if add_generation_prompt -%}g{%- endif -%}"
+    assert tokenizer.tokenize("go") == ["▁go"]
+    ids = ChatTemplate(tokenizer).answer_ids(Message("assistant", "o"), None)
+    assert ids.tolist() == tokenizer.encode("o")
 
 
 def test_positions_by_hand():

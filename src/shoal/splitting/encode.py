@@ -70,6 +70,8 @@ class ChatTemplate:
         control = {str(token) for token in added.values() if token.special} - set(model_text)
         ordered = sorted(control, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, ordered))) if escape and ordered else None
+        said = self._ids("a")
+        self._spaced = self._ids(END + "a")[-len(said) :] != said  # by the tokenizer, before any text
         self._lead = self._leading()
         asking = self.render([*self._lead, (_USER, None)], ask=True)
         asked = self.render([*self._lead, (_USER, None)])
@@ -96,18 +98,27 @@ class ChatTemplate:
         return [self.message_text(message, None, index == 0) for index, message in enumerate(messages)]
 
     # --- tokens
-    def encode(self, text: str) -> Array:
-        """Token ids `[n]` int32 of text with `BREAK`s; what spells a control token elsewhere is one."""
-        pieces = [
-            np.asarray(self.tokenizer.encode(piece, add_special_tokens=False), np.int32)
-            for piece in text.split(BREAK)
-            if piece
-        ]
-        return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+    def encode(self, text: str, behind: str = "") -> Array:
+        """Token ids `[n]` int32 of text with `BREAK`s; what spells a control token elsewhere is one.
+
+        It goes on from the text `behind` which it stands, where a tokenizer puts a space before all that it is given.
+        """
+        ids: list[int] = []
+        for piece in text.split(BREAK):
+            ids += self._ids(piece, behind) if piece else []
+            behind = END
+        return np.asarray(ids, np.int32)
+
+    def _ids(self, text: str, behind: str = "") -> list[int]:
+        alone: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        if not behind or not self._spaced:
+            return alone
+        first, both = self._ids(behind), self._ids(behind + text)
+        return both[len(first) :] if both[: len(first)] == first else alone
 
     def answer_ids(self, message: Message, keep: tuple[int, ...] | None) -> Array:
         """Tokens of an answer's text as the model wrote it, apart from header and end."""
-        return self.encode("".join(self._texts(_kept(message, keep))))
+        return self.encode("".join(self._texts(_kept(message, keep))), self.header)
 
     def _texts(self, parts: Sequence[Part]) -> list[str]:
         """Texts of the parts, "" for images, with a `BREAK` inside each control token that one or several spell out."""
@@ -176,7 +187,7 @@ class ChatTemplate:
     def _closing_ids(self) -> tuple[Array, Array]:
         """Tokens after an answer: those the model writes itself (up to its end token), and the rest."""
         marked = self.render([*self._lead, (_USER, None), (_ANSWER, None)], mark_ends=True)
-        ids = self.encode(marked.rpartition(END)[2])
+        ids = self.encode(marked.rpartition(END)[2], END)
         ends = [index for index, token in enumerate(ids.tolist()) if token in self._added_ids]
         own = ends[0] + 1 if ends else len(ids)
         return ids[:own], ids[own:]

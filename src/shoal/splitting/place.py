@@ -363,7 +363,7 @@ def _sides_of_texts(encoder: Encoder, cut: Cut, texts: Sequence[tuple[str, int |
     layouts: list[tuple[str, Layout]] = []
     turns: list[int | None] = []
     for number, (text, turn) in enumerate(texts):
-        ids = encoder.template.encode(text)
+        ids = encoder.template.encode(text, "" if turn is None else encoder.template.header)
         if turn is not None:
             layouts.append(("assistant", encoder.plain(np.concatenate([ids, own]))))
         else:
