@@ -23,10 +23,17 @@ from shoal.rollout.samplers.sampler import (
 
 with needs_extra("engines as Ray actors", "parallel"):
     import ray
-    from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
+    from ray.exceptions import (
+        GetTimeoutError,
+        ObjectLostError,
+        OutOfMemoryError,
+        RayActorError,
+        RayError,
+        RayTaskError,
+    )
 
 logger = logging.getLogger(__name__)
-LOST = (RayActorError, GetTimeoutError, ObjectLostError)
+LOST = (RayActorError, OutOfMemoryError, GetTimeoutError, ObjectLostError)
 """What is raised of a replica that is gone, or does not answer."""
 START_SECONDS = 30.0
 """After which a replica that has not started is spoken of."""
@@ -107,7 +114,7 @@ class RayEngine:
             raise EngineError(
                 f"{late} of {len(told)} replicas have not started within {self.timeout} s: {_room()}"
             ) from error
-        except RayActorError as error:
+        except LOST as error:
             raise EngineError(f"a replica could not start: {str(error).strip().splitlines()[-1]}") from error
         return facts[0]
 
