@@ -15,7 +15,7 @@ from tests.rollout.doubles import FakeServer, HashEngine
 
 from shoal.cli import eval as evaluation
 from shoal.cli.main import main
-from shoal.core.run_folder import FolderLock
+from shoal.core.run_folder import FolderLock, RunFolder
 from shoal.rollout.journal import Journal
 from shoal.rollout.samplers.registry import SAMPLERS
 from shoal.train.agent.config import compose_config
@@ -275,6 +275,27 @@ def test_a_second_evaluation_into_the_folder_is_refused_and_spoils_nothing(
     assert (tmp_path / "out" / "unfinished.jsonl").read_bytes() == before
     lock.release()
     assert main(words) == 0
+
+
+@pytest.mark.parametrize("name", ["eval", "rollout threads"])
+def test_episodes_are_not_mixed_with_those_of_who_began_anew_in_the_folder(
+    run, tmp_path, monkeypatch, capsys, name
+):
+    """Its folder is removed while it plays, and another command begins there: each has its own lines alone."""
+    folder, add = tmp_path / "out", Journal.add
+
+    def adds(self, trajectory):
+        if episodes_in(folder) == 3:
+            shutil.rmtree(folder)
+            others.append(RunFolder(folder, name.split()[0], 1))
+        add(self, trajectory)
+
+    others = []
+    monkeypatch.setattr(Journal, "add", adds)
+    assert main(commands(run, folder)[name]) == 1
+    assert "out was removed, and another run has begun there" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+    others[0].close()
 
 
 @pytest.mark.parametrize("name", ["eval", "panel", "rollout threads"])

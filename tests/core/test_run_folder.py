@@ -3,6 +3,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,24 @@ def test_a_run_that_has_not_come_to_its_end_is_not_written_over_by_another_comma
     ):
         RunFolder(tmp_path, "train", 0)
     RunFolder(tmp_path, "eval", 0).close()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_run_whose_folder_was_removed_writes_nothing_into_the_next_ones(tmp_path, caplog, ended):
+    """It wrote on, beside the other or over what it had left."""
+    folder = tmp_path / "run"
+    with RunFolder(folder, "train", 0) as first:
+        shutil.rmtree(folder)
+        with RunFolder(folder, "train", 1) as second:
+            if ended:
+                second.finish({})
+            before = sorted(folder.iterdir())
+            for write in (first.hold, lambda: first.append_metrics({"i": 0}), lambda: first.finish({})):
+                with pytest.raises(WorkerError, match="run was removed, and another run has begun there: no"):
+                    write()
+            first.fail(ValueError("whatever"))
+            assert "its summary could not be written" in caplog.text or ended
+            assert sorted(folder.iterdir()) == before
 
 
 def test_one_process_opens_a_folder_again_when_it_is_done_with_it(tmp_path):

@@ -423,7 +423,7 @@ def journal_of(folder: RunFolder, weights: str, asked: Mapping[str, Any]) -> Jou
     """
     from shoal.rollout.journal import Journal
 
-    journal = Journal(folder.unfinished_path, {"weights": weights, **asked})
+    journal = Journal(folder.unfinished_path, {"weights": weights, **asked}, folder.hold)
     if journal.count:
         told = count_of(journal.count, "episode")
         print(f"{told} of {folder.path} were played before and are kept", file=sys.stderr, flush=True)

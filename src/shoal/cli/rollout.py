@@ -240,6 +240,7 @@ def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.E
     with ParallelRolloutManager(config, engine, backend="serial") as manager:
         reference = manager.collect(options.iteration)
         sequential = manager.report.seconds
+    folder.hold()
     write_trajectories(folder.path / "trajectories" / "rollout.jsonl", reference)
     rows = [_row(name, reference, sequential, sequential, 0, "reference")]
     name, plain = "lockstep alone", replace(rollout_config(config), use_parallel_envs=False)

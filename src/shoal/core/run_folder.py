@@ -119,8 +119,17 @@ class FolderLock:
         self._close: Callable[[], object] | None = None
 
     def take(self) -> None:
-        """Hold the lock, or raise a `WorkerError` that names the process that does; taking it twice does nothing."""
+        """Hold the lock, or raise a `WorkerError` that names the process that does.
+
+        Taking it again does nothing, unless the folder was removed meanwhile and is another one's.
+        """
         if self._close is not None:
+            with contextlib.suppress(FileNotFoundError):  # whatever is missing, the next write tells
+                if not os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
+                    raise WorkerError(
+                        f"{self.path.parent} was removed, and {self.holder} has begun there: nothing more is "
+                        "written into it; begin anew in another folder"
+                    )
             return
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         for _ in range(LOOKS):
@@ -231,7 +240,7 @@ class RunFolder(Closing):
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"a run folder must be a folder, got {self.path}: {error.strerror}") from error
         self._lock = FolderLock(self.path / ".lock") if lock else None
-        self._hold()
+        self.hold()
         begun = any(name != ".lock" for name in os.listdir(self.path))
         before = _noted_command(self.path) if begun else ""
         if before not in ("", command):
@@ -248,7 +257,8 @@ class RunFolder(Closing):
         if self._lock is not None:
             self._lock.release()
 
-    def _hold(self) -> None:
+    def hold(self) -> None:
+        """See that no other run has the folder: before anything is written into it."""
         if self._lock is not None:
             self._lock.take()
 
@@ -264,7 +274,7 @@ class RunFolder(Closing):
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add one row, its numbers Python's or NumPy's; those that JSON has no word for (NaN, infinity) become null."""
-        self._hold()
+        self.hold()
         self._changed = True
         append_line(self.metrics_path, json.dumps(finite(dict(row))).encode() + b"\n")
 
@@ -294,7 +304,7 @@ class RunFolder(Closing):
 
         Rows that are told anew (`more`) follow in the same moment, so that none is lost with a run that is killed.
         """
-        self._hold()
+        self.hold()
         if more or self.metrics_path.exists():
             rows = [row for row in self.read_metrics() if wanted(row)] + [finite(dict(row)) for row in more]
             write_bytes(self.metrics_path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
@@ -307,7 +317,7 @@ class RunFolder(Closing):
 
     def finish(self, metrics: Mapping[str, Any], status: str = "completed") -> dict[str, Any]:
         """Write `summary.json`, return what it holds, and let others write the folder."""
-        self._hold()
+        self.hold()
         summary = {
             "command": self.command,
             "seed": self.seed,
@@ -332,7 +342,7 @@ class RunFolder(Closing):
         if self._changed or not (self.path / "summary.json").exists():
             try:
                 self.finish({}, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
-            except OSError as other:
+            except (OSError, WorkerError) as other:
                 logger.error("the run failed, and its summary could not be written: %s", other)
 
 

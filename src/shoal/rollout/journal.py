@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,20 @@ class Journal:
     Args:
         path: the file, `RunFolder.unfinished_path` of a run folder; without one nothing is kept.
         settings: values that JSON has, by name: all that tells which episodes are played, with which weights, and how.
+        hold: sees before each episode that nobody else writes the file by now.
 
     Raises:
         ConfigError: the file holds episodes that were played with other settings.
         DataError: it is not such a file.
     """
 
-    def __init__(self, path: Path | None = None, settings: Mapping[str, Any] | None = None) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path | None = None,
+        settings: Mapping[str, Any] | None = None,
+        hold: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.path, self._hold = path, hold
         self._played: dict[_Key, Trajectory] = {}
         self._synced = -math.inf
         if path is not None:
@@ -80,6 +86,7 @@ class Journal:
         """Write an episode down that has just ended; what `kill -9` leaves of it is all or nothing."""
         if self.path is None or trajectory.status != "ok":
             return
+        self._hold()
         now = time.monotonic()
         durable = now - self._synced >= SYNC_SECONDS
         append_line(self.path, encode_trajectory(trajectory), durable=durable)

@@ -114,6 +114,7 @@ class Records:
         """Write `trajectories/<name>.jsonl`, and before it `advantages/<name>.jsonl` if an update computed some."""
         if not self._writes:
             return
+        self.folder.hold()
         if advantages is not None:
             write_advantages(self.folder.path / "advantages" / f"{name}.jsonl", advantages)
         write_trajectories(self.folder.path / "trajectories" / f"{name}.jsonl", trajectories)
