@@ -419,6 +419,15 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula_over_masked_rows(name,
         lambda played: [np.zeros(1) for _ in played.trajectories],
         lambda played: [math.nan for _ in played.trajectories],
         lambda played: [[0.0] * (len(t.turns) + 1) for t in played.trajectories],
+        lambda played: [[0.0, [1.0]] for _ in played.trajectories],
+        lambda played: [1e39 for _ in played.trajectories],
+        lambda played: [10**400 for _ in played.trajectories],
+        lambda played: ["1.0" for _ in played.trajectories],
+        lambda played: np.ones(len(played.trajectories)) * 1j,
+        lambda played: torch.ones(len(played.trajectories)).requires_grad_(),
+        lambda played: dict.fromkeys(range(len(played.trajectories)), 1.0),
+        lambda played: np.float64(1.0),
+        lambda played: None,
     ],
 )
 def test_an_estimator_of_the_users_own_that_gives_something_else_is_named(gives, monkeypatch):
@@ -427,6 +436,36 @@ def test_an_estimator_of_the_users_own_that_gives_something_else_is_named(gives,
     pair = [Trajectory("lake", 0, 0, member, 0, (turn, turn), True, True, False) for member in range(2)]
     with pytest.raises(ValueError, match="adv_estimator=mine must give"):
         turn_advantages(pair, Algorithm(adv_estimator="mine"), AgentProxy())
+
+
+def test_an_estimator_cannot_change_whose_advantages_are_whose(monkeypatch):
+    """One that sorted the episodes in place gave each the advantages of another."""
+    monkeypatch.setitem(ESTIMATORS._items, "mine", Estimator(lambda played: played.trajectories.reverse()))
+    turn = Turn("", (1,), (2,), (-1.0,), "", "a", True, 1.0, "s")
+    pair = [Trajectory("lake", 0, 0, member, 0, (turn,), True, True, False) for member in range(2)]
+    with pytest.raises(AttributeError, match="no attribute 'reverse'"):
+        turn_advantages(pair, Algorithm(adv_estimator="mine"), AgentProxy())
+
+
+def test_an_estimator_may_use_its_memory_again_for_the_next_episode_or_turn(monkeypatch):
+    """What it had given before was overwritten."""
+    memory = np.zeros(2)
+
+    def fill(value):
+        memory[:] = value
+        return memory
+
+    turn = Turn("", (1,), (2, 3), (-1.0, -1.0), "", "a", True, 1.0, "s")
+    several = [Trajectory("lake", 0, 0, member, 0, (turn, turn), True, True, False) for member in range(2)]
+    known = [[np.zeros(2), np.full(2, 2.0)], [np.ones(2), np.full(2, 3.0)]]
+    teacher = Estimator(lambda ours, theirs: fill(ours), needs="teacher")
+    critic = Estimator(lambda rewards, values, _: (values, [fill(values[0])] * 2), needs="critic")
+    monkeypatch.setitem(ESTIMATORS._items, "teaching", teacher)
+    monkeypatch.setitem(ESTIMATORS._items, "critical", critic)
+    taught = teacher_advantages(several, known, known, Algorithm(adv_estimator="teaching"), AgentProxy())
+    assert np.concatenate([*taught[0], *taught[1]]).tolist() == [0, 0, 2, 2, 1, 1, 3, 3]
+    _, targets = critic_advantages(several, known, Algorithm(adv_estimator="critical"), AgentProxy())
+    assert [turns[0].tolist() for turns in targets] == [[0, 0], [1, 1]]
 
 
 @pytest.mark.parametrize("gives", [lambda known: known[:1], lambda known: known * math.nan])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shoal.core.data import Trajectory
+from shoal.core.data import MOST_REWARD, Trajectory, own
 from shoal.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -93,20 +93,24 @@ def turn_advantages(
     """
     returns = [discounted_returns([turn.reward for turn in t.turns], algorithm.gamma) for t in trajectories]
     cells = _cells(trajectories, proxy.reward_normalization.grouping)
-    played = Played(trajectories, returns, cells, algorithm, proxy)
+    played = Played(tuple(trajectories), returns, cells, algorithm, proxy)  # nobody can change their order
     found = ESTIMATORS[algorithm.adv_estimator].compute(played)
     told = f"adv_estimator={algorithm.adv_estimator} must give"
-    if len(found) != len(returns):
-        raise ValueError(f"{told} {len(returns)} results, one an episode, got {len(found)}")
-    if all(np.ndim(value) == 0 for value in found):
-        found = [np.full(len(r), value) for r, value in zip(returns, found, strict=True)]
-    for own, like in zip(found, returns, strict=True):
-        if np.shape(own) != np.shape(like) or not np.isfinite(np.asarray(own, dtype=np.float64)).all():
+    if not _several(found, len(returns)):
+        raise ValueError(f"{told} {len(returns)} results, one an episode, got {found!r:.200}")
+    whole = [_numbers(value, ()) for value in found]
+    if all(value is not None for value in whole):
+        of_turns: list[Any] = [np.full(len(t.turns), one) for t, one in zip(trajectories, whole, strict=True)]
+    else:
+        of_turns = [_numbers(value, (len(t.turns),)) for t, value in zip(trajectories, found, strict=True)]
+    for trajectory, turns, given in zip(trajectories, of_turns, found, strict=True):
+        if turns is None:
             raise ValueError(
-                f"{told} one finite number an episode, or one a turn, for an episode of {len(like)} turns, got {own!r}"
+                f"{told} one finite number an episode, or one a turn, of float32, for an episode of "
+                f"{len(trajectory.turns)} turns, got {given!r:.200}"
             )
     shaping = shaping_of(trajectories, proxy)
-    return [np.asarray(a, dtype=np.float64) + s for a, s in zip(found, shaping, strict=True)]
+    return [turns + bonus for turns, bonus in zip(of_turns, shaping, strict=True)]
 
 
 def critic_advantages(
@@ -120,13 +124,11 @@ def critic_advantages(
     Advantages are normalised over all tokens of the batch; targets are in the task's own reward.
     """
     compute = ESTIMATORS[algorithm.adv_estimator].compute
-    pairs = [
-        compute([turn.reward for turn in t.turns], known, algorithm)
-        for t, known in zip(trajectories, values, strict=True)
-    ]
-    for known, pair in zip(values, pairs, strict=True):
-        for given in pair:
-            _refuse_other_shape(algorithm, "advantages and targets", given, known)
+    pairs = []
+    for t, known in zip(trajectories, values, strict=True):
+        pair = compute([turn.reward for turn in t.turns], known, algorithm)
+        parts = pair if _several(pair, 2) else [pair, None]  # which is told
+        pairs.append([_by_token(algorithm, "advantages and targets", given, known) for given in parts])
     every = np.concatenate([tokens for turns, _ in pairs for tokens in turns])
     bessel = algorithm.critic.whitening == "sample" and len(every) > 1
     mean, spread = every.mean(), every.std(ddof=int(bessel)) + 1e-8
@@ -147,23 +149,43 @@ def teacher_advantages(
 ) -> list[list[Array]]:
     """Advantages per trajectory and turn `[tokens]` from log-probabilities: the policy's (`known`), the teacher's."""
     compute = ESTIMATORS[algorithm.adv_estimator].compute
-    found = [[compute(*pair) for pair in zip(*turns, strict=True)] for turns in zip(known, told, strict=True)]
-    for given, ours in zip(found, known, strict=True):
-        _refuse_other_shape(algorithm, "advantages", given, ours)
+    found = [
+        _by_token(
+            algorithm, "advantages", [own(compute(*pair)) for pair in zip(*turns, strict=True)], turns[0]
+        )
+        for turns in zip(known, told, strict=True)
+    ]
     return [
-        [np.asarray(own) + bonus for own, bonus in zip(*turns, strict=True)]
+        [tokens + bonus for tokens, bonus in zip(*turns, strict=True)]
         for turns in zip(found, shaping_of(trajectories, proxy), strict=True)
     ]
 
 
-def _refuse_other_shape(algorithm: Algorithm, what: str, given: Any, like: Sequence[Array]) -> None:
-    """See that a registered estimator gave one finite number for each token of an episode."""
-    right = [np.shape(tokens) for tokens in given] == [np.shape(tokens) for tokens in like]
-    if not right or not all(np.isfinite(np.asarray(tokens, dtype=np.float64)).all() for tokens in given):
+def _by_token(algorithm: Algorithm, what: str, given: Any, like: Sequence[Array]) -> list[Array]:
+    """What a registered estimator gave for an episode, if it is one number for each token, `like` these."""
+    rows = given if _several(given, len(like)) else [None] * max(1, len(like))
+    found = [_numbers(row, np.shape(tokens)) for row, tokens in zip(rows, like, strict=False)]
+    if len(rows) != len(like) or any(row is None for row in found):
         raise ValueError(
-            f"adv_estimator={algorithm.adv_estimator} must give {what} of one finite number a token, "
-            f"{[len(tokens) for tokens in like]} by turn, got {given!r}"
+            f"adv_estimator={algorithm.adv_estimator} must give {what} of one finite number a token, of float32, "
+            f"{[len(tokens) for tokens in like]} by turn, got {given!r:.200}"
         )
+    return found  # type: ignore[return-value]
+
+
+def _several(given: Any, n: int) -> bool:
+    """Whether an estimator gave a list or an array of so many; no dict, whose keys they would be, and no number."""
+    return bool(isinstance(given, Sequence) or getattr(given, "ndim", 0)) and len(given) == n
+
+
+def _numbers(given: Any, shape: tuple[int, ...]) -> Array | None:
+    """What an estimator gave, as an array that is nobody else's; None if it is no numbers of float32 in this shape."""
+    try:
+        array = np.asarray(given)
+        numbers = np.array(array, dtype=np.float64) if array.dtype.kind in "biufO" else np.array(np.nan)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # ragged lists, tensors with gradients
+        return None
+    return numbers if numbers.shape == shape and (np.abs(numbers) <= MOST_REWARD).all() else None
 
 
 # --- shaping
