@@ -117,6 +117,7 @@ class FolderLock:
         self.path = path
         self.holder = holder
         self._close: Callable[[], object] | None = None
+        self._descriptor: int
 
     def take(self) -> None:
         """Hold the lock, or raise a `WorkerError` that names the process that does.

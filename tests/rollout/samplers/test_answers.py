@@ -14,6 +14,7 @@ from shoal.core.errors import EngineError
 from shoal.rollout.collector import TrajectoryCollector, generate_each
 from shoal.rollout.factory import make_environments
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.parallel.server import SharedLLMInferenceManager
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling, checked
 from shoal.rollout.samplers.tokenizers import ChatCodec
@@ -202,3 +203,22 @@ def test_fewer_answers_than_requests_fail_all_of_them():
             return super().generate(requests)[:-1]
 
     assert all(isinstance(answer, EngineError) for answer in generate_each(Short(), [request(16)] * 3))
+
+
+@pytest.mark.parametrize("change", ["clear", "reverse"])
+def test_an_engine_cannot_change_what_was_asked(change):
+    """Where it emptied the list, who waited at a shared engine waited for ever; reversed, others were answered."""
+
+    class Changing(HashEngine):
+        def generate(self, requests):
+            answers = super().generate(requests)
+            getattr(requests, change)()
+            return answers
+
+    asked = [Request((3,), Key(0, 0, 0, member, 0), Sampling(4)) for member in range(2)]
+    with SharedLLMInferenceManager(Changing()) as engine:
+        answers = engine.generate_each(asked, timeout=60)
+    assert [f"'tuple' object has no attribute '{change}'" in str(answer) for answer in answers] == [
+        True,
+        True,
+    ]

@@ -145,7 +145,7 @@ class RayEngine:
         for attempt in range(self.retries + 1):
             actors = list(self._open())
             asked = {
-                home: actors[home].call.remote("generate", [requests[i] for i in share])
+                home: actors[home].call.remote("generate", tuple(requests[i] for i in share))
                 for home, share in shares.items()
             }
             for home, answer in asked.items():

@@ -277,7 +277,8 @@ def generate_each(
             returns the engine to ask from then on.
         given_up: whether nobody waits for the answers any more; then nothing is tried again.
     """
-    return _Asking(engine, retries, on_failure, given_up).ask(requests, 0)
+    # an engine that sorted or emptied a list would answer others than were asked
+    return _Asking(engine, retries, on_failure, given_up).ask(tuple(requests), 0)
 
 
 @dataclass(slots=True)
@@ -289,7 +290,7 @@ class _Asking:
     on_failure: Callable[[int, BaseException | None], Engine] | None
     given_up: Callable[[], bool]
 
-    def ask(self, part: Sequence[Request], attempt: int) -> list[Completion | Exception]:
+    def ask(self, part: tuple[Request, ...], attempt: int) -> list[Completion | Exception]:
         """The answers to a part of it, which failed `attempt` times before."""
         engine = self.engine
         each = getattr(engine, "generate_each", None)
@@ -313,7 +314,7 @@ class _Asking:
         failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
         if failed and not self.given_up():
             self._failed(len(failed), None)
-            for i, answer in zip(failed, self.ask([part[i] for i in failed], attempt + 1), strict=True):
+            for i, answer in zip(failed, self.ask(tuple(part[i] for i in failed), attempt + 1), strict=True):
                 answers[i] = answer
         return answers
 
