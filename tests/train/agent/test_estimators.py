@@ -515,6 +515,19 @@ def test_a_loss_of_the_users_own_that_gives_something_else_is_named(gives, monke
         policy_losses(tokens, Algorithm(policy_loss="mine"))
 
 
+@pytest.mark.parametrize(
+    "gives", [torch.Tensor.detach, torch.Tensor.long, lambda loss: loss.detach().numpy()]
+)
+def test_a_loss_of_the_users_own_without_gradients_is_named(gives, monkeypatch):
+    """With an entropy bonus or a KL penalty beside it, a training went on by those alone."""
+    mine = Loss(lambda tokens, _: PolicyLoss(gives(-tokens.logprobs), tokens.logprobs > 0))
+    monkeypatch.setitem(LOSSES._items, "mine", mine)
+    logprobs = torch.zeros(2, requires_grad=True)
+    tokens = Tokens(logprobs, torch.zeros(2), torch.ones(2), torch.arange(2))
+    with pytest.raises(ValueError, match="policy_loss=mine must give losses with the gradients"):
+        policy_losses(tokens, Algorithm(policy_loss="mine"))
+
+
 def test_a_name_that_sets_what_no_name_can_set_is_refused(monkeypatch):
     monkeypatch.setitem(ESTIMATORS._items, "mine", Estimator(np.sum, {"gamma": 0.9, "entropy_coef": 0.0}))
     with pytest.raises(

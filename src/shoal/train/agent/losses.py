@@ -78,7 +78,8 @@ def policy_losses(tokens: Tokens, config: Algorithm) -> PolicyLoss:
     """What the loss of the config says of these tokens.
 
     Raises:
-        ValueError: a registered one gives something else than one number a token: it would be spread over others.
+        ValueError: a registered one gives something else than one number a token: it would be spread over others; or
+            numbers without gradients, from which nothing would be learned.
     """
     found = LOSSES[config.policy_loss].compute(tokens, config)
     shapes = [getattr(part, "shape", part) for part in found] if isinstance(found, tuple) else found
@@ -86,6 +87,11 @@ def policy_losses(tokens: Tokens, config: Algorithm) -> PolicyLoss:
         raise ValueError(
             f"policy_loss={config.policy_loss} must give PolicyLoss(losses, clipped), each of one number a token, "
             f"{list(tokens.logprobs.shape)}, got {shapes!r:.200}"
+        )
+    if tokens.logprobs.requires_grad and not getattr(found[0], "requires_grad", False):
+        raise ValueError(
+            f"policy_loss={config.policy_loss} must give losses with the gradients of tokens.logprobs, got none: leave "
+            "out detach, item and numpy"
         )
     return PolicyLoss(*found)
 
