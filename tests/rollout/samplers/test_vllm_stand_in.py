@@ -257,6 +257,29 @@ def test_weights_that_vllm_did_not_take_are_not_what_it_starts_with_again(engine
     engine.close()
 
 
+def test_a_closed_engine_starts_no_other_vllm_whoever_still_asks_for_one(engine, monkeypatch):
+    """The thread of a rollout that was left behind when vLLM hung, say: what it started held the GPU."""
+    module, started = sys.modules["shoal.rollout.samplers.vllm"], []
+
+    def starting(**options):
+        engine.close()  # meanwhile, by another thread
+        started.append(FakeLLM(**options))
+        return started[-1]
+
+    monkeypatch.setattr(module, "LLM", starting)
+    for act in (
+        engine.restart,
+        engine.restart,
+        lambda: engine.generate([ask(1)]),
+        lambda: engine.load_weights({}, 1),
+    ):
+        with pytest.raises(EngineError, match="vLLM has ended: this engine was closed"):
+            act()
+        assert [llm.calls for llm in started] == [["shutdown"]]
+    assert not engine.llm.asked
+    engine.close()
+
+
 def test_each_adapter_has_a_number_of_its_own(engine, tmp_path):
     engine = type(engine)(tmp_path, tokenizer=TinyTokenizer(), adapters=True)
     assert engine.llm.made_of["enable_lora"]

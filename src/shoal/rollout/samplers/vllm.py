@@ -59,16 +59,25 @@ class VllmEngine:
         self._lora: Any = None
         self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were taken over
         self.weights_version, self._torn = 0, False  # torn: its weights may be partly new ones
+        self._closed = False
         self.llm = self._start()
         self.tokenizer = tokenizer or TemplateTokenizer(self.llm.get_tokenizer(), **(template or {}))
 
     def _start(self) -> Any:
-        """A vLLM with the last weights."""
+        """A vLLM with the last weights; none that would be left behind by who closes this engine meanwhile."""
+        self._refuse_closed()
         folder = self._folder if self._weights is None else self._weights.name
         with _seeing(self._gpu):
             llm = LLM(model=str(folder), tokenizer=str(self._folder), **self._options)
         self._end = weakref.finalize(self, _shut_down, llm)
+        if self._closed:
+            self._end()
+        self._refuse_closed()
         return llm
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineError("vLLM has ended: this engine was closed")
 
     @property
     def _keeps_old_head(self) -> bool:
@@ -99,6 +108,7 @@ class VllmEngine:
         """One completion a request, in order; after new weights that were not taken it begins with the last again."""
         if any(request.images for request in requests):
             raise EngineError("this engine takes no pictures: use a server with messages (OpenAIEngine)")
+        self._refuse_closed()
         if self._torn:
             self.restart()
         rooms = [room_left(self, request) for request in requests]
@@ -155,6 +165,7 @@ class VllmEngine:
         """
         from safetensors.torch import save_file
 
+        self._refuse_closed()
         # By way of a folder: the model may live in processes of its own, and there with names of its own.
         folder = tempfile.TemporaryDirectory(prefix="shoal-weights-")
         named = as_in_files(self._folder, weights)
@@ -195,7 +206,8 @@ class VllmEngine:
         self.llm, self._torn = self._start(), False
 
     def close(self) -> None:
-        """End vLLM's processes; they also end with this one."""
+        """End vLLM's processes; they also end with this one. Nothing is asked of it any more, and no other started."""
+        self._closed = True
         self._end()
         if self._weights is not None:
             self._weights.cleanup()
