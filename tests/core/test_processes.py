@@ -100,3 +100,13 @@ def test_a_worker_whose_zygote_is_gone_counts_as_killed(monkeypatch):
         worker.kill()
     worker.release()
     assert describe_exit(worker.exit_code) == "was killed by SIGKILL"
+
+
+def test_what_forks_workers_says_nothing_where_its_parent_is_gone_before_it_is_ready():
+    """Ctrl-C amid a start ended in its traceback."""
+    program = (
+        "import socket\nfrom shoal.core.processes import zygote_main\nours, theirs = socket.socketpair()\n"
+        "ours.close()\nzygote_main(theirs.detach())"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -366,6 +366,8 @@ def zygote_main(descriptor: int, preload: Sequence[str] = (), mark: str = "") ->
                 if code is not None:
                     children.discard(int(request["pid"]))
                 link.send(json.dumps({"code": code, "number": request["number"]}).encode())
+    except (BrokenPipeError, ConnectionResetError):  # the parent is gone
+        pass
     finally:
         for pid in children:
             kill_group(pid)
