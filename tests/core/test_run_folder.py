@@ -147,6 +147,20 @@ def test_a_run_whose_folder_was_removed_writes_nothing_into_the_next_ones(tmp_pa
             assert sorted(folder.iterdir()) == before
 
 
+def test_a_run_whose_folder_is_gone_says_so_and_one_whose_lock_is_gone_takes_it_anew(tmp_path):
+    """The one made half a folder anew, without its config, and neither kept others out."""
+    folder = tmp_path / "run"
+    with RunFolder(folder, "train", 0) as run:
+        (folder / ".lock").unlink()
+        run.append_metrics({"i": 0})
+        with pytest.raises(WorkerError, match="is running on"):
+            RunFolder(folder, "train", 0)
+        shutil.rmtree(folder)
+        with pytest.raises(FileNotFoundError, match=r"run/\.lock"):
+            run.hold()
+    assert not folder.exists()
+
+
 def test_one_process_opens_a_folder_again_when_it_is_done_with_it(tmp_path):
     first = RunFolder(tmp_path, "train", 0)
     with pytest.raises(

@@ -122,16 +122,20 @@ class FolderLock:
     def take(self) -> None:
         """Hold the lock, or raise a `WorkerError` that names the process that does.
 
-        Taking it again does nothing, unless the folder was removed meanwhile and is another one's.
+        Taking it again does nothing, unless the file or the folder was removed meanwhile.
         """
         if self._close is not None:
-            with contextlib.suppress(FileNotFoundError):  # whatever is missing, the next write tells
-                if not os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
+            try:
+                same = os.path.samestat(os.fstat(self._descriptor), self.path.stat())
+            except FileNotFoundError:
+                self.release()  # it is taken anew, if the folder is there
+            else:
+                if not same:
                     raise WorkerError(
                         f"{self.path.parent} was removed, and {self.holder} has begun there: nothing more is "
                         "written into it; begin anew in another folder"
                     )
-            return
+                return
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         for _ in range(LOOKS):
             if locked(descriptor, self.path, fcntl.LOCK_EX):
