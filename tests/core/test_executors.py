@@ -6,6 +6,7 @@ import threading
 import time
 import types
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
+from typing import ClassVar
 
 import cloudpickle
 import pytest
@@ -88,6 +89,27 @@ def test_an_exception_that_cannot_be_sent_or_read_is_told_in_words_and_fails_its
     assert {x: str(errors[x]) for x in (1, 3, 5)} == {x: ODD[x][2] for x in (1, 3, 5)}
     assert {type(errors[x]) for x in (1, 3, 5)} == {WorkerError}
     assert (type(errors[7]), errors[7].code, type(errors[9])) == (SystemExit, 3, KeyboardInterrupt)
+
+
+class HarmfulError(Exception):
+    """Harms whoever reads it."""
+
+    harmed: ClassVar[list[int]] = []
+
+    def __reduce__(self):
+        return HarmfulError.harm, ()
+
+    @staticmethod
+    def harm():
+        HarmfulError.harmed.append(1)
+        raise SystemExit
+
+
+def test_an_exception_that_harms_whoever_reads_it_is_read_by_its_sender_alone():
+    sent = pickle.dumps(executors.Sent(HarmfulError("words")))
+    assert HarmfulError.harmed == [1]
+    assert type(pickle.loads(sent)) is WorkerError
+    assert HarmfulError.harmed == [1]
 
 
 class Reduces:

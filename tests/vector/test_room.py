@@ -124,6 +124,8 @@ def test_files_that_the_kernel_caches_do_not_count_as_memory_in_use(tmp_path: Pa
     (root / most).write_text("1000\n")
     (root / used).write_text("900\n")
     assert available_memory(tmp_path) == 100
+    (root / "memory.stat").write_text(f"{cache} 600\n")
+    assert available_memory(tmp_path) == 1000 - (900 - 600)
     (root / "memory.stat").write_text(f"anon 200\n{cache} 600\n{shared} 50\n")
     assert available_memory(tmp_path) == 1000 - (900 - (600 - 50))  # shared memory cannot be given back
     (root / most).write_text("max\n" if version == "v2" else "nonsense\n")
