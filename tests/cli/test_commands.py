@@ -732,6 +732,9 @@ def test_runs_are_compared_by_settings_results_and_first_token(run, tmp_path, ca
     png = tmp_path / "curves.png"
     assert "algorithm/learning_rate" in said(capsys, "compare", run, other, run, "--png", png)
     assert png.read_bytes()[:4] == b"\x89PNG"
+    said(capsys, "compare", run, other, run, "--curve", "entropy", "--png", tmp_path / "curves.svg")
+    told = re.findall("<!-- (.*) -->", (tmp_path / "curves.svg").read_text())
+    assert {"iteration", "entropy", "mean"} <= {*told}
     assert main(["compare", str(run), str(other), "--curve", "nonsense", "--png", str(png)]) == 2
     assert "no run has the metric 'nonsense'" in capsys.readouterr().err
 
