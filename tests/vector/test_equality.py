@@ -676,7 +676,7 @@ class Shares(gymnasium.Env[Any, Any]):
     paid = np.zeros(1)
     told: ClassVar[dict[str, Any]] = {
         "nested": OrderedDict(list=[], queue=deque(maxlen=2), tensor=Tensor(0)),
-        "more": [Rows([bytearray(1), np.array([[0], None], object)])],
+        "more": [Rows([bytearray(1), np.array([[0], None], object)]), ([0], {0})],
     }
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -688,7 +688,9 @@ class Shares(gymnasium.Env[Any, Any]):
         self.told["nested"]["list"][:] = [self.seed, self.t]
         self.told["nested"]["queue"].extend([self.seed, self.t])
         self.told["nested"]["tensor"].number = self.told["more"][0][0][0] = self.seed + self.t
-        self.told["more"][0][1][0][0] = self.seed + self.t
+        self.told["more"][0][1][0][0] = self.told["more"][1][0][0] = self.seed + self.t
+        self.told["more"][1][1].clear()
+        self.told["more"][1][1].add(self.t)
         return self.seen, self.told
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -711,6 +713,7 @@ def test_what_envs_share_is_told_as_each_of_them_left_it(mode: str) -> None:
         assert [tensor.number for tensor in infos["nested"]["tensor"]] == [seed + t for seed in seeds]
         assert [more[0][0][0] for more in infos["more"]] == [seed + t for seed in seeds]
         assert [more[0][1][0] for more in infos["more"]] == [[seed + t] for seed in seeds]
+        assert [more[1] for more in infos["more"]] == [([seed + t], {t}) for seed in seeds]
 
     seeds, again = [10, 20, 30, 40], [11, 21, 31, 41]
     for backend, workers in (("serial", None), ("thread", 1), ("process", 1), ("process", 2)):

@@ -197,10 +197,6 @@ def files_told() -> Iterator[None]:
 
 
 # --- pickling
-class _NotPlainError(Exception):
-    """Inside `dumps`: something whose code is somebody else's."""
-
-
 class _PlainPickler(pickle.Pickler):
     """Pickles what is made of Python's own types, NumPy's, Gymnasium's and shoal's; refuses everything else."""
 
@@ -212,7 +208,7 @@ class _PlainPickler(pickle.Pickler):
         module = getattr(item if named else type(item), "__module__", None)
         if isinstance(module, str) and module.partition(".")[0] in self.OURS:
             return NotImplemented
-        raise _NotPlainError
+        raise pickle.PicklingError("the code of this is somebody else's")
 
 
 def dumps(value: Any) -> tuple[bytes, bool]:
