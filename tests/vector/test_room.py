@@ -149,6 +149,15 @@ def test_infos_of_different_kinds_under_one_key_are_kept_as_they_are() -> None:
     assert batch["_a"].tolist() == [True, True, True]
 
 
+def test_an_array_in_an_info_fills_the_room_of_the_first_one_as_in_gymnasium() -> None:
+    told = [Told(i, None, None, {"a": np.full(3 - 2 * i, i)}) for i in range(2)]
+    theirs = SyncVectorEnv.__new__(SyncVectorEnv)
+    theirs.num_envs, infos = 2, dict[str, Any]()
+    for item in told:
+        infos = theirs._add_info(infos, item.info, item.env)
+    assert batch_infos(2, told)["a"].tolist() == infos["a"].tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
 class Ours:
     """Of a module that is no library's."""
 
