@@ -1225,9 +1225,13 @@ class EndsBadly(CountEnv):
         return np.zeros(3, np.float32), *super().step(action)[1:]
 
 
-@pytest.mark.parametrize("backend", ["serial", "process"])
-def test_an_end_whose_observation_is_refused_is_a_failure_and_no_forgotten_reset(backend: Any) -> None:
-    options: Any = {"backend": backend, "autoreset": "disabled", "on_failure": "restart"}
+@pytest.mark.parametrize(
+    ("backend", "mode"), [("serial", "disabled"), ("process", "disabled"), ("serial", "same_step")]
+)
+def test_an_end_whose_observation_is_refused_is_a_failure_and_no_forgotten_reset(
+    backend: Any, mode: Any
+) -> None:
+    options: Any = {"backend": backend, "autoreset": mode, "on_failure": "restart"}
     with closing(make_vec([functools.partial(EndsBadly, 1), CountEnv], **options)) as envs:
         envs.reset(seed=0)
         _, rewards, _, truncated, infos = envs.step([1, 1])
