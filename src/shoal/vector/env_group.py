@@ -314,7 +314,6 @@ class EnvGroup:
                     ended = (IN_BUFFER, {}) if last is None else (last.final, last.final_info or {})
                     failures[-1].ending, self._ending = self._ending or ended, None
                 else:
-                    rewards[j] = 0.0
                     self.terminated[j] = self.truncated[j] = False
         self._pay(rewards, chosen, failures)
         if self.check_nan and self._floats[place]:
