@@ -218,7 +218,8 @@ def test_masked_envs_are_left_out_for_good(fault: str) -> None:
     envs.reset(seed=0)
     _, rewards, _, truncated, infos = envs.step([1, 9, 1, 1])
     assert truncated.tolist() == [False, True, False, False]
-    assert infos["worker_masked"][1]
+    assert infos["worker_masked"].tolist() == [False, True, False, False]
+    assert infos["_t"].tolist() == [True, False, True, True]  # what the others told is told
     assert envs.active.tolist() == [True, False, True, True]
     for t in (2, 3):
         _, rewards, terminated, truncated, _ = envs.step([1, 9, 1, 1])
