@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from shoal.core import files
-from shoal.core.errors import DataError
+from shoal.core.errors import DataError, reading
 from shoal.core.files import (
     append_line,
     read_json,
@@ -431,6 +431,17 @@ def test_broken_json_names_the_file(tmp_path):
     write_bytes(tmp_path / "bad.json", b'{"a": ')
     with pytest.raises(DataError, match="bad.json is not valid JSON"):
         read_json(tmp_path / "bad.json")
+
+
+def test_whatever_a_file_makes_others_raise_names_the_file_and_once():
+    for error, told in (
+        (OSError(2, "gone", "a.npz"), "a.npz is broken (FileNotFoundError: [Errno 2] gone: 'a.npz')"),
+        (DataError("nothing in a.npz"), "nothing in a.npz"),
+        (DataError("nothing"), "a.npz is broken (DataError: nothing)"),
+    ):
+        with pytest.raises(DataError) as caught, reading("a.npz", "is broken"):
+            raise error
+        assert str(caught.value) == told
 
 
 def test_half_a_surrogate_pair_survives_the_way_through_json(tmp_path) -> None:
