@@ -144,9 +144,9 @@ def test_any_text_gets_one_of_three_scores(answer, numbers, target):
     assert score(numbers, target, answer) in (0.0, 0.1, 1.0)
 
 
-@pytest.mark.parametrize("name", LEVELS)
-def test_generated_puzzles_are_solved_by_their_solutions_within_their_level(name):
-    level, counts, signs = LEVELS[name], set(), set()
+@pytest.mark.parametrize(("name", "largest"), [("easy", 20), ("medium", 50), ("hard", 99), ("expert", 99)])
+def test_generated_puzzles_are_solved_by_their_solutions_within_their_level(name, largest):
+    level, counts, signs, numbers = LEVELS[name], set(), set(), set()
     for seed in range(300):
         puzzle = make_puzzle(np.random.default_rng(seed), level)
         assert by_python(ast.parse(puzzle.solution, mode="eval")) == puzzle.target
@@ -154,8 +154,10 @@ def test_generated_puzzles_are_solved_by_their_solutions_within_their_level(name
         assert puzzle.target not in puzzle.numbers
         assert 0 < puzzle.target <= level.largest_target
         assert all(0 < number <= level.largest_number for number in puzzle.numbers)
+        numbers |= set(puzzle.numbers)
         counts.add(len(puzzle.numbers))
         signs |= set(puzzle.solution) & set("+-*/")
+    assert max(numbers) == largest
     assert counts == set(range(level.min_numbers, level.max_numbers + 1))
     assert signs == set(level.operations)
 
