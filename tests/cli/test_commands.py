@@ -119,6 +119,7 @@ def test_the_help_of_every_command_fits_on_a_screen_and_has_examples(words, caps
     lines = capsys.readouterr().out.splitlines()
     assert code == 0
     assert 2 < len(lines) < 60, len(lines)
+    assert all(len(line) <= 100 for line in lines if line.startswith("  --"))
     if words != ("skills",):
         assert any(line.strip().startswith(("examples", "shoal ")) or "example" in line for line in lines)
     assert f"shoal {' '.join(words)}" in "\n".join(lines)
