@@ -27,6 +27,7 @@ def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, mo
     assert read_summary(folder)["status"] == "interrupted"
     command = shlex.split(capsys.readouterr().out.split("go on with: ")[1])
     assert command[0] == "shoal"
+    assert command.count(f"run_dir={folder}") == 1
     assert shoal.main(command[1:]) == 0
     iterations = [
         json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").read_text().splitlines()
