@@ -95,6 +95,21 @@ def test_a_difficulty_out_of_reach_says_what_was_reached():
         generate(stream(0, "room"), (5, 5), 1, min_pushes=20)
 
 
+def test_rooms_are_solved_to_label_them_only_where_a_beam_was_needed(monkeypatch):
+    from shoal.envs.sokoban import generator
+
+    labels = []
+    monkeypatch.setattr(generator, "MAX_POSITIONS", 5)
+    monkeypatch.setattr(generator, "MAX_ROOMS", 60)
+    monkeypatch.setattr(generator, "_least_pushes", lambda _: labels.append(9) or 9)
+    for seed in range(5):
+        generate(stream(seed, "near"), (7, 7), 1)
+    assert labels == []
+    monkeypatch.setattr(generator, "MAX_POSITIONS", 0)
+    with pytest.raises(EnvError, match="the hardest needed 9"):
+        generate(stream(0, "far"), (7, 7), 2, min_pushes=5, max_pushes=6)
+
+
 @settings(max_examples=60)
 @given(ROOMS)
 def test_solutions_are_optimal_and_can_be_played(room):
