@@ -99,7 +99,7 @@ def test_rooms_are_solved_to_label_them_only_where_a_beam_was_needed(monkeypatch
     from shoal.envs.sokoban import generator
 
     labels = []
-    monkeypatch.setattr(generator, "MAX_POSITIONS", 5)
+    monkeypatch.setattr(generator, "MAX_POSITIONS", 1)
     monkeypatch.setattr(generator, "MAX_ROOMS", 60)
     monkeypatch.setattr(generator, "_least_pushes", lambda _: labels.append(9) or 9)
     for seed in range(5):
@@ -180,6 +180,7 @@ def test_every_recorded_step_of_gym_sokoban_is_repeated():
             state = np.array(step["room_state"])
             state[(state == 5) & (fixed == 2)] = 6
             assert (env.grid() == state).all()
+            assert env.observe() == "\n".join("".join("#_O√XPS"[cell] for cell in row) for row in state)
 
 
 def test_a_state_that_cannot_be_played_is_refused_with_its_reason():
