@@ -331,15 +331,17 @@ def test_the_areas_of_any_picture_are_even_and_cover_it_once():
         assert set(taken.tolist()) == {math.lcm(pixels, 84) // pixels}
 
 
-def test_rewards_are_clipped_for_learning_and_not_for_evaluation():
+def test_a_game_begins_by_fire_and_rewards_are_clipped_for_learning_and_not_for_evaluation():
     class Points(gym.Wrapper):
         def step(self, action):
+            taken.append(action)
             observation, _, *rest = self.env.step(action)
             return observation, 3.0, *rest
 
     for stream, expected in (("env", 1.0), ("eval", 12.0)):
-        env = pong(stream, wrappers=(Points,))
+        env, taken = pong(stream, wrappers=(Points,)), []
         env.reset()
+        assert (set(taken[:-1]), taken[-1]) == ({0}, 1)
         assert env.step(0)[1] == expected
         env.close()
 
