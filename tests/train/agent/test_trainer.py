@@ -17,7 +17,7 @@ from shoal.train.agent import records
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import AgentConfig, compose_config, config_names
 from shoal.train.agent.evaluation import checkpoint_of
-from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.agent.trainer import AgentTrainer, warmed_up
 
 CLOCKS = (
     "seconds_rollout",
@@ -75,8 +75,15 @@ def calm(calm_folder):
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_who_watches_a_training_is_told_what_it_is_at(tmp_path, parallel):
+def test_who_watches_a_training_is_told_what_it_is_at(tmp_path, parallel, monkeypatch):
     told = []
+
+    def warming(*args):
+        for loss in warmed_up(*args):
+            told.append(trainer.doing())
+            yield loss
+
+    monkeypatch.setattr("shoal.train.agent.trainer.warmed_up", warming)
 
     class Watched(AgentTrainer):
         def _make_collector(self, which, seed):
@@ -107,6 +114,7 @@ def test_who_watches_a_training_is_told_what_it_is_at(tmp_path, parallel):
         list(rows)
     assert told == [
         "starting",
+        *(f"warm-up, {done} of 3 steps" for done in range(3)),
         "evaluation, 0 of 0 episodes played",
         "evaluation, 3 of 3 episodes played",
         "writing a checkpoint",
