@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +152,14 @@ def test_the_help_says_how_to_leave_out_what_is_done_by_default(name, flag):
     told = command.help_of(dict(everything())[name], name, [], everything=True)
     assert f"  --{flag}, --no-{flag} " in told
     assert "--no-json" not in told
+
+
+@pytest.mark.parametrize("flag", ["--short", "--" + "long" * 8])
+def test_the_help_leaves_no_word_out_where_there_is_room(flag):
+    words = [str(word) for word in range(60)]
+    lines = command._told(flag, types.SimpleNamespace(help=" ".join(words)), 80)
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines).split() == [flag, *words]
 
 
 def test_words_and_flags_come_in_any_order():
