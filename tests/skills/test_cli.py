@@ -5,6 +5,7 @@ import errno
 import io
 import itertools
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -93,7 +94,8 @@ def test_status_history_eval_logs_and_export_tell_of_the_run(
     at = ["--graph-path", str(trained)]
     monkeypatch.setenv("COLUMNS", "30")  # of the terminal, which does not break lines in a pipe
     assert skills("status", *at) == 0
-    assert "Collect Wood" in capsys.readouterr().out
+    frames_seconds_launches = r" [\d,]+ +\d+\.\d +1\b"
+    assert re.search("Collect Wood .*" + frames_seconds_launches, capsys.readouterr().out)
     assert skills("status", "--json", *at) == 0
     assert json.loads(capsys.readouterr().out)["skills"]["Collect_Wood"]["expert_idx"] == 0
     assert skills("history", "Collect Wood", *at) == 0
