@@ -57,6 +57,8 @@ def test_arms_can_be_renamed_but_not_into_nonsense():
     env = BanditEnv(lo_arm_name="Trader", hi_arm_name="Librarian", hi_arm_hiscore_prob=1.0)
     assert "Trader" in env.reset(seed=0)[0]
     assert env.observation_space.contains(env.observe())
+    for projection in (BanditEnv.projection, env.projection):
+        assert [projection(f"<action>{arm}</action>").actions for arm in "12"] == [(1,), (2,)]
     reward = env.step(env.projection("<action>librarian</action>").actions[0])[1]
     assert reward == 1.0
     for bad in ({"lo_arm_name": "Dragon"}, {"lo_arm_name": " "}, {"hi_arm_name": "1"}):
