@@ -89,6 +89,15 @@ class BreakingOff(Journal):
 
 
 # --- envs
+def makes(path):
+    """Make a file; whether it is the first to do so, of all threads and processes."""
+    try:
+        open(path, "x").close()
+    except FileExistsError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class CounterConfig:
     """Settings of `CounterEnv`."""
@@ -99,7 +108,7 @@ class CounterConfig:
     every: int = 4
     """Episodes whose seed is divisible by it fail."""
     once: str = ""
-    """A file: a fault happens only while it is absent, and makes it."""
+    """A file: a fault happens only to who makes it."""
     nap: float = 0.0
     make_nap: float = 0.0
 
@@ -127,9 +136,7 @@ class CounterEnv(TextEnv[CounterConfig]):
         config = self.config
         time.sleep(config.nap)
         self._total += int(action) * int(self._own.integers(10))
-        if self._faulty and self._steps == 2 and not (config.once and os.path.exists(config.once)):
-            if config.once:
-                open(config.once, "w").close()
+        if self._faulty and self._steps == 2 and (not config.once or makes(config.once)):
             self._fail(config.fault)
             if config.fault == "nan":
                 return Outcome(float("nan"))
@@ -296,11 +303,7 @@ class World(TextEnv[WorldConfig]):
 
     def _first(self):
         """Whether this fault has not been met yet, by whatever process."""
-        try:
-            os.close(os.open(Path(self.config.folder) / f"met-{self._seed}", os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
+        return makes(Path(self.config.folder) / f"met-{self._seed}")
 
     def close(self):
         if self._kind == "close":

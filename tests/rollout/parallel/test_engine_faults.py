@@ -14,7 +14,7 @@ from shoal import envs
 from shoal.core.errors import EngineError
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
-from shoal.rollout.parallel.transport import SocketLink
+from shoal.rollout.parallel.transport import Ask, SocketLink
 from shoal.rollout.samplers.sampler import Completion, Key, Request
 
 BACKENDS = ("serial", "threads", "processes")
@@ -167,7 +167,8 @@ def test_who_connects_while_no_descriptor_is_free_only_waits():
     used = []
     with SharedLLMInferenceManager(HashEngine()) as shared:
         address = shared.serve()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        most = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + 9, hard))
         try:
             with contextlib.suppress(OSError):
                 while True:
@@ -198,28 +199,22 @@ def test_a_socket_that_could_not_be_made_is_made_the_next_time(monkeypatch):
 
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
 def test_a_connection_that_is_lost_costs_no_episode(calm, schedule):
-    settings = config(nap=0.05, parallel={"schedule": schedule})
+    settings = config(parallel={"schedule": schedule})
     with ParallelRolloutManager(settings, HashEngine(), backend="processes") as manager:
 
-        def lose():
-            if not lost:
+        def lose(connection, message):
+            if not lost and isinstance(message, Ask) and message.request.key.turn == 2:
                 lost.extend(connections._by_descriptor.values())
-                for connection in lost:
-                    connections.drop(connection)
+                for each in lost:
+                    connections.drop(each)
+            elif connection.open:
+                hear(connection, message)
 
-        def lose_soon():
-            while not lost and not ended:  # on a busy machine workers may connect late
-                time.sleep(0.15)
-                manager.inference._post(lose)
-
-        lost, ended = [], []
-        timer = threading.Thread(target=lose_soon, daemon=True)
+        lost = []
         manager.collect(3)
         connections = manager.inference._connections
-        timer.start()
+        hear, connections._on_message = connections._on_message, lose
         assert manager.collect(4) == calm
-        ended.append(True)
-        timer.join()
         assert lost
         assert manager.report.worker_deaths > 0
 
@@ -276,13 +271,18 @@ def test_a_report_that_is_lost_costs_time_and_no_episode(calm, backend, monkeypa
 @pytest.mark.parametrize("schedule", ["greedy", "barrier"])
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_a_rollout_whose_shared_engine_failed_goes_on_with_another(calm, backend, schedule):
-    settings = config(nap=0.05, parallel={"schedule": schedule})
-    with ParallelRolloutManager(settings, HashEngine(), backend=backend) as manager:
+    failed = []
+
+    def fail(requests):
+        if not failed and any(r.key.turn == 2 for r in requests):
+            failed.append(manager.inference)
+            failed[0]._post(lambda: 1 / 0)
+
+    settings = config(parallel={"schedule": schedule})
+    with ParallelRolloutManager(settings, HashEngine(fail), backend=backend) as manager:
         first = manager.inference
-        timer = threading.Timer(0.2, lambda: first._post(lambda: 1 / 0))
-        timer.start()
         assert manager.collect(4) == calm
-        timer.join()
+        assert failed == [first]
         assert first.failed
         assert manager.inference is not first
         assert manager.report.worker_deaths > 0

@@ -17,7 +17,7 @@ from shoal.rollout.parallel import pool
 from shoal.rollout.parallel.ray import Mailbox
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
-from shoal.rollout.parallel.transport import Address, Ask, Hello, LinkLostError, SocketLink, frame
+from shoal.rollout.parallel.transport import READ, Address, Ask, Hello, LinkLostError, SocketLink, frame
 from shoal.rollout.samplers.sampler import Completion, Key, Request
 from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
@@ -148,15 +148,16 @@ def test_an_engine_that_reads_nothing_is_given_up_in_time(tmp_path):
 def test_an_engine_that_hangs_without_a_limit_of_its_own_is_no_reason_to_wait_for_ever():
     release = threading.Event()
 
-    with SharedLLMInferenceManager(HashEngine(lambda _: release.wait(60)), request_timeout=1.0) as shared:
+    with SharedLLMInferenceManager(HashEngine(lambda _: release.wait(60)), request_timeout=0.5) as shared:
         replies = []
         shared.submit("somebody", [request(9)], lambda *reply: replies.append(reply))
         for member in range(2):
-            with pytest.raises(TimeoutError, match="no answer within 1.0 s"):
+            with pytest.raises(TimeoutError, match="no answer within 0.5 s"):
                 shared.generate([request(member)])
         release.set()
         until(lambda: shared._running is None)
         assert [type(result) for _, result in replies] == [TimeoutError]  # and no late answer behind it
+        shared._request_timeout = None  # what is asked now is answered, however busy the machine is
         assert shared.generate([request(2)]) == HashEngine().generate([request(2)])
 
 
@@ -187,16 +188,28 @@ def test_a_request_that_was_given_up_is_not_asked_of_the_engine():
 
 def test_a_worker_that_asks_more_than_is_read_counts_as_alive(monkeypatch):
     """What it says is not read meanwhile, its signs of life neither."""
-    killed = []
+    killed, looked = [], threading.Semaphore(0)
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
 
-    # longer than the time between two looks for signs of life
+    def connections():
+        return list(shared._connections._by_descriptor.values())
 
-    with SharedLLMInferenceManager(
-        HashEngine(lambda _: time.sleep(1.6)), silence=0.5, max_pending=1, max_batch=1
-    ) as shared:
+    def look():
+        for connection in connections():
+            connection.since -= 100  # for so long it was not read
+        shared._connections.sweep(time.monotonic())
+        looked.release()
+
+    def answer(requests):
+        if requests[0].key.turn < 3:  # more was asked
+            until(lambda: not any(connection.events & READ for connection in connections()))
+            shared._post(look)
+            assert looked.acquire(timeout=60)
+
+    with SharedLLMInferenceManager(HashEngine(answer), silence=50.0, max_pending=1, max_batch=1) as shared:
         link = SocketLink(shared.serve())
-        asked = [request(turn=turn, length=20_000) for turn in range(4)]
+        many = tuple(range(2**33, 2**33 + 7_000))  # of nine bytes each
+        asked = [Request(many, Key(1, 0, 0, 0, turn)) for turn in range(4)]
         assert link.generate(asked, timeout=60) == HashEngine().generate(asked)
         link.close()
     assert killed == []

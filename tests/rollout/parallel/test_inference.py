@@ -117,7 +117,7 @@ def test_a_forged_client_is_cut_off_and_others_go_on(shared, data):
     with socket.socket(socket.AF_UNIX) as forged:
         forged.connect(address.path)
         forged.sendall(data)
-        forged.settimeout(5)
+        forged.settimeout(60)
         with contextlib.suppress(ConnectionResetError):
             assert forged.recv(100) == b""
     assert good.generate([request()]) == HashEngine().generate([request()])
@@ -268,7 +268,7 @@ def test_a_long_answer_is_sent_as_fast_as_it_is_read():
         link = SocketLink(manager.serve())
         # A second for each buffer's worth would take longer:
         asked = [Request((1, 2, 3), Key(1, 0, 0, member, 0), Sampling(1_000_000)) for member in range(6)]
-        answers = link.generate(asked, timeout=60)
+        answers = link.generate(asked, timeout=200)
         assert [len(answer.token_ids) for answer in answers] == [1_000_000] * 6
         link.close()
 
@@ -323,12 +323,13 @@ def test_one_request_that_cannot_be_answered_fails_alone():
 
 
 def test_a_request_that_waits_too_long_is_refused():
-    with SharedLLMInferenceManager(
-        HashEngine(lambda _: time.sleep(0.2)), max_batch=1, request_timeout=1.2
-    ) as manager:
+    release = threading.Event()
+    engine = HashEngine(lambda requests: requests[0].key.member and release.wait(60))
+    with SharedLLMInferenceManager(engine, max_batch=1, request_timeout=1.2) as manager:
         results = manager.generate_each([request(m) for m in range(12)])
+        release.set()
     assert not isinstance(results[0], Exception)
-    assert isinstance(results[-1], TimeoutError)
+    assert [type(result) for result in results[1:]] == [TimeoutError] * 11
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -366,7 +367,7 @@ def test_uid_of_the_peer_is_checked(shared, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: real + 1)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(shared.serve().path)
-        stranger.settimeout(5)
+        stranger.settimeout(60)
         assert stranger.recv(10) == b""
     assert struct.calcsize("3i") == 12
 

@@ -483,12 +483,14 @@ def test_an_episode_that_kills_its_worker_is_given_up_after_as_many_deaths_as_al
 
 def test_the_engine_of_a_serial_rollout_is_entered_by_one_thread_at_a_time():
     """An episode that is given up while the engine answers it is still there when the next one asks."""
-    inside, most, calls = threading.Lock(), [], []
+    inside, most, others = threading.Lock(), [], set(threading.enumerate())
 
     def before(requests):
         most.append(inside.acquire(blocking=False))
-        calls.append(requests[0].key)
-        time.sleep(2.0 if len(calls) == 2 else 0)
+        if len(most) == 2:
+            while [t.name for t in set(threading.enumerate()) - others].count("shoal-episode") < 2:
+                time.sleep(0.05)
+            time.sleep(0.3)  # in which the next one asks
         if most[-1]:
             inside.release()
 

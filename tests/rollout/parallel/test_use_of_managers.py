@@ -53,12 +53,38 @@ def test_rollouts_that_several_threads_ask_for_are_played_one_after_another(calm
             assert result["value"] == calm[iteration]
 
 
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Asked:
+    """A lock that counts who asks for it."""
+
+    def __init__(self, lock):
+        self.lock, self.asked = lock, 0
+
+    def acquire(self, timeout=-1):
+        self.asked += 1
+        return self.lock.acquire(timeout=timeout)
+
+    def release(self, *_):
+        self.lock.release()
+
+    __enter__, __exit__ = acquire, release
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "loky"])
 def test_closing_ends_a_rollout_that_another_thread_plays_and_leaves_no_worker(calm, backend):
-    manager = manager_of(backend, nap=0.03 if backend == "serial" else 0.3)
+    engine = HashEngine()
+    manager = manager_of(backend, engine, nap=0.03 if backend == "serial" else 0.3)
+    manager._playing = Asked(manager._playing)
     thread, result = in_thread(lambda: manager.collect(4))
-    waiting, second = in_thread(lambda: time.sleep(0.3) or manager.collect(4))
-    time.sleep(1.0)
+    until(lambda: engine.batches)
+    waiting, second = in_thread(lambda: manager.collect(4))
+    until(lambda: manager._playing.asked == 2)
     pids = manager.worker_pids()
     clock = time.monotonic()
     manager.close()
@@ -75,16 +101,19 @@ def test_closing_ends_a_rollout_that_another_thread_plays_and_leaves_no_worker(c
 
 
 def test_closing_in_the_thread_that_plays_ends_its_rollout():
-    manager = manager_of("processes", nap=0.3, parallel={"keep_envs": True})
+    interrupted = []
+
+    def interrupt(requests):
+        if not interrupted and any(r.key.turn == 1 for r in requests):
+            interrupted.append(True)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    manager = manager_of("processes", HashEngine(interrupt), nap=0.3, parallel={"keep_envs": True})
     before = signal.signal(signal.SIGUSR1, lambda *_: manager.close())
-    main = threading.main_thread().ident
-    timer = threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGUSR1))
     try:
-        timer.start()
         with pytest.raises(WorkerError):
             manager.collect(4)
     finally:
-        timer.join()
         signal.signal(signal.SIGUSR1, before)
     assert not manager.worker_pids()
 

@@ -76,19 +76,19 @@ def test_programs_that_a_task_started_end_with_its_worker(wait):
 
 
 def test_a_shutdown_that_does_not_wait_also_ends_a_worker_that_just_starts(monkeypatch):
-    begun, go_on = threading.Event(), threading.Event()
+    begun = threading.Event()
 
     class Slow(pool._Process):
         def __init__(self):
             begun.set()
-            go_on.wait(60)
+            while not executor._killed:
+                time.sleep(0.01)
             super().__init__()
 
     monkeypatch.setattr(pool, "_Process", Slow)
     executor = WorkerExecutor(1)
     future = executor.submit(time.sleep, 1000)
     assert begun.wait(60)
-    threading.Timer(0.3, go_on.set).start()  # what ends the worker waits until it has started
     executor.shutdown(wait=False)
     with pytest.raises(WorkerDiedError, match="shut down"):
         future.result(timeout=0)

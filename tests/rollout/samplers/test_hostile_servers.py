@@ -391,13 +391,15 @@ def test_an_engine_that_is_closed_asks_nothing_again_for_whoever_still_waits(ser
 
 
 def test_closing_one_client_leaves_another_one_of_the_same_server_alone(server):
-    server.pause = 2.0
+    answer = threading.Event()
+    server.change = lambda reply: answer.wait(60) and reply
     one, other = HttpClient(server.url, PATIENT), HttpClient(server.url, PATIENT)
     first, gone = in_thread(lambda: one.get("/v1/models"))
     second, kept = in_thread(lambda: other.get("/v1/models"))
     until(lambda: server.busy == 2)
     one.close()
     first.join(60)
+    answer.set()
     second.join(60)
     assert isinstance(gone[0], EngineError)
     assert kept[0]["data"]

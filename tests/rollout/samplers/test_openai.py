@@ -1,5 +1,6 @@
 import math
 import re
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -96,9 +97,10 @@ def test_a_failed_request_does_not_take_the_others_with_it(serve):
 
 
 def test_an_answer_that_takes_too_long_is_given_up_and_asked_for_again(serve):
-    server, engine = serve(patience=Patience(0.2, 1, 0.001, 0.01))
-    server.faults = [1.0]
+    server, engine = serve(patience=Patience(1.0, 1, 0.001, 0.01))
+    server.faults = [3.0]
     assert engine.generate([request()])[0].token_ids == tuple(written((7, 8, 9), 5))
+    server, engine = serve(patience=Patience(0.1, 1, 0.001, 0.01), server="vllm", model="m")
     server.faults = [1.0, 1.0]
     with pytest.raises(
         EngineError, match="timed out|no answer within"
@@ -107,9 +109,10 @@ def test_an_answer_that_takes_too_long_is_given_up_and_asked_for_again(serve):
 
 
 def test_a_reply_that_comes_byte_by_byte_is_given_up_in_time(serve):
-    server, engine = serve(patience=Patience(0.3, 1, 0.001, 0.01))
+    server, engine = serve(patience=Patience(1.0, 1, 0.001, 0.01))
     server.faults = ["drip"]
     assert engine.generate([request()])[0].token_ids == tuple(written((7, 8, 9), 5))
+    server, engine = serve(patience=Patience(0.1, 1, 0.001, 0.01), server="vllm", model="m")
     server.faults = ["drip", "drip"]
     with pytest.raises(
         EngineError, match="timed out|no answer within"
@@ -172,7 +175,8 @@ def chat_request(engine):
 
 def test_no_more_requests_are_under_way_than_allowed(serve):
     server, engine = serve(concurrency=3)
-    server.pause = 0.02
+    together = threading.Barrier(3)
+    server.change = lambda reply: together.wait(60) < 3 and reply
     engine.generate([request(i) for i in range(12)])
     assert server.most_busy == 3
 
