@@ -182,6 +182,7 @@ class Stuck(FrozenLakeEnv):
         return super()._advance(action)
 
 
+@pytest.mark.flaky(reruns=2)
 def test_an_env_that_is_late_is_told_as_a_timeout_in_lockstep_as_on_workers():
     envs.register("test_stuck", Stuck, replace=True)
     side = {"env_groups": 3, "group_size": 1, "env_configs": {"tags": ["Stuck"]}}

@@ -226,6 +226,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("backend", "kind"), CASES)
+@pytest.mark.flaky(reruns=2)
 def test_a_fault_of_any_kind_costs_its_own_episode(backend, kind, tmp_path):
     """Two members of group 1 meet it, at turn 2 (an env) or one of them (an engine)."""
     seats = [(1, 0), (1, 1)] if kind.startswith("env") else [(1, 1)]
@@ -236,6 +237,7 @@ def test_a_fault_of_any_kind_costs_its_own_episode(backend, kind, tmp_path):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.flaky(reruns=2)
 def test_a_few_faults_cost_their_own_episodes_and_leave_nothing_behind(backend, tmp_path, temporary):
     faults_cost_only_their_own_episodes(backend, 1, 15, tmp_path, temporary)
 

@@ -24,7 +24,7 @@ from shoal.core.processes import Zygote
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Key, Request
 
-LIMIT = 90
+LIMIT = 240
 """Seconds of one case."""
 OURS = ("shoal-episode", "shoal-share", "shoal-inference", "shoal-engine", "shoal-worker-keeper")
 
@@ -129,7 +129,7 @@ class Case:
             with contextlib.suppress(KeyboardInterrupt):
                 timer.start()
                 collect()
-                time.sleep(10)
+                time.sleep(60)
             return None
         if act == "close":
             manager.close()
@@ -184,7 +184,7 @@ def differences(expected, played):
 
 def settle(before):
     """Wait until the threads of the manager are gone (those that hang in an env apart)."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         left = [t.name for t in set(threading.enumerate()) - before if t.name in OURS]
         if not left:

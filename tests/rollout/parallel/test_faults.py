@@ -241,6 +241,7 @@ def test_the_clock_of_a_silent_worker_process_stands_still_with_us(monkeypatch):
 
 
 # --- two faults at once
+@pytest.mark.flaky(reruns=2)
 def test_a_worker_that_dies_while_the_engine_hangs_costs_time_and_no_episode(calm, tmp_path):
     class HangsOnce(HashEngine):
         hung = threading.Event()

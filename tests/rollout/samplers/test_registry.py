@@ -213,6 +213,7 @@ class Restarted(HashEngine):
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
+@pytest.mark.flaky(reruns=2)
 def test_an_engine_is_restarted_in_the_middle_of_a_rollout_and_nothing_changes(fault):
     envs.register("test_counter", CounterEnv, replace=True)
     with ParallelRolloutManager(config(), HashEngine(), backend="serial") as manager:
