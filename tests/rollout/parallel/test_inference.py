@@ -237,22 +237,26 @@ def test_frames_may_come_in_any_pieces():
 
 
 def test_a_connection_that_floods_is_read_no_further(shared):
-    with SharedLLMInferenceManager(
-        HashEngine(lambda _: time.sleep(0.05)), max_pending=8, max_batch=4, schedule="greedy"
-    ) as manager:
+    gate = threading.Semaphore(0)
+    engine = HashEngine(lambda _: gate.acquire(timeout=60))
+    with SharedLLMInferenceManager(engine, max_pending=8, max_batch=4, schedule="greedy") as manager:
         flood, other = SocketLink(manager.serve(), 1), SocketLink(manager.serve(), 2)
         done = threading.Event()
 
         def ask():
-            flood.generate([request(turn=t, length=3000) for t in range(200)])
+            many = tuple(range(2**33, 2**33 + 1000))  # of nine bytes each
+            flood.generate([Request(many, Key(1, 0, 0, 0, turn)) for turn in range(80)])
             done.set()
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        time.sleep(0.3)
-        other.generate([request(5)])
-        assert not done.is_set()  # its turn came although two hundred were there before it
-        assert done.wait(60)
+        while all(c.events & READ for c in list(manager._connections._by_descriptor.values())):
+            time.sleep(0.01)
+        gate.release(3)
+        other.generate([request(5)], timeout=50)
+        assert not done.is_set()  # its turn came although eighty were there before it
+        gate.release(100)
+        assert done.wait(200)
         thread.join()
         flood.close()
         other.close()
