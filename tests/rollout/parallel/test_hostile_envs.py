@@ -301,7 +301,8 @@ class OneThread(SameWorld):
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("limits", [{}, {"step_timeout": 30.0}, {"episodes_at_once": 1}])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_env_lives_and_dies_in_one_thread(calm, backend, limits, keep, tmp_path):
+def test_an_env_lives_and_dies_in_one_thread(calm, backend, limits, keep, tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.rollout.parallel.pool.CLOSE_SECONDS", 60.0)  # on a busy machine
     env = functools.partial(OneThread, str(tmp_path))
     limits = {**limits, "keep_envs": keep, "env_retries": 0, "schedule": "barrier" if keep else "adaptive"}
     assert play(backend, env, times=3, parallel=limits) == calm

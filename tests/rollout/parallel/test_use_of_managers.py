@@ -155,6 +155,7 @@ class Noted(CounterEnv):
 def test_every_env_is_closed_in_the_end(backend, keep, tmp_path, monkeypatch):
     notes = tmp_path / "notes"
     monkeypatch.setenv("SHOAL_TEST_NOTES", str(notes))
+    monkeypatch.setattr("shoal.rollout.parallel.pool.CLOSE_SECONDS", 60.0)  # on a busy machine
     with manager_of(backend, parallel={"keep_envs": keep}) as manager:
         manager._env_fns["Counter"] = Noted
         manager.collect(4)
