@@ -65,6 +65,9 @@ class Hostile:
 
     def close(self):
         self.ended.set()
+        self.socket.shutdown(
+            socket.SHUT_RDWR
+        )  # or the wait in it would outlive it, and after Ctrl-Z go on in another
         self.socket.close()
 
 
