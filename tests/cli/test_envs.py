@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.cli.envs import read_key
 from shoal.cli.main import main
 from shoal.core.data import Trajectory, Turn, write_trajectories
 from shoal.envs import names
@@ -182,6 +183,18 @@ def test_arrow_keys_play_in_a_terminal():
         child.wait()
         os.close(ours)
     assert b"solved after 6 steps" in shown
+
+
+def test_keys_that_were_typed_ahead_come_one_by_one(monkeypatch):
+    typed = ["s", "\x1b[B", "\x1bOC", "é", "d", "\x1b[1;5C", "\x1b"]
+    ours, theirs = pty.openpty()
+    with open(theirs) as terminal, open(ours, "rb", buffering=0) as screen:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        os.write(ours, "".join(typed).encode())
+        shown = b""
+        while shown.count(b"^[") < 4:  # they are there when the terminal has shown them
+            shown += screen.read(100)
+        assert [read_key() for _ in typed] == typed
 
 
 FAULTY = """

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import inspect
+import re
 import shutil
 import sys
 import textwrap
@@ -489,6 +490,8 @@ def draw(observation: str) -> Any:
 KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left"}
 KEYS |= {"w": "up", "s": "down", "d": "right", "a": "left"}
 """What arrow keys send, and the letters for keyboards without them."""
+_BEGUN = re.compile(rb"\x1b([\[O][0-9;]*)?|[\xc0-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xf7][\x80-\xbf]{0,2}")
+"""The first bytes of a key that sends several."""
 
 
 def read_key() -> str:
@@ -501,9 +504,9 @@ def read_key() -> str:
     terminal = sys.stdin.fileno()
     before: Any = termios.tcgetattr(terminal)
     try:
-        tty.setcbreak(terminal)
+        tty.setcbreak(terminal, termios.TCSADRAIN)  # what was typed ahead is kept
         key = os.read(terminal, 1)
-        while select.select([terminal], [], [], 0.02)[0] and len(key) < 8:
+        while _BEGUN.fullmatch(key) and select.select([terminal], [], [], 0.02)[0]:
             key += os.read(terminal, 1)
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
