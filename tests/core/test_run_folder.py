@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
+import types
 from pathlib import Path
 
 import numpy as np
@@ -43,12 +43,17 @@ def test_a_row_torn_anywhere_costs_that_row_alone(tmp_path_factory, rows, cut, f
         assert run.read_metrics() == [*whole, {"after": 1}]
 
 
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What this module logged, and no thread that a test before left behind."""
+    return [record.getMessage() for record in caplog.records if record.name == run_folder.__name__]
+
+
 def test_lines_that_are_no_rows_are_named_and_passed_over(tmp_path, caplog):
     run = RunFolder(tmp_path, "train", 0)
     run.metrics_path.write_bytes(b'{"i": 0}\n{"i": 1, "x"{"i": 2}\n\xff\n{"i": 3}\n7\n{"i": 4')
     with caplog.at_level(logging.WARNING):
         assert [row["i"] for row in run.read_metrics()] == [0, 3]
-    assert [record.getMessage() for record in caplog.records] == [
+    assert told(caplog) == [
         *(f"{run.metrics_path}, line {n} was written by half; it is passed over" for n in (2, 3, 5)),
         f"{run.metrics_path} ends amid a line, which is passed over",
     ]
@@ -57,7 +62,7 @@ def test_lines_that_are_no_rows_are_named_and_passed_over(tmp_path, caplog):
     assert run.metrics_path.read_bytes() == b'{"i": 0}\n{"i": 3}\n'
     caplog.clear()
     run.read_metrics()
-    assert not caplog.records
+    assert not told(caplog)
 
 
 def test_a_row_is_written_at_once_and_whole(tmp_path, monkeypatch):
@@ -78,13 +83,15 @@ def test_a_summary_tells_the_time_of_this_run_and_not_of_the_process(tmp_path):
     assert 0 <= summary["seconds"] < 60
 
 
-def holder_of(folder: Path, then: str = "time.sleep(60)") -> subprocess.Popen:
-    """Another process that holds a run folder."""
+def holder_of(folder: Path, then: str = "sys.stdin.read()") -> subprocess.Popen:
+    """Another process that holds a run folder; it lives as long as its input is open."""
     code = (
-        "import os, sys, time\nfrom shoal.core.run_folder import RunFolder\n"
+        "import os, sys\nfrom shoal.core.run_folder import RunFolder\n"
         f"run = RunFolder({str(folder)!r}, 'train', 0)\nprint(os.getpid(), flush=True)\n{then}\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == f"{process.pid}\n"
     return process
 
@@ -101,7 +108,7 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended_however_i
 
 
 def test_a_process_that_was_forked_off_does_not_hold_the_folder(tmp_path):
-    fork = "if os.fork() == 0:\n    print('child', flush=True)\n    time.sleep(60)\ntime.sleep(60)"
+    fork = "if os.fork() == 0:\n    print('child', flush=True)\nsys.stdin.read()"
     process = holder_of(tmp_path / "run", fork)
     assert process.stdout.readline() == "child\n"
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -282,16 +289,22 @@ def test_what_a_killed_ppo_run_left_half_written_is_swept(tmp_path):
     assert not any(path.exists() for path in left)
 
 
-def test_who_has_just_taken_a_lock_and_not_yet_signed_it_is_named(tmp_path):
+def test_who_has_just_taken_a_lock_and_not_yet_signed_it_is_named(tmp_path, monkeypatch):
     path = tmp_path / "lock"
     holder = FolderLock(path)
     holder.take()
     os.truncate(path, 0)
-    signing = threading.Timer(0.2, path.write_text, [str(os.getpid())])
-    signing.start()
+    waited = []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        if sum(waited) > 0.2:
+            path.write_text(str(os.getpid()))
+
+    clock = types.SimpleNamespace(sleep=sleep, monotonic=lambda: sum(waited))
+    monkeypatch.setattr(run_folder, "time", clock)
     with pytest.raises(WorkerError, match=f"process {os.getpid()}"):
         FolderLock(path).take()
-    signing.join()
     holder.release()
 
 

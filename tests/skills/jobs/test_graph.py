@@ -252,7 +252,7 @@ def test_a_batch_job_is_found_again_ended_and_not_given_up_while_the_controller_
     slurm: Path,
 ) -> None:
     launcher = SlurmLauncher(every=0.05)
-    handle = launcher.launch(["sleep", "60"], "name", {}, slurm / "log")
+    handle = launcher.launch(["sleep", "600"], "name", {}, slurm / "log")
     assert alive("slurm", handle)
     ended: list[str] = []
     assert adopting_launcher("slurm", handle).watch(handle, ended.append)
@@ -354,7 +354,7 @@ def test_stopping_ends_a_local_job_whose_process_its_scheduler_did_not_live_to_n
     try:
         other = Graph(tmp_path)
         other.runner.settle(kill=True)
-        assert child.wait(10) == -9
+        assert child.wait(60) == -9
         assert [(row.launcher, row.outcome) for row in other.store.attempts()] == [("local", "stopped")]
         other.close()
     finally:
@@ -363,54 +363,65 @@ def test_stopping_ends_a_local_job_whose_process_its_scheduler_did_not_live_to_n
 
 
 @pytest.fixture
-def deaf(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """SLURM takes a job and then never tells anything of it."""
+def deaf(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """SLURM takes a job and then never tells anything of it; the programs that were asked in vain."""
+    run, asked = subprocess.run, []
+
+    def ask(command: list[str], **how) -> subprocess.CompletedProcess[str]:
+        if "sleep 600" in (slurm / "bin" / command[0]).read_text():
+            asked.append(command[0])
+            how["timeout"] = 0.2
+        return run(command, **how)
+
     for name in ("squeue", "scancel"):
-        (slurm / "bin" / name).write_text(f"#!/bin/sh\necho {name} >> {slurm}/asked\nexec sleep 600\n")
-    monkeypatch.setattr(runner, "ANSWER_SECONDS", 0.2)
+        (slurm / "bin" / name).write_text("#!/bin/sh\nexec sleep 600\n")
+    monkeypatch.setattr(runner.subprocess, "run", ask)
     monkeypatch.setattr(SlurmLauncher, "_silent_until", 0.0)
-    return slurm
+    return asked
 
 
 def test_jobs_are_told_to_end_once_to_a_controller_that_never_answers(
-    deaf: Path, jobs: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    slurm: Path,
+    deaf: list[str],
+    jobs: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(runner, "ANSWER_SECONDS", 5.0)
     monkeypatch.setattr(runner, "ENDING_SECONDS", 0.2)
-    graph = Graph(deaf / "graph", 3, launcher=SlurmLauncher(every=0.05))
+    graph = Graph(slurm / "graph", 3, launcher=SlurmLauncher(every=0.05))
     for name in ("one", "two", "three"):
         graph.add(name, f"{jobs}:waits")
-        number = graph.store.begin_attempt(name, deaf / "graph" / "jobs" / name, None)
-        graph.store.set_handle(number, "slurm", {"slurm": str(10 + number)}, deaf / "log")
+        number = graph.store.begin_attempt(name, slurm / "graph" / "jobs" / name, None)
+        graph.store.set_handle(number, "slurm", {"slurm": str(10 + number)}, slurm / "log")
         graph.store.update(name, status="running")
     with pytest.raises(
         WorkerError, match=r"as far as is known: SLURM does not answer \(batch jobs 11, 12, 13\)"
     ):
         graph.runner.settle(kill=True)
-    assert (deaf / "asked").read_text().split() == ["squeue"]  # 5 s, and not six times
+    assert deaf == ["squeue"]  # a minute, and not six times
     assert [one.message for one in caplog.records if "SLURM" in one.message] == [
-        "squeue gives no answer for 5 s: SLURM's controller may be down"
+        "squeue gives no answer for 60 s: SLURM's controller may be down"
     ]
     graph.close()
 
 
 def test_a_graph_ends_when_slurm_tells_nothing_of_a_batch_job_and_goes_on_with_it_later(
-    deaf: Path, jobs: str, monkeypatch: pytest.MonkeyPatch
+    slurm: Path, deaf: list[str], jobs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "SILENT_SECONDS", 0.5)
-    graph = Graph(deaf / "graph", launcher=SlurmLauncher(every=0.05))
+    graph = Graph(slurm / "graph", launcher=SlurmLauncher(every=0.05))
     graph.add("one", f"{jobs}:waits")
-    with pytest.raises(
-        WorkerError, match=r"told nothing of batch job \d+ for 0.5 s, so it is not known whether"
-    ):
-        graph.run()
+    said = r"told nothing of batch job \d+ for 0.5 s, so it is not known whether"
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "SILENT_SECONDS", 0.5)
+        with pytest.raises(WorkerError, match=said):
+            graph.run()
     graph.close()
-    folder = deaf / "graph" / "jobs" / "one"
+    folder = slurm / "graph" / "jobs" / "one"
     assert folder.is_dir()
     (folder / "go").touch()
-    (deaf / "bin" / "squeue").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\necho 'Invalid job id specified' >&2; exit 1\n")
     monkeypatch.setattr(SlurmLauncher, "_silent_until", 0.0)
-    again = Graph(deaf / "graph", launcher=SlurmLauncher(every=0.05))
+    again = Graph(slurm / "graph", launcher=SlurmLauncher(every=0.05))
     until = time.monotonic() + 60
     while not (folder / runner.DONE).exists() and time.monotonic() < until:
         time.sleep(0.02)
@@ -423,7 +434,7 @@ def test_a_batch_job_is_cancelled_until_it_is_over_and_known_without_slurms_prog
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher, ended = SlurmLauncher(every=0.05), queue.SimpleQueue()
-    handle = launcher.launch(["sleep", "60"], "name", {}, slurm / "log")
+    handle = launcher.launch(["sleep", "600"], "name", {}, slurm / "log")
     assert launcher.watch(handle, ended.put)
     (slurm / "deaf").touch()
     launcher.kill(handle)
@@ -535,10 +546,13 @@ def test_a_launch_on_ray_waits_until_the_one_before_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray may take a launch for gone whose node only lost its cluster's head, and goes on for a while."""
-    first = "import time; print('first', flush=True); time.sleep(1.5); print('end', flush=True)"
+    first = (
+        "import os, time\nprint('first', flush=True)\n"
+        f"while not os.path.exists({str(tmp_path / 'go')!r}):\n    time.sleep(0.05)\nprint('end', flush=True)"
+    )
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(runner._run_command, ["python", "-c", first], {}, str(tmp_path / "1.log"))]
-        until = time.monotonic() + 60
+        until = time.monotonic() + 200
         while not (tmp_path / "1.log").exists() or not (tmp_path / "1.log").read_text():
             assert time.monotonic() < until
             time.sleep(0.05)
@@ -546,15 +560,19 @@ def test_a_launch_on_ray_waits_until_the_one_before_has_ended(
         futures.append(
             pool.submit(runner._run_command, ["python", "-c", second], {}, str(tmp_path / "2.log"))
         )
+        time.sleep(0.5)  # in which it would begin
+        (tmp_path / "go").touch()
         assert [future.result(60) for future in futures] == [0, 0]
         assert (tmp_path / "2.log").read_text().split() == ["first", "end"]
-        monkeypatch.setattr(runner, "LAST_SECONDS", 0.1)
+        (tmp_path / "go").unlink()
         futures = [pool.submit(runner._run_command, ["python", "-c", first], {}, str(tmp_path / "3.log"))]
         while not (tmp_path / "3.log").exists() or not (tmp_path / "3.log").read_text():
             assert time.monotonic() < until
             time.sleep(0.05)
+        monkeypatch.setattr(runner, "LAST_SECONDS", 0.1)
         with pytest.raises(TimeoutError, match="still runs"):
             runner._run_command(["python", "-c", second], {}, str(tmp_path / "4.log"))
+        (tmp_path / "go").touch()
         assert futures[0].result(60) == 0
 
 
@@ -565,7 +583,7 @@ def test_what_a_worker_of_ray_ran_dies_with_it(tmp_path: Path) -> None:
     worker = subprocess.Popen(
         [sys.executable, "-c", f"from shoal.skills.jobs.runner import _run_command as r; r(*{arguments})"]
     )
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while not (tmp_path / "log").exists() or not (tmp_path / "log").read_text().endswith("\n"):
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -923,7 +941,7 @@ def test_who_waits_for_a_job_keeps_no_program_from_ending(
         (RayLauncher(), None), (SlurmLauncher(every=0.05), None), (LocalLauncher(), None), (LocalLauncher(), adopted),
     ):  # fmt: skip
         known = set(threading.enumerate())
-        handle = handle or launcher.launch(["sleep", "60"], "name", {}, slurm / "log")
+        handle = handle or launcher.launch(["sleep", "600"], "name", {}, slurm / "log")
         assert launcher.watch(handle, ended.put)
         threads += set(threading.enumerate()) - known
         launcher.kill(handle)

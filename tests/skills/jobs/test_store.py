@@ -6,7 +6,9 @@ import gc
 import os
 import signal
 import sqlite3
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,18 +100,21 @@ def test_an_interrupt_while_another_process_writes_leaves_no_transaction_open(tm
     other.execute("begin immediate")
 
     def interrupt() -> None:
+        while sys._current_frames()[this].f_code.co_name != "transaction":
+            time.sleep(0.01)
+        time.sleep(0.1)  # in which it comes to wait for the other
         os.kill(os.getpid(), signal.SIGINT)
         other.execute("commit")
 
-    timer = threading.Timer(0.2, interrupt)
+    this, interrupts = threading.get_ident(), threading.Thread(target=interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer.start()
+    interrupts.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             store.set_setting("one", 1)
     finally:
         signal.signal(signal.SIGINT, before)
-        timer.join()
+        interrupts.join()
         other.close()
     store.set_setting("two", 2)  # it would have joined the open one, and been lost with it
     assert Store(tmp_path).setting("two") == 2
