@@ -177,7 +177,7 @@ def test_arrow_keys_play_in_a_terminal():
                 shown += chunk
             elif keys and b"Each turn" in shown:
                 os.write(ours, keys.pop(0))
-        assert child.wait(timeout=20) == 0
+        assert child.wait(timeout=60) == 0
     finally:
         child.kill()
         child.wait()

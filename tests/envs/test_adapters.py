@@ -623,7 +623,7 @@ def start_server(make=lambda: shoal.envs.make("sokoban", max_steps=12)):
         serve("sokoban", make, port=0, on_ready=ready.put)
 
     threading.Thread(target=run, daemon=True).start()
-    return ready.get(timeout=60)
+    return ready.get(timeout=200)
 
 
 @pytest.fixture(scope="module")

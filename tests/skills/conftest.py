@@ -114,6 +114,34 @@ def rng() -> np.random.Generator:
     return stream(0, "test")
 
 
+STANDS_STILL = """
+import os, pathlib, signal
+replace, stood = os.replace, pathlib.Path(__file__).with_name("stood")
+
+def stands_still(source, target):
+    replace(source, target)
+    policies = pathlib.Path(target).parent
+    if policies.name.endswith("_policies") and len([*policies.glob("checkpoint-*")]) > 1 and not stood.exists():
+        stood.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+os.replace = stands_still
+"""
+
+
+@pytest.fixture
+def stand_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, the first training that has a second checkpoint stops itself there, by SIGSTOP."""
+
+    def arm() -> None:
+        (tmp_path / "site").mkdir()
+        (tmp_path / "site" / "sitecustomize.py").write_text(STANDS_STILL)
+        paths = [str(tmp_path / "site"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
+
+    return arm
+
+
 @pytest.fixture
 def nothing_is_left_behind(tmp_path: Path) -> Iterator[None]:
     """End what a failed test left running, and say so."""

@@ -147,8 +147,9 @@ def test_cancel_without_a_scheduler_ends_what_runs_and_leaves_the_rest_alone(
 
 
 def test_stop_ends_the_trainings_and_a_resumed_run_goes_on_from_their_checkpoints(
-    tmp_path: Path, quick
+    tmp_path: Path, quick, stand_still
 ) -> None:
+    stand_still()
     config = replace(
         quick, total_timesteps=30_000, success_state_rate=2.0, patience_frames=1e9, evaluate_every=10
     )

@@ -40,10 +40,10 @@ def config_of(quick, **change) -> dict:
     return asdict(replace(quick, **change))
 
 
-def start(base: Path, config: dict) -> subprocess.Popen[str]:
+def start(base: Path, config: dict, program: str = SCHEDULE) -> subprocess.Popen[str]:
     env = {**os.environ, **job_environment(2)}
     return subprocess.Popen(
-        [sys.executable, "-c", SCHEDULE, str(base), json.dumps(config)],
+        [sys.executable, "-c", program, str(base), json.dumps(config)],
         env=env,
         stdout=subprocess.PIPE,
         text=True,
@@ -74,7 +74,12 @@ def head_sha(base: Path) -> str:
     return head.sha256
 
 
-def test_a_training_survives_its_scheduler_and_is_adopted(tmp_path: Path, quick) -> None:
+def has_checkpoints(run: Path) -> bool:
+    return len([*run.glob("0_policies/checkpoint-*")]) > 1
+
+
+def test_a_training_survives_its_scheduler_and_is_adopted(tmp_path: Path, quick, stand_still) -> None:
+    stand_still()
     config = config_of(quick, total_timesteps=40_000, **LONG)
     add_wood(tmp_path, config)
     process = start(tmp_path, config)
@@ -82,10 +87,12 @@ def test_a_training_survives_its_scheduler_and_is_adopted(tmp_path: Path, quick)
     wait_for(lambda: store.attempts() and store.attempts()[0].handle)
     handle = store.attempts()[0].handle
     assert handle is not None
+    wait_for(lambda: has_checkpoints(tmp_path / "training_runs" / "skill_0_Collect_Wood"))
     process.kill()
     process.communicate()
     assert start_time(handle["pid"]) == handle["began"]  # it goes on
     second = start(tmp_path, config)
+    os.kill(handle["pid"], signal.SIGCONT)
     second.communicate(timeout=200)
     assert store.skill("Collect Wood").status == "completed"
     assert len(store.attempts()) == 1  # adopted, not launched again
@@ -93,16 +100,17 @@ def test_a_training_survives_its_scheduler_and_is_adopted(tmp_path: Path, quick)
 
 
 def test_a_killed_training_resumes_from_its_checkpoint_and_gives_the_same_expert(
-    tmp_path: Path, quick
+    tmp_path: Path, quick, stand_still
 ) -> None:
     config = config_of(quick, total_timesteps=30_000, **LONG)
     for name in ("whole", "killed"):
         add_wood(tmp_path / name, config)
     start(tmp_path / "whole", config).communicate(timeout=200)
+    stand_still()
     process = start(tmp_path / "killed", config)
     store = Store(tmp_path / "killed")
     run = tmp_path / "killed" / "training_runs" / "skill_0_Collect_Wood"
-    wait_for(lambda: len(list(run.glob("0_policies/checkpoint-*"))) > 1 and store.attempts()[0].handle)
+    wait_for(lambda: has_checkpoints(run) and store.attempts()[0].handle)
     os.kill(store.attempts()[0].handle["pid"], signal.SIGKILL)  # type: ignore[index]
     process.communicate(timeout=200)
     assert [attempt.outcome for attempt in store.attempts()] == ["failed", "merged"]
@@ -165,10 +173,11 @@ def test_a_launch_recorded_but_never_made_is_made_again(tmp_path: Path, quick) -
 
 def test_a_training_that_ended_while_nobody_looked_is_merged_not_repeated(tmp_path: Path, quick) -> None:
     add_wood(tmp_path, config_of(quick))
-    process = start(tmp_path, config_of(quick))
+    stops = "note = s.store.set_handle\ns.store.set_handle = lambda *given: (note(*given), os.kill(os.getpid(), 19))"
+    process = start(
+        tmp_path, config_of(quick), f"import os{SCHEDULE}".replace("s.run()", f"{stops}\ns.run()")
+    )
     store = Store(tmp_path)
-    wait_for(lambda: store.attempts() and store.attempts()[0].handle)
-    process.send_signal(signal.SIGSTOP)
     wait_for((tmp_path / "training_runs/skill_0_Collect_Wood/DONE.json").exists)
     process.kill()
     process.communicate()

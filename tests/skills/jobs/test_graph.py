@@ -943,11 +943,11 @@ def test_who_waits_for_a_job_keeps_no_program_from_ending(
         known = set(threading.enumerate())
         handle = handle or launcher.launch(["sleep", "600"], "name", {}, slurm / "log")
         assert launcher.watch(handle, ended.put)
-        threads += set(threading.enumerate()) - known
+        began = set(threading.enumerate()) - known
+        threads += [thread for thread in began if thread.name.startswith("wait-")]
         launcher.kill(handle)
         ray.session = 2
         assert ended.get(timeout=60)
-    assert len(threads) == 4
-    assert all(thread.daemon and thread.name.startswith("wait-") for thread in threads)
+    assert [thread.daemon for thread in threads] == [True] * 4
     child.wait()
     child.stdin.close()  # type: ignore[union-attr]

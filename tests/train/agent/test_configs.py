@@ -68,7 +68,7 @@ def server_url():
         daemon=True,
     )
     serving.start()
-    return f"http://127.0.0.1:{ready.get(timeout=30)}"
+    return f"http://127.0.0.1:{ready.get(timeout=200)}"
 
 
 @pytest.mark.parametrize("name", config_names())

@@ -94,7 +94,7 @@ def test_a_server_that_is_not_there_is_named(capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    assert main(["eval", "openai:", "--base-url", url, "--retries", "0", *OPTIONS]) == 1
+        assert main(["eval", "openai:", "--base-url", url, "--retries", "0", *OPTIONS]) == 1
     error = capsys.readouterr().err
     assert url.removesuffix("/v1") in error
     assert "refused" in error
