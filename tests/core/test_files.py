@@ -191,6 +191,7 @@ print("killed at", steps - 1, "steps")
 """
 
 
+@pytest.mark.timeout(900)  # some hundred processes, one after another
 @pytest.mark.parametrize("way", ["exchange", "two renames"])
 def test_a_replaced_folder_is_never_lost_wherever_its_writers_are_killed(tmp_path, way):
     done = subprocess.run(

@@ -367,12 +367,12 @@ def test_an_env_that_hangs_or_exits_costs_its_own_row(engine, tmp_path, kind):
     env = {"env_type": f"tests.integrations.doubles:{kind}"}
     limits = {"step_timeout": 0.3, "make_timeout": 30.0, "env_retries": 1}
     worker = make_worker(engine, tmp_path, env, Client(engine), parallel=limits)
-    data = asyncio.run(asyncio.wait_for(worker.generate_sequences(rows()), 30))
+    data = asyncio.run(asyncio.wait_for(worker.generate_sequences(rows()), 200))
     assert list(data.non_tensor_batch["failed"]) == [1.0] * 6
     assert data.batch["response_mask"].sum() == 0
     doubles.COME_BACK.set()
     if kind == "HangingEnv":  # those that come back are closed after all, both tries of each row
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(doubles.CLOSED) < 12 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(doubles.CLOSED) >= 12

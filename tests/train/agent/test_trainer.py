@@ -156,18 +156,29 @@ def test_another_seed_gives_another_run(calm, tmp_path):
     assert train(tmp_path / "run", "seed=1", "use_parallel_envs=false")[1] != calm[1]
 
 
+KILLED = """
+import os, signal, sys
+from shoal.cli import train
+from shoal.cli.main import main
+
+tell, killed_at = train.print_json, int(sys.argv[1])
+
+def print_json(event):
+    tell(event)
+    if (event["event"], event["step"]) == ("checkpoint", killed_at):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train.print_json = print_json
+main(sys.argv[2:])
+"""
+
+
 @pytest.mark.parametrize("killed_at", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2)), 3])
 def test_a_killed_run_resumes_to_the_same_end(calm, tmp_path, killed_at):
-    command = [sys.executable, "-m", "shoal", "train", "--json-events", *SMALL, f"run_dir={tmp_path / 'run'}",
-               "use_parallel_envs=false"]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    for line in process.stdout:
-        event = json.loads(line)
-        if event["event"] == "checkpoint" and event["step"] == killed_at:
-            break
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    command = [sys.executable, "-c", KILLED, str(killed_at), "train", "--json-events", *SMALL,
+               f"run_dir={tmp_path / 'run'}", "use_parallel_envs=false"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "run" / "summary.json").exists()
     rows, weights = train(tmp_path / "run", "resume=true", "use_parallel_envs=false")
     for row, expected in zip(rows, calm[0], strict=True):
