@@ -104,7 +104,7 @@ def test_a_large_table_that_is_no_picture_is_told_of(caplog):
         assert "go through a perceptron: if they are pictures, give them as uint8" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING), PPO(Screen, **TINY) as ppo:
-        assert caplog.text == ""
+        assert "perceptron" not in caplog.text
         assert type(ppo.network) is CNNActorCritic
 
 
