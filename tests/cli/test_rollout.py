@@ -1,4 +1,5 @@
 import json
+import threading
 
 import pytest
 from tests.rollout.doubles import FakeServer
@@ -18,7 +19,10 @@ def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys, monkeypatch
     assert (summary["command"], summary["status"]) == ("rollout", "completed")
     assert summary["metrics"]["episodes"] == 6
     assert summary["metrics"]["rollout_workers"] == 2
+    told, say, reset = threading.Event(), grammar.Progress.say, FrozenLakeEnv.reset
     monkeypatch.setattr(grammar, "FIRST_HEARTBEAT", 0.05)
+    monkeypatch.setattr(grammar.Progress, "say", lambda self, line: (say(self, line), told.set()))
+    monkeypatch.setattr(FrozenLakeEnv, "reset", lambda env, **how: told.wait(60) and reset(env, **how))
     assert main(["rollout", "--verify", str(run)]) == 0
     said, meanwhile = capsys.readouterr()
     assert "promised L2, held L2: 6 of 6 episodes" in said
