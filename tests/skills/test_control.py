@@ -542,7 +542,7 @@ def test_graphs_in_two_folders_do_not_end_each_others_tmux_sessions(tmp_path: Pa
     try:
         handles = [
             launcher.launch(
-                [sys.executable, "-c", "import time; time.sleep(60)"], "same", {}, tmp_path / "log"
+                [sys.executable, "-c", "import time; time.sleep(600)"], "same", {}, tmp_path / "log"
             )
             for launcher in launchers
         ]
