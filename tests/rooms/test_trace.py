@@ -1,6 +1,7 @@
 import multiprocessing
 import sys
 import threading
+import weakref
 
 import pytest
 from tests.rooms.trace import Tracer
@@ -58,6 +59,22 @@ def test_only_what_is_passed_inside_the_piece_counts(toy, tmp_path):
     assert third.files() == set()
     assert {functions for functions in map(tuple, first.calls.values())} == {("begin",), ("step",), ("add",)}
     assert sys.getprofile() is None
+
+
+def test_what_was_left_behind_before_a_piece_is_no_part_of_it(toy, tmp_path):
+    from toytraced.entry import begin
+    from toytraced.other import other
+
+    class Left:
+        def __init__(self):
+            self.circle = self
+
+    weakref.finalize(Left(), other, 1)
+    with Tracer("toytraced", tmp_path) as tracer, tracer.piece() as passed:
+        begin(1)
+        kept = [[] for _ in range(10_000)]  # so many that garbage is looked for
+    assert kept
+    assert passed.files() == {"entry.py", "middle.py", "inner.py"}
 
 
 def test_a_worker_that_installs_it_is_watched_with_its_threads_and_its_waiting_loop(toy, tmp_path):

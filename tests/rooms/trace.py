@@ -14,6 +14,7 @@ A worker takes part once it has called `tracer.install()` in the thread that wor
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import mmap
 import os
@@ -89,11 +90,14 @@ class Tracer:
         """What is passed until the block ends; read it afterwards."""
         self._pieces += 1
         passed = Passed()
+        gc.collect()
+        gc.disable()  # what others left behind would be finalized amid the piece
         self._turn(self._pieces)
         try:
             yield passed
         finally:
             self._turn(0)
+            gc.enable()
         for line in self._log.read_text().splitlines():
             piece, process, file, function = line.split("\t")
             if int(piece) == self._pieces:
