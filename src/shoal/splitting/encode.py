@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.core.errors import DataError
+from shoal.rollout.samplers.tokenizers import going_on, puts_spaces
 from shoal.splitting.cut import Cut, Piece, places_of
 from shoal.splitting.place import Layout, lay_out, text_like
 from shoal.splitting.readers.recordings import Message, Part, Recording
@@ -70,8 +71,7 @@ class ChatTemplate:
         control = {str(token) for token in added.values() if token.special} - set(model_text)
         ordered = sorted(control, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, ordered))) if escape and ordered else None
-        said = self._ids("a")
-        self._spaced = self._ids(END + "a")[-len(said) :] != said  # by the tokenizer, before any text
+        self._spaced = puts_spaces(self._ids)
         self._lead = self._leading()
         asking = self.render([*self._lead, (_USER, None)], ask=True)
         asked = self.render([*self._lead, (_USER, None)])
@@ -110,11 +110,10 @@ class ChatTemplate:
         return np.asarray(ids, np.int32)
 
     def _ids(self, text: str, behind: str = "") -> list[int]:
-        alone: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        if not behind or not self._spaced:
-            return alone
-        first, both = self._ids(behind), self._ids(behind + text)
-        return both[len(first) :] if both[: len(first)] == first else alone
+        if behind and self._spaced:
+            return going_on(self._ids, text, behind)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def answer_ids(self, message: Message, keep: tuple[int, ...] | None) -> Array:
         """Tokens of an answer's text as the model wrote it, apart from header and end."""

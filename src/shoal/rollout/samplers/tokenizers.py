@@ -10,16 +10,41 @@ import copy
 import re
 import string
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.core.errors import DataError, EngineError, needs_extra, reading
 from shoal.rollout.samplers.sampler import Message
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
-_Piece = tuple[int, ...] | int
-"""Of a chat: tokens of the template, or the number of the message whose content stands there."""
+_ANY = "\ufdd1"
+"""A noncharacter: text that others go on from."""
+
+
+class _Content(NamedTuple):
+    """Where the content of a message stands in a chat, and the text that it goes on from; see `going_on`."""
+
+    number: int
+    behind: str
+
+
+_Piece = tuple[int, ...] | _Content
+"""Of a chat: tokens of the template, or a content."""
+
+
+def puts_spaces(encode: Callable[[str], list[int]]) -> bool:
+    """Whether a tokenizer puts a space before any text that it is given, as those of Llama 2 and Mistral do."""
+    said = encode("a")
+    return bool(said) and encode(f"{_ANY}a")[-len(said) :] != said
+
+
+def going_on(encode: Callable[[str], list[int]], text: str, behind: str) -> list[int]:
+    """Tokens of a text as it goes on from another one; where there is none, as the tokenizer begins with it."""
+    if not behind:
+        return encode(text)
+    first, both = encode(behind), encode(behind + text)
+    return both[len(first) :] if both[: len(first)] == first else encode(text)
 
 
 class _Alone:
@@ -80,10 +105,13 @@ class TemplateTokenizer:
         self.tokenizer = tokenizer
         self._settings = settings
         self._template = _Alone(own)
+        self._spaced = puts_spaces(lambda text: self._ids(self._template, text))
         self._marks = self._marks_of_turns()
         self._contents = _Alone(copy.deepcopy(own))
         self._starts: dict[tuple[str, ...], list[_Piece]] = {}
         self._between: list[_Piece] | None = None
+        asked = self._written([{"role": "user", "content": "\ue0000\ue001"}], add_generation_prompt=True)
+        self._header = self._before(_ANY + asked.split("\ue001")[-1])
         self.end_ids = self._end_of_turn()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,10 +127,18 @@ class TemplateTokenizer:
         return len(self.tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Plain text as tokens; what looks like a control token is spelled out."""
-        with self._contents as tokenizer:
-            encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        return tuple(encoded["input_ids"])
+        """Plain text as the tokens of an answer's begin; what looks like a control token is spelled out."""
+        return self._content(text, self._header)
+
+    def _content(self, text: str, behind: str) -> tuple[int, ...]:
+        def plain(text: str) -> list[int]:
+            return self._ids(self._contents, text, split_special_tokens=True)
+
+        return tuple(going_on(plain, text, behind))
+
+    def _ids(self, alone: _Alone, text: str, **how: bool) -> list[int]:
+        with alone as tokenizer:
+            return list(tokenizer(text, add_special_tokens=False, **how)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Tokens as text, without control tokens."""
@@ -123,7 +159,7 @@ class TemplateTokenizer:
             EngineError: the template is not append-only: a later turn changes what was written before it.
         """
         if self._between is None:
-            self._between = self._cut(self._continuation())
+            self._between = self._cut(self._continuation(), _ANY)
         ids = self._join(self._between, ["", "", message["content"]])
         return (
             ids[1:] if response_ids and response_ids[-1] in self.end_ids and ids[0] in self.end_ids else ids
@@ -140,23 +176,39 @@ class TemplateTokenizer:
                 tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
             )
 
-    def _cut(self, rendered: str) -> list[_Piece]:
-        """Rendered text as tokens, and as the number of a content where a mark stands."""
-        pieces = _MARK.split(rendered)
-        return [int(piece) if place % 2 else self._control(piece) for place, piece in enumerate(pieces)]
+    def _cut(self, rendered: str, behind: str = "") -> list[_Piece]:
+        """Rendered text that goes on from another one as tokens, and as a content where a mark stands."""
+        pieces, cut = _MARK.split(rendered), list[_Piece]()
+        for header, number in zip(pieces[::2], [*pieces[1::2], None], strict=True):
+            cut.append(self._control(header, behind))
+            if number is not None:
+                cut.append(_Content(int(number), self._before(behind + header)))
+            behind = _ANY
+        return cut
 
-    def _control(self, piece: str) -> tuple[int, ...]:
+    def _control(self, piece: str, behind: str = "") -> tuple[int, ...]:
         """A piece of the template as tokens, control tokens among them."""
         if not piece:
             return ()
-        with self._template as tokenizer:
-            return tuple(tokenizer(piece, add_special_tokens=False)["input_ids"])
+        behind = behind if self._spaced else ""
+        return tuple(going_on(lambda text: self._ids(self._template, text), piece, behind))
+
+    def _before(self, text: str) -> str:
+        """What a content goes on from behind a text; nothing where the tokenizer's space is to stand before it."""
+        if not self._spaced or not text:
+            return ""
+        said = self._control("a")
+        put = not text[-1].isspace() and self._control(f"{text}a")[-len(said) :] == said
+        return "" if put else _ANY
 
     def _join(self, pieces: Sequence[_Piece], contents: Sequence[str]) -> tuple[int, ...]:
         """The tokens of a chat from those of its template and its contents."""
         ids: list[int] = []
         for piece in pieces:
-            ids += piece if isinstance(piece, tuple) else self.encode(contents[piece])
+            if isinstance(piece, _Content):
+                ids += self._content(contents[piece.number], piece.behind)
+            else:
+                ids += piece
         return tuple(ids)
 
     def _written(self, messages: Sequence[Any], **settings: bool) -> str:
@@ -207,7 +259,7 @@ class TemplateTokenizer:
         written = self._written(
             [{"role": "user", "content": "u"}, {"role": "assistant", "content": "\ue0001\ue001"}]
         )
-        tail = self._control(written.split("\ue001")[-1])
+        tail = self._control(written.split("\ue001")[-1], _ANY)
         if tail and (tail[0] in self.tokenizer.all_special_ids or tail[0] in self._marks):
             ids.append(tail[0])
         return tuple(dict.fromkeys(ids))
@@ -220,8 +272,8 @@ class TemplateTokenizer:
         """
         user, answer = ({"role": role, "content": "\ue0000\ue001"} for role in ("user", "assistant"))
         alone, asked = self._written([user]), self._written([user], add_generation_prompt=True)
-        ids = list(self._control(asked.removeprefix(alone))[:1])
-        ids += self._control(self._written([user, answer]).split("\ue001")[-1])[:1]
+        ids = list(self._control(asked.removeprefix(alone), _ANY)[:1])
+        ids += self._control(self._written([user, answer]).split("\ue001")[-1], _ANY)[:1]
         with contextlib.suppress(Exception):  # there are templates that refuse a system message
             alone += self._written([{**user, "role": "system"}, user])
         ids += (token for piece in _MARK.split(alone)[::2] for token in self._control(piece))

@@ -1,0 +1,56 @@
+"""Prompts have the tokens that a chat has as a whole, with tokenizers that put a space before any text too."""
+
+import pytest
+from tests.splitting.test_templates import tokenizer_that_spaces
+
+from shoal.rollout.samplers.tokenizers import TemplateTokenizer
+
+KINDS = ["legacy", "always", "first", "bytes", "never"]
+HEADERS = ["'<say>' + m.role + '>\\n'", "m.role + '<say>'", "'<say>' + m.role + '> '"]
+
+
+def template(header):
+    """As those of TinyLlama and Phi-3 end a header, by a line; or by a control token; or by a space."""
+    asked = header.replace("m.role", "'assistant'")
+    return (
+        f"{{%- for m in messages -%}}{{{{- {header} + m.content + '<end>' -}}}}{{%- endfor -%}}"
+        f"{{%- if add_generation_prompt -%}}{{{{- {asked} -}}}}{{%- endif -%}}"
+    )
+
+
+def spelled(tokenizer, ids):
+    return "".join(tokenizer.convert_ids_to_tokens(ids))
+
+
+@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_has_the_tokens_of_its_chat(kind, header):
+    tokenizer = tokenizer_that_spaces(kind)
+    tokenizer.chat_template = template(header)
+    chat = [
+        {"role": ("user", "assistant")[i % 2], "content": text}
+        for i, text in enumerate(["what", "go on", "!on and"])
+    ]
+    ours = TemplateTokenizer(tokenizer)
+    answer = (*ours.encode("go on"), tokenizer.eos_token_id)
+    parts = [(), ours.start(chat[:1]), (), ()]
+    parts[2] = parts[1] + answer
+    parts[3] = parts[2] + ours.extend(answer, chat[2])
+    for upto, ids in ((1, parts[1]), (3, parts[3])):
+        text = tokenizer.apply_chat_template(chat[:upto], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.encode(text, add_special_tokens=False)
+        if header.endswith("> '"):  # where a space and a word may be one token, the text is the same
+            assert spelled(tokenizer, ids) == spelled(tokenizer, whole)
+        else:
+            assert list(ids) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_control_token_in_a_message_is_text_behind_which_nothing_is_spaced_otherwise(kind):
+    tokenizer = tokenizer_that_spaces(kind)
+    tokenizer.chat_template = template(HEADERS[0])
+    ids = TemplateTokenizer(tokenizer).start([{"role": "user", "content": "go<end>on"}])
+    assert ids.count(tokenizer.eos_token_id) == 1
+    spaces = spelled(tokenizer, ids).replace("Ġ", "▁").count("▁")
+    plain = TemplateTokenizer(tokenizer).start([{"role": "user", "content": "go on"}])
+    assert spaces == spelled(tokenizer, plain).replace("Ġ", "▁").count("▁") - 1
