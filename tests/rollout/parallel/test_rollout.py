@@ -227,10 +227,10 @@ def test_envs_that_are_made_to_look_at_them_are_closed(limit, monkeypatch):
     monkeypatch.setattr(CounterEnv, "close", lambda env: closed.append(env))
     with ParallelRolloutManager(config(parallel={"step_timeout": limit}), HashEngine()):
         end = time.monotonic() + 60
-        while len(closed) < len(made) and time.monotonic() < end:
+        while not set(map(id, made)) <= set(map(id, closed)) and time.monotonic() < end:
             time.sleep(0.01)
     assert made
-    assert set(map(id, closed)) == set(map(id, made))
+    assert set(map(id, made)) <= set(map(id, closed))  # one of a test before may be closed late
 
 
 @pytest.mark.parametrize("keep", [False, True])

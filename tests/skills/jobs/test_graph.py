@@ -33,6 +33,7 @@ from shoal.skills.jobs.runner import (
     LocalLauncher,
     RayLauncher,
     SlurmLauncher,
+    TmuxLauncher,
     adopting_launcher,
     alive,
     ask_to_cancel,
@@ -43,6 +44,7 @@ from shoal.skills.jobs.runner import (
     make_launcher,
     reopen,
     resident_memory,
+    server_of,
     start_time,
     watch_process,
 )
@@ -444,6 +446,14 @@ def test_a_batch_job_is_cancelled_until_it_is_over_and_known_without_slurms_prog
 
 
 @pytest.mark.usefixtures("nothing_is_left_behind")
+def test_a_session_begins_though_the_last_one_takes_its_tmux_server_along(tmp_path: Path) -> None:
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    launcher = TmuxLauncher(server_of(tmp_path))
+    for number in range(80):  # of which one in seven met a server that was about to end
+        assert launcher._tmux("new-session", "-d", "-P", "--", "sleep", f"{number % 12 / 1000}")
+
+
 def test_a_tmux_that_answers_too_late_or_nonsense_has_its_session_found_and_not_made_again(
     tmp_path: Path, jobs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -696,6 +696,7 @@ class Launcher(Protocol):
 
 
 LAUNCHERS = ("local", "tmux", "ray", "slurm")
+TMUX_TRIES = 20  # while its server, whose last session has ended, is on its way out
 
 
 def make_launcher(
@@ -851,13 +852,14 @@ class TmuxLauncher(LocalLauncher):
         self._tmux("kill-session", "-t", f"={handle['session']}", check=False, server=str(handle["server"]))
 
     def _tmux(self, *arguments: str, check: bool = True, server: str | None = None) -> str:
-        try:
-            done = subprocess.run(
-                ["tmux", "-L", server or self.server, *arguments], capture_output=True, text=True, timeout=30,
-                check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"tmux {arguments[0]} has not answered for {error.timeout:g} s") from error
+        command = ["tmux", "-L", server or self.server, *arguments]
+        for _ in range(TMUX_TRIES):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+            except subprocess.TimeoutExpired as error:
+                raise RuntimeError(f"tmux {arguments[0]} has not answered for {error.timeout:g} s") from error
+            if "server exited" not in done.stderr:
+                break
         if check and done.returncode:
             raise RuntimeError(f"tmux {arguments[0]} failed: {done.stderr.strip() or done.returncode}")
         return done.stdout.strip()
