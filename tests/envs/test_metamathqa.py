@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+import signal
 import threading
 from fractions import Fraction
 
@@ -363,6 +364,23 @@ def test_a_verifier_that_was_killed_from_outside_is_replaced(verifier):
     verifier._process.kill()
     verifier._process.wait()
     assert verifier.same("2^{10}", "1024")
+    assert verifier.kills == 0
+
+
+def test_a_verifier_that_is_killed_amid_a_question_is_asked_again_and_one_that_stands_still_is_not_late(
+    verifier,
+):
+    """A busy machine, or an end of memory that is somebody else's fault, makes no right answer wrong."""
+    assert verifier.same("1", "1")
+    verifier.seconds = 1.0
+    for then in (signal.SIGCONT, signal.SIGKILL):
+        process = verifier._process
+        process.send_signal(signal.SIGSTOP)
+        timer = threading.Timer(1.5, process.send_signal, [then])
+        timer.start()
+        assert verifier.same("2^{10}", "1024")
+        timer.join()
+        assert (verifier._process is process) == (then == signal.SIGCONT)
     assert verifier.kills == 0
 
 

@@ -1,10 +1,12 @@
-"""math-verify (symbolic equality of answers) in a process of its own that is killed when it takes too long.
+"""math-verify (symbolic equality of answers) in a process of its own that ends when it takes too long.
 
-In-process it would stall a worker for seconds on hostile input and refuse to run outside the main thread.
+In-process it would stall a worker for seconds on hostile input and refuse to run outside the main thread. What is
+counted is the time of its processor, so that an answer is no more wrong on a busy machine than on an idle one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -25,13 +27,15 @@ MAX_ANSWER = 200
 MAX_MEMORY = 4 * 2**30
 """Bytes of address space the process may use."""
 START_SECONDS = 60.0
+WAIT_SECONDS = 600.0
+"""After which a process that has used little of its time all the same is given up."""
 
 
 class MathVerifier:
     """Asks math-verify whether two answers are the same; safe to share between threads.
 
     Args:
-        seconds: how long one question may take before its process is killed and the answer counts as wrong.
+        seconds: CPU seconds that one question may take before its process is killed and the answer counts as wrong.
     """
 
     def __init__(self, seconds: float = 2.0) -> None:
@@ -48,22 +52,28 @@ class MathVerifier:
         if any(answer is None or len(answer) > MAX_ANSWER for answer in answers):
             return False
         with self._lock:
-            if self._process is not None and self._process.poll() is not None:
-                self._kill()  # somebody else ended it: that costs no answer
-            try:
-                process = self._process or self._start()
-                assert process.stdin is not None
-                process.stdin.write(json.dumps(answers).encode() + b"\n")
-                process.stdin.flush()
-            except BrokenPipeError:
-                self._kill()
-                return False
-            line = self._line(process, self.seconds)
-            if line is None:
-                self._kill()
-                self.kills += 1
-                return False
+            found = self._ask(answers)
+            if (
+                found is None
+            ):  # somebody else ended the process, which costs no answer; or this one does, each time
+                found = self._ask(answers)
+            return bool(found)
+
+    def _ask(self, answers: tuple[str | None, ...]) -> bool | None:
+        """What the process says; None if it ended for another reason than that this takes too long."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        line = None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps([self.seconds, *answers]).encode() + b"\n")
+            process.stdin.flush()
+            line = self._line(process, WAIT_SECONDS)
+        if line is not None:
             return json.loads(line) is True
+        self._kill()
+        late = process.returncode == -signal.SIGPROF
+        self.kills += late
+        return False if late else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MathVerifier, (self.seconds,)
@@ -133,15 +143,20 @@ def _serve(parent: int) -> None:
         _verify(math_verify, given, wanted)
     _reply("ready")
     for line in sys.stdin.buffer:
-        given, wanted = json.loads(line)
-        _reply(_verify(math_verify, given, wanted))
+        seconds, given, wanted = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of user and system; its signal ends the process
+        told = _verify(math_verify, given, wanted)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _reply(told)
 
 
 def _verify(math_verify: Any, given: str, wanted: str) -> bool:
     """One question; whatever math-verify raises on odd input means "not equal"."""
     try:
-        parsed = [math_verify.parse(f"\\boxed{{{answer}}}") for answer in (wanted, given)]
-        return bool(all(parsed) and math_verify.verify(*parsed))
+        parsed = [math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=0) for answer in (wanted, given)]
+        return bool(
+            all(parsed) and math_verify.verify(*parsed, timeout_seconds=0)
+        )  # its own limits are of the clock
     except (Exception, MemoryError):
         return False
 

@@ -292,7 +292,7 @@ class MetaMathQAConfig:
     checker: str = "exact"
     """"exact", or "math_verify" to accept also what math-verify calls equal (a process of its own)."""
     check_seconds: float = 2.0
-    """How long math-verify may take for one answer."""
+    """CPU seconds that math-verify may take for one answer."""
     invalid_penalty: float = 0.0
     """Reward of a response without a usable answer."""
 
