@@ -369,6 +369,18 @@ def test_one_number_is_no_action_or_seed_for_each_of_several() -> None:
     envs.close()
 
 
+@pytest.mark.parametrize("actions", [lambda: map(int, "12"), lambda: {"a": 1, "b": 2}.values()])
+def test_actions_may_be_whatever_can_be_gone_through_as_in_gymnasium(actions: Any) -> None:
+    for envs in (SyncVectorEnv([CountEnv] * 2), make_vec(CountEnv, 2, backend="serial")):
+        envs.reset(seed=0)
+        assert envs.step(actions())[1].tolist() == [11.0, 21.0]
+        envs.close()
+    with contextlib.closing(make_vec(CountEnv, 2, backend="serial")) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(ValueError, match=r"expected 2 actions, one for each environment, got 3"):
+            envs.step(map(int, "123"))
+
+
 class HeedingEnv(CountEnv):
     """Does as it is told in words."""
 

@@ -442,8 +442,8 @@ def _column(leaf: Leaf, part: Any, n: int) -> Any:
     if leaf.kind != "fixed":
         return one_each(part, n)
     column = np.asarray(part)
-    if column.ndim == 0:
-        raise TypeError(f"expected one action for each of {n} environments, got the single {part!r}")
+    if column.ndim == 0:  # what can only be gone through, or a single action
+        column = np.asarray(one_each(part, n))
     if len(column) != n:
         raise ValueError(
             f"expected actions of shape {(n, *leaf.shape)} for {n} environments, got {column.shape}"
