@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.core.errors import DataError
-from shoal.rollout.samplers.tokenizers import going_on, puts_spaces
+from shoal.rollout.samplers.tokenizers import ANY, going_on, puts_spaces
 from shoal.splitting.cut import Cut, Piece, places_of
 from shoal.splitting.place import Layout, lay_out, text_like
 from shoal.splitting.readers.recordings import Message, Part, Recording
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # a noncharacter: cut the text here before encoding, so that no control token spans the place
 BREAK = "\ufdd0"
-END = "\ufdd1"  # a noncharacter: where the text of an assistant message ended
+END = ANY  # where the text of an assistant message ended
 
 MODEL_TEXT = ("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>", "<|quad_start|>",
               "<|quad_end|>")  # fmt: skip

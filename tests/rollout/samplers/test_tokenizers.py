@@ -46,6 +46,16 @@ def test_a_prompt_has_the_tokens_of_its_chat(kind, header):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_text_of_the_template_behind_a_content_begins_with_no_space(kind):
+    tokenizer = tokenizer_that_spaces(kind)
+    tokenizer.chat_template = template(HEADERS[0]).replace("'<end>'", "'!user<end>'")
+    chat = [{"role": "user", "content": "go"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.encode(text, add_special_tokens=False)
+    assert list(TemplateTokenizer(tokenizer).start(chat)) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_control_token_in_a_message_is_text_behind_which_nothing_is_spaced_otherwise(kind):
     tokenizer = tokenizer_that_spaces(kind)
     tokenizer.chat_template = template(HEADERS[0])

@@ -18,7 +18,7 @@ from shoal.core.errors import DataError, EngineError, needs_extra, reading
 from shoal.rollout.samplers.sampler import Message
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
-_ANY = "\ufdd1"
+ANY = "\ufdd1"
 """A noncharacter: text that others go on from."""
 
 
@@ -36,7 +36,7 @@ _Piece = tuple[int, ...] | _Content
 def puts_spaces(encode: Callable[[str], list[int]]) -> bool:
     """Whether a tokenizer puts a space before any text that it is given, as those of Llama 2 and Mistral do."""
     said = encode("a")
-    return bool(said) and encode(f"{_ANY}a")[-len(said) :] != said
+    return bool(said) and encode(f"{ANY}a")[-len(said) :] != said
 
 
 def going_on(encode: Callable[[str], list[int]], text: str, behind: str) -> list[int]:
@@ -111,7 +111,7 @@ class TemplateTokenizer:
         self._starts: dict[tuple[str, ...], list[_Piece]] = {}
         self._between: list[_Piece] | None = None
         asked = self._written([{"role": "user", "content": "\ue0000\ue001"}], add_generation_prompt=True)
-        self._header = self._before(_ANY + asked.split("\ue001")[-1])
+        self._header = self._before(ANY + asked.split("\ue001")[-1])
         self.end_ids = self._end_of_turn()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class TemplateTokenizer:
             EngineError: the template is not append-only: a later turn changes what was written before it.
         """
         if self._between is None:
-            self._between = self._cut(self._continuation(), _ANY)
+            self._between = self._cut(self._continuation(), ANY)
         ids = self._join(self._between, ["", "", message["content"]])
         return (
             ids[1:] if response_ids and response_ids[-1] in self.end_ids and ids[0] in self.end_ids else ids
@@ -183,7 +183,7 @@ class TemplateTokenizer:
             cut.append(self._control(header, behind))
             if number is not None:
                 cut.append(_Content(int(number), self._before(behind + header)))
-            behind = _ANY
+            behind = ANY
         return cut
 
     def _control(self, piece: str, behind: str = "") -> tuple[int, ...]:
@@ -199,7 +199,7 @@ class TemplateTokenizer:
             return ""
         said = self._control("a")
         put = not text[-1].isspace() and self._control(f"{text}a")[-len(said) :] == said
-        return "" if put else _ANY
+        return "" if put else ANY
 
     def _join(self, pieces: Sequence[_Piece], contents: Sequence[str]) -> tuple[int, ...]:
         """The tokens of a chat from those of its template and its contents."""
@@ -259,7 +259,7 @@ class TemplateTokenizer:
         written = self._written(
             [{"role": "user", "content": "u"}, {"role": "assistant", "content": "\ue0001\ue001"}]
         )
-        tail = self._control(written.split("\ue001")[-1], _ANY)
+        tail = self._control(written.split("\ue001")[-1], ANY)
         if tail and (tail[0] in self.tokenizer.all_special_ids or tail[0] in self._marks):
             ids.append(tail[0])
         return tuple(dict.fromkeys(ids))
@@ -272,8 +272,8 @@ class TemplateTokenizer:
         """
         user, answer = ({"role": role, "content": "\ue0000\ue001"} for role in ("user", "assistant"))
         alone, asked = self._written([user]), self._written([user], add_generation_prompt=True)
-        ids = list(self._control(asked.removeprefix(alone), _ANY)[:1])
-        ids += self._control(self._written([user, answer]).split("\ue001")[-1], _ANY)[:1]
+        ids = list(self._control(asked.removeprefix(alone), ANY)[:1])
+        ids += self._control(self._written([user, answer]).split("\ue001")[-1], ANY)[:1]
         with contextlib.suppress(Exception):  # there are templates that refuse a system message
             alone += self._written([{**user, "role": "system"}, user])
         ids += (token for piece in _MARK.split(alone)[::2] for token in self._control(piece))
