@@ -13,6 +13,8 @@ os.environ["MKL_NUM_THREADS"] = "1"
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,3 +37,20 @@ def one_thread() -> Iterator[None]:
     yield
     if (torch := sys.modules.get("torch")) is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def drawn() -> None:
+    """For tests that look at curves: they are drawn."""
+
+
+@pytest.fixture(autouse=True)
+def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves are not drawn in this process, which takes a third of a small run, unless a test asks for them."""
+
+    def write(_rows: Any, path: Path, *_: Any) -> None:
+        path.write_bytes(b"")
+
+    for module, name in (("train.agent.records", "write_curves"), ("train.ppo.run", "write_ppo_curves")):
+        if f"shoal.{module}" in sys.modules and "drawn" not in request.fixturenames:
+            monkeypatch.setattr(sys.modules[f"shoal.{module}"], name, write)

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 import sys
 import time
 from dataclasses import replace
@@ -34,12 +35,18 @@ def skills(*arguments: str) -> int:
     return main(["skills", *arguments])
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> Path:
-    path = tmp_path / "run"
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trained") / "run"
     with contextlib.redirect_stdout(io.StringIO()):
         assert skills("train", "--max_nodes", "1", "--graph-path", str(path), *QUICK) == 0
     return path
+
+
+@pytest.fixture
+def trained(trained_once: Path, tmp_path: Path) -> Path:
+    """A run that is over, in a folder that a test may change."""
+    return shutil.copytree(trained_once, tmp_path / "run")
 
 
 def test_a_run_leaves_a_summary_pictures_state_and_config(trained: Path) -> None:

@@ -95,7 +95,7 @@ def test_seed_mode_equals_per_window_processing_for_any_limits(
 
 
 @pytest.mark.parametrize("kind", ["stepwise", "window"])
-@pytest.mark.parametrize("size", [(1280, 720), (1920, 1080)])
+@pytest.mark.parametrize("size", [(1280, 720), pytest.param((1920, 1080), marks=pytest.mark.slow)])
 def test_seed_mode_equals_per_window_processing_on_real_screen_sizes(processor, make_root, kind, size):
     root, ids = make_root(1, steps=3, size=size, ends_on_user=True)
     compare(processor, root, ids, kind, images=2, p=13000, r=13000)

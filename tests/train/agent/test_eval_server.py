@@ -133,7 +133,7 @@ def test_a_hugging_face_folder_is_evaluated(tmp_path, capsys):
 
 
 # --- panels
-PANEL = ["--panel", "core", "--episodes", "5", "--json"]
+PANEL = ["--panel", "core", "--episodes", "2", "--json"]
 
 
 def test_a_panel_gives_two_people_the_same_table_and_each_row_is_that_of_its_env_played_alone(
@@ -151,11 +151,11 @@ def test_a_panel_gives_two_people_the_same_table_and_each_row_is_that_of_its_env
     assert tables[0]["weights"] == f"sha256 {sha256_of_folder(folder)}"
     rows = {row.pop("env"): row for row in tables[0]["rows"]}
     assert list(rows) == ["sokoban", "frozen_lake", "webshop", "countdown"]
-    assert {row["episodes"] for row in rows.values()} == {5}
+    assert {row["episodes"] for row in rows.values()} == {2}
     files = [(tmp_path / person / "trajectories" / "webshop.jsonl").read_bytes() for person in "ab"]
     assert files[0] == files[1]
     alone = ["--env", "countdown", "--env-config", "difficulty", "easy", "--seed", str(PANEL_SEED)]
-    assert main(["eval", str(folder), *alone, "--episodes", "5", "--max-tokens", "3", "--json"]) == 0
+    assert main(["eval", str(folder), *alone, "--episodes", "2", "--max-tokens", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == rows["countdown"]
 
 
