@@ -10,6 +10,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # a command takes a thread a core, which would spin on a busy one
 
 import sys
 from collections.abc import Iterator

@@ -10,11 +10,12 @@ from shoal.core.data import read_trajectories, write_trajectories
 from shoal.envs.frozen_lake import FrozenLakeEnv
 
 SMALL = ["es_manager.train.env_groups=3", "es_manager.train.group_size=2", "agent_proxy.parallel_n_jobs=2"]
+TINY = [*SMALL, "engine.width=16", "engine.layers=1", "engine.heads=2"]
 
 
 def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
-    assert main(["rollout", *SMALL, f"run_dir={run}", "--iteration", "3"]) == 0
+    assert main(["rollout", *TINY, f"run_dir={run}", "--iteration", "3"]) == 0
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["command"], summary["status"]) == ("rollout", "completed")
     assert summary["metrics"]["episodes"] == 6
@@ -33,7 +34,7 @@ def test_rollouts_without_a_folder_of_their_own_are_kept_apart(tmp_path, monkeyp
     """As those of `shoal train`: the metrics of one are not added to those of another."""
     monkeypatch.chdir(tmp_path)
     for iteration in ("0", "3"):
-        assert main(["rollout", *SMALL, "--iteration", iteration]) == 0
+        assert main(["rollout", *TINY, "--iteration", iteration]) == 0
         assert capsys.readouterr().out.count("episodes: runs/rollout") == 1
     rows = [
         [
@@ -43,7 +44,7 @@ def test_rollouts_without_a_folder_of_their_own_are_kept_apart(tmp_path, monkeyp
         for name in ("rollout", "rollout-2")
     ]
     assert rows == [[0], [3]]
-    assert main(["rollout", *SMALL, "run_dir=runs/rollout"]) == 2
+    assert main(["rollout", *TINY, "run_dir=runs/rollout"]) == 2
     assert "holds a run already" in capsys.readouterr().err
 
 
@@ -51,7 +52,7 @@ def test_a_changed_record_is_found(tmp_path, capsys):
     from dataclasses import replace
 
     run = tmp_path / "run"
-    main(["rollout", *SMALL, f"run_dir={run}"])
+    main(["rollout", *TINY, f"run_dir={run}"])
     file = run / "trajectories" / "rollout.jsonl"
     saved = list(read_trajectories(file))
     turn = saved[4].turns[2]
@@ -114,7 +115,7 @@ def test_other_weights_than_those_that_wrote_the_episodes_are_found(trained, tmp
 
 def test_comparing_says_that_everything_is_equal(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grammar, "FIRST_HEARTBEAT", 0.05)
-    assert main(["rollout", "--compare", *SMALL, f"run_dir={tmp_path / 'run'}"]) == 0
+    assert main(["rollout", "--compare", *TINY, f"run_dir={tmp_path / 'run'}"]) == 0
     said, meanwhile = capsys.readouterr()
     assert "… playing workers, own pace: " in meanwhile
     assert said.count("bit-equal") == 4
@@ -144,7 +145,7 @@ class LostLake(FrozenLakeEnv):
 @pytest.mark.slow
 def test_episodes_that_fail_alike_are_equal_whoever_played_them_and_says_so(tmp_path, capsys):
     lost = f"custom_envs.FrozenLakeEnv.env_type={__name__}:LostLake"
-    assert main(["rollout", "--compare", *SMALL, lost, f"run_dir={tmp_path / 'run'}"]) == 0
+    assert main(["rollout", "--compare", *TINY, lost, f"run_dir={tmp_path / 'run'}"]) == 0
     failed = {t.error for t in read_trajectories(tmp_path / "run" / "trajectories" / "rollout.jsonl")} - {
         None
     }
@@ -155,7 +156,7 @@ def test_episodes_that_fail_alike_are_equal_whoever_played_them_and_says_so(tmp_
 @pytest.mark.slow
 def test_a_comparison_in_which_no_worker_died_is_no_proof(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("shoal.cli.rollout.os.kill", lambda pid, signal: None)
-    assert main(["rollout", "--compare", *SMALL, f"run_dir={tmp_path / 'run'}"]) == 1
+    assert main(["rollout", "--compare", *TINY, f"run_dir={tmp_path / 'run'}"]) == 1
     assert "none died" in capsys.readouterr().out
 
 
@@ -163,8 +164,8 @@ def test_what_cannot_be_replayed_is_said(tmp_path, capsys):
     assert main(["rollout", "--verify", str(tmp_path)]) == 2
     assert "is not the folder of a saved rollout" in capsys.readouterr().err
     run = tmp_path / "run"
-    main(["rollout", *SMALL, f"run_dir={run}"])
-    assert main(["rollout", *SMALL, f"run_dir={run}"]) == 2
+    main(["rollout", *TINY, f"run_dir={run}"])
+    assert main(["rollout", *TINY, f"run_dir={run}"]) == 2
     assert "holds a run already" in capsys.readouterr().err
 
 
@@ -198,7 +199,7 @@ def test_what_was_compared_is_told_to_programs_and_nothing_is_not_called_equal(t
     from dataclasses import replace
 
     run = tmp_path / "run"
-    main(["rollout", *SMALL, f"run_dir={run}"])
+    main(["rollout", *TINY, f"run_dir={run}"])
     capsys.readouterr()
     assert main(["rollout", "--verify", str(run), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -217,7 +218,7 @@ def test_a_rollout_in_which_every_episode_failed_is_saved_and_told_as_a_failure(
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(FrozenLakeEnv, "reset", broken)
-    assert main(["rollout", *SMALL, f"run_dir={tmp_path / 'run'}", "--backend", "serial"]) == 1
+    assert main(["rollout", *TINY, f"run_dir={tmp_path / 'run'}", "--backend", "serial"]) == 1
     said = "none of 6 episodes came to an end; the first: env_error: reset failed: RuntimeError: out of order"
     assert said in capsys.readouterr().err
     saved = list(read_trajectories(tmp_path / "run" / "trajectories" / "rollout.jsonl"))
