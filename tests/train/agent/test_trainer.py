@@ -30,8 +30,8 @@ CLOCKS = (
 )
 WORKERS = ("rollout_workers", "rollout_batches", "engine_busy", "worker_deaths", "replayed_episodes")
 SMALL = [
-    "warmup.steps=60",
-    "warmup.learning_rate=0.003",
+    "warmup.steps=20",
+    "warmup.learning_rate=0.006",
     "trainer.iterations=4",
     "trainer.eval_every=2",
     "trainer.save_every=1",
@@ -418,7 +418,7 @@ def test_a_longer_run_goes_on_unless_its_learning_rates_would_be_others(tmp_path
     for schedule in ("constant", "linear"):
         folder, settings = (
             tmp_path / schedule,
-            (f"algorithm.lr_schedule={schedule}", "use_parallel_envs=false"),
+            (f"algorithm.lr_schedule={schedule}", "use_parallel_envs=false", "es_manager.train.env_groups=2"),
         )
         train(folder, *settings, "trainer.iterations=1", "warmup.steps=1")
         longer = (folder, *settings, "trainer.iterations=2", "warmup.steps=1", "resume=true")
@@ -432,7 +432,7 @@ def test_a_longer_run_goes_on_unless_its_learning_rates_would_be_others(tmp_path
 def test_in_its_warm_up_the_critic_learns_alone(tmp_path):
     """The policy stands still for two iterations and moves in the third; the critic moves in each."""
     settings = ["algorithm.adv_estimator=gae", "algorithm.critic.warmup=2", "trainer.iterations=3"]
-    settings.append("agent_proxy.reward_normalization.grouping=state")
+    settings += ["agent_proxy.reward_normalization.grouping=state", "es_manager.train.env_groups=16"]
     kept = ["trainer.save_every=1", "trainer.keep_checkpoints=9", "use_parallel_envs=false"]
     train(tmp_path, *settings, *kept, name="demo-bandit")
     folders = list_checkpoints(tmp_path / "checkpoints")

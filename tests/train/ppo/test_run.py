@@ -147,7 +147,7 @@ tell = train_ppo.print_json
 
 def print_json(event):
     tell(event)
-    if event["event"] == "checkpoint" and event["step"] >= 3840:
+    if event["event"] == "checkpoint" and event["step"] >= 1280:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 train_ppo.print_json = print_json
@@ -157,7 +157,7 @@ main(sys.argv[1:])
 
 def test_a_run_killed_at_any_moment_resumes_to_the_same_weights(tmp_path):
     """kill -9 after a checkpoint was reported; the resumed run ends bit for bit where an undisturbed one does."""
-    common = [*SMALL, "--total-timesteps", "38400", "--normalize-obs", "True", "--lr-schedule", "linear",
+    common = [*SMALL, "--total-timesteps", "12800", "--normalize-obs", "True", "--lr-schedule", "linear",
               "--eval-every", "0", "--log-every", "1"]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
     arguments = [
