@@ -422,7 +422,7 @@ def test_a_template_that_refuses_a_chat_is_an_engine_error_that_names_its_roles(
 @pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing:FutureWarning"
 )  # peft 0.21 on transformers 5.23
-def test_an_adapter_is_swapped_in_and_replaced(tmp_path):
+def test_an_adapter_is_swapped_in_and_replaced_also_by_whole_weights(tmp_path):
     peft = pytest.importorskip("peft")
     request = requests(make_engine(), 1)[0]
     plain = decode_slowly(make_engine(), request)[1]
@@ -443,6 +443,13 @@ def test_an_adapter_is_swapped_in_and_replaced(tmp_path):
         np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-4)
         seen.append(logprobs[0])
     assert len({*seen, plain[0]}) == 3
+    for version in (3, 4):  # of a network without adapters, one of which is in the way at first
+        engine.load_weights(make_engine().model.state_dict(), version)
+        completion = engine.generate([request])[0]
+        assert completion.weights_version == version
+        np.testing.assert_allclose(completion.logprobs, plain, atol=1e-4)
+    engine.load_adapter(tmp_path / "2", 5)
+    np.testing.assert_allclose(engine.generate([request])[0].logprobs, logprobs, atol=1e-4)
     with pytest.raises(DataError, match=r"no adapter_model\.safetensors"):
         engine.load_adapter(tmp_path, 3)
 

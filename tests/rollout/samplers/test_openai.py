@@ -369,6 +369,15 @@ def test_whole_weights_are_reloaded_where_the_server_can(serve, tmp_path):
         serve("vllm")[1].load_folder(tmp_path, 1)
 
 
+def test_an_adapter_is_left_where_whole_weights_are_taken(serve, tmp_path):
+    server, engine = serve("sglang")
+    engine.load_adapter(tmp_path, 1)
+    engine.load_folder(tmp_path / "good", 2)
+    assert server.seen[-1][0] == "/unload_lora_adapter"
+    assert engine.generate([request()])[0].weights_version == 2
+    assert "lora_path" not in server.seen[-1][1], "the adapter of before is put on the new weights"
+
+
 @pytest.mark.parametrize("weights", ["default", "shoal-3-another-trainer"])
 @pytest.mark.parametrize("tokenizer", [None, TinyTokenizer()], ids=["messages", "tokens"])
 def test_a_server_that_no_longer_has_the_weights_it_was_given_is_not_believed(

@@ -237,3 +237,29 @@ def test_who_waits_for_a_replica_without_room_is_told_so(make, monkeypatch, capl
     assert [r.message for r in caplog.records].count(
         "still waiting for replica 1 to start: the cluster has {}, of which {} are free"
     ) == 2
+
+
+def test_a_replica_made_anew_has_the_adapter_and_the_weights_under_it(make):
+    class Adapted(Weighty):
+        adapter = None
+
+        def load_weights(self, weights, version):
+            self.weights, self.adapter, self.weights_version = weights, None, version
+
+        def load_adapter(self, folder, version):
+            self.adapter, self.weights_version = str(folder), version
+
+    def has():
+        engine._actors[1].dead = True
+        assert {c.weights_version for c in engine.generate(ASKED)} == {engine.weights_version}
+        inner = engine._actors[1].replica.engine
+        return getattr(inner, "weights", None), inner.adapter
+
+    engine = make(lambda: Adapted(["Up"]))
+    engine.load_adapter("a", 1)
+    assert has() == (None, "a")
+    engine.load_weights({"w": 1}, 2)
+    assert has() == ({"w": 1}, None)
+    for version, adapter in ((3, "b"), (4, "c")):
+        engine.load_adapter(adapter, version)
+        assert has() == ({"w": 1}, adapter)

@@ -280,18 +280,32 @@ def test_a_closed_engine_starts_no_other_vllm_whoever_still_asks_for_one(engine,
     engine.close()
 
 
-def test_each_adapter_has_a_number_of_its_own(engine, tmp_path):
+def test_each_adapter_has_a_number_of_its_own_and_is_left_where_whole_weights_are_taken(
+    engine, tmp_path, monkeypatch
+):
+    module = sys.modules["shoal.rollout.samplers.vllm"]
+    monkeypatch.setattr(module, "as_in_files", lambda folder, weights: weights)
+    monkeypatch.setattr("safetensors.torch.save_file", lambda tensors, path, note: path.touch())
     engine = type(engine)(tmp_path, tokenizer=TinyTokenizer(), adapters=True)
     assert engine.llm.made_of["enable_lora"]
-    sys.modules["shoal.rollout.samplers.vllm"].LoRARequest = lambda name, number, path: SimpleNamespace(
-        name=name, lora_int_id=number, path=path
-    )
+    module.LoRARequest = lambda name, number, path: SimpleNamespace(name=name, lora_int_id=number, path=path)
     with pytest.raises(DataError, match="is no adapter: it has no adapter_model.safetensors"):
         engine.load_adapter(tmp_path, 1)
-    (tmp_path / "adapter_model.safetensors").touch()
-    for version, number in ((5, 1), (9, 2)):
-        engine.load_adapter(tmp_path, version)
-        assert engine.weights_version == version
-        assert engine.generate([ask(1)])[0].weights_version == version
-        used = engine.llm.asked[-1][2]["lora_request"]
-        assert vars(used) == {"name": f"shoal-{number}", "lora_int_id": number, "path": str(tmp_path)}
+
+    def used():
+        version = engine.generate([ask(1)])[0].weights_version
+        return engine.llm.asked[-1][2]["lora_request"], version
+
+    (tmp_path / "adapter").mkdir()
+    for version, number in ((5, 1), (9, 2), (12, 3)):
+        if number == 3:
+            engine.load_weights({}, 10)
+            assert used() == (None, 10), "answers of base and adapter bear the version of whole weights"
+        (tmp_path / "adapter" / "adapter_model.safetensors").write_text(str(version))
+        engine.load_adapter(tmp_path / "adapter", version)
+        (tmp_path / "adapter" / "adapter_model.safetensors").unlink()  # as a run drops old checkpoints
+        lora, told = used()
+        assert (lora.name, lora.lora_int_id, told) == (f"shoal-{number}", number, version)
+        assert (Path(lora.path) / "adapter_model.safetensors").read_text() == str(version)
+    engine.close()
+    assert not Path(lora.path).exists()

@@ -54,6 +54,10 @@ MOST_SCORES = 2**26
 """Numbers that are kept of what follows contexts: 256 MiB in float32."""
 
 
+ADAPTERS = {"shoal", "shoal-next"}
+"""Names of what `load_adapter` puts on a model; there are two for a moment."""
+
+
 class HuggingFaceEngine:
     """Completes prompts with a model of `transformers`.
 
@@ -287,9 +291,16 @@ class HuggingFaceEngine:
 
     # --- weights
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
-        """Take over weights by name; tied weights may be left out."""
-        refuse_strange(self.model.state_dict(keep_vars=True), weights)
-        self.model.load_state_dict(weights, strict=False)
+        """Take over weights by name, and use no adapter any more; tied weights may be left out."""
+        model: Any = self.model
+        state = model.state_dict(keep_vars=True)
+        own = {n.replace(".base_layer.", "."): t for n, t in state.items() if not ADAPTERS & {*n.split(".")}}
+        refuse_strange(own, weights)
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+        if loaded := ADAPTERS & getattr(model, "peft_config", {}).keys():
+            model.delete_adapter(sorted(loaded))
         self.prefixes.clear()
         self.weights_version = version
 
@@ -304,7 +315,7 @@ class HuggingFaceEngine:
             raise DataError(f"{folder} is no adapter: it has no adapter_model.safetensors")
         model: Any = self.model
         before = model.active_adapters() if getattr(model, "_hf_peft_config_loaded", False) else []
-        name = "shoal" if "shoal" not in before else "shoal-next"
+        name = min(ADAPTERS - {*before})
         self.prefixes.clear()
         try:
             with warnings.catch_warnings():  # there are two for a moment

@@ -230,25 +230,28 @@ class OpenAIEngine(Closing):
         """
         if not self.capabilities.adapters:
             raise EngineError(f"a {self.server} server takes no adapters while it runs")
-        prefix = self._kind.adapter_routes
         name = check_name("adapter", f"shoal-{version}-{time.time_ns()}")
         where = {"lora_name": name, "lora_path": str(Path(folder).resolve())}
         try:
-            self.client.post(f"{prefix}/load_lora_adapter", where)
+            self.client.post(f"{self._kind.adapter_routes}/load_lora_adapter", where)
         except RefusedError as error:
             if "already" not in str(error):
                 # an attempt whose answer was lost has loaded it: the name is of this call
                 raise
         with self._taken:
             before, self._adapter, self.weights_version = self._adapter, name, version
-        if before:
+        self._let_go(before)
+
+    def _let_go(self, adapter: str) -> None:
+        """Unload an adapter that is no longer in use, if there was one."""
+        if adapter:
             try:
-                self.client.post(f"{prefix}/unload_lora_adapter", {"lora_name": before})
-            except EngineError as error:  # the new one is in use: nothing depends on it
+                self.client.post(f"{self._kind.adapter_routes}/unload_lora_adapter", {"lora_name": adapter})
+            except EngineError as error:  # nothing depends on it
                 logger.warning("the server keeps the adapter before: %s", error)
 
     def load_folder(self, folder: Path, version: int) -> None:
-        """Have the server read whole weights from a folder that it can see (SGLang).
+        """Have the server read whole weights from a folder that it can see (SGLang), and use no adapter any more.
 
         It is told what to call them, and an answer of others, as of its first ones after it began anew, is refused.
         Servers that do not say what they answered with (older SGLang) cannot be seen to have begun anew. While weights
@@ -266,7 +269,9 @@ class OpenAIEngine(Closing):
             told = reply.get("message", reply) if isinstance(reply, Mapping) else reply
             raise EngineError(f"the server did not take the weights: {_shown(told)}")
         with self._taken:
+            before, self._adapter = self._adapter, ""
             self._weights, self.weights_version = name, version
+        self._let_go(before)
 
     def restart(self) -> None:
         """Give up requests that are under way and go on over new connections."""

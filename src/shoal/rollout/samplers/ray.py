@@ -54,8 +54,8 @@ class _Replica:
 
     def __init__(self, make: Callable[[], Engine], *told: Any) -> None:
         self.engine: Any = make()
-        if told:
-            self.call(*told)
+        for place in range(0, len(told), 3):
+            self.call(*told[place : place + 3])
 
     def facts(self) -> _Facts:
         engine = self.engine
@@ -95,7 +95,7 @@ class RayEngine:
         self._session = ray_session(ray)
         self._actor = ray.remote(**(resources or {"num_cpus": 1}))(_Replica)
         self._make, self.timeout, self.retries = make, timeout, retries
-        self._last: tuple[Any, ...] = ()  # what replicas made anew are told
+        self._last: tuple[Any, ...] = ()  # what replicas made anew are told: weights, and the adapter on them
         self._lock = threading.Lock()  # an engine that hangs is restarted by another thread
         self._restarts = 0
         self.weights_version = 0
@@ -202,9 +202,10 @@ class RayEngine:
     def _tell(self, method: str, what: Any, version: int) -> None:
         """Tell all replicas; where one does not take it, or the wait is cut short, all are made anew as they were."""
         actors, before = list(self._open()), self._last
-        self._last = (method, what, version)  # first: one that is made anew meanwhile has it too
+        under = before[:3] if method == "load_adapter" and "load_weights" in before else ()
+        self._last = (*under, method, what, version)  # first: one that is made anew meanwhile has it too
         try:
-            told = [actor.call.remote(*self._last) for actor in actors]
+            told = [actor.call.remote(method, what, version) for actor in actors]
             for home, answer in enumerate(told):
                 try:
                     self._answer(home, answer)

@@ -7,6 +7,7 @@ rounding, so the level is L0; log-probabilities are those of the sampling at any
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import tempfile
@@ -57,6 +58,10 @@ class VllmEngine:
         self._folder, self._adapters, self._gpu = Path(model), adapters, gpu
         self._options = {"logprobs_mode": "processed_logprobs", "enable_lora": adapters, **options}
         self._lora: Any = None
+        self._adapter: tempfile.TemporaryDirectory[str] | None = (
+            None  # where it is read whenever vLLM wants it
+        )
+        self._numbers = itertools.count(1)  # vLLM takes adapters of one number for the same
         self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were taken over
         self.weights_version, self._torn = 0, False  # torn: its weights may be partly new ones
         self._closed = False
@@ -159,7 +164,7 @@ class VllmEngine:
 
     # --- weights
     def load_weights(self, weights: Mapping[str, Any], version: int) -> None:
-        """Take over weights by name, as `state_dict` of the `transformers` model has them.
+        """Take over weights by name, as `state_dict` of the `transformers` model has them, and use no adapter any more.
 
         On a CPU a model with tied embeddings is started anew, see `_keeps_old_head`.
         """
@@ -186,18 +191,25 @@ class VllmEngine:
             folder.cleanup()
             raise
         self.weights_version, self._torn = version, False
+        self._use(None, None)
         if before is not None:
             before.cleanup()
 
     def load_adapter(self, folder: Path, version: int) -> None:
-        """Use the LoRA adapter of a folder from the next batch on."""
+        """Use a copy of the LoRA adapter of a folder from the next batch on, over the weights that were taken last."""
         if not self._adapters:
             raise EngineError("make room for adapters first: VllmEngine(..., adapters=True)")
         if not (Path(folder) / "adapter_model.safetensors").is_file():
             raise DataError(f"{folder} is no adapter: it has no adapter_model.safetensors")
-        number = 1 if self._lora is None else self._lora.lora_int_id + 1
-        self._lora = LoRARequest(f"shoal-{number}", number, str(folder))
+        number, own = next(self._numbers), tempfile.TemporaryDirectory(prefix="shoal-adapter-")
+        shutil.copytree(folder, own.name, dirs_exist_ok=True)
+        self._use(LoRARequest(f"shoal-{number}", number, own.name), own)
         self.weights_version = version
+
+    def _use(self, lora: Any, folder: tempfile.TemporaryDirectory[str] | None) -> None:
+        before, self._lora, self._adapter = self._adapter, lora, folder
+        if before is not None:
+            before.cleanup()
 
     # --- the end
     def restart(self) -> None:
@@ -209,8 +221,9 @@ class VllmEngine:
         """End vLLM's processes; they also end with this one. Nothing is asked of it any more, and no other started."""
         self._closed = True
         self._end()
-        if self._weights is not None:
-            self._weights.cleanup()
+        for folder in (self._weights, self._adapter):
+            if folder is not None:
+                folder.cleanup()
 
 
 @contextlib.contextmanager
