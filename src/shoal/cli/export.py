@@ -44,12 +44,13 @@ def export(options: ExportOptions) -> None:
 
     if options.out.exists():
         raise ConfigError(f"{options.out} exists already: choose a new folder")
-    name = read_checkpoint(options.run, options.checkpoint, partial(_copy, options))
+    with write_folder(options.out) as folder:
+        name = read_checkpoint(options.run, options.checkpoint, partial(_copy, options, folder))
     print(f"wrote {options.out} from {name}")
 
 
-def _copy(options: ExportOptions, checkpoint: Path) -> str:
-    """Write the new folder; the name of the checkpoint."""
+def _copy(options: ExportOptions, folder: Path, checkpoint: Path) -> str:
+    """Fill the new folder; the name of the checkpoint."""
     source = checkpoint / "engine"
     kind = read_json(source / "engine.json")["engine"]
     if options.adapter and kind != "huggingface-lora":
@@ -58,15 +59,12 @@ def _copy(options: ExportOptions, checkpoint: Path) -> str:
         raise ConfigError(
             f"{options.run} trained the {kind} engine, which transformers does not know: use --to shoal"
         )
-    with write_folder(options.out) as folder:
-        if kind == "huggingface-lora" and options.to == "hf" and not options.adapter:
-            from shoal.train.agent.lora import merge_lora
+    if kind == "huggingface-lora" and options.to == "hf" and not options.adapter:
+        from shoal.train.agent.lora import merge_lora
 
-            merge_lora(source, folder)
-            copied: list[Path] = []
-        else:
-            copied = list(source.iterdir())
-        for file in copied:
+        merge_lora(source, folder)
+    else:
+        for file in source.iterdir():
             if options.to == "shoal" or file.name != "engine.json":
                 shutil.copy2(file, folder / file.name)
     return checkpoint.name

@@ -175,6 +175,10 @@ def checkpoint_of(run: Path, which: str) -> Path:
     return named[0]
 
 
+TRIES = 10
+"""At a checkpoint that its run replaces or drops while it is read."""
+
+
 def read_checkpoint(run: Path, which: str, read: Callable[[Path], T]) -> T:
     """What `read` makes of a whole checkpoint; it is read anew where its run, which goes on, replaces or drops it.
 
@@ -182,8 +186,11 @@ def read_checkpoint(run: Path, which: str, read: Callable[[Path], T]) -> T:
         run: the run folder.
         which: see `checkpoint_of`.
         read: is given the folder, whose files are those of its manifest.
+
+    Raises:
+        DataError: there is none, it is damaged, or it was replaced or dropped in each of `TRIES` times.
     """
-    while True:
+    for _ in range(TRIES):
         folder = checkpoint_of(run, which)
         before = _place_of(folder)
         try:
@@ -196,6 +203,10 @@ def read_checkpoint(run: Path, which: str, read: Callable[[Path], T]) -> T:
         else:
             if _place_of(folder) == before:
                 return found
+    raise DataError(
+        f"{run} replaced or dropped its checkpoint {which!r} each of {TRIES} times that it was read: wait until the "
+        f"run has ended, or name another (trainer.keep_checkpoints says how many are kept)"
+    )
 
 
 def _place_of(folder: Path) -> tuple[int, int] | None:
