@@ -215,7 +215,7 @@ def test_a_run_that_has_succeeded_does_not_go_on_though_its_metrics_are_lost(tmp
     assert train(tmp_path / "run", "trainer.stop_at_success=0.6", "resume=true")[-1]["iteration"] == 4
 
 
-def test_half_written_checkpoints_of_killed_runs_do_not_pile_up(tmp_path):
+def test_what_killed_runs_wrote_by_half_does_not_pile_up(tmp_path):
     folder = tmp_path / "run"
     writer = (
         "import os, signal, sys\n"
@@ -225,10 +225,12 @@ def test_half_written_checkpoints_of_killed_runs_do_not_pile_up(tmp_path):
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     train(folder, "trainer.iterations=1")
-    before = {path.name for part in (folder, folder / "checkpoints") for path in part.iterdir()}
+    before = {path for path in folder.rglob("*") if path.name != ".lock"}
     for target in (folder / "checkpoints" / "step-000002", folder / "reference"):
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
         subprocess.run([sys.executable, "-c", writer, str(target)], env=env, check=False)
     assert {path.suffix for path in folder.rglob(".*") if path.name != ".lock"} == {".tmp"}
+    for name in ("trajectories", "advantages"):
+        (folder / name / ".train-000001.jsonl.1a2b3c4d.tmp").write_text("half")
     train(folder, "trainer.iterations=1", "resume=true")
-    assert {path.name for part in (folder, folder / "checkpoints") for path in part.iterdir()} == before
+    assert {path for path in folder.rglob("*") if path.name != ".lock"} == before

@@ -75,8 +75,8 @@ class Records:
         """Drop what was reported after `iteration` and what was half written, and give the rows before."""
         kept = [row for row in self._rows() if row["iteration"] <= iteration]
         if self._writes:
-            remove_leftovers(self._checkpoints)
-            remove_leftovers(self.folder.path)
+            for part in ("", "checkpoints", "trajectories", "advantages"):
+                remove_leftovers(self.folder.path / part)
             self.folder.keep_metrics(lambda row: row["iteration"] <= iteration)
         return kept
 
