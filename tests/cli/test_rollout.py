@@ -153,6 +153,30 @@ def test_episodes_that_fail_alike_are_equal_whoever_played_them_and_says_so(tmp_
     assert capsys.readouterr().out.count("bit-equal") == 4
 
 
+class NoLake(FrozenLakeEnv):
+    """Cannot be stepped."""
+
+    def step(self, action):
+        raise ValueError("no lake")
+
+
+def test_a_comparison_that_was_broken_off_begins_anew_and_one_of_no_whole_episode_is_no_proof(
+    tmp_path, capsys, monkeypatch
+):
+    none = f"custom_envs.FrozenLakeEnv.env_type={__name__}:NoLake"
+    alone = ["--backend", "serial", "agent_proxy.parallel.env_retries=0"]
+    arguments = ["rollout", "--compare", *alone, *SMALL, none, f"run_dir={tmp_path / 'run'}"]
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shoal.cli.rollout.compare", interrupted)
+        assert main(arguments) == 130
+    assert main(arguments) == 1
+    assert "none of 6 episodes came to an end; the first: env_error: step(" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_comparison_in_which_no_worker_died_is_no_proof(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("shoal.cli.rollout.os.kill", lambda pid, signal: None)

@@ -171,7 +171,7 @@ def prepare(
         weights += f" version {engine.weights_version}"
     folder = ending.enter_context(RunFolder(config.run_dir, "rollout", config.seed))
     asked = {"iteration": options.iteration, "settings": playing_settings(to_mapping(config))}
-    journal = journal_of(folder, weights, asked)
+    journal = Journal() if options.compare else journal_of(folder, weights, asked)
     write_text(folder.path / "config.yaml", as_yaml(to_mapping(config)))
     if config.engine.name == "tiny":
         with write_folder(folder.path / "engine") as new:
@@ -296,6 +296,7 @@ def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.E
     summary = folder.finish(metrics)
     if options.json:
         print_json(summary)
+    came_to_an_end(reference)
     equal = least >= min(engine.level, "L1")
     return 0 if equal and (died is None or died.worker_deaths) else 1
 
