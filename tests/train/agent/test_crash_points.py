@@ -215,7 +215,7 @@ def test_a_run_that_has_succeeded_does_not_go_on_though_its_metrics_are_lost(tmp
     assert train(tmp_path / "run", "trainer.stop_at_success=0.6", "resume=true")[-1]["iteration"] == 4
 
 
-def test_what_killed_runs_wrote_by_half_does_not_pile_up(tmp_path):
+def test_what_killed_runs_wrote_or_removed_by_half_does_not_pile_up(tmp_path):
     folder = tmp_path / "run"
     writer = (
         "import os, signal, sys\n"
@@ -232,5 +232,6 @@ def test_what_killed_runs_wrote_by_half_does_not_pile_up(tmp_path):
     assert {path.suffix for path in folder.rglob(".*") if path.name != ".lock"} == {".tmp"}
     for name in ("trajectories", "advantages"):
         (folder / name / ".train-000001.jsonl.1a2b3c4d.tmp").write_text("half")
+    (folder / "checkpoints" / "step-000000" / "engine").mkdir(parents=True)  # an old one, on its way out
     train(folder, "trainer.iterations=1", "resume=true")
     assert {path for path in folder.rglob("*") if path.name != ".lock"} == before

@@ -96,9 +96,14 @@ def save_checkpoint(
         else:
             fill_folder(temporary)
     if processes.first:
-        for old in list_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+        drop_old(folder, keep)
     return target
+
+
+def drop_old(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what is left of one whose removal was broken off."""
+    for old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
 
 
 def _write(

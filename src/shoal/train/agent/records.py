@@ -16,7 +16,7 @@ from shoal.core.data import Trajectory, write_advantages, write_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import remove_leftovers, write_text
 from shoal.core.run_folder import Event, RunFolder
-from shoal.train.agent.checkpoint import Progress, list_checkpoints, save_checkpoint
+from shoal.train.agent.checkpoint import Progress, drop_old, list_checkpoints, save_checkpoint
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.distributed import Processes
 from shoal.train.agent.policy import Policy
@@ -77,6 +77,7 @@ class Records:
         if self._writes:
             for part in ("", "checkpoints", "trajectories", "advantages"):
                 remove_leftovers(self.folder.path / part)
+            drop_old(self._checkpoints, self._config.trainer.keep_checkpoints)
             self.folder.keep_metrics(lambda row: row["iteration"] <= iteration)
         return kept
 
