@@ -77,6 +77,8 @@ class Worker:
         """Where its latest observations are, and where those before them were."""
         self.command: Any = None
         """What it is at, or what it answered as long as nobody took the reply."""
+        self.jobs: dict[int, tuple[str, Any]] = {}
+        """What waits for it to be free: env -> "step" or "reset", and its action or seed."""
         self.lost: Failure | None = None
         """Why it can no longer work, if so."""
         self.group: EnvGroup | None = None

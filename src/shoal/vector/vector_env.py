@@ -170,10 +170,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._skipped: set[int] = set()  # envs that it leaves out because of what came late
         self._late: list[Worker] = []  # at an abandoned command
         self._late_failures: list[Failure] = []
-        # what was sent and not received: env -> when; the workers at it; jobs that wait for their worker; results
-        self._flying: dict[int, float] = {}
-        self._at_work: dict[int, tuple[Worker, Command]] = {}
-        self._jobs: dict[int, dict[int, tuple[str, Any]]] = {}
+        self._flying: dict[int, float] = {}  # what was sent and not received: env -> when
         self._landed: list[Ready] = []  # with columns of observations
         self._errors: list[Exception] = []
         self._pace = 0.0  # seconds between results in the last `recv` that had as many as it wanted
@@ -889,6 +886,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 if worker.lost is None:
                     why = "it was interrupted while its worker was replaced"
                     worker.lose(Failure(worker.first, "make", why))
+                worker.command = None
             raise
 
     def _ask(self, commands: Pending) -> tuple[list[Reply], list[Failure]]:
@@ -902,6 +900,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             for worker in workers:
                 if worker.command is not None and not worker.inline:
                     worker.lose(Failure(worker.first, "make", "it was interrupted while it was replaced"))
+                worker.command = None
             raise
         return replies, [failure for reply in replies for failure in reply.failures]
 
@@ -1032,14 +1031,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     f"environments {busy} are still in flight: recv them before sending them again"
                 )
             self._flying.update(dict.fromkeys(ids, time.monotonic()))
-            workers: dict[int, Worker] = {}
             for i, job in zip(ids, jobs, strict=True):
                 if kind == "reset" and job is not None:
                     self._seeds[i] = job
-                worker = self._by_env[i]
-                workers[id(worker)] = worker
-                self._jobs.setdefault(id(worker), {})[i] = kind, job
-            self._set_to_work(workers.values())
+                self._by_env[i].jobs[i] = kind, job
+            self._set_to_work(dict.fromkeys(self._by_env[i] for i in ids))
         except BaseException:
             self._forget_lost()
             raise
@@ -1091,18 +1087,22 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         finally:
             self._leave()
 
+    def _at_work(self) -> Pending:
+        """The workers in flight, and what each is at."""
+        return [(w, w.command) for w in self.workers if w.command is not None and w not in self._late]
+
     def _forget_lost(self) -> None:
         """Wait for nobody who, after an interrupt, is neither at work nor ready, nor waits for its worker."""
-        self._at_work = {k: pair for k, pair in self._at_work.items() if pair[0].command is pair[1]}
-        at_work = list(self._at_work.values())
-        busy = {id(worker) for worker in (*self._late, *(worker for worker, _ in at_work))}
-        self._jobs = {k: jobs for k, jobs in self._jobs.items() if k in busy}
-        here = set[int]().union(*(landing.ids for landing in self._landed), *self._jobs.values())
-        here.update(i for worker, command in at_work for i in ids_of(worker, command))
+        here = set[int]().union(*(landing.ids for landing in self._landed))
+        for worker in self.workers:
+            if worker.command is None:
+                worker.jobs = {}
+            here.update(worker.jobs)
+        here.update(i for worker, command in self._at_work() for i in ids_of(worker, command))
         self._flying = {i: sent for i, sent in self._flying.items() if i in here}
 
     def _wait_in_flight(self, deadline: float | None) -> None:
-        late = any(self._jobs.get(id(worker)) for worker in self._late)
+        late = any(worker.jobs for worker in self._late)
         sleep = time.sleep if self.backend is None else self.backend.wait_bell
         longest = 0.005 if late else 1.0
         wait_any((), self.workers, deadline, lambda left: sleep(min(left, longest)), self._answered)
@@ -1110,16 +1110,15 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _answered(self) -> list[Worker]:
         """Those at work, or at an abandoned command, that have an answer, or never will."""
         found = [] if self.backend is None else self.backend.answered()
-        busy = [worker for worker in found if id(worker) in self._at_work or worker in self._late]
-        return busy + [worker for worker in self._inline if id(worker) in self._at_work]
+        return [worker for worker in (*found, *self._inline) if worker.command is not None]
 
     def _set_to_work(self, workers: Iterable[Worker]) -> None:
         """Begin the next jobs of those of these workers that are free; their actions are written together."""
         going: list[tuple[Worker, str, dict[int, Any]]] = []
         actions: dict[int, Any] = {}
         for worker in workers:
-            jobs = self._jobs.get(id(worker))
-            while jobs and worker.command is None and id(worker) not in self._at_work:
+            jobs = worker.jobs
+            while jobs and worker.command is None:
                 kind = next(iter(jobs.values()))[0]
                 chosen = sorted(i for i, job in jobs.items() if job[0] == kind)
                 given = {i: jobs.pop(i)[1] for i in chosen}
@@ -1147,12 +1146,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             else:
                 command = Reset(members, list(given.values()), None, place)
             self._scattered = True
-            self._at_work[id(worker)] = worker, command
             try:
                 self._launch(worker, command, bell=True)
             except BaseException as error:
                 if worker.command is not command:  # an action cannot be sent
-                    del self._at_work[id(worker)]
                     self._take_back(worker, command)
                     for i in given:
                         del self._flying[i]
@@ -1167,41 +1164,21 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _collect_landed(self) -> None:
         """Take over what workers in flight have answered, and give them their next jobs."""
         while True:
-            answered = self._answered()
             if self._late:
-                for worker in [worker for worker in answered if worker in self._late]:
+                for worker in [worker for worker in self._answered() if worker in self._late]:
                     self._land_late(worker, *worker.take())
                     self._set_to_work([worker])
-                answered = self._answered()
-            ready = [pair for worker in answered if (pair := self._at_work.get(id(worker))) is not None]
-            if not ready:
-                return
-            silent = self._land_silent(ready)
-            if silent == len(ready):
-                return
+            ready = [(worker, worker.command) for worker in self._answered() if worker not in self._late]
+            silent = [pair for pair in ready if pair[0].silent()]
             lost = [pair for pair in ready if pair[0].lost is not None]
-            for landing in [*([pair] for pair in ready if pair[0].lost is None), lost]:
-                # Those that told nothing, or that a landing before them replaced, are over.
-                landing = [pair for pair in landing if self._at_work.get(id(pair[0])) is pair]
+            others = [[pair] for pair in ready if pair[0].lost is None and not pair[0].silent()]
+            for landing in [silent, *others, lost]:
+                # Those that a landing before them replaced are over.
+                landing = [pair for pair in landing if pair[0].command is pair[1]]
                 if landing:
                     self._land_in_flight(landing)
-
-    def _land_silent(self, ready: Pending) -> int:
-        """Take over, all at once, what those answered that told nothing beside the buffers; how many they are."""
-        silent = [pair for pair in ready if pair[0].silent()]
-        ids = [i for worker, command in silent for i in ids_of(worker, command)]
-        over = (
-            (self.buffers.terminated[ids] | self.buffers.truncated[ids]).any() if self._same_step else False
-        )
-        if not ids or self._late_failures or over:
-            return 0
-        landing = self._landing(ids, [{} for _ in ids])
-        for worker, _ in silent:
-            worker.take()
-            del self._at_work[id(worker)]
-        self._landed.append(landing)
-        self._set_to_work(worker for worker, _ in silent)
-        return len(silent)
+            if len(silent) == len(ready):
+                return
 
     def _land_in_flight(self, landing: Pending) -> None:
         replies = []
@@ -1210,20 +1187,18 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 replies.append(worker.take()[1])
             except BaseException:  # an interrupt
                 if worker.inline:  # the caller's own group was amid it: these are in flight no more
-                    del self._at_work[id(worker)]
                     for i in ids_of(worker, command):
                         self._flying.pop(i, None)
                     self._set_to_work([worker])
                 raise
-            del self._at_work[id(worker)]
         found, failures = self._land(landing, replies)
         told = list(found)
         ids = [i for worker, command in landing for i in ids_of(worker, command)]
         interrupt: BaseException | None = None
         if failures:
-            failed: set[int] = set()
+            failed, others = set[int](), self._at_work()
             try:
-                self._recover(failures, told, [*landing, *self._at_work.values()], set())
+                self._recover(failures, told, [*landing, *others], set())
             except BaseException as error:
                 if isinstance(error, Exception):
                     self._errors.append(error)
@@ -1233,10 +1208,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 failed = {failure.env for failure in failures}
                 failed |= {i for i in ids if self._by_env[i].lost is not None and not ended[i]}
             # Workers that were replaced meanwhile, with those who failed, never answer what they were at.
-            gone = [pair for pair in self._at_work.values() if pair[0].command is not pair[1]]
+            gone = [pair for pair in others if pair[0].command is not pair[1]]
             also = [i for worker, command in gone for i in ids_of(worker, command)]
-            for worker, _ in gone:
-                del self._at_work[id(worker)]
             landing, ids = [*landing, *gone], [*ids, *also]
             if failed:  # what they tell went with the error
                 failed.update(also)
