@@ -589,7 +589,7 @@ def test_what_one_env_showed_can_be_put_carried_and_kept_without_the_others() ->
     assert (one["a"].tolist(), one["b"]) == ([2, 2], "two")
     a, b = observations.columns([2, 1], [1, 0])
     assert (a.tolist(), b) == ([[2, 2], [1, 1]], ("two", "one"))
-    stacked = observations.stack([observations.leaves(1, 0), observations.leaves(0, 1)])
+    stacked = observations.joined([observations.columns([1], [0]), observations.columns([0], [1])])
     assert (stacked["a"].tolist(), stacked["b"]) == ([[1, 1], [0, 0]], ("one", "t0"))
     assert stacked["a"].dtype == np.float32
 

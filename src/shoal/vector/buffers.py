@@ -357,14 +357,6 @@ class Observations:
         ]
         return self.layout.rebuild(columns)
 
-    def stack(self, each: Sequence[Sequence[Any]]) -> Any:
-        """A batch of observations, each given by its leaf values."""
-        columns: list[Any] = [tuple(values[k] for values in each) for k in range(len(self.layout.leaves))]
-        for k in self.layout.fixed:
-            leaf = self.layout.leaves[k]
-            columns[k] = np.array(columns[k], dtype=leaf.dtype).reshape(len(each), *leaf.shape)
-        return self.layout.rebuild(columns)
-
     def leaves(self, i: int, place: int) -> list[Any]:
         """The leaf values of one environment's observation; copies."""
         return [column[0] for column in self.columns([i], [place])]

@@ -369,7 +369,7 @@ class EnvPoolStyle:
             ready = self.pool.recv(wanted - len(self._spare))
             columns = self.pool.buffers.observations.flatten(ready.observations)
             for k, i in enumerate(ready.ids.tolist()):
-                row = [column[k] for column in columns]
+                row = [column[k : k + 1] for column in columns]
                 flags = (ready.rewards[k], ready.terminated[k], ready.truncated[k])
                 self._spare.append((i, row, *flags, ready.infos[k]))
         taken, self._spare = self._spare[:wanted], self._spare[wanted:]

@@ -112,22 +112,11 @@ class Reply:
     """What a command left beside the buffers."""
 
     columns: dict[int, list[Any]] = field(default_factory=dict)  # leaf -> values, in the order of the members
-    told: list[Told] = field(default_factory=list)  # of those that told something
+    told: list[Told] | Table = field(default_factory=list)  # of those that told something, or of all
     failures: list[Failure] = field(default_factory=list)
     value: Any = None  # what calls returned, or what was said of envs that were made
-    table: Table | None = None  # instead of `told`: what all of the group told, in numbers
     schema: tuple[int, Schema] | None = None  # of a table that is new to the reader
     ids: Sequence[int] = ()  # of the envs that took part, in the order of columns and values
-
-    def every(self) -> list[Told]:
-        """What all told, in the table or beside."""
-        return self.told if self.table is None else list(self.table)
-
-    def tabled(self, count: int) -> Reply:
-        """The same of `count` envs, with what they told as a table where it is one."""
-        if self.told and not self.failures and (table := Table.of(self.told, count)) is not None:
-            self.told, self.table = [], table
-        return self
 
 
 @dataclass
@@ -266,7 +255,8 @@ class EnvGroup:
 
     def reset(self, command: Reset) -> Reply | None:
         """Reset some envs; their rewards are 0 and no ends stand."""
-        reply = Reply()
+        told: list[Told] = []
+        failures: list[Failure] = []
         columns: dict[int, list[Any]] = {i: [None] * self.count for i in self._beside}
         for j, seed in zip(command.members, command.seeds, strict=True):
             self.progress[0] = j
@@ -281,13 +271,12 @@ class EnvGroup:
                 info = _kept(info)
             except BaseException as error:
                 self._ended[j] = True
-                self._note(reply.failures, j, "reset", error)
+                self._note(failures, j, "reset", error)
                 continue
             self._ended[j] = command.ends
             if info:
-                reply.told.append(Told(self.first + j, None, None, info))
-        reply.columns = _of_members(columns, command.members, self.count)
-        return reply.tabled(self.count) if (columns or reply.told or reply.failures) else None
+                told.append(Told(self.first + j, None, None, info))
+        return self._reply(columns, told, failures, command.members)
 
     def step(self, actions: Sequence[Any], members: Sequence[int] | None, place: int) -> Reply | None:
         """Step the members with one action each; the rows of the others stay. Their ends were cleared before."""
@@ -320,11 +309,21 @@ class EnvGroup:
             self._refuse_nan(self._floats[place], chosen, failures)
         for failure in failures:
             failure.action = shown(actions[chosen.index(failure.env - self.first)])
-        if columns or told or failures:
-            if members is not None:
-                columns = _of_members(columns, members, self.count)
-            return Reply(columns, told, failures).tabled(self.count)
-        return None
+        return self._reply(columns, told, failures, chosen)
+
+    def _reply(
+        self,
+        columns: dict[int, list[Any]],
+        told: list[Told],
+        failures: list[Failure],
+        members: Sequence[int],
+    ) -> Reply | None:
+        """What a step or reset of the members left beside the buffers; `columns` have entries for all of the group."""
+        if not (columns or told or failures):
+            return None
+        if len(members) < self.count:
+            columns = {i: [values[j] for j in members] for i, values in columns.items()}
+        return Reply(columns, Table.of(told, self.count), failures)
 
     def _advance(
         self,
@@ -522,12 +521,6 @@ def _kept(info: Any) -> Info:
         raise
     except Exception as error:
         raise EnvError(f"copying its info: {type(error).__name__}: {error}") from error
-
-
-def _of_members(columns: dict[int, list[Any]], members: Sequence[int], count: int) -> dict[int, list[Any]]:
-    if len(members) == count:
-        return columns
-    return {i: [values[j] for j in members] for i, values in columns.items()}
 
 
 def even_cuts(n: int, parts: int) -> list[tuple[int, int]]:

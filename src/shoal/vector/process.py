@@ -240,10 +240,10 @@ def look_at(workers: Sequence[Worker]) -> None:
     """Notice workers that are gone, and give up those that are overdue, all at once."""
     at_work = [worker for worker in workers if worker.lost is None and worker.command is not None]
     waiting = [worker for worker in at_work if not worker.answered()]
-    homes: dict[int, list[Worker]] = {}
+    homes: dict[Any, list[Worker]] = {}
     for worker in waiting:
         if worker.is_gone():
-            homes.setdefault(id(worker.home if worker.home is not None else worker), []).append(worker)
+            homes.setdefault(worker.home or worker, []).append(worker)
     for suspects in homes.values():
         failure = suspects[0].death()
         if len(suspects) > 1:
@@ -322,12 +322,12 @@ def wait_any(
 
 def replies_of(workers: Sequence[Worker]) -> list[Reply]:
     """What all of these answer to what they were told, in their order; the caller's own work is done first."""
-    replies: dict[int, Reply] = {}
+    replies: dict[Worker, Reply] = {}
     for worker in sorted(workers, key=lambda worker: not worker.inline):
         if not worker.quick():
             wait_any([worker], workers, None, worker.pause)
-        replies[id(worker)] = worker.take()[1] or Reply()
-    return [replies[id(worker)] for worker in workers]
+        replies[worker] = worker.take()[1] or Reply()
+    return [replies[worker] for worker in workers]
 
 
 class Backend:
@@ -603,7 +603,7 @@ class ProcessWorker(Worker):
             for leaf, text in self.texts.items():
                 reply.columns[leaf] = text.unpack()
         if (number := flags >> operations.TABLE) and self.tables is not None and self.lost is None:
-            reply.table = self.tables.read(number)
+            reply.told = self.tables.read(number)
         return reply
 
     def _message(self) -> Reply:
@@ -679,7 +679,7 @@ class ProcessBackend(Backend):
 
     def start(self, workers: Sequence[Worker]) -> None:
         """Fresh processes for these workers and all who live with them."""
-        for process in {id(worker.home): worker.home for worker in workers}.values():
+        for process in dict.fromkeys(worker.home for worker in workers):
             if process.starts:
                 process.kill()
                 process.release()

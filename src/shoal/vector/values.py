@@ -280,21 +280,21 @@ class Table:
     """For each key the numbers, one per env: arrays of its type, or any sequences."""
 
     @classmethod
-    def of(cls, told: Sequence[Told], count: int) -> Table | None:
-        """The table of what these `count` environments told, if it is one."""
+    def of(cls, told: list[Told], count: int) -> Table | list[Told]:
+        """The table of what `count` environments told; what they told, as it came, where that is none."""
         if len(told) != count:
-            return None
+            return told
         info = told[0].info
         keys, kinds = tuple(info), tuple(map(type, info.values()))
         if not (keys and CELLS.issuperset(kinds)):
-            return None
+            return told
         if not all(type(key) is str for key in keys) or "final_obs" in keys:
-            return None
+            return told
         rows = []
         for _, _, final_info, info in told:
             row = tuple(info.values())
             if final_info is not None or tuple(info) != keys or tuple(map(type, row)) != kinds:
-                return None
+                return told
             rows.append(row)
         return cls(told[0].env, count, keys, kinds, list(zip(*rows, strict=True)))
 

@@ -230,8 +230,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Begin what concerns the envs `ids`; `*_wait` does, if one of them is at an abandoned command."""
         self._enter(operation)
         try:
-            concerned = {id(self._by_env[i]) for i in ids} if self._late else ()
-            late = [worker for worker in self._late if id(worker) in concerned]
+            concerned = {self._by_env[i] for i in ids} if self._late else ()
+            late = [worker for worker in self._late if worker in concerned]
             if late:
                 self._deferred = late, begin
             else:
@@ -243,15 +243,15 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._state = operation.partition("_")[0]
         self._waits = [self._state]
 
-    def _abandon(self, replies: dict[int, Reply | None]) -> None:
+    def _abandon(self, replies: dict[Worker, Reply | None]) -> None:
         """Nobody waits for what is pending any more; what was answered already keeps its ends."""
         pending, self._pending, self._deferred = self._pending, [], None
         self._owed.update(self._paying)
         self._paying, self._skipped = {}, set()
         for worker, command in pending:
             begun = worker.command is command
-            if id(worker) in replies:
-                self._land_late(worker, command, replies[id(worker)])
+            if worker in replies:
+                self._land_late(worker, command, replies[worker])
             elif worker.inline and not begun:  # the caller was amid it
                 self._land_late(worker, command, None)
             elif begun and not worker.inline:
@@ -393,7 +393,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             except BaseException:  # an interrupt
                 self._land_late(worker, Step(None, worker.place, NOTHING_LOOSE, given), None)
                 raise
-            tells = reply is not None and (reply.told or reply.table or reply.failures)
+            tells = reply is not None and (reply.told or reply.failures)
             if tells or (self._same_step and buffers.any_end()):
                 self._pending.append((worker, Step(None, worker.place, NOTHING_LOOSE, given)))
                 told = self._finished([reply])
@@ -504,15 +504,15 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _by_worker(self, chosen: Iterable[int], *, rest: bool = False) -> list[tuple[Worker, list[int]]]:
         """Environments as (worker, positions in its group); with `rest`, workers without any of them move on."""
-        parts: dict[int, tuple[Worker, list[int]]] = {}
+        parts: dict[Worker, list[int]] = {}
         for i in chosen:
             worker = self._by_env[i]
-            parts.setdefault(id(worker), (worker, []))[1].append(i - worker.first)
+            parts.setdefault(worker, []).append(i - worker.first)
         if rest:
             for worker in self.workers:
-                if id(worker) not in parts and worker.command is None:
+                if worker not in parts and worker.command is None:
                     self._move(worker, [], self._place)
-        return list(parts.values())
+        return list(parts.items())
 
     def _move(self, worker: Worker, members: Sequence[int], place: int) -> None:
         """Go to a place with the observations of those that do not step."""
@@ -581,7 +581,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _replies(self, timeout: float | None, word: str) -> list[Reply | None]:
         """The replies to what is pending, in its order; notes how long the caller waited for others."""
-        replies: dict[int, Reply | None] = {}
+        replies: dict[Worker, Reply | None] = {}
         waiting = 0.0
         try:
             deadline = None if timeout is None else time.monotonic() + timeout
@@ -601,7 +601,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     waiting = waiting or time.perf_counter()
                     if not worker.quick():
                         wait_any([worker], [worker for worker, _ in pending], deadline, worker.pause)
-                replies[id(worker)] = worker.take()[1]
+                replies[worker] = worker.take()[1]
         except TimeoutError:
             error = PendingTimeoutError(f"The call to `{word}_wait` has timed out after {timeout} second(s).")
             error.begun = self._deferred is None
@@ -615,7 +615,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._stepping += end - self._began
             self._waited += end - waiting if waiting else 0.0
             self._began = 0.0
-        return [replies[id(worker)] for worker, _ in pending]
+        return [replies[worker] for worker, _ in pending]
 
     def _land_late(self, worker: Worker, command: Any, reply: Reply | None) -> None:
         """Keep of an abandoned step what must not be lost: ends of episodes, and failures."""
@@ -630,7 +630,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._observations.keep(ids_of(worker, command), reply.columns, failed)
         self._late_failures += reply.failures
         if isinstance(command, Step):
-            self._owe(worker, command, reply.every(), failed)
+            self._owe(worker, command, reply.told, failed)
 
     def _stay(self, worker: Worker, failed: Iterable[int]) -> None:
         """What those showed before that failed, or whose worker is lost, stands, but for ends."""
@@ -639,7 +639,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         stay = [i for i in hurt if not over[i] or (self._same_step and i in failed)]
         self._observations.carry(stay, worker.before, worker.place)
 
-    def _owe(self, worker: Worker, command: Step, told: Sequence[Told], failed: set[int]) -> None:
+    def _owe(self, worker: Worker, command: Step, told: Iterable[Told], failed: set[int]) -> None:
         """Remember the ends of a step that the caller does not see."""
         buffers = self.buffers
         known = {item.env: item for item in told}
@@ -675,10 +675,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 if reply.columns:
                     failed = {failure.env for failure in reply.failures} if reply.failures else ()
                     self._observations.keep(ids_of(worker, command), reply.columns, failed)
-                told += reply.told
                 failures += reply.failures
-                if reply.table is not None:
-                    tables.append(reply.table)
+                if isinstance(reply.told, Table):
+                    tables.append(reply.told)
+                else:
+                    told += reply.told
         if tables:
             if not (told or failures) and (table := Table.joined(tables, self.num_envs)) is not None:
                 return table, failures
@@ -842,8 +843,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         lost = [worker for worker in self.workers if worker.lost is not None and set(worker.ids) & set(hurt)]
         failures = self._start_anew(lost)
         alive = [i for i in sorted(hurt) if self.active[i] and self._by_env[i].lost is None]
-        anew = {id(worker) for worker in lost}
-        rebuilt = self._by_worker(i for i in alive if id(self._by_env[i]) not in anew)
+        rebuilt = self._by_worker(i for i in alive if self._by_env[i] not in lost)
         failures += self._ask([(worker, Rebuild(members)) for worker, members in rebuilt])[1]
         failed = {failure.env for failure in failures}
         infos: dict[int, Info] = {}
@@ -865,16 +865,15 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             failures += more
             for (worker, command), reply in zip(commands, replies, strict=True):
                 self._observations.keep(ids_of(worker, command), reply.columns, {item.env for item in more})
-                infos.update({item.env: item.info for item in reply.every()})
+                infos.update({item.env: item.info for item in reply.told})
         return infos, failures
 
     def _start_anew(self, lost: Sequence[Worker]) -> list[Failure]:
         """Fresh workers in place of lost ones and of those who live with them, all at once; what failed."""
         if not lost or self.backend is None:
             return []
-        mates = {id(mate): mate for worker in lost for mate in self.backend.housemates(worker)}
-        workers = list(mates.values())
-        self._late = [worker for worker in self._late if id(worker) not in mates]
+        workers = list(dict.fromkeys(mate for worker in lost for mate in self.backend.housemates(worker)))
+        self._late = [worker for worker in self._late if worker not in workers]
         try:
             self.backend.start(workers)
             failures = _failures_of(workers, replies_of(workers))
@@ -1272,9 +1271,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             raise ValueError(f"environments {masked} were masked out after a failure")
         return chosen, each
 
-    def stacked(self, each: Sequence[Sequence[Any]]) -> Any:
-        """A batch of observations, each given by the values of its leaves."""
-        return self._observations.stack(each)
+    def stacked(self, parts: Sequence[Sequence[Any]]) -> Any:
+        """A batch of observations of several, each given by the columns of its leaves."""
+        return self._observations.joined(parts)
 
     def _batch(self) -> Any:
         return self._observations.batch(self._place)

@@ -32,7 +32,7 @@ from shoal.vector import buffers as words
 from shoal.vector.buffers import Buffers, Lines, Patience, TableBuffer, TextBuffer
 from shoal.vector.env_group import EnvGroup, Reply, Step, Trial, ids_of
 from shoal.vector.failures import arrived, from_exception, portable
-from shoal.vector.values import IN_BUFFER, Layout, Told
+from shoal.vector.values import IN_BUFFER, Layout, Table, Told
 
 STEP, STEP_SOME, MESSAGE, CLOSE, TRIAL = range(1, 6)
 """Operations on a command line; a `MESSAGE` carries any other command."""
@@ -236,12 +236,12 @@ class LineBox:
         if reply is not None:
             if reply.columns and self._pack_text(reply):
                 flags = HAS_TEXT
-            if reply.table is not None and self._tables is not None and not reply.columns:
-                number, schema = self._tables.write(reply.table)
+            if isinstance(reply.told, Table) and self._tables is not None and not reply.columns:
+                number, schema = self._tables.write(reply.told)
                 if number:
                     flags |= number << TABLE
-                    reply.table, reply.schema = None, schema and (number, schema)
-            if reply.columns or reply.every() or reply.failures or reply.schema or reply.value is not None:
+                    reply.told, reply.schema = [], schema and (number, schema)
+            if reply.columns or reply.told or reply.failures or reply.schema or reply.value is not None:
                 flags |= HAS_MESSAGE
                 data = packed(reply, self._sequence, self._first)
         line = self._reply
@@ -277,7 +277,7 @@ def _plain(sequence: int, reply: Reply) -> tuple[Any, ...]:
     """A reply of tuples, which are pickled several times faster; without a final observation: in the buffer."""
     tables: dict[Any, tuple[list[int], list[Any]]] = {}
     told = []
-    for item in reply.every():
+    for item in reply.told:
         if item.final_info is None:
             values = tuple(item.info.values())
             kinds = tuple(map(type, values))
@@ -311,7 +311,7 @@ def unpacked(data: bytes | bytearray) -> tuple[int, Reply]:
         each = (list(np.frombuffer(c[1], c[0])) if type(c[0]) is str else c for c in packed_columns)
         for i, *row in zip(ids, *each, strict=True):
             told.append(Told(i, None, None, dict(zip(keys, row, strict=True))))
-    return sequence, Reply(columns, told, list(map(arrived, failures)), value, None, schema)
+    return sequence, Reply(columns, told, list(map(arrived, failures)), value, schema)
 
 
 def _tried(value: Any) -> bytes:
@@ -333,7 +333,7 @@ def _without_what_cannot_travel(reply: Reply, error: BaseException, first: int) 
             return False
         return True
 
-    told = [item for item in reply.every() if travels(item.env, "info", item)]
+    told = [item for item in reply.told if travels(item.env, "info", item)]
     columns = {
         leaf: [
             value if travels(i, "observation", value) else None
