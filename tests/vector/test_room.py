@@ -283,7 +283,7 @@ def test_rows_of_memory_are_aligned_and_never_overlap() -> None:
     memory = bytearray(sizes)
     buffers = Buffers(5, layout, Layout.of(Discrete(2)), places=3, text_bytes=7, memory=memory)
     arrays = [buffers.rewards, buffers.terminated, buffers.truncated, buffers.members, buffers.times]
-    arrays += [item for item in (*buffers.act, *buffers.obs, *buffers.final) if item is not None]
+    arrays += [item for item in (*buffers.act, *buffers.obs, buffers.final) if item is not None]
     starts = sorted((item.ctypes.data - arrays[0].ctypes.data, item.nbytes) for item in arrays)
     assert all(start % LINE == 0 for start, _ in starts)
     assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(starts))

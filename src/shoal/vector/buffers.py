@@ -63,7 +63,7 @@ class Buffers:
     obs: list[
         Any
     ]  # per leaf of an observation [places, n_envs, *shape]; text: bytes [n_envs, 16 + text_bytes]
-    final: list[Any]  # per leaf [n_envs, *shape]: the last observation of an episode that ended in this step
+    final: Array | None  # [n_envs, *shape]  the last of episodes that ended, where they are one array
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Buffers:
         times, told = plan.add("u4", (n_envs, BUCKETS)), plan.add("u1", (n_envs, TOLD_BYTES))
         act = [plan.leaf(leaf, (n_envs,), 0) for leaf in actions.leaves]
         obs = [plan.leaf(leaf, (places, n_envs), text_bytes) for leaf in observations.leaves]
-        final = [plan.leaf(leaf, (n_envs,), 0) for leaf in observations.leaves]
+        final = plan.leaf(observations.leaves[0], (n_envs,), 0) if observations.is_leaf else None
         self.nbytes = plan.size
         if memory is False:  # only the size was asked for
             return
@@ -93,7 +93,7 @@ class Buffers:
         self.times, self.told = plan.array(view, times), plan.array(view, told)
         self.act = [plan.array(view, place) for place in act]
         self.obs = [plan.array(view, place) for place in obs]
-        self.final = [plan.array(view, place) for place in final]
+        self.final = plan.array(view, final)
         self._memory, self._first = view, obs[0] if obs else None
 
     def any_end(self) -> bool:

@@ -190,7 +190,7 @@ class EnvGroup:
         self._beside = [*self.layout.text, *self.layout.objects]
         self._plain = self.layout.is_leaf and bool(fixed)
         self._only_text = self.layout.is_leaf and leaves[0].kind == "text"
-        self._final = buffers.final[0][rows] if self._plain else None
+        self._final = None if buffers.final is None else buffers.final[rows]
         self._examines = check_nan and bool(self._floats[0])
         self._times = StepTimes(buffers.times[rows])
         self._read = reader(buffers, self.first, self.count)

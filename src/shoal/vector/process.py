@@ -115,8 +115,6 @@ class Worker:
     def receive(self) -> Reply | None:
         """The reply; the caller's own group does its work here."""
         command, self.command = self.command, None
-        if type(command) is Step and self.group is not None:
-            return self.group.step(command.actions or [], command.members, command.place)
         if isinstance(command, Make):
             self.group = EnvGroup(self.env_fns, self.first)
             return self.group.make()
@@ -373,8 +371,8 @@ class Backend:
 
 
 # --- groups with rows of their own (threads, other machines): their results are copied over
-Rows = tuple[Sequence[Any], Any, Any, Any, Sequence[Any]]
-"""Observations by leaf, rewards, terminated, truncated, final observations by leaf: `[count, ...]` each."""
+Rows = tuple[Sequence[Any], Any, Any, Any, Any]
+"""Observations by leaf, rewards, terminated, truncated, final observations: `[count, ...]` each."""
 
 
 def rows_of(own: Buffers) -> Rows:
@@ -393,8 +391,8 @@ def land(rows: Rows, command: Any, buffers: Buffers, first: int, count: int) -> 
             target[command.place, ids] = source[members]
     buffers.rewards[ids] = rewards[members]
     buffers.terminated[ids], buffers.truncated[ids] = terminated[members], truncated[members]
-    if final and final[0] is not None:
-        buffers.final[0][ids] = final[0][members]
+    if final is not None and buffers.final is not None:
+        buffers.final[ids] = final[members]
 
 
 def with_own_rows(worker: Worker, command: Any) -> Any:

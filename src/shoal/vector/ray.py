@@ -78,7 +78,7 @@ class Host:
         if self.box.own is None or not isinstance(command, Step | Reset):
             return answer, None
         *rows, final = rows_of(self.box.own)
-        return answer, (*rows, final if self.box.own.any_end() else [])
+        return answer, (*rows, final if self.box.own.any_end() else None)
 
     def look(self, stack: bool = False) -> Sight:
         """Where it is now."""

@@ -145,7 +145,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.action_space = description.action_space
         self.active = np.ones(self.num_envs, dtype=np.bool_)
         """False for environments that were masked out after a failure."""
-        self._all_active = True
         self._same_step = attach.autoreset is AutoresetMode.SAME_STEP
         self._attach = attach
         self._observations = Observations(buffers, copy=copy_observations, handouts=handouts)
@@ -166,8 +165,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._pending: Pending = []
         # whom the operation waits for, before it begins
         self._deferred: tuple[list[Worker], Callable[[], None]] | None = None
-        self._paying: dict[int, Owed] = {}  # what the step under way reports instead of being taken
-        self._skipped: set[int] = set()  # envs that it leaves out because of what came late
+        self._resting: set[int] = set()  # envs that the step under way leaves out: it tells what came late
         self._late: list[Worker] = []  # at an abandoned command
         self._late_failures: list[Failure] = []
         self._flying: dict[int, float] = {}  # what was sent and not received: env -> when
@@ -246,8 +244,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _abandon(self, replies: dict[Worker, Reply | None]) -> None:
         """Nobody waits for what is pending any more; what was answered already keeps its ends."""
         pending, self._pending, self._deferred = self._pending, [], None
-        self._owed.update(self._paying)
-        self._paying, self._skipped = {}, set()
+        self._resting = set()
         for worker, command in pending:
             begun = worker.command is command
             if worker in replies:
@@ -345,7 +342,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Step every environment with its action."""
         if (
             self._alone is not None
-            and self._all_active
+            and self._masked_by is None
             and not (self._owed or self._late_failures)
             and self._is_plain(actions)
         ):
@@ -449,10 +446,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _begin_step(self, loose: Loose, chosen: Sequence[int] | None = None) -> None:
         """Begin to step all envs, or only those `chosen`."""
-        whole = chosen is None
-        if whole:
+        if chosen is None:
             self._began = time.perf_counter()
-            if self._all_active and not (self._owed or self._late_failures):
+            if self._masked_by is None and not (self._owed or self._late_failures):
                 self.buffers.flags.fill(False)
                 place = self._next_place() if self.buffers.places > 1 else 0
                 pending = self._pending
@@ -464,13 +460,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 return
             self._check_one_is_left()
             for i in np.flatnonzero(~self.active).tolist():
-                self._paying[i] = Owed(0.0, False, False, Told(i, None, None, {"worker_masked": True}))
-            chosen = self._active()
-        assert chosen is not None
+                self._owed[i] = Owed(0.0, False, False, Told(i, None, None, {"worker_masked": True}))
+            chosen = range(self.num_envs)
         failed = {failure.env for failure in self._late_failures}
-        self._skipped = failed.intersection(chosen)
-        self._paying.update({i: self._owed.pop(i) for i in chosen if i in self._owed})
-        going = [i for i in chosen if i not in self._paying and i not in failed]
+        going = [i for i in chosen if i not in self._owed and i not in failed]
+        self._resting = set(chosen).difference(going)
         self._clear_ends(going)
         place = self._next_place()
         for worker, members in self._by_worker(going, rest=True):
@@ -552,32 +546,33 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._check_open()  # another thread closed it meanwhile: that is why
             raise
         finally:
-            self._pending = []
-            if self._paying or self._skipped:
-                self._paying, self._skipped = {}, set()
+            self._pending, self._resting = [], set()
             self._leave()
 
     def _finished(self, replies: Sequence[Reply | None]) -> list[Told] | Table:
         """What the pending commands told, failures dealt with and debts paid."""
         pending = self._pending
         found, failures = self._land(pending, replies)
-        if not (failures or self._paying):
+        if not (failures or self._resting):
             return found
         told = list(found)
         if failures:
-            paying = set(self._paying) | self._skipped
             try:
-                self._recover(failures, told, pending, paying)
+                self._recover(failures, told, pending)
             except BaseException:
-                self._owed.update(self._paying)
                 for worker, command in pending:
                     if isinstance(command, Step):
                         self._owe(worker, command, told, {failure.env for failure in failures})
                 raise
-        for i, owed in self._paying.items():
-            self._flag(i, owed.reward, owed.terminated, owed.truncated)
-            told.append(owed.told)
+        for i in sorted(self._resting & self._owed.keys()):
+            told.append(self._paid_back(i))
         return told
+
+    def _paid_back(self, i: int) -> Told:
+        """The end that is owed to an env, as if it came now."""
+        owed = self._owed.pop(i)
+        self._flag(i, owed.reward, owed.terminated, owed.truncated)
+        return owed.told
 
     def _replies(self, timeout: float | None, word: str) -> list[Reply | None]:
         """The replies to what is pending, in its order; notes how long the caller waited for others."""
@@ -654,9 +649,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """The last observation of an episode that was replaced; one that came nowhere is what was shown before."""
         if final is not IN_BUFFER:
             return final
-        rows = self.buffers.final[0]
-        if rows is not None and self.buffers.observations.is_leaf:
-            return rows[i].copy()
+        if self.buffers.final is not None:
+            return self.buffers.final[i].copy()
         return self._observations.one(i, self._by_env[i].before)
 
     def _land(
@@ -699,14 +693,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         return told, failures
 
     # --- failures
-    def _recover(self, failures: list[Failure], told: list[Told], pending: Pending, beside: set[int]) -> None:
+    def _recover(self, failures: list[Failure], told: list[Told], pending: Pending) -> None:
         """Deal with the failures of an operation; `told` is then what all envs told, the replaced ones included.
 
         Args:
             failures: what failed.
             told: by the envs that took part.
             pending: what the workers were told.
-            beside: envs that were stepped for the caller without any command.
 
         Raises:
             WorkerError: with the policy "raise", when an env failed too often, or when one was stepped after its end.
@@ -714,7 +707,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._check_open()
         failures = distinct(failures)
         self._report(failures)
-        stepped, given = set(beside), dict[int, int | None]()
+        stepped, given = set(self._resting), dict[int, int | None]()
         failed = {failure.env for failure in failures}
         for worker, command in pending:
             if isinstance(command, Step | Reset):
@@ -737,7 +730,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             if self.on_failure == "mask":
                 for failure in failures:
                     worker = self._by_env[failure.env]
-                    self.active[failure.env] = self._all_active = False
+                    self.active[failure.env] = False
                     self._masked_by = failure
                     worker.env_fns[failure.env - worker.first] = MaskedEnv
             fresh, failures = self._make_anew(hurt, given)
@@ -821,15 +814,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             told = Told(i, final, {**(end.told.final_info or {}), **final_info}, info)
         if not (self._same_step and self.active[i]):
             self._observations.put(i, self._by_env[i].place, before.last)
-        for debts in (self._paying, self._owed):
-            if i in debts:
-                first = debts[i].told
-                kept = {key: first.info[key] for key in ("late",) if key in first.info}
-                told = Told(
-                    i, first.final, first.final_info, {**(kept if self._same_step else first.info), **info}
-                )
-                debts[i] = debts[i]._replace(told=told)
-                return []
+        if i in self._owed:
+            first = self._owed[i].told
+            kept = {key: first.info[key] for key in ("late",) if key in first.info}
+            told = Told(
+                i, first.final, first.final_info, {**(kept if self._same_step else first.info), **info}
+            )
+            self._owed[i] = self._owed[i]._replace(told=told)
+            return []
         if not seen:
             self._owed[i] = end._replace(told=told)
             return []
@@ -1121,12 +1113,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 kind = next(iter(jobs.values()))[0]
                 chosen = sorted(i for i, job in jobs.items() if job[0] == kind)
                 given = {i: jobs.pop(i)[1] for i in chosen}
-                for i in [i for i in chosen if i in self._owed]:
-                    owed = self._owed.pop(i)
+                for i in sorted(self._owed.keys() & given.keys()):
                     if kind == "step":
                         del given[i]
-                        self._flag(i, owed.reward, owed.terminated, owed.truncated)
-                        self._deliver([i], [owed.told])
+                        self._deliver([i], [self._paid_back(i)])
+                    else:
+                        del self._owed[i]
                 if given:
                     going.append((worker, kind, given))
                     if kind == "step":
@@ -1197,7 +1189,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         if failures:
             failed, others = set[int](), self._at_work()
             try:
-                self._recover(failures, told, [*landing, *others], set())
+                self._recover(failures, told, [*landing, *others])
             except BaseException as error:
                 if isinstance(error, Exception):
                     self._errors.append(error)
