@@ -30,7 +30,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import cloudpickle
 
@@ -380,8 +380,8 @@ def _start(link: socket.socket, request: dict[str, Any], descriptors: list[int])
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         return pid
-    code = 1
-    try:
+
+    def run() -> int:
         link.close()
         os.setpgid(0, 0)
         die_with_parent()
@@ -390,31 +390,31 @@ def _start(link: socket.socket, request: dict[str, Any], descriptors: list[int])
         if request["method"] == "spawn":
             for item in (channel, log):
                 os.set_inheritable(item, True)
-            program = (
-                f"import sys; sys.path[:] = {module_path()!r}; from {module} import {function} as main; "
-            )
-            program += f"main({channel}, {log})"
-            os.execv(sys.executable, [*interpreter(), "-c", program])
+            os.execv(sys.executable, command_of(module, f"{function}({channel}, {log})"))
         if "numpy" in sys.modules:
             # or all workers would draw the same, as their zygote (`random` sees to itself)
             sys.modules["numpy"].random.seed()
-        code = work(channel, log)
-    except BaseException:  # whatever it is must not go on as a second zygote
+        return int(work(channel, log))
+
+    _end_with(run)
+
+
+def _end_with(run: Callable[[], int]) -> NoReturn:
+    """All that a fork does: whatever happens, it must not go on as a second one of whoever forked it."""
+    code = 1
+    try:
+        code = run()
+    except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        _leave(code)
-    raise AssertionError("unreachable")
+        _flush()
+        os._exit(code)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # None where this process was started without
             stream.flush()
-
-
-def _leave(code: int) -> None:
-    _flush()
-    os._exit(code)
 
 
 def _reap(pid: int, wait: bool) -> int | None:
@@ -507,13 +507,9 @@ class Zygote:
         self.mark = f"{self.owner}-{os.urandom(6).hex()}."
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         number = theirs.fileno()
-        program = (
-            f"import sys; sys.path[:] = {module_path()!r}; from shoal.core.processes import zygote_main; "
-        )
-        program += f"zygote_main({number}, {self.PRELOAD!r}, {self.mark!r})"
         try:
             self.process = subprocess.Popen(
-                [*interpreter(), "-c", program],
+                command_of(__name__, f"zygote_main({number}, {self.PRELOAD!r}, {self.mark!r})"),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[number],
                 start_new_session=True,  # a Ctrl-C in the terminal is the caller's to handle
@@ -576,9 +572,12 @@ def _end_zygote(link: socket.socket, process: subprocess.Popen[bytes], owner: in
 
 
 # --- one worker
-def interpreter() -> list[str]:
-    """The command of a Python that behaves as this one does (`-O`, `-W error`, `-X utf8`)."""
-    return [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+def command_of(module: str, call: str) -> list[str]:
+    """The command of a Python that behaves as this one does (`-O`, `-W error`, `-X utf8`) and calls a function."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    name = call.partition("(")[0]
+    program = f"import sys; sys.path[:] = {module_path()!r}; from {module} import {name}; {call}"
+    return [sys.executable, *flags, "-c", program]
 
 
 def module_path() -> list[str]:
@@ -678,8 +677,8 @@ class WorkerProcess:
         pid = os.fork()
         if pid:
             return pid
-        code = 1
-        try:
+
+        def run() -> int:
             os.setsid()
             if stays:
                 die_with_parent()  # the kernel means the parent's thread, so only where that one stays
@@ -689,12 +688,9 @@ class WorkerProcess:
             watch_parent(parent)
             module, _, function = self.entry.partition(":")
             descriptors = os.dup(theirs.fileno()), os.dup(self._log)
-            code = getattr(importlib.import_module(module), function)(*descriptors)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            _leave(code)
-        raise AssertionError("unreachable")
+            return int(getattr(importlib.import_module(module), function)(*descriptors))
+
+        _end_with(run)
 
     def alive(self) -> bool:
         """Whether the process runs."""
