@@ -143,7 +143,8 @@ class RowWriter:
     """Puts values of one fixed leaf into the `rows` of a group, `[count, *shape]`."""
 
     def __init__(self, leaf: Leaf, rows: Array) -> None:
-        self.dtype, self.shape = leaf.dtype, leaf.shape
+        # NumPy's own object for this type: unpickled ones are copies, and `is` is how the hot loop compares
+        self.dtype, self.shape = np.dtype(leaf.dtype.str), leaf.shape
         self.rows = [rows[j, ...] for j in range(len(rows))]
         self.flat = rows.reshape(-1)
         self._scalars: tuple[type, ...] = ()

@@ -408,14 +408,14 @@ THREADS = 8
 def probe(fn: EnvFn) -> StepCost | None:
     """Make one environment, step it with random actions for a moment, and close it; None if it fails at that."""
     best: list[tuple[float, float]] = []
-    obs: Any = None
     clocks = min(map(_clocks, range(20)))
     try:
         env = fn()
         try:
             actions = copy.deepcopy(env.action_space)
             actions.seed(0)
-            obs, _ = env.reset(seed=0)
+            layout = Layout.of(env.observation_space)
+            env.reset(seed=0)
             start = time.perf_counter()
             while not best or (
                 len(best) < PROBE_STEPS
@@ -428,6 +428,9 @@ def probe(fn: EnvFn) -> StepCost | None:
                 best.append((time.perf_counter() - wall - clocks, time.thread_time() - cpu - clocks))
                 if terminated or truncated:
                     env.reset()
+            leaves = layout.flatten(obs)
+            nbytes = sum(len(leaves[i]) for i in layout.text)
+            nbytes += sum(layout.leaves[i].nbytes for i in layout.fixed)
         finally:
             env.close()
     except KeyboardInterrupt:
@@ -437,30 +440,13 @@ def probe(fn: EnvFn) -> StepCost | None:
     best.sort()
     middle = best[: max(1, len(best) * 3 // 4)]  # without the outliers of a busy machine
     wall, cpu = (sum(times) / len(middle) for times in zip(*middle, strict=True))
-    return StepCost(max(wall, 0.0), max(cpu, 0.0), _nbytes(obs), _texts(obs))
+    return StepCost(max(wall, 0.0), max(cpu, 0.0), nbytes, len(layout.text))
 
 
 def _clocks(_: int) -> float:
     """Seconds that looking at both clocks takes."""
     wall, _cpu = time.perf_counter(), time.thread_time()
     return time.perf_counter() - wall
-
-
-def _nbytes(value: Any) -> int:
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_nbytes, value.values()))
-    if isinstance(value, tuple | list):
-        return sum(map(_nbytes, value))
-    return 8
-
-
-def _texts(value: Any) -> int:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
-    return isinstance(value, str) + sum(map(_texts, parts))
 
 
 def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:

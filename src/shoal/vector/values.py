@@ -35,16 +35,6 @@ class Leaf:
     shape: tuple[int, ...] = ()
     dtype: np.dtype[Any] = OBJECT
 
-    def __post_init__(self) -> None:
-        # NumPy's own object for this type: unpickled ones are copies, and `is` is how the hot loops compare
-        own = np.dtype(self.dtype.type) if self.dtype.kind in "biufc" else self.dtype
-        if own == self.dtype:
-            object.__setattr__(self, "dtype", own)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.__post_init__()
-
     @property
     def nbytes(self) -> int:
         """Bytes of one value of a fixed leaf."""
