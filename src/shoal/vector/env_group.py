@@ -46,13 +46,13 @@ class Step:
 
 @dataclass(slots=True)
 class Reset:
-    """Reset `members`, each with its seed; `ends` leaves them as if their episodes had just ended."""
+    """Reset `members`, each with its seed; those of `ends` are left as if their episodes had just ended."""
 
     members: Sequence[int]
     seeds: Sequence[int | None]
     options: dict[str, Any] | None
     place: int
-    ends: bool = False
+    ends: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -273,7 +273,7 @@ class EnvGroup:
                 self._ended[j] = True
                 self._note(failures, j, "reset", error)
                 continue
-            self._ended[j] = command.ends
+            self._ended[j] = j in command.ends
             if info:
                 told.append(Told(self.first + j, None, None, info))
         return self._reply(columns, told, failures, command.members)

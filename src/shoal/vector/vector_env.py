@@ -152,7 +152,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._alone = self.workers[0].group if backend is None else None
         self._inline = [worker for worker in self.workers if worker.inline]
         self._by_env = [worker for worker in self.workers for _ in range(worker.count)]
-        self._place, self._scattered = 0, False  # scattered: not all workers are at that place
+        self._place = 0
         self._seeds: list[int | None] = [None] * self.num_envs
         self._failed = [0] * self.num_envs
         self._replaced = [0] * self.num_envs
@@ -287,7 +287,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Info]:
         """The first observations and infos of the episodes begun by `reset_async`."""
         self._expect("reset", timeout)
-        obs, told = self._collect(timeout, "reset", self._batch)
+        told, obs = self._collect(timeout, "reset", lambda replies: (self._finished(replies), self._batch()))
         return obs, batch_infos(self.num_envs, told)
 
     def reset_each(
@@ -295,7 +295,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     ) -> tuple[Any, list[Info]]:
         """Reset all environments: a batch of observations and one info per environment."""
         self.reset_async(list(seeds), options)
-        obs, told = self._collect(None, "reset", self._batch)
+        told, obs = self._collect(None, "reset", lambda replies: (self._finished(replies), self._batch()))
         infos = by_env(told)
         return obs, [infos.get(i, {}) for i in range(self.num_envs)]
 
@@ -308,9 +308,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         for i, seed in zip(chosen, seeds, strict=True):
             everyone[i] = plain_seed(seed)
         self._begun("reset_some", chosen, lambda: self._begin_reset(sorted(chosen), everyone, options))
-        seen, told = self._collect(None, "reset", lambda: [self._observation(i) for i in chosen])
-        infos = by_env(told)
-        return [(obs, infos.get(i, {})) for i, obs in zip(chosen, seen, strict=True)]
+
+        def take(replies: Sequence[Reply | None]) -> list[tuple[Any, Info]]:
+            infos = by_env(self._finished(replies))
+            return [(self._observation(i), infos.get(i, {})) for i in chosen]
+
+        return self._collect(None, "reset", take)
 
     def _begin_reset(
         self, chosen: Sequence[int], seeds: list[int | None], options: dict[str, Any] | None
@@ -423,7 +426,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def step_wait_each(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, list[Told] | Table]:
         """`step_wait` with the infos as they came."""
         self._expect("step", timeout)
-        shown, told = self._collect(timeout, "step", self._shown)
+        told, shown = self._collect(timeout, "step", lambda replies: (self._finished(replies), self._shown()))
         return *shown, told
 
     def _shown(self) -> tuple[Any, Any, Any, Any]:
@@ -439,10 +442,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         chosen, actions = self._indices(indices, actions, "actions")
         write = functools.partial(write_some, self.buffers, chosen, actions)
         self._begun("step_some", chosen, lambda: self._begin_step(write(), sorted(chosen)))
-        show = lambda: [(self._observation(i), *self._paid(i)) for i in chosen]  # noqa: E731
-        shown, told = self._collect(None, "step", show)
-        infos = by_env(told)
-        return [StepResult(*one, infos.get(i, {})) for i, one in zip(chosen, shown, strict=True)]
+
+        def take(replies: Sequence[Reply | None]) -> list[StepResult]:
+            infos = by_env(self._finished(replies))
+            return [StepResult(self._observation(i), *self._paid(i), infos.get(i, {})) for i in chosen]
+
+        return self._collect(None, "step", take)
 
     def _begin_step(self, loose: Loose, chosen: Sequence[int] | None = None) -> None:
         """Begin to step all envs, or only those `chosen`."""
@@ -488,11 +493,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _next_place(self) -> int:
         if self.buffers.places > 1:
-            if self._scattered:
-                self._scattered = False
-                for worker in self.workers:
-                    if worker.command is None and worker.place != self._place:
-                        self._move(worker, [], self._place)
+            for worker in self.workers:
+                if worker.command is None and worker.place != self._place:  # it was on its own way
+                    self._move(worker, [], self._place)
             self._place = self._observations.next_place(self._place)
         return self._place
 
@@ -535,13 +538,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         worker.begin(command, bell=bell)
 
     # --- replies
-    def _collect(
-        self, timeout: float | None, word: str, show: Callable[[], T]
-    ) -> tuple[T, list[Told] | Table]:
-        """Finish a reset or step: keep what came beside the buffers, deal with failures; what it shows, and infos."""
+    def _collect(self, timeout: float | None, word: str, take: Callable[[list[Reply | None]], T]) -> T:
+        """The last part of an operation: what `take` makes of the replies, before another thread may begin the next."""
         try:
-            told = self._finished(self._replies(timeout, word))
-            return show(), told  # before another thread may begin what writes over it
+            return take(self._replies(timeout, word))
         except Exception:
             self._check_open()  # another thread closed it meanwhile: that is why
             raise
@@ -716,7 +716,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 stepped.update(ids_of(worker, command))
             elif isinstance(command, Reset):
                 given.update(zip(ids_of(worker, command), command.seeds, strict=True))
-        before: dict[int, _Before] = {}
+        before: dict[int, tuple[list[Any], Owed]] = {}
         at_once = Counter[int]()
         while failures:
             at_once.update(failure.env for failure in failures)
@@ -785,12 +785,17 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._land_late(worker, *worker.take())
         self._late_failures = [failure for failure in self._late_failures if failure.env not in gone]
 
-    def _before(self, i: int, stepped: bool, given: bool, told: Told | None, failure: Failure) -> _Before:
-        """What an env showed last, before it is made anew; it was stepped or `given` a seed, or took no part."""
+    def _before(
+        self, i: int, stepped: bool, given: bool, told: Told | None, failure: Failure
+    ) -> tuple[list[Any], Owed]:
+        """What an env showed last, and the end of its episode: that of the step, or that it is cut off after it.
+
+        It was stepped or `given` a seed, or took no part.
+        """
         worker, buffers = self._by_env[i], self.buffers
         last = self._observations.leaves(i, worker.before if stepped or given else worker.place)
         if not stepped or not (buffers.terminated[i] or buffers.truncated[i]):
-            return _Before(last, None)
+            return last, Owed(0.0, False, True, Told(i, buffers.observations.rebuild(last), {}, {}))
         final, info = (told.final, told.final_info) if told is not None else (IN_BUFFER, {})
         if failure.env == i and failure.ending is not None:
             final, info = failure.ending
@@ -798,22 +803,26 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             final = self._final(final, i)
         else:
             last = self._observations.leaves(i, worker.place)
-        return _Before(last, Owed(*self._paid(i), Told(i, final, info, {})))
+        return last, Owed(*self._paid(i), Told(i, final, info, {}))
 
     def _replaced_told(
-        self, i: int, before: _Before, final_info: Mapping[str, Any] | None, info: Info, seen: bool
+        self,
+        i: int,
+        before: tuple[list[Any], Owed],
+        final_info: Mapping[str, Any] | None,
+        info: Info,
+        seen: bool,
     ) -> list[Told]:
         """The end of the episode of an env that was replaced, or left out; owed to it where nobody sees it now.
 
         An end that is owed already is that of the episode that the caller saw: of the env behind it nobody knew.
         """
-        end = before.end or Owed(0.0, False, True, Told(i, None, None, {}))
+        last, end = before
         told = Told(i, None, None, info)
         if self._same_step and final_info is not None:
-            final = end.told.final if before.end else self.buffers.observations.rebuild(before.last)
-            told = Told(i, final, {**(end.told.final_info or {}), **final_info}, info)
+            told = Told(i, end.told.final, {**(end.told.final_info or {}), **final_info}, info)
         if not (self._same_step and self.active[i]):
-            self._observations.put(i, self._by_env[i].place, before.last)
+            self._observations.put(i, self._by_env[i].place, last)
         if i in self._owed:
             first = self._owed[i].told
             kept = {key: first.info[key] for key in ("late",) if key in first.info}
@@ -841,24 +850,20 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         infos: dict[int, Info] = {}
         for i in hurt:
             self._replaced[i] += 1
-        for ends in (False, True):
-            chosen = [
-                i for i in alive if i not in failed and (not self._same_step and i not in given) is ends
+        commands: Pending = []
+        for worker, members in self._by_worker(i for i in alive if i not in failed):
+            ids = [worker.first + j for j in members]
+            seeds = [
+                restart_seed(self._seeds[i], self._replaced[i]) if given.get(i) is None else given[i]
+                for i in ids
             ]
-            commands: Pending = []
-            for worker, members in self._by_worker(chosen):
-                ids = [worker.first + j for j in members]
-                seeds = [
-                    restart_seed(self._seeds[i], self._replaced[i]) if given.get(i) is None else given[i]
-                    for i in ids
-                ]
-                commands.append((worker, Reset(members, seeds, None, worker.place, ends)))
-            replies, more = self._ask(commands)
-            failures += more
-            for (worker, command), reply in zip(commands, replies, strict=True):
-                self._observations.keep(ids_of(worker, command), reply.columns, {item.env for item in more})
-                infos.update({item.env: item.info for item in reply.told})
-        return infos, failures
+            ends = [i - worker.first for i in ids if not self._same_step and i not in given]
+            commands.append((worker, Reset(members, seeds, None, worker.place, ends)))
+        replies, more = self._ask(commands)
+        for (worker, command), reply in zip(commands, replies, strict=True):
+            self._observations.keep(ids_of(worker, command), reply.columns, {item.env for item in more})
+            infos.update({item.env: item.info for item in reply.told})
+        return infos, failures + more
 
     def _start_anew(self, lost: Sequence[Worker]) -> list[Failure]:
         """Fresh workers in place of lost ones and of those who live with them, all at once; what failed."""
@@ -968,21 +973,16 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _answers(self, timeout: float | None) -> dict[int, Any]:
         """What each env answered to a call."""
-        try:
-            replies = self._replies(timeout, "call")
-            pending = self._pending
+
+        def take(replies: Sequence[Reply | None]) -> dict[int, Any]:
             raise_first(distinct([failure for reply in replies if reply for failure in reply.failures]))
             answers: dict[int, Any] = {}
-            for (worker, command), reply in zip(pending, replies, strict=True):
+            for (worker, command), reply in zip(self._pending, replies, strict=True):
                 if reply is not None and reply.value is not None:
                     answers.update(zip(ids_of(worker, command), reply.value, strict=True))
             return answers
-        except Exception:
-            self._check_open()
-            raise
-        finally:
-            self._pending = []
-            self._leave()
+
+        return self._collect(timeout, "call", take)
 
     def render(self) -> tuple[Any, ...]:
         """What every environment renders."""
@@ -1136,7 +1136,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 command = Step(members, place, of_group(loose, worker.first, worker.count))
             else:
                 command = Reset(members, list(given.values()), None, place)
-            self._scattered = True
             try:
                 self._launch(worker, command, bell=True)
             except BaseException as error:
@@ -1357,13 +1356,6 @@ def _leave_to_parent() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-class _Before(NamedTuple):
-    """What an env that is made anew showed last, and the end of its episode if it had come."""
-
-    last: list[Any]  # leaf values
-    end: Owed | None
 
 
 def close_all(workers: Sequence[Worker], backend: Backend | None, owner: int, seconds: float = 2.0) -> None:
