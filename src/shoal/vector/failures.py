@@ -6,6 +6,7 @@ can join two episodes.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import traceback
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from shoal.vector.values import Told
 
 @dataclass
 class Failure:
-    """A failure as it crosses the process border: only text and an exception that surely unpickles."""
+    """What went wrong in an env; it crosses the border of a process, whatever its exception is."""
 
     env: int
     doing: str  # "step", "reset", "make", "call", …
@@ -30,38 +31,31 @@ class Failure:
     trace: str = ""  # where it happened
     action: str | None = None
     pid: int | None = None
-    exception: BaseException | bytes | None = None  # bytes on its way
+    exception: BaseException | None = None
     kind: str = "exception"  # or "died", "timeout", "over" (the caller forgot a reset: the env is whole)
     ending: tuple[Any, dict[str, Any]] | None = None
     """Last observation and info of an episode that had ended, reward and flags in the buffers, before the failure."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """With the exception as a pickle of its own, or dropped where it does not survive that."""
+        try:
+            data = pickle.dumps(self.exception)
+            pickle.loads(data)
+        except BaseException:
+            data = pickle.dumps(None)
+        return {**vars(self), "exception": data}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """An exception of a class that only its worker knows is told by its text."""
+        vars(self).update(state, exception=None)
+        with contextlib.suppress(Exception):
+            self.exception = pickle.loads(state["exception"])
 
 
 def from_exception(env: int, doing: str, error: BaseException, pid: int | None = None) -> Failure:
     """A failure from an exception being handled."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return Failure(env, doing, in_words(error), trace, None, pid, error)
-
-
-def portable(failure: Failure) -> Failure:
-    """The same failure, its exception as a pickle of its own, or dropped where it does not survive that."""
-    if isinstance(failure.exception, BaseException):
-        try:
-            data = pickle.dumps(failure.exception)
-            pickle.loads(data)
-            failure.exception = data
-        except BaseException:
-            failure.exception = None
-    return failure
-
-
-def arrived(failure: Failure) -> Failure:
-    """What `portable` made, where it came: an exception of a class that only its worker knows is told by its text."""
-    if isinstance(failure.exception, bytes):
-        try:
-            failure.exception = pickle.loads(failure.exception)
-        except Exception:
-            failure.exception = None
-    return failure
 
 
 def error_of(failure: Failure) -> WorkerError:

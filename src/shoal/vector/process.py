@@ -337,7 +337,13 @@ class Backend:
         """Start what these live in and have them make their environments; `replies_of` tells how that went."""
         for worker in workers:
             worker.lost = worker.command = None
-            worker.begin(Make(worker.first, worker.env_fns))
+        made: dict[Any, bytes] = {}
+        for worker in workers:
+            env_fns = worker.env_fns
+            if worker.sends:
+                key = tuple(map(id, env_fns))
+                env_fns = made[key] = made.get(key) or dumps_env_fns(env_fns)
+            worker.begin(Make(worker.first, env_fns))
 
     def attach(self, workers: Sequence[Any], attach: Attach, buffers: Buffers) -> None:
         """Tell them where their results go."""
@@ -683,13 +689,7 @@ class ProcessBackend(Backend):
                 process.release()
             process.start()
             self._settle([worker for worker in self.workers if worker.home is process])
-        for worker in workers:
-            worker.lost = worker.command = None
-        made: dict[Any, bytes] = {}
-        for worker in workers:
-            key = tuple(map(id, worker.env_fns))
-            made[key] = made.get(key) or dumps_env_fns(worker.env_fns)
-            worker.begin(Make(worker.first, made[key]))
+        super().start(workers)
 
     def _settle(self, workers: Sequence[ProcessWorker]) -> None:
         process, theirs = workers[0].home, []

@@ -29,7 +29,7 @@ from shoal.envs.catalogue import EnvFn
 from shoal.vector.buffers import LOADING
 from shoal.vector.env_group import Reply, Reset, Step, even_cuts, ids_of
 from shoal.vector.failures import Failure, from_exception
-from shoal.vector.process import Backend, Limits, Worker, dumps_env_fns, land, rows_of, with_own_rows
+from shoal.vector.process import Backend, Limits, Worker, land, rows_of, with_own_rows
 from shoal.vector.worker import Close, Make, QueueBox, packed, serve_or_end, unpacked
 
 logger = logging.getLogger(__name__)
@@ -346,9 +346,8 @@ class RayBackend(Backend):
     def start(self, workers: Sequence[Any]) -> None:
         self._reported = time.monotonic()
         for worker in workers:
-            worker.lost, worker.command, worker.node = None, None, ""
-        for worker in workers:
-            worker.begin(Make(worker.first, dumps_env_fns(worker.env_fns)))
+            worker.node = ""
+        super().start(workers)
 
     def new_actor(self, worker: RayWorker) -> tuple[Any, str]:
         """An actor and its node: of those with room the one with the fewest of ours for its CPUs.

@@ -31,7 +31,7 @@ from shoal.envs.catalogue import EnvFn
 from shoal.vector import buffers as words
 from shoal.vector.buffers import Buffers, Lines, Patience, TableBuffer, TextBuffer
 from shoal.vector.env_group import EnvGroup, Reply, Step, Trial, ids_of
-from shoal.vector.failures import arrived, from_exception, portable
+from shoal.vector.failures import from_exception
 from shoal.vector.values import IN_BUFFER, Layout, Table, Told
 
 STEP, STEP_SOME, MESSAGE, CLOSE, TRIAL = range(1, 6)
@@ -265,8 +265,6 @@ class LineBox:
 
 def packed(reply: Reply, sequence: int, first: int) -> bytes:
     """A reply as bytes that are safe to load: what came from elsewhere was loaded here once, for a trial."""
-    for failure in reply.failures:
-        portable(failure)
     try:
         return _tried(_plain(sequence, reply))
     except BaseException as error:
@@ -311,7 +309,7 @@ def unpacked(data: bytes | bytearray) -> tuple[int, Reply]:
         each = (list(np.frombuffer(c[1], c[0])) if type(c[0]) is str else c for c in packed_columns)
         for i, *row in zip(ids, *each, strict=True):
             told.append(Told(i, None, None, dict(zip(keys, row, strict=True))))
-    return sequence, Reply(columns, told, list(map(arrived, failures)), value, schema)
+    return sequence, Reply(columns, told, failures, value, schema)
 
 
 def _tried(value: Any) -> bytes:
@@ -345,4 +343,4 @@ def _without_what_cannot_travel(reply: Reply, error: BaseException, first: int) 
         travels(i, "result", value)
     if len(failures) == len(reply.failures):
         failures[first] = from_exception(first, "sending its results", error, os.getpid())
-    return Reply(columns, told, [portable(failure) for failure in failures.values()], None)
+    return Reply(columns, told, list(failures.values()), None)
