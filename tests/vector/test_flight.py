@@ -262,7 +262,7 @@ def test_an_interrupt_while_a_result_is_taken_over_leaves_nobody_to_be_waited_fo
     envs.send([0, 1], [1, 2])
     while not all(worker.answered() for worker in envs.workers):
         time.sleep(0.005)
-    monkeypatch.setattr(VectorPool, "_deliver", interrupted)
+    monkeypatch.setattr(VectorPool, "_landing", interrupted)
     with pytest.raises(KeyboardInterrupt):
         envs.recv(2)
     assert envs.in_flight == [1]

@@ -71,11 +71,6 @@ def call_attribute(env: Any, name: str, args: Sequence[Any], kwargs: dict[str, A
     return attribute(*args, **kwargs) if callable(attribute) else attribute
 
 
-def set_attribute(env: Any, name: str, value: Any) -> None:
-    """Set an attribute of an env, on the wrapper that has it."""
-    env.set_wrapper_attr(name, value)
-
-
 @dataclass(slots=True)
 class Rebuild:
     """Throw `members` away and make them anew."""

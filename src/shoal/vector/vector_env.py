@@ -54,7 +54,6 @@ from shoal.vector.env_group import (
     call_attribute,
     ids_of,
     quantiles,
-    set_attribute,
 )
 from shoal.vector.failures import (
     MOST_AT_ONCE,
@@ -295,9 +294,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     ) -> tuple[Any, list[Info]]:
         """Reset all environments: a batch of observations and one info per environment."""
         self.reset_async(list(seeds), options)
-        told, obs = self._collect(None, "reset", lambda replies: (self._finished(replies), self._batch()))
-        infos = by_env(told)
-        return obs, [infos.get(i, {}) for i in range(self.num_envs)]
+
+        def take(replies: Sequence[Reply | None]) -> tuple[Any, list[Info]]:
+            infos = by_env(self._finished(replies))
+            return self._batch(), [infos.get(i, {}) for i in range(self.num_envs)]
+
+        return self._collect(None, "reset", take)
 
     def reset_some(
         self, indices: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None = None
@@ -355,9 +357,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def step_async(self, actions: Any) -> None:
         """Begin a step; `step_wait` returns its result."""
-        if self._is_plain(actions) and not self._late:
-            self._begun("step_async", (), lambda: self._begin_plain_step(actions))
-            return
         columns = split(self.buffers.actions, actions, self.num_envs)
         if self._late:  # they are written later
             columns = [column.copy() if isinstance(column, np.ndarray) else column for column in columns]
@@ -373,10 +372,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             and (actions.dtype is target.dtype or actions.dtype == target.dtype)
             and actions.shape == target.shape
         )
-
-    def _begin_plain_step(self, actions: Array) -> None:
-        self.buffers.act[0][...] = actions
-        self._begin_step(NOTHING_LOOSE)
 
     def _step_alone(self, group: EnvGroup, actions: Array) -> tuple[Any, Any, Any, Any, Info]:
         """`step` of a group that is the caller's own and the only one: nothing has far to go, nobody is waited for."""
@@ -933,8 +928,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             raise ValueError(
                 f"values must be a list or tuple of one value per environment ({self.num_envs}), got {len(each)}"
             )
-        given = [(name, value) for value in each]
-        self._begin_apply("set_attr", f"set {name}", self._active(), set_attribute, given)
+        given: list[tuple[Any, ...]] = [("set_wrapper_attr", (name, value), {}) for value in each]
+        self._begin_apply("set_attr", f"set {name}", self._active(), call_attribute, given)
         self._answers(None)
 
     def apply(
@@ -1116,7 +1111,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 for i in sorted(self._owed.keys() & given.keys()):
                     if kind == "step":
                         del given[i]
-                        self._deliver([i], [self._paid_back(i)])
+                        self._landed.append(self._landing([i], [self._paid_back(i)]))
                     else:
                         del self._owed[i]
                 if given:
@@ -1206,24 +1201,20 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             for i in failed:
                 self._flying.pop(i, None)
             ids = [i for i in ids if i not in failed]
-        self._deliver(ids, told)
+        self._landed.append(self._landing(ids, told))
         self._set_to_work(worker for worker, _ in landing)
         if interrupt is not None:
             raise interrupt
 
-    def _deliver(self, ids: Sequence[int], told: Iterable[Told]) -> None:
-        infos = by_env(told)
-        self._landed.append(self._landing(ids, [infos.get(i, {}) for i in ids]))
-
-    def _landing(self, ids: Sequence[int], infos: list[Info]) -> Ready:
-        """What these envs show, by columns, and were paid now; copies."""
-        chosen, buffers = np.array(ids, dtype=np.int64), self.buffers
+    def _landing(self, ids: Sequence[int], told: Iterable[Told] = ()) -> Ready:
+        """What these envs show, by columns, were paid and told now; copies."""
+        chosen, buffers, infos = np.array(ids, dtype=np.int64), self.buffers, by_env(told)
         columns = self._observations.columns(ids, [self._by_env[i].place for i in ids])
         paid = buffers.rewards[chosen], buffers.terminated[chosen], buffers.truncated[chosen]
-        return Ready(chosen, columns, *paid, infos, [])
+        return Ready(chosen, columns, *paid, [infos.get(i, {}) for i in ids], [])
 
     def _taken(self, timeout: float | None) -> Ready:
-        landed, self._landed = self._landed or [self._landing([], [])], []
+        landed, self._landed = self._landed or [self._landing([])], []
         ids, columns, rewards, terminated, truncated, infos, _ = zip(*landed, strict=True)
         taken = np.concatenate(ids)
         for i in taken.tolist():
