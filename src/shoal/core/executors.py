@@ -21,7 +21,6 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from queue import SimpleQueue
@@ -557,14 +556,13 @@ class RayExecutor(Executor):
                 if not isinstance(error, Exception):
                     raise
                 continue
-            reference.future().add_done_callback(partial(self._hear, future))
+            # A thread of Ray's says that it ended, which waits for nobody: others wait for it inside of Ray.
+            reference.future().add_done_callback(
+                lambda inner, future=future: self._ended.put((future, inner))
+            )
             if cancelled:
                 self._ray.cancel(reference, force=True)
                 self._ended.put(None)
-
-    def _hear(self, future: Future[Any], inner: Future[Any]) -> None:
-        """A task has ended. A thread of Ray's says so, which waits for nobody: others wait for it inside of Ray."""
-        self._ended.put((future, inner))
 
     def _listen(self) -> None:
         """Give futures their results, and start what waits, in a thread that lives while tasks run."""

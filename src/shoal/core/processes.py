@@ -49,10 +49,6 @@ TOKEN = "SHOAL_WORKER"
 PR_SET_PDEATHSIG = 1
 MOST_DESCRIPTORS = 200
 """In one message; the kernel takes 253."""
-TOO_MANY_FILES = (
-    "too many open files: each worker needs 5 descriptors and each group of environments 1; raise the limit "
-    "(ulimit -n) or use fewer workers (num_workers=)"
-)
 
 
 def require_linux(feature: str) -> None:
@@ -192,7 +188,10 @@ def files_told() -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise ConfigError(TOO_MANY_FILES) from error
+            raise ConfigError(
+                "too many open files: each worker needs 5 descriptors and each group of environments 1; raise the "
+                "limit (ulimit -n) or use fewer workers (num_workers=)"
+            ) from error
         raise
 
 

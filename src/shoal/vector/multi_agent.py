@@ -1,4 +1,5 @@
 """PettingZoo's parallel environments as one vector env: each agent is a slot, stepped by `make_vec`."""
+# ruff: noqa: D102 (what the others are for is told where `VectorEnv` and `Env` have them)
 
 from __future__ import annotations
 
@@ -132,11 +133,9 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
         return obs, rewards.reshape(-1), terminated.reshape(-1), truncated.reshape(-1), infos
 
     def stats(self) -> dict[str, Any]:
-        """Those of the copies."""
         return self.pool.stats()
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close all copies."""
         self.pool.close(**kwargs)
 
     def _slots(self, seen: Any, infos: dict[str, Any]) -> Any:
@@ -188,7 +187,6 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         return self.agents, self.single, self.act
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode of all agents."""
         obs, infos = answer_of(self.env.reset(seed=seed, options=options), "reset")
         self.active = self._left()
         if not self.active.any():
@@ -249,9 +247,7 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         return {"agent_infos": each} if any(each) else {}
 
     def render(self) -> Any:
-        """What the parallel environment renders."""
         return self.env.render()
 
     def close(self) -> None:
-        """Close it."""
         self.env.close()

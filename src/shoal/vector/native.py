@@ -2,6 +2,7 @@
 
 It is another implementation of the environment, so it is only taken when named, and what it cannot do is refused.
 """
+# ruff: noqa: D102 (what the others are for is told where `VectorEnv` has them)
 
 from __future__ import annotations
 
@@ -257,7 +258,6 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         return self.batch.reset(seed=seed, options=given)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Step every environment with its action."""
         self.step_async(actions)
         return self.step_wait()
 
@@ -303,7 +303,6 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         self._pending, self._state = self.reset(seed=seed, options=options), "reset"
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """The result of `reset_async`."""
         self._expect("reset")
         result: tuple[Any, dict[str, Any]] = self._pending
         return result
@@ -371,11 +370,9 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
                 "failures": [self._failures] * self.num_envs, "active": self.num_envs}  # fmt: skip
 
     def render(self) -> Any:
-        """What the batch renders."""
         return self.batch.render()
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the batch."""
         with self._alone:  # after what another thread is at
             self._pending = None
             self.batch.close()

@@ -1,4 +1,5 @@
 """A vector environment of shoal as a `VecEnv` of Stable-Baselines3 (imported when one is made)."""
+# ruff: noqa: D102 (what the others are for is told where `VecEnv` has them)
 
 from __future__ import annotations
 
@@ -86,7 +87,6 @@ class SB3VecEnv(VecEnv):
         return self._stack(obs)
 
     def step_async(self, actions: Any) -> None:
-        """Begin a step."""
         if isinstance(actions, np.ndarray):
             self.pool.step_async(actions)
         else:
@@ -121,25 +121,20 @@ class SB3VecEnv(VecEnv):
         return list(self.pool.render())
 
     def has_attr(self, attr_name: str) -> bool:
-        """Whether all environments have this attribute."""
         return all(self.pool.apply(has, attr_name))
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        """An attribute of some environments."""
         return self._apply(indices, get, attr_name)
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        """Set an attribute of some environments."""
         self._apply(indices, setattr, attr_name, value)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method of some environments."""
         return self._apply(indices, call, method_name, method_args, method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
-        """Whether some environments are wrapped in this class."""
         return self._apply(indices, is_wrapped, wrapper_class.__module__, wrapper_class.__qualname__)
 
     def _apply(self, indices: Any, function: Callable[..., Any], *args: Any) -> list[Any]:
