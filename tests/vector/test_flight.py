@@ -271,6 +271,28 @@ def test_an_interrupt_while_a_result_is_taken_over_leaves_nobody_to_be_waited_fo
     envs.close()
 
 
+def test_results_that_were_taken_over_before_an_interrupt_come_with_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted() -> Any:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    envs = make_vec(
+        "CartPole-v1", 2, backend="process", num_workers=2
+    )  # they tell nothing beside the buffers
+    envs.reset(seed=0)
+    envs.send([0, 1], [np.int64(0), np.int64(1)])
+    while not all(worker.answered() for worker in envs.workers):
+        time.sleep(0.005)
+    monkeypatch.setattr(envs.workers[1], "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        envs.recv(2)
+    assert envs.in_flight == [0, 1]
+    assert sorted(envs.recv(2).ids.tolist()) == [0, 1]
+    envs.close()
+
+
 class PaysNothingKnown(CountEnv):
     """Its reward for the action 9 is NaN, which is noticed when its observation has been written."""
 

@@ -1166,20 +1166,21 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 return
 
     def _land_in_flight(self, landing: Pending) -> None:
-        replies = []
+        replies: list[Reply | None] = []
+        interrupt: BaseException | None = None
         for worker, command in landing:
             try:
                 replies.append(worker.take()[1])
-            except BaseException:  # an interrupt
+            except BaseException as error:  # an interrupt: what was taken before it lands
                 if worker.inline:  # the caller's own group was amid it: these are in flight no more
                     for i in ids_of(worker, command):
                         self._flying.pop(i, None)
                     self._set_to_work([worker])
-                raise
+                interrupt, landing = error, landing[: len(replies)]
+                break
         found, failures = self._land(landing, replies)
         told = list(found)
         ids = [i for worker, command in landing for i in ids_of(worker, command)]
-        interrupt: BaseException | None = None
         if failures:
             failed, others = set[int](), self._at_work()
             try:
