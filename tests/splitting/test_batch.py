@@ -14,7 +14,7 @@ from test_executors import assert_same_batches  # isort: skip
 @pytest.fixture
 def make_batch(processor, make_root):
     def make(cls=StepwiseTrajectorySplitter, rewards=(1.0, 2.0), **options):
-        root, ids = make_root(2, steps=3, size=(120, 80), seed=3)
+        root, ids = make_root(len(rewards), steps=3, size=(120, 80), seed=3)
         return cls(processor, root, padding="longest", **options).split(ids, rewards)
 
     return make
@@ -97,6 +97,10 @@ def test_a_jagged_tensordict_holds_the_unpadded_rows(make_batch, rows):
     assert data["uid"] == batch["uid"].tolist()
     padded = batch.to_tensordict(jagged=False)
     assert torch.equal(padded["input_ids"], batch["input_ids"])
+    single = make_batch(TrajectorySplitter, rewards=(1.0,))
+    assert (
+        single.to_tensordict(jagged=True)["input_ids"][0].tolist() == single.samples()[0].input_ids.tolist()
+    )
 
 
 def test_verl_takes_the_batch(make_batch):
@@ -136,6 +140,8 @@ def test_the_page_shows_roles_masks_images_and_reward(make_batch, processor):
         assert "<span class='reward'>&lt;|im_end|&gt;</span>" in page
         assert "<div class='border'>response</div>" in page
         assert "<span class='trained'>Thought:" in page
+        assert "<div class='turn user'><b>user</b>" in page
+        assert "<div class='turn assistant'><b>assistant</b>" in page
         assert "<script" not in page
 
 
@@ -172,7 +178,8 @@ def test_the_click_is_drawn_where_the_answer_says_whatever_its_scale(processor, 
         "pyautogui.click(x=0.25, y=0.25)": "auto",
         '{"name": "computer", "arguments": {"action": "click", "coordinate": [250, 250]}}': "thousandths",
         "I wait.": "auto",
-        "click(900,900)": "auto",
+        "click(402,50)": "auto",  # beside the screen, so near that a ring would reach into it
+        "click(100,202)": "auto",
     }
     for said, scale in says.items():
         chat = [{"role": "user", "content": [{"type": "image", "image": "screen.png"}]},
@@ -186,7 +193,7 @@ def test_the_click_is_drawn_where_the_answer_says_whatever_its_scale(processor, 
         [url] = re.findall(r"src='data:image/jpeg;base64,([^']+)'", page)
         shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(url)))).astype(int)
         red = np.argwhere((shown[..., 0] - shown[..., 1] > 60) & (shown[..., 0] > 150))
-        if said in ("I wait.", "click(900,900)"):
+        if said in ("I wait.", "click(402,50)", "click(100,202)"):
             assert not len(red)
         else:
             height, width = shown.shape[:2]
