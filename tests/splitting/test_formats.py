@@ -155,6 +155,11 @@ def test_agent_steps_in_a_row_are_one_answer_unless_one_of_them_is_copied(tmp_pa
     file.write_text(json.dumps({**ATIF, "steps": steps}))
     with pytest.raises(DataError, match="step 3: an agent step follows another"):
         AtifReader(file).read("t-1")
+    for odd in ({}, {"x": 1}, [1], "f"):
+        steps[2]["tool_calls"] = odd
+        file.write_text(json.dumps({**ATIF, "steps": steps}))
+        with pytest.raises(DataError, match="step 3: tool_calls must be a list of objects"):
+            AtifReader(file).read("t-1")
 
 
 # --- AgentNet

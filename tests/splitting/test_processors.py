@@ -34,6 +34,9 @@ def test_the_built_tokenizer_is_the_one_of_the_package(full):
         151655,
         151664,
     ]
+    called = full.tokenizer.encode("<tool_call>x</tool_call>")  # each is one token, and text to who reads
+    assert called == [151657, *theirs.encode("x"), 151658]
+    assert full.tokenizer.decode(called, skip_special_tokens=True) == "<tool_call>x</tool_call>"
 
 
 @settings(max_examples=60)
