@@ -294,6 +294,25 @@ def test_every_part_is_known_to_the_command():
     assert {name for name in command.PARTS if name != "agents"} <= set(vars(prove_commands))
 
 
+@pytest.mark.parametrize(
+    ("part", "flag"),
+    [
+        (prove_commands.ppo, "--num-workers"),
+        (prove_commands.split, "--num-cpus"),
+        (prove_commands.skills, "--max_parallel_skills"),
+    ],
+)
+def test_a_case_has_as_many_workers_as_its_name_says(tmp_path, monkeypatch, part, flag):
+    told = []
+    monkeypatch.setattr(prove_commands, "run_shoal", lambda words, log: told.append(words))
+    monkeypatch.setattr("shoal.splitting.synthetic.write_gui_recordings", lambda *args, **settings: None)
+    monkeypatch.setattr("shoal.splitting.processors.build_qwen_processor", lambda folder, **settings: folder)
+    for case in part(faults=False, ray=False).cases:
+        case.make(tmp_path / "run")
+        workers = told[-1][told[-1].index(flag) + 1] if flag in told[-1] else "in"
+        assert {"1": "one"}.get(workers, workers) == case.name.split()[0]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", ["agents", "ppo", "split", "skills"])
