@@ -113,13 +113,19 @@ def test_ray_workers_of_other_machines_get_the_processor_through_ray(processor, 
             future.set_result(function(*args))
             return future
 
-    shared = []
+    shared, places, parking_place = [], [], splitters.parking_place
     monkeypatch.setattr(splitters, "shared_by_ray", lambda plan: shared.append(plan) or Shared(plan))
-    monkeypatch.setattr(splitters, "_several_machines", lambda: True)
+    monkeypatch.setattr(splitters, "parking_place", lambda: places.append(0) or parking_place())
     root, ids = make_root(1, steps=1, size=(60, 60))
     splitter = StepwiseTrajectorySplitter(processor, root)
-    splitter.split(ids, executor=Elsewhere())
-    assert shared == [splitter.plan]
+    for other in ({"Alive": True}, {"Alive": False}):
+        nodes = [{"Alive": True}, other]
+        monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(nodes=lambda nodes=nodes: nodes))
+        splitter.split(ids, executor=Elsewhere())
+        assert len(places) == (
+            not other["Alive"]
+        )  # a machine that is gone is no other one: pixels go by file
+    assert shared == [splitter.plan] * 2
 
 
 @pytest.mark.slow
