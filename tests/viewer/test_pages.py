@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import sqlite3
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from shoal.core.errors import DataError
 from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.store import Store
 from shoal.viewer.advice import advise
-from shoal.viewer.episode_pages import parting
+from shoal.viewer.episode_pages import parting, spelling
 from shoal.viewer.export import export
 from shoal.viewer.markup import Html, Series, graph, histogram, join, line_chart, spark, tag, thinned
 from shoal.viewer.pages import Site, compare, overview
@@ -240,6 +242,27 @@ def test_tokens_are_spelled_by_the_tokenizer_of_the_run(opened):
         "&lt;/action&gt;",
     ]
     assert "log-prob -0.8169, probability 44.2%" in page.body  # exp(-0.8169) = 0.4418
+
+
+def test_a_token_that_the_tokenizer_of_the_run_lacks_is_shown_by_its_number(tmp_path, monkeypatch):
+    class Words:
+        """As a fast tokenizer of transformers: nothing for what it does not know, an error from 2**32 on."""
+
+        def get_vocab(self):
+            return {"ab": 0, "</s>": 7}
+
+        def decode(self, ids, skip_special_tokens=True):
+            [i] = ids
+            if not 0 <= i < 2**32:
+                raise OverflowError(i)
+            return {0: "ab", 7: "" if skip_special_tokens else "</s>"}.get(i, "")
+
+    auto = types.SimpleNamespace(from_pretrained=lambda folder, **settings: Words())
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoTokenizer=auto))
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "engine.json").write_text('{"engine": "huggingface"}')
+    spelled = spelling(tmp_path)([0, 7, 3, -1, 2**40])
+    assert spelled == ["ab", "</s>", "#3", "#-1", "#1099511627776"]
 
 
 def test_a_run_is_running_while_a_process_holds_it(tmp_path, opened):

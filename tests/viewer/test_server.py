@@ -138,7 +138,7 @@ def test_only_pictures_inside_the_run_are_given(client, runs, name):
     "path",
     [
         "run/2", "run/-1", "run/x", "run/0/nothing", "nothing", "run/0/episode?name=../x:0", "run/0/group",
-        "run/0/skill",
+        "run/0/skill", "run", "run/0/episodes/more",
         "run/0/episodes?outcome=odd", "run/0/episodes?order=1;drop", "run/0/episodes?page=x", "run/0/sample?number=0",
         "run/0/episodes?reward_from=x", "static/../server.py", "static/server.py", "run/0/episodes?page=" + "9" * 40,
         "run/0/sample?number=" + "9" * 30, "run/" + "9" * 40, "run/\u00b2",

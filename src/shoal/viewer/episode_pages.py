@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -448,12 +448,12 @@ def _spelling(folder: str, changed: int) -> Spell | None:
     except Exception as error:  # whatever lies there, the page is shown, with numbers
         logger.warning("the tokenizer in %s cannot be read (%s); tokens are shown by number", folder, error)
         return None
-    return functools.partial(_by_tokenizer, tokenizer)
+    return functools.partial(_by_tokenizer, tokenizer, frozenset(tokenizer.get_vocab().values()))
 
 
 def _by_table(tokens: Sequence[str], ids: Sequence[int]) -> list[str]:
     return [tokens[i] if 0 <= i < len(tokens) else f"#{i}" for i in ids]
 
 
-def _by_tokenizer(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    return [tokenizer.decode([i], skip_special_tokens=False) if i >= 0 else f"#{i}" for i in ids]
+def _by_tokenizer(tokenizer: Any, known: Set[int], ids: Sequence[int]) -> list[str]:
+    return [tokenizer.decode([i], skip_special_tokens=False) if i in known else f"#{i}" for i in ids]
