@@ -322,3 +322,6 @@ def test_the_whole_promise_holds(tmp_path, part, capsys):
     assert all(row["equal"] for row in rows)
     assert all(row["toll"]["kills"] and row["toll"]["again"] for row in rows if row["fault"])
     assert sum(row["fault"] for row in rows) >= 1
+    assert all(
+        row["toll"]["kills"] == 1 for row in rows if row["name"] in ("trainer killed", "command killed")
+    )
