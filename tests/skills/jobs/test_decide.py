@@ -40,9 +40,12 @@ def test_what_ended_badly_blocks_its_dependents_with_its_name():
 
 
 def test_an_unknown_need_is_an_obstacle_only_when_nothing_may_still_add_it():
-    rows = [row("wood", status="completed"), row("fire", "wood", "flint")]
-    assert obstacles(rows, progress=True) == {"fire": None}
-    assert obstacles(rows, progress=False) == {"fire": "needs flint, which is unknown"}
+    rows = [row("wood", status="completed"), row("fire", "wood", "flint"), row("smith", "fire")]
+    assert obstacles(rows, progress=True) == {"fire": None, "smith": None}
+    assert obstacles(rows, progress=False) == {
+        "fire": "needs flint, which is unknown",
+        "smith": "fire blocked",
+    }
 
 
 def test_skills_that_wait_for_each_other_are_named_in_order():
@@ -55,6 +58,7 @@ def test_skills_that_wait_for_each_other_are_named_in_order():
 def test_a_blocked_skill_is_free_again_when_its_need_is_completed():
     rows = [row("wood", status="completed"), row("fire", "wood", status="blocked")]
     assert obstacles(rows, progress=False) == {"fire": None}
+    assert obstacles([*rows, row("smith", "fire")], progress=False) == {"fire": None, "smith": None}
 
 
 @given(st.data())

@@ -1006,8 +1006,7 @@ def _obstacles(rows: Rows) -> list[Action]:
     """Say of each waiting job what keeps it from ever starting, and take it back when that is gone."""
     if rows.phase != "run":
         return []
-    busy = bool(rows.running or rows.merging or rows.growing or ready(rows.jobs))
-    progress = busy or any(row.status == "merging" for row in rows.jobs)
+    progress = bool(rows.running or rows.merging or rows.growing)
     actions: list[Action] = []
     for name, reason in obstacles(rows.jobs, progress=progress).items():
         row = rows.job(name)
@@ -1043,11 +1042,15 @@ def obstacles(jobs: Sequence[JobRow], *, progress: bool) -> dict[str, str | None
 
     Args:
         jobs: all of them.
-        progress: something runs, merges or may still be added, so what is open now may yet complete.
+        progress: more may be added, so what is open now may yet complete; as it may while any job runs or can start.
     """
     statuses = {row.name: row.status for row in jobs}
     doomed = {name for name, status in statuses.items() if status in ENDED_BADLY}
     idle = [row for row in jobs if row.status in ("waiting", "blocked")]
+    able = (row for row in idle if all(statuses.get(name) == "completed" for name in row.needs))
+    progress |= any(able) or not {"running", "merging"}.isdisjoint(statuses.values())
+    if not progress:
+        doomed |= {row.name for row in idle if not statuses.keys() >= set(row.needs)}
     while more := {row.name for row in idle if doomed.intersection(row.needs)} - doomed:
         doomed |= more
     statuses |= {row.name: "blocked" if row.name in doomed else "waiting" for row in idle}
@@ -1072,8 +1075,5 @@ def _circle(row: JobRow, jobs: Sequence[JobRow]) -> list[str]:
     by_name = {other.name: other for other in jobs}
     path = [row.name]
     while path.count(path[-1]) == 1:
-        ahead = [n for n in by_name[path[-1]].needs if n in by_name and by_name[n].status != "completed"]
-        if not ahead:
-            break
-        path.append(ahead[0])
+        path.append(next(n for n in by_name[path[-1]].needs if by_name[n].status != "completed"))
     return path
