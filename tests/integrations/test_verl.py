@@ -105,6 +105,10 @@ def test_tensors_are_what_verl_expects(engine):
     np.testing.assert_allclose(batch["rm_scores"].sum(-1), [t.reward for t in trajectories])
     assert list(data.non_tensor_batch["uid"]) == [f"letter-0-{t.group}" for t in trajectories]
     assert len(set(data.non_tensor_batch["traj_uid"])) == 12
+    columns = ("env", "turn", "reward", "success", "__num_turns__")
+    assert list(zip(*(data.non_tensor_batch[name].tolist() for name in columns), strict=True)) == [
+        ("letter", 0, t.reward, t.success, 2 * len(t.turns)) for t in trajectories
+    ]
     assert len(DataProto.concat([data, data])) == 24
     with pytest.raises(DataError, match="response_length must be at least"):
         to_dataproto(trajectories, 2, response_length=5)
