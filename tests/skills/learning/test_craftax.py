@@ -23,6 +23,7 @@ from shoal.skills.learning.craftax import (
     CLASSIC_ACTIONS,
     VIEWS,
     CraftaxWorld,
+    _action_names,
     _compass,
     _mirrors,
     _Programs,
@@ -73,6 +74,14 @@ def test_the_words_for_achievements_and_actions_are_those_of_craftax() -> None:
 
     assert list(ACHIEVEMENTS) == [one.name.lower() for one in sorted(Achievement, key=lambda one: one.value)]
     assert list(features_of("craftax").actions) == [action.name.lower() for action in Action]
+
+
+def test_the_actions_of_a_world_are_named_by_its_own_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("craftax", "craftax_classic"):
+        constants = SimpleNamespace(Action=enum.Enum("Action", f"NOOP {package.upper()}"))
+        monkeypatch.setitem(sys.modules, f"craftax.{package}.constants", constants)
+    assert _action_names("craftax") == ("noop", "craftax")
+    assert _action_names("craftax-classic") == ("noop", "craftax_classic")
 
 
 def test_a_furnace_is_placed_wherever_one_stands_with_a_stone() -> None:
