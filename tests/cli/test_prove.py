@@ -288,6 +288,16 @@ def test_runs_of_other_files_and_missing_episodes_differ(tmp_path):
     assert main(["replay", str(one), "--diff", str(other)]) == 2
 
 
+def test_the_first_metric_that_differs_is_named_but_for_the_clock(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for run, entropy in ((one, 0.5), (other, 0.25)):
+        run.mkdir()
+        rows = [{"steps": 8, "entropy": 0.5, "seconds": entropy}, {"steps": 16, "entropy": entropy}]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert prove_commands._first_row(one, one) == ""
+    assert prove_commands._first_row(one, other) == "iteration 2, step 16: entropy is 0.5 and 0.25"
+
+
 def test_every_part_is_known_to_the_command():
     from shoal.testing import prove_commands
 
