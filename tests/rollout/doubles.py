@@ -535,6 +535,7 @@ class FakeServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # with the default of 5, some of 16 that come at once wait a second or are reset
 
     def __init__(self, kind):
         super().__init__(("127.0.0.1", 0), _Handler)
