@@ -93,11 +93,13 @@ def test_the_self_test_runs_with_64_open_files(tmp_path):
 def test_a_ray_cluster_that_does_not_answer_is_found(monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setattr(executors, "RAY_ANSWERS_SECONDS", 0.0)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
+        finding = doctor._ray()
+        held.listen()
         assert address in doctor._ray().found
-    finding = doctor._ray()
     assert finding.status == "failed"
     assert f"nothing answers at {address}" in finding.found
 
