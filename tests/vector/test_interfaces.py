@@ -401,6 +401,7 @@ def test_stable_baselines_trains_on_our_vec_env() -> None:
 
     envs = SB3VecEnv([lambda: gymnasium.make("CartPole-v1")] * 4)
     model = sb3.PPO("MlpPolicy", envs, n_steps=64, seed=0, device="cpu")
+    model.set_logger(sb3.common.logger.Logger(None, []))  # which leaves no folder behind
     model.learn(512)
     assert model.num_timesteps == 512
     envs.close()

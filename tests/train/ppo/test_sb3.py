@@ -18,6 +18,7 @@ from shoal.train.ppo.sb3 import load_sb3_policy
 
 sb3 = pytest.importorskip("stable_baselines3")
 vec_env = pytest.importorskip("stable_baselines3.common.vec_env")
+Logger = pytest.importorskip("stable_baselines3.common.logger").Logger
 
 
 def saved(tmp_path, env_id, normalize=False, **kwargs):
@@ -25,6 +26,7 @@ def saved(tmp_path, env_id, normalize=False, **kwargs):
     venv = vec_env.VecNormalize(venv) if normalize else venv
     sizes = {"n_steps": 32, "batch_size": 32, "n_epochs": 1}
     model = sb3.PPO("MlpPolicy", venv, device="cpu", seed=0, policy_kwargs=kwargs or None, **sizes)
+    model.set_logger(Logger(None, []))  # its own one makes a folder beside those of others, and leaves it
     model.learn(64)
     model.save(tmp_path / "model.zip")
     return model, venv, tmp_path / "model.zip"
