@@ -17,6 +17,12 @@ from shoal.core.files import sha256_of_folder
 OPTIONS = ["--env", "bandit", "--episodes", "20", "--format", "json"]
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Two threads, which the command takes for a folder, wait for each other on a busy machine: minutes in all."""
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+
+
 @pytest.fixture
 def server():
     server = FakeServer("openai")
