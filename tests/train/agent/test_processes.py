@@ -42,6 +42,7 @@ def launch(folder, n, *overrides, module="shoal", timeout=280):
             "-m",
             "torch.distributed.run",
             "--standalone",
+            f"--log-dir={folder}.logs",  # else it makes a folder beside those of others, and leaves it
             f"--nproc-per-node={n}",
             "-m",
             module,
