@@ -226,6 +226,7 @@ _REPLACED = (
     ("−", "-"), ("–", "-"), ("×", "\\times"), ("⋅", "\\cdot"), ("·", "\\cdot"), ("÷", "/"), ("\\$", "$"),
     ("\\%", "%"), ("\\{", "{"), ("\\}", "}"), ("\\circ", "°"), ("^{°}", "°"), ("^°", "°"), ("\\pi", "π"),
     ("\\infty", "∞"), ("\\cup", "∪"), ("\\le ", "≤"), ("\\leq", "≤"), ("\\geq", "≥"), ("\u00a0", " "),
+    (" per cent", " percent"),
 )  # fmt: skip
 
 
@@ -264,7 +265,8 @@ _NUMBER = re.compile(
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALES |= {"dozen": 12}
 _UNIT = re.compile(r"[^\W\d_]+(?:[ /\-^]{1,2}(?:[^\W\d_]+|[23](?![0-9])))*\.?|°\s?[CF]?")
-_ONE_LETTER = frozenset("mglshLKCFVWA")
+_SHORT = frozenset([*"LKCFVWA", *"st nd rd th am pm kb mb gb tb hz kw nm dm ha dl cc pt qt".split()])  # noqa: SIM905
+"""Units of one or two letters beside those of `_ALIASES`; others are factors, as in 2xy or 2pi."""
 _ALIASES = {
     "$": "dollar", "usd": "dollar", "buck": "dollar", "€": "euro", "eur": "euro", "£": "pound sterling",
     "¥": "yen", "m": "meter", "metre": "meter", "km": "kilometer", "kilometre": "kilometer",
@@ -276,7 +278,9 @@ _ALIASES = {
     "people": "person", "children": "child", "men": "man", "women": "woman", "sq": "square",
 }  # fmt: skip
 _NOT_UNITS = frozenset(
-    {"or", "and", "to", "not", "plus", "minus", "times", "than", "but", "if", "e", "sqrt", "over"}
+    """or and to not plus minus times than but if e sqrt over log sin cos tan exp mod squared cubed factorial infinity
+    halves thirds fourths fifths sixths sevenths eighths ninths tenths twelfths hundredths thousandths millionths
+    billionths trillionths""".split()  # noqa: SIM905
 )
 
 
@@ -337,13 +341,19 @@ def _unit(text: str, attached: bool) -> str | None:
     if len(text) > 48 or not _UNIT.fullmatch(text):
         return None
     words = re.split(r"[ /\-]+", text.rstrip("."))
-    lone = len(words) == 1 and len(words[0]) == 1 and words[0] not in _ONE_LETTER and words[0] != "°"
-    if len(words) > 5 or lone or (attached and text[0] == "x"):
+    if len(words) > 5 or all(map(_is_factor, words)) or (attached and text[0] == "x"):
         return None
     if any(word.casefold() in _NOT_UNITS for word in words):
         return None
     singular = [_ALIASES.get(word, _singular(word)) for word in (word.casefold() for word in words)]
     return " ".join(_ALIASES.get(word, word) for word in singular)
+
+
+def _is_factor(word: str) -> bool:
+    """Whether a word of one or two letters, maybe with a power, is no unit that is known."""
+    letters = word.partition("^")[0]
+    letters = letters if len(letters) == 1 else letters.casefold()
+    return len(letters) < 3 and letters not in _SHORT and letters not in _ALIASES
 
 
 def _singular(word: str) -> str:
