@@ -4,7 +4,7 @@ import pytest
 from tests.viewer.test_index import episode
 
 from shoal.cli.main import main
-from shoal.core.data import write_trajectories
+from shoal.core.data import Trajectory, Turn, write_trajectories
 from shoal.core.run_folder import RunFolder
 
 
@@ -52,6 +52,25 @@ def test_what_a_run_says_is_shown_as_it_stands_there(run, capsys):
     out = capsys.readouterr().out
     assert "see [/x] and [bold]y :fire:" in out
     assert "[demo]" in out.replace("\n", "")
+
+
+def test_what_a_run_says_commands_no_terminal(run, capsys):
+    hostile = "a\x1b]0;title\x07b\x1b[2Jc\x9b5nd\x00e\u202ef\x08g\x7f"
+    colour = "\x1b[41mred\x1b[0m"
+    seen = Turn(colour + hostile, (7,), (1,), (-0.1,), hostile, hostile, True, 1.0, "s", None, "stop")
+    played = Trajectory(hostile, 0, 0, 0, 1, (seen,), False, True, False, "env_error", hostile)
+    write_trajectories(run / "trajectories" / "heldout-000002.jsonl", [played])
+    told = {"command": hostile, "status": hostile, "metrics": {hostile: hostile}}
+    (run / "summary.json").write_text(json.dumps(told))
+    assert main(["show", str(run), "--all"]) == 0
+    assert main(["runs", str(run.parent)]) == 0
+    assert main(["show", f"no{hostile}".replace("\x00", "")]) == 2
+    out, err = capsys.readouterr()
+    assert colour in out
+    assert "a<U+001B>]0;titleb<U+001B>[2Jc<U+009B>5nd<U+0000>e<U+202E>fg<U+007F>" in out
+    assert "noa<U+001B>]0;title" in err
+    left = {c for c in (out + err).replace("\x1b[41m", "").replace("\x1b[0m", "") if not c.isprintable()}
+    assert left <= {"\n"}
 
 
 @pytest.mark.parametrize("summary", [[], {"metrics": None}, {"metrics": [1]}])

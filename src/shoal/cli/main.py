@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal import __version__
-from shoal.cli.output import ReaderGoneError, forget, open_streams, watched_output
+from shoal.cli.output import ReaderGoneError, forget, harmless, open_streams, watched_output
 from shoal.core.errors import ShoalError, explain_import, unknown_name
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -153,7 +153,7 @@ def _tell(error: Exception, command: str) -> int:
             text += "; choose another folder with --run-dir (run_dir=)"
         code = 1 if error.errno in FULL else 2
     with contextlib.suppress(OSError):
-        print(f"shoal: {text}", file=sys.stderr)
+        print(f"shoal: {harmless(text)}", file=sys.stderr)
     return code
 
 

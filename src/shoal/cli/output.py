@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -18,10 +19,22 @@ class ReaderGoneError(BaseException):
     """Nobody reads the output any more; no error, since whoever looks after those would tell of it."""
 
 
+_CONTROL = re.compile(
+    r"(\x1b\[(?:[0-9;]*m|[0-9]*[AK]|\?25[hl]))|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+)
+"""Characters that command a terminal or turn text around, and first what colours and bars are made of."""
+
+
+def harmless(text: str) -> str:
+    """Text that commands no terminal: control characters are told by their numbers."""
+    return _CONTROL.sub(lambda found: found[1] or f"<U+{ord(found[0]):04X}>", text)
+
+
 class Watched:
     """A stream whose reader may go away (a pipe that was closed, a terminal that is gone): work goes on, or ends.
 
     So it does where what is written can no longer be kept (a file on a full disk), which is an error of the command.
+    What is written is made harmless.
 
     Args:
         stream: that is written to.
@@ -45,7 +58,7 @@ class Watched:
 
     def write(self, text: str) -> int:
         """Write, as long as somebody reads."""
-        self._try(lambda: self._stream.write(text))
+        self._try(lambda: self._stream.write(harmless(text)))
         return len(text)
 
     def flush(self) -> None:
