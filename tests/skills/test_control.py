@@ -491,6 +491,26 @@ def test_who_is_killed_where_another_has_just_committed_the_same_leaves_no_launc
         assert store.skill("Collect Wood").status == "completed"
 
 
+def test_what_was_trained_by_hand_and_killed_within_its_commit_is_committed_and_not_trained_again(
+    tmp_path: Path, net, scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _, _ = prepare_training_run("Collect Wood", AMOUNTS, 0, [], {}, tmp_path)
+    finish_training(folder, {0: net("own").params()}, {0: 10})
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(learning_run, "_merge_and_commit", killed)
+        process_completed_training(folder, "Collect Wood", 0, tmp_path)
+    launcher = scripted()
+    with contextlib.closing(SkillScheduler(tmp_path, launcher=launcher)) as s:
+        assert s.run()
+        assert not launcher.launched
+        assert [attempt.outcome for attempt in s.store.attempts()] == ["merged"]
+        assert s.store.skill("Collect Wood").budget_used == 10
+
+
 def test_a_result_whose_folder_was_being_removed_by_a_killed_process_is_not_missed(
     tmp_path: Path, net, monkeypatch: pytest.MonkeyPatch
 ) -> None:

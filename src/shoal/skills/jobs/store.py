@@ -676,12 +676,15 @@ def _plain(value: Any) -> Any:
 
 
 def read_done(folder: Path, attempt: int | None = None) -> dict[str, Any]:
-    """The mark in a folder; a `DataError` if it is missing, broken, or of another launch."""
+    """The mark in a folder; a `DataError` if it is missing, broken, or of another launch than `attempt`.
+
+    What was finished by hand is of no launch, and is taken for the one that its commit began: launching clears marks.
+    """
     path = folder / DONE
     if not path.exists():
         raise DataError(f"{folder} is not done: it has no {DONE}")
     done: dict[str, Any] = read_json(path)
-    if attempt is not None and done.get("attempt") != attempt:
+    if attempt is not None and done.get("attempt") not in (attempt, None):
         raise DataError(f"{path} is the mark of launch {done.get('attempt')}, not of launch {attempt}")
     return done
 
