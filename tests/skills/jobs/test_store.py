@@ -290,6 +290,15 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
         Store(tmp_path)
 
 
+@pytest.mark.parametrize("payload", [b"\xff", b"{"], ids=["bytes", "words"])
+def test_a_row_that_was_damaged_is_told_as_a_fault_of_the_file(tmp_path: Path, payload: bytes) -> None:
+    store = Store(tmp_path)
+    trained(store)
+    store._db.execute("update job set payload = cast(? as text)", (payload,))
+    with pytest.raises(DataError, match=r"state.db cannot be read"):
+        store.skills()
+
+
 def test_why_a_launch_is_ended_is_what_was_said_first(tmp_path: Path) -> None:
     store = Store(tmp_path)
     attempt = trained(store)

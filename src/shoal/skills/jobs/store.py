@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from shoal.core.errors import DataError, ShoalError, did_you_mean
+from shoal.core.errors import DataError, ShoalError, did_you_mean, reading
 from shoal.core.files import fsync_folder, read_json, write_bytes, write_json
 from shoal.core.registry import check_name
 
@@ -277,7 +277,8 @@ class Store:
             if number is not None:
                 told = os.strerror(number) if number == errno.ENOSPC else str(error)
                 raise OSError(number, told, str(path)) from error
-            if code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            undecodable = code == sqlite3.SQLITE_OK and isinstance(error, sqlite3.OperationalError)
+            if undecodable or code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 raise DataError(f"{path} cannot be read: {error}") from error
             raise
         except OverflowError as error:
@@ -420,14 +421,15 @@ class Store:
         return [row for row in rows if not statuses or row.status in statuses]
 
     def _job(self, row: sqlite3.Row) -> JobRow:
-        values = {key: row[key] for key in row.keys() if key not in ("position", "submitted")}  # noqa: SIM118
-        values |= {
-            "payload": json.loads(row["payload"]),
-            "needs": tuple(json.loads(row["needs"])),
-            "result": json.loads(row["result"] or "{}"),
-            "cancel": bool(row["cancel"]),
-            "fresh": bool(row["fresh"]),
-        }
+        with reading(self.root / "state.db", "cannot be read"):
+            values = {key: row[key] for key in row.keys() if key not in ("position", "submitted")}  # noqa: SIM118
+            values |= {
+                "payload": json.loads(row["payload"]),
+                "needs": tuple(json.loads(row["needs"])),
+                "result": json.loads(row["result"] or "{}"),
+                "cancel": bool(row["cancel"]),
+                "fresh": bool(row["fresh"]),
+            }
         return self.row(**values)
 
     def update(self, name: str, **columns: Any) -> None:
