@@ -350,6 +350,22 @@ def test_a_run_of_somebody_else_can_be_looked_at(tmp_path, monkeypatch):
     assert not FolderLock(tmp_path / ".lock").is_taken()
 
 
+@pytest.mark.parametrize(
+    "add", [lambda run: run.append_metrics({"step": 2}), lambda run: run.event("checkpoint")]
+)
+def test_a_run_that_goes_on_is_not_told_as_completed_however_it_ends(tmp_path, add):
+    with RunFolder(tmp_path, "train", 0) as run:
+        add(run)
+        run.finish({"steps": 1})
+    with RunFolder(tmp_path, "train", 0):
+        assert run_folder.read_summary(tmp_path)["status"] == "completed"
+    with RunFolder(tmp_path, "train", 0) as run:
+        add(run)
+        assert not (tmp_path / "summary.json").exists()
+        run.finish({"steps": 2})
+    assert run_folder.read_summary(tmp_path)["metrics"] == {"steps": 2}
+
+
 def test_numbers_of_numpy_are_numbers_of_metrics_and_summaries(tmp_path):
     metrics = {
         "mean": np.float32(0.5),

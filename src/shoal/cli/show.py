@@ -117,10 +117,10 @@ COMMAND = Command(ShowOptions, show, MORE)
 def summary_table(run: Path, *, everything: bool = False) -> Table:
     """The summary of a run, or of an unfinished one what is known."""
     table = Table(title=str(run), show_header=False, title_justify="left")
-    if not (run / "summary.json").exists():
+    running = FolderLock(run / ".lock").is_taken()
+    if running or not (run / "summary.json").exists():
         metrics = run / "metrics.jsonl"
         rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-        running = FolderLock(run / ".lock").is_taken()
         now = "running now" if running else f"not finished; {how_to_go_on(run)}"
         table.add_row("status", f"{now}; {count_of(rows, 'row')} of metrics so far")
         return table

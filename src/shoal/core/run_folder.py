@@ -280,7 +280,7 @@ class RunFolder(Closing):
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add one row, its numbers Python's or NumPy's; those that JSON has no word for (NaN, infinity) become null."""
         self.hold()
-        self._changed = True
+        self._go_on()
         append_line(self.metrics_path, json.dumps(finite(dict(row))).encode() + b"\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -316,9 +316,15 @@ class RunFolder(Closing):
 
     def event(self, event: str, **fields: Any) -> None:
         """Tell the listener of a durable moment; call it only when the data is on disk."""
-        self._changed = True
+        self._go_on()
         if self._on_event is not None:
             self._on_event({"event": event, **fields})
+
+    def _go_on(self) -> None:
+        """Something is added: what an earlier end said of the run is true no more, however this process ends."""
+        if not self._changed:
+            (self.path / "summary.json").unlink(missing_ok=True)
+            self._changed = True
 
     def finish(self, metrics: Mapping[str, Any], status: str = "completed") -> dict[str, Any]:
         """Write `summary.json`, return what it holds, and let others write the folder."""
@@ -332,6 +338,7 @@ class RunFolder(Closing):
             "versions": installed_versions(),
             "metrics": finite(dict(metrics)),
         }
+        self._changed = True
         write_json(self.path / "summary.json", summary)
         if status == "completed":
             self.unfinished_path.unlink(missing_ok=True)
