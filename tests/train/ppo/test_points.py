@@ -14,7 +14,7 @@ from gymnasium.vector import SyncVectorEnv
 
 from shoal.core.errors import ConfigError
 from shoal.maths import distributions
-from shoal.train.ppo.envs import SquashedActions
+from shoal.train.ppo.envs import SquashedActions, unbounded
 from shoal.train.ppo.networks import SDEActorCritic
 from shoal.train.ppo.policy import load_policy
 from shoal.train.ppo.ppo import PPO
@@ -105,10 +105,14 @@ def test_a_squashed_run_goes_on_exactly(tmp_path):
 
 def test_what_has_no_bounds_is_not_squashed():
     with pytest.raises(
-        ConfigError, match="squash=True needs continuous actions with finite bounds, got Discrete"
+        ConfigError,
+        match="squash=True needs continuous actions with finite bounds, a finite distance apart, got Discrete",
     ):
         PPO("CartPole-v1", squash=True, **SMALL)
-    with pytest.raises(ConfigError, match=r"finite bounds, got Box\(0, 5, \(2,\), int64\)"):
+    most = np.finfo(np.float32).max  # whose middle would be infinite, and an end NaN
+    with pytest.raises(ConfigError, match=r"finite bounds, .* got Box"):
+        unbounded(gym.spaces.Box(-most, most, (1,), np.float32))
+    with pytest.raises(ConfigError, match=r"finite bounds, .* got Box\(0, 5, \(2,\), int64\)"):
         PPO(Whole, squash=True, **SMALL)
     with pytest.raises(ConfigError, match="PPOTrainer steps the caller's"):
         PPOTrainer(squash=True)

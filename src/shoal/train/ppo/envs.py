@@ -106,9 +106,12 @@ def unbounded(space: gym.Space) -> gym.spaces.Box:
     Raises:
         ConfigError: there are no bounds to squash them into.
     """
-    bounded = isinstance(space, gym.spaces.Box) and space.is_bounded()
+    with np.errstate(over="ignore", invalid="ignore"):
+        bounded = isinstance(space, gym.spaces.Box) and np.isfinite(space.high - space.low).all()
     if not bounded or not np.issubdtype(space.dtype, np.floating):
-        raise ConfigError(f"squash=True needs continuous actions with finite bounds, got {space}")
+        raise ConfigError(
+            f"squash=True needs continuous actions with finite bounds, a finite distance apart, got {space}"
+        )
     return gym.spaces.Box(-np.inf, np.inf, space.shape, np.float32)
 
 
