@@ -1,4 +1,6 @@
+import contextlib
 import json
+import os
 
 import pytest
 from tests.viewer.test_index import episode
@@ -6,6 +8,7 @@ from tests.viewer.test_index import episode
 from shoal.cli.main import main
 from shoal.core.data import Trajectory, Turn, write_trajectories
 from shoal.core.run_folder import RunFolder
+from shoal.viewer.index import EpisodeIndex
 
 
 @pytest.fixture
@@ -71,6 +74,20 @@ def test_what_a_run_says_commands_no_terminal(run, capsys):
     assert "noa<U+001B>]0;title" in err
     left = {c for c in (out + err).replace("\x1b[41m", "").replace("\x1b[0m", "") if not c.isprintable()}
     assert left <= {"\n"}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "name", ["summary.json", "metrics.jsonl", ".lock", "advantages/heldout-000001.jsonl"]
+)
+def test_a_pipe_among_the_files_of_a_run_is_not_waited_for(run, capsys, name):
+    (run / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(run / name)
+    assert main(["runs", str(run.parent)]) == 0
+    assert "1 run in" in capsys.readouterr().out
+    assert main(["show", str(run)]) == (2 if name == "summary.json" else 0)
+    with contextlib.closing(EpisodeIndex(run)) as index:
+        assert index.advantages(index.refresh().episodes()[:1]) is None
 
 
 @pytest.mark.parametrize("summary", [[], {"metrics": None}, {"metrics": [1]}])

@@ -120,7 +120,7 @@ def summary_table(run: Path, *, everything: bool = False) -> Table:
     running = FolderLock(run / ".lock").is_taken()
     if running or not (run / "summary.json").exists():
         metrics = run / "metrics.jsonl"
-        rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        rows = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
         now = "running now" if running else f"not finished; {how_to_go_on(run)}"
         table.add_row("status", f"{now}; {count_of(rows, 'row')} of metrics so far")
         return table

@@ -62,10 +62,13 @@ def read_summary(run: Path) -> dict[str, Any]:
         DataError: it is broken, or not what a run writes.
         FileNotFoundError: there is none: the run has not come to its end.
     """
-    summary = finite(read_json(run / "summary.json"))
+    path = run / "summary.json"
+    summary = (
+        finite(read_json(path)) if path.is_file() or not path.exists() else None
+    )  # a pipe would be waited for
     if not isinstance(summary, dict) or not isinstance(summary.setdefault("metrics", {}), dict):
         raise DataError(
-            f"{run / 'summary.json'} must hold an object with 'metrics', an object too, as a run writes it; "
+            f"{path} must hold an object with 'metrics', an object too, as a run writes it; "
             "restore it or remove it"
         )
     return summary
@@ -86,7 +89,8 @@ def _noted_command(run: Path) -> str:
         if command := read_summary(run).get("command"):
             return str(command)
     with contextlib.suppress(OSError):
-        return (run / ".lock").read_text(errors="replace").partition("\n")[2]
+        if (run / ".lock").is_file():
+            return (run / ".lock").read_text(errors="replace").partition("\n")[2]
     return ""
 
 

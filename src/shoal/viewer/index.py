@@ -470,6 +470,8 @@ class EpisodeIndex:
         None for all if nothing was kept: nobody learned from the file, or its run is of before advantages were.
         """
         path = self.folder.with_name("advantages") / members[0].file
+        if not path.is_file():  # a pipe would be waited for
+            return None
         try:
             found = read_advantages(path, {member.row: self.read(member) for member in members})
         except (DataError, OSError):
