@@ -1004,6 +1004,45 @@ def test_an_env_that_is_masked_out_tells_its_end_and_what_it_showed_last_like_an
         assert envs.reset(seed=1)[1].get("final_obs") is None
 
 
+class FailsOnceAllowed(CountEnv):
+    """Where the step is `FAULT` it fails, but not before a file is there."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__(length=1000)
+        self.gate = gate
+
+    def step(self, action: Any) -> Any:
+        if action == FAULT:
+            while not self.gate.exists():
+                time.sleep(0.01)
+            raise RuntimeError("at last")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step"])
+def test_an_env_that_an_operation_of_its_neighbour_masks_out_tells_its_end_in_the_next_step(
+    mode: Any, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    fns = [functools.partial(FailsOnceAllowed, gate)] * 2
+    with closing(make_vec(fns, backend="process", num_workers=1, on_failure="mask", autoreset=mode)) as envs:
+        envs.reset(seed=0)
+        shown = envs.step([1, 1])[0][0].tolist()
+        envs.step_async([FAULT, 1])
+        with pytest.raises(TimeoutError):
+            envs.step_wait(timeout=0.01)
+        gate.touch()
+        (neighbour,) = envs.step_some([1], [1])
+        assert not neighbour.truncated
+        for truncated in (True, False):
+            obs, _, terminated, cut, infos = envs.step([1, 1])
+            assert (terminated.tolist(), cut.tolist()) == ([False, False], [truncated, False])
+            assert obs[0].tolist() == shown
+            assert infos["worker_masked"].tolist() == [True, False]
+            if truncated and mode == "same_step":
+                assert infos["final_obs"][0].tolist() == shown
+
+
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_restarted_envs_take_seeds_from_the_last_ones_given_the_same_every_time(fault: str) -> None:
     def seeds_seen(seed: Any, way: str) -> list[list[float]]:

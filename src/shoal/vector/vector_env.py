@@ -460,7 +460,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 return
             self._check_one_is_left()
             for i in np.flatnonzero(~self.active).tolist():
-                self._owed[i] = Owed(0.0, False, False, Told(i, None, None, {"worker_masked": True}))
+                self._owed.setdefault(
+                    i, Owed(0.0, False, False, Told(i, None, None, {"worker_masked": True}))
+                )
             chosen = range(self.num_envs)
         failed = {failure.env for failure in self._late_failures}
         going = [i for i in chosen if i not in self._owed and i not in failed]
