@@ -82,6 +82,21 @@ ROLLOUT_WORDS = (
 
 
 @pytest.mark.parametrize(
+    ("name", "given", "count"),
+    [(None, "", "1000"), ("GOMP_SPINCOUNT", "7", "7"), ("OMP_WAIT_POLICY", "active", None)],
+)
+def test_threads_of_torch_do_not_spin_for_long_in_commands_unless_the_user_says_so(
+    monkeypatch, name, given, count
+):
+    for other in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(other, given)  # to be as it was afterwards
+        if other != name:
+            monkeypatch.delenv(other)
+    assert main(["--version"]) == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == count
+
+
+@pytest.mark.parametrize(
     ("words", "lines"),
     [
         pytest.param(f"{PPO_WORDS} --backend serial --json-events True", 3, marks=pytest.mark.slow),
