@@ -56,8 +56,14 @@ def rows_of(folder):
 
 
 def ended_early(folder):
-    """Whether the run there is not told as completed; of its processes the first, if it lives, tells it as failed."""
-    return not (folder / "summary.json").exists() or read_summary(folder)["status"] == "failed"
+    """Whether the run there is not told as completed; of its processes the first, if it lives, tells how it ended.
+
+    It failed with the others, or was interrupted where a launcher ended it before it heard of them.
+    """
+    return not (folder / "summary.json").exists() or read_summary(folder)["status"] in (
+        "failed",
+        "interrupted",
+    )
 
 
 def same_run(one, two, atol, parts=("engine", "critic")):
