@@ -85,9 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     open_streams()
     if not sys.stderr.isatty():  # before torch and transformers are imported, whose bars read it then
         os.environ.setdefault("TQDM_DISABLE", "1")
-    if (
-        "OMP_WAIT_POLICY" not in os.environ
-    ):  # before torch is imported, whose threads spin for long where cores are busy
+    if "OMP_WAIT_POLICY" not in os.environ:  # before torch, whose threads spin for long where cores are busy
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         here = os.getcwd()
