@@ -1043,6 +1043,27 @@ def test_an_env_that_an_operation_of_its_neighbour_masks_out_tells_its_end_in_th
                 assert infos["final_obs"][0].tolist() == shown
 
 
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+@pytest.mark.parametrize("some", [True, False])
+def test_an_env_that_is_masked_out_tells_its_end_once_though_its_worker_dies_after_it(
+    mode: Any, some: bool
+) -> None:
+    fns = [functools.partial(Misbehaving, "raise"), functools.partial(Misbehaving, "exit"), HEALTHY]
+    with closing(make_vec(fns, backend="process", num_workers=1, on_failure="mask", autoreset=mode)) as envs:
+        envs.reset(seed=0)
+        shown = envs.step([1, 1, 1])[0][0].tolist()
+        assert envs.step([FAULT, 1, 1])[3].tolist() == [True, False, False]
+        if some:
+            assert envs.step_some([1], [FAULT])[0].truncated
+        else:
+            assert envs.step([1, FAULT, 1])[3].tolist() == [False, True, True]
+        envs.reset(options={"reset_mask": np.array([False, False, True])})
+        for _ in range(2):
+            obs, rewards, terminated, truncated, infos = envs.step([1, 1, 1])
+            assert (rewards[0], terminated[0], truncated[0], obs[0].tolist()) == (0.0, False, False, shown)
+            assert infos["worker_masked"].tolist()[:2] == [True, True]
+
+
 @pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_restarted_envs_take_seeds_from_the_last_ones_given_the_same_every_time(fault: str) -> None:
     def seeds_seen(seed: Any, way: str) -> list[list[float]]:

@@ -714,7 +714,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             elif isinstance(command, Reset):
                 given.update(zip(ids_of(worker, command), command.seeds, strict=True))
         before: dict[int, tuple[list[Any], Owed]] = {}
-        at_once = Counter[int]()
+        at_once, out = Counter[int](), set(np.flatnonzero(~self.active).tolist())
         while failures:
             at_once.update(failure.env for failure in failures)
             hurt = self._to_be_made_anew(failures, at_once)
@@ -734,7 +734,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             again = {failure.env for failure in failures}
             told[:] = [item for item in told if item.env not in hurt]
             for i, failure in hurt.items():
-                if not self.active[i]:
+                if i in out:  # its end was told when it was left out
+                    self._observations.put(i, self._by_env[i].place, before[i][0])
+                elif not self.active[i]:
                     info = {"worker_masked": True, "worker_error": str(error_of(failure))}
                     final = None if i in given else info
                     told += self._replaced_told(i, before[i], final, info, i in stepped or i in given)
