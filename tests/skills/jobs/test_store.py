@@ -278,6 +278,17 @@ def test_changes_are_seen_across_connections(tmp_path: Path) -> None:
     assert one.changes() != before
 
 
+def test_a_name_that_is_the_slug_of_another_finds_its_own_job_whatever_sqlite_reads_first(
+    tmp_path: Path,
+) -> None:
+    store = Store(tmp_path)
+    store.add("a b", {})
+    store.add("a_b", {})
+    store._db.execute("analyze")  # after which it reads so few rows one by one
+    assert [store.job(name).name for name in ("a b", "a_b")] == ["a b", "a_b"]
+    assert [store.number(name) for name in ("a b", "a_b")] == [0, 1]
+
+
 def test_an_unknown_skill_error_is_not_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Known: \\(none\\)") as caught:
         Store(tmp_path).skill("x")

@@ -408,8 +408,8 @@ class Store:
         return self.job(name)
 
     def job(self, name: str) -> JobRow:
-        """A job by its name or its slug."""
-        rows = self._query("select * from job where name=? or slug=?", name, name)
+        """A job by its name, or else its slug."""
+        rows = self._query("select * from job where name=?1 or slug=?1 order by name=?1 desc", name)
         if not rows:
             known = [row["name"] for row in self._query("select name from job")]
             raise ValueError(f"no {self.noun} named {name!r}.{did_you_mean(name, known)}")
@@ -454,7 +454,7 @@ class Store:
                     "select max(artifact) from (select artifact from job union select artifact from version)"
                 )
                 number = 0 if used[0][0] is None else int(used[0][0]) + 1
-                db.execute("update job set artifact=? where name=?", (number, name))
+                db.execute("update job set artifact=? where name=?", (number, row.name))
                 return number
             return row.artifact
 
