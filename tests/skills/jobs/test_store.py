@@ -289,6 +289,14 @@ def test_a_name_that_is_the_slug_of_another_finds_its_own_job_whatever_sqlite_re
     assert [store.number(name) for name in ("a b", "a_b")] == [0, 1]
 
 
+def test_a_store_that_another_process_is_making_is_waited_for(tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "state.db", isolation_level=None, check_same_thread=False)
+    other.execute("begin immediate")
+    threading.Timer(0.1, other.rollback).start()
+    Store(tmp_path).close()
+    other.close()
+
+
 def test_an_unknown_skill_error_is_not_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Known: \\(none\\)") as caught:
         Store(tmp_path).skill("x")

@@ -181,6 +181,8 @@ update job set submitted = payload where name not in (select job from event wher
 update job set fresh = 1 where name not in (select job from attempt)
 """
 MIGRATIONS = (_FIRST, _SECOND)
+PATIENCE = 60.0
+"""Seconds for which another process that writes is waited for."""
 _ERRNO = {
     sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR: errno.EIO, sqlite3.SQLITE_CANTOPEN: errno.EIO,
     sqlite3.SQLITE_READONLY: errno.EROFS, sqlite3.SQLITE_BUSY: errno.EBUSY,
@@ -205,7 +207,7 @@ class Store:
         self.blobs.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._db = sqlite3.connect(
-            self.root / "state.db", isolation_level=None, check_same_thread=False, timeout=60
+            self.root / "state.db", isolation_level=None, check_same_thread=False, timeout=PATIENCE
         )
         try:
             with self._told():
@@ -219,7 +221,15 @@ class Store:
 
     def _open(self) -> None:
         self._db.row_factory = sqlite3.Row
-        self._db.execute("pragma journal_mode=wal")
+        until = time.monotonic() + PATIENCE
+        while True:  # of two that make the file at once, SQLite has neither wait for the other here
+            try:
+                self._db.execute("pragma journal_mode=wal")
+                break
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+            time.sleep(0.01)
         self._db.execute("pragma synchronous=full")
         if self._layout() != len(MIGRATIONS):
             self._db.execute("pragma foreign_keys=off")
