@@ -318,6 +318,45 @@ def test_a_row_that_was_damaged_is_told_as_a_fault_of_the_file(tmp_path: Path, p
         store.skills()
 
 
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        (
+            "job set retries = 'two'",
+            r"skill 'Collect Wood' is damaged .*Expected `int`, got `str` - at `\$.retries`",
+        ),
+        (
+            "job set status = 'done'",
+            r"skill 'Collect Wood' is damaged .*Invalid enum value 'done' - at `\$.status`",
+        ),
+        ("job set result = '[1]'", r"skill 'Collect Wood' is damaged .*Expected `object`, got `array`"),
+        ("job set submitted = x'ff'", r"skill 'Collect Wood' is damaged"),
+        ("attempt set peak_memory = '3 GB'", r"launch 1 is damaged .*Expected `int \| null`, got `str`"),
+        ("attempt set handle = '{'", r"launch 1 is damaged"),
+        ("version set sha256 = x'00'", r"version 1 is damaged .*Expected `str`, got `bytes`"),
+        ("event set detail = null", r"event 1 is damaged .*Expected `object`, got `null`"),
+        ("setting set value = '{'", r"setting 'world' is damaged"),
+    ],
+)
+def test_a_value_of_another_type_is_told_with_its_row_its_column_and_what_is_expected(
+    tmp_path: Path, cell: str, message: str
+) -> None:
+    store = Store(tmp_path)
+    attempt = trained(store)
+    store.add_version(version(store, 0, b"one"), attempt)
+    store.set_setting("world", "crafting")
+    store._db.execute(f"update {cell}")
+
+    def read() -> None:
+        for one in (store.skills, store.attempts, store.versions, store.events):
+            one()
+        store.setting("world")
+        store.add_skill(WOOD, [], 1000)
+
+    with pytest.raises(DataError, match=f"state.db cannot be read: {message}.*; restore it"):
+        read()
+
+
 def test_why_a_launch_is_ended_is_what_was_said_first(tmp_path: Path) -> None:
     store = Store(tmp_path)
     attempt = trained(store)

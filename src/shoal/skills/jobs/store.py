@@ -22,7 +22,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
+
+import msgspec
 
 from shoal.core.errors import DataError, ShoalError, did_you_mean, reading
 from shoal.core.files import fsync_folder, read_json, write_bytes, write_json
@@ -44,7 +46,7 @@ class JobRow:
     slug: str
     payload: dict[str, Any]  # what to do, as the client of the graph understands it
     needs: tuple[str, ...]  # jobs that must be completed before
-    status: str
+    status: Status
     reason: str | None
     artifact: int | None  # number of what it makes, given at its first launch
     retries: int  # used since it was last (re)opened
@@ -71,7 +73,7 @@ class AttemptRow:
 
     id: int
     job: str
-    state: str  # "running" | "ended"
+    state: Literal["running", "ended"]
     run_folder: str
     launcher: str | None
     handle: dict[str, Any] | None
@@ -102,6 +104,14 @@ class VersionRow:
     accepted: bool
     attempt: int | None
     created: float
+
+
+class _EventRow(TypedDict):
+    seq: int
+    time: float
+    kind: str
+    job: str | None
+    detail: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -183,6 +193,7 @@ update job set fresh = 1 where name not in (select job from attempt)
 MIGRATIONS = (_FIRST, _SECOND)
 PATIENCE = 60.0
 """Seconds for which another process that writes is waited for."""
+_JSON = ("payload", "submitted", "needs", "result", "handle", "note", "detail", "value")
 _ERRNO = {
     sqlite3.SQLITE_FULL: errno.ENOSPC, sqlite3.SQLITE_IOERR: errno.EIO, sqlite3.SQLITE_CANTOPEN: errno.EIO,
     sqlite3.SQLITE_READONLY: errno.EROFS, sqlite3.SQLITE_BUSY: errno.EBUSY,
@@ -330,7 +341,7 @@ class Store:
         """Remove files that no version refers to, and temporary ones, if older than that many seconds."""
         removed = []
         with self.transaction():  # nobody commits what is being removed
-            known = {row["sha256"] for row in self._query("select sha256 from version")}
+            known = {row.sha256 for row in self.versions()}
             for path in self.blobs.iterdir():
                 leftover = path.name.startswith(".") or path.name.removesuffix(self.suffix) not in known
                 with contextlib.suppress(FileNotFoundError):
@@ -344,7 +355,7 @@ class Store:
     def setting(self, key: str) -> Any:
         """A stored value, or None."""
         rows = self._query("select value from setting where key=?", key)
-        return json.loads(rows[0][0]) if rows else None
+        return self._read(dict[str, Any], rows[0], f"setting {key!r}")["value"] if rows else None
 
     def set_setting(self, key: str, value: Any) -> None:
         """Store a JSON value; None forgets it."""
@@ -370,7 +381,8 @@ class Store:
     def events(self, after: int = 0) -> list[dict[str, Any]]:
         """Events in order, those after a sequence number."""
         rows = self._query("select * from event where seq > ? order by seq", after)
-        return [{**dict(row), "skill": row["job"], "detail": json.loads(row["detail"])} for row in rows]
+        events = [self._read(_EventRow, row, f"event {row['seq']}") for row in rows]
+        return [{**event, "skill": event["job"]} for event in events]
 
     # Jobs
 
@@ -393,10 +405,10 @@ class Store:
                 "select name, payload, submitted from job where name=? or slug=?", name, slug(name)
             )
             if known:
+                before = self._read(dict[str, Any], known[0], f"{self.noun} {known[0]['name']!r}")
                 plain = json.loads(text)
-                before = known[0]["submitted"]
-                same = before is None or plain in (json.loads(before), json.loads(known[0]["payload"]))
-                if known[0]["name"] != name or not same:
+                same = before["submitted"] in (None, plain) or before["payload"] == plain
+                if before["name"] != name or not same:
                     raise ValueError(f"there is another {self.noun} named {known[0]['name']!r} here already")
                 return self.job(name)
             position = self._query("select count(*) from job")[0][0]
@@ -421,7 +433,7 @@ class Store:
         """A job by its name, or else its slug."""
         rows = self._query("select * from job where name=?1 or slug=?1 order by name=?1 desc", name)
         if not rows:
-            known = [row["name"] for row in self._query("select name from job")]
+            known = [row.name for row in self.jobs()]
             raise ValueError(f"no {self.noun} named {name!r}.{did_you_mean(name, known)}")
         return self._job(rows[0])
 
@@ -431,16 +443,17 @@ class Store:
         return [row for row in rows if not statuses or row.status in statuses]
 
     def _job(self, row: sqlite3.Row) -> JobRow:
-        with reading(self.root / "state.db", "cannot be read"):
-            values = {key: row[key] for key in row.keys() if key not in ("position", "submitted")}  # noqa: SIM118
-            values |= {
-                "payload": json.loads(row["payload"]),
-                "needs": tuple(json.loads(row["needs"])),
-                "result": json.loads(row["result"] or "{}"),
-                "cancel": bool(row["cancel"]),
-                "fresh": bool(row["fresh"]),
+        values = {**dict(row), "result": row["result"] or "{}"}
+        return self._read(self.row, values, f"{self.noun} {row['name']!r}")
+
+    def _read(self, kind: type[R], row: sqlite3.Row | Mapping[str, Any], what: str) -> R:
+        """A row with its JSON parsed, each value of the type that it has to be, or a `DataError` that names it."""
+        with reading(self.root / "state.db", f"cannot be read: {what} is damaged", "; restore it"):
+            values = {
+                key: json.loads(value) if key in _JSON and value is not None else value
+                for key, value in dict(row).items()
             }
-        return self.row(**values)
+            return msgspec.convert(values, kind, strict=False)  # flags are numbers
 
     def update(self, name: str, **columns: Any) -> None:
         """Change columns of a job; a new status is an event."""
@@ -460,10 +473,8 @@ class Store:
         with self.transaction() as db:
             row = self.job(name)
             if row.artifact is None:
-                used = self._query(
-                    "select max(artifact) from (select artifact from job union select artifact from version)"
-                )
-                number = 0 if used[0][0] is None else int(used[0][0]) + 1
+                used = {one.artifact for one in self.jobs()} | {one.artifact for one in self.versions()}
+                number = max((one for one in used if one is not None), default=-1) + 1
                 db.execute("update job set artifact=? where name=?", (number, row.name))
                 return number
             return row.artifact
@@ -498,12 +509,15 @@ class Store:
         rows = self._query("select * from attempt where id=?", number)
         if not rows:
             raise ValueError(f"there is no launch {number}")
-        return _attempt(rows[0])
+        return self._attempt(rows[0])
 
     def attempts(self, job: str | None = None, state: str | None = None) -> list[AttemptRow]:
         """Attempts in order, of a job or in a state."""
-        rows = [_attempt(row) for row in self._query("select * from attempt order by id")]
+        rows = [self._attempt(row) for row in self._query("select * from attempt order by id")]
         return [row for row in rows if job in (None, row.job) and state in (None, row.state)]
+
+    def _attempt(self, row: sqlite3.Row) -> AttemptRow:
+        return self._read(AttemptRow, row, f"launch {row['id']}")
 
     def end_attempt(self, attempt: int, outcome: str, reason: str | None = None, **columns: Any) -> None:
         """Record how an attempt ended."""
@@ -517,7 +531,7 @@ class Store:
     def merged(self, mark: str) -> AttemptRow | None:
         """The launch whose result bears this mark and is committed."""
         rows = self._query("select * from attempt where mark=? and outcome='merged'", mark)
-        return _attempt(rows[0]) if rows else None
+        return self._attempt(rows[0]) if rows else None
 
     # Versions and heads
 
@@ -541,9 +555,7 @@ class Store:
         return [row for row in rows if artifact in (None, row.artifact)]
 
     def _version(self, row: sqlite3.Row) -> VersionRow:
-        return self.version_row(
-            **{**dict(row), "accepted": bool(row["accepted"]), "note": json.loads(row["note"])}
-        )
+        return self._read(self.version_row, row, f"version {row['id']}")
 
     def ancestors(self, version: int | None) -> set[int]:
         """A version and all it descends from."""
@@ -637,10 +649,6 @@ class Store:
             self.get_blob(row.sha256)
             db.execute("insert or replace into head values (?, ?)", (artifact, version))
             self.event("rollback", None, expert=artifact, version=version)
-
-
-def _attempt(row: sqlite3.Row) -> AttemptRow:
-    return AttemptRow(**{**dict(row), "handle": json.loads(row["handle"]) if row["handle"] else None})
 
 
 def merge_once(commit: Callable[[], R]) -> R:
