@@ -21,6 +21,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, DataError, WorkerError
 from shoal.skills.jobs.runner import (
+    Runner,
     TmuxLauncher,
     ask_to_cancel,
     ask_to_stop,
@@ -144,6 +145,57 @@ def test_cancel_without_a_scheduler_ends_what_runs_and_leaves_the_rest_alone(
     assert condition(s.store, s.store.skill("Drink Water"), held=False) == "interrupted"
     assert main(["skills", "stop", "--graph-path", str(tmp_path)]) == 0
     assert [row.status for row in s.store.skills()] == ["skipped", "waiting"]
+
+
+@pytest.mark.parametrize("words", [("cancel", "Collect Sapling"), ("stop",)], ids=["cancel", "stop"])
+def test_what_is_asked_for_while_another_skill_is_being_cancelled_is_done(
+    tmp_path: Path, scripted, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    s = scheduler(tmp_path, scripted(), "Collect Wood", "Collect Sapling")
+    folder = s.prepare(s.store.job("Collect Sapling"), resume=False)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    attempt = s.store.begin_attempt("Collect Sapling", folder)
+    handle = {"pid": process.pid, "began": start_time(process.pid)}
+    s.store.set_handle(attempt, "local", handle, folder / "log")
+    told, flush = [], Runner._flush
+
+    def other_asks(runner: Runner) -> None:
+        monkeypatch.setattr(Runner, "_flush", flush)
+        before = s.store.changes()
+        told.append(in_thread(lambda: main(["skills", *words, "--graph-path", str(tmp_path)])))
+        wait_for(lambda: s.store.changes() != before)
+        flush(runner)
+
+    monkeypatch.setattr(Runner, "_flush", other_asks)
+    try:
+        assert main(["skills", "cancel", "Collect Wood", "--graph-path", str(tmp_path)]) == 0
+        told[0].join(timeout=60)
+        assert not told[0].is_alive()
+        assert process.poll() is not None
+    finally:
+        process.kill()
+        process.wait()
+    assert [row.status for row in s.store.skills()] == [
+        "skipped",
+        "skipped" if words[0] == "cancel" else "waiting",
+    ]
+    s.close()
+
+
+def test_who_does_not_wait_for_trainings_is_not_kept_by_one_who_does(tmp_path: Path, scripted) -> None:
+    launcher = scripted()
+    launcher.gate.clear()
+    s = scheduler(tmp_path, launcher, "Collect Wood")
+    run = in_thread(s.run)
+    wait_for(lambda: launcher.running)
+    other = Store(tmp_path)
+    waits = in_thread(lambda: ask_to_stop(other, wait=True))
+    wait_for(lambda: s.store.setting("stop") == "drain")
+    assert ask_to_stop(Store(tmp_path), wait=False, patience=20)
+    run.join(timeout=60)
+    waits.join(timeout=60)
+    assert launcher.killed == [1]
+    s.close()
 
 
 def test_stop_ends_the_trainings_and_a_resumed_run_goes_on_from_their_checkpoints(

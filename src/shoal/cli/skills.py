@@ -18,10 +18,10 @@ import tyro
 from shoal.cli.command import Command, Group
 from shoal.cli.grammar import wide_console
 from shoal.cli.output import for_programs, program
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.files import write_folder, write_json
 from shoal.core.run_folder import RunFolder, finite, whole_rows
-from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, condition, is_held, reopen
+from shoal.skills.jobs.runner import ENDING_SECONDS, ask_to_cancel, ask_to_stop, condition, is_held, reopen
 from shoal.skills.jobs.store import AttemptRow
 from shoal.skills.learning.spec import SkillRow, Store
 
@@ -223,17 +223,31 @@ def retry(options: RetryOptions, store: Store) -> None:
 
 
 def cancel(options: CancelOptions, store: Store) -> None:
-    """Give a skill up."""
-    row = ask_to_cancel(store, options.name)
-    if not is_held(options.graph_path):
-        _alone(options.graph_path, store).settle()
-    print(f"cancelled: {row.name}")
+    """Give a skill up, by its scheduler or, where there is none, here."""
+    name, until = ask_to_cancel(store, options.name).name, time.monotonic() + ENDING_SECONDS
+    while (row := store.skill(name)).cancel:
+        if is_held(options.graph_path):  # if only by one that has done what it was asked for, and goes
+            if time.monotonic() > until:
+                raise WorkerError(
+                    f"the scheduler of {store.root} does not answer; {name!r} is cancelled when it does"
+                )
+            time.sleep(0.05)
+            continue
+        try:
+            _alone(options.graph_path, store).settle()
+        except WorkerError:
+            if not is_held(options.graph_path):
+                raise
+    if row.status != "skipped":
+        raise ConfigError(f"{name!r} was not cancelled: it is {row.status} by now")
+    print(f"cancelled: {name}")
 
 
 def stop(options: StopOptions, store: Store) -> None:
     """End the run of a folder."""
     going = [row.name for row in store.skills("running", "merging")]
-    if not ask_to_stop(store, wait=options.wait) and not options.wait:
+    ask_to_stop(store, wait=options.wait)
+    if not options.wait and store.attempts(state="running"):  # who held the folder may have been no scheduler
         _alone(options.graph_path, store).settle(kill=True)
     print(f"stopped: {', '.join(going) or 'nothing was in training'}")
     print(f"go on with: {resume_command(options.graph_path)}")

@@ -639,10 +639,10 @@ def ask_to_stop(store: Store, *, wait: bool, patience: float = 60.0) -> bool:
     """
     if not is_held(store.root):
         return False
-    until = time.monotonic() + patience
+    until, how = time.monotonic() + patience, "drain" if wait else "kill"
     while is_held(store.root):
-        if store.setting(STOP) is None:
-            store.set_setting(STOP, "drain" if wait else "kill")
+        if store.setting(STOP) not in ("kill", how):  # which ends also what others wait for
+            store.set_setting(STOP, how)
         if not wait and time.monotonic() > until:
             raise WorkerError(f"the scheduler of {store.root} does not answer; its process may be stopped")
         threading.Event().wait(0.05)
