@@ -147,6 +147,21 @@ def test_cancel_without_a_scheduler_ends_what_runs_and_leaves_the_rest_alone(
     assert [row.status for row in s.store.skills()] == ["skipped", "waiting"]
 
 
+def test_trainings_of_a_world_that_is_not_found_from_here_can_be_ended(
+    tmp_path: Path, scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    s = scheduler(tmp_path, scripted(), "Collect Wood", "Drink Water")
+    s.store.set_setting("world", "elsewhere:World")
+    s.store.begin_attempt("Drink Water", tmp_path / "training_runs" / "gone")
+    for words in (["cancel", "Collect Wood"], ["stop"]):
+        assert main(["skills", *words, "--graph-path", str(tmp_path)]) == 0
+    assert [row.status for row in s.store.skills()] == ["skipped", "waiting"]
+    s.store.set_setting("world", 5)
+    assert main(["skills", "eval", "--graph-path", str(tmp_path)]) == 2
+    assert "no world named '5'" in capsys.readouterr().err
+    s.close()
+
+
 @pytest.mark.parametrize("words", [("cancel", "Collect Sapling"), ("stop",)], ids=["cancel", "stop"])
 def test_what_is_asked_for_while_another_skill_is_being_cancelled_is_done(
     tmp_path: Path, scripted, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]

@@ -234,7 +234,7 @@ def cancel(options: CancelOptions, store: Store) -> None:
             time.sleep(0.05)
             continue
         try:
-            _alone(options.graph_path, store).settle()
+            _alone(options.graph_path).settle()
         except WorkerError:
             if not is_held(options.graph_path):
                 raise
@@ -248,16 +248,16 @@ def stop(options: StopOptions, store: Store) -> None:
     going = [row.name for row in store.skills("running", "merging")]
     ask_to_stop(store, wait=options.wait)
     if not options.wait and store.attempts(state="running"):  # who held the folder may have been no scheduler
-        _alone(options.graph_path, store).settle(kill=True)
+        _alone(options.graph_path).settle(kill=True)
     print(f"stopped: {', '.join(going) or 'nothing was in training'}")
     print(f"go on with: {resume_command(options.graph_path)}")
 
 
-def _alone(folder: Path, store: Store) -> SkillScheduler:
-    """A scheduler to tidy a folder that has none."""
+def _alone(folder: Path) -> SkillScheduler:
+    """A scheduler to tidy a folder that has none, whatever its world: it trains nothing."""
     from shoal.skills.learning.scheduler import SkillScheduler
 
-    return SkillScheduler(folder, world=store.setting("world") or "crafting")
+    return SkillScheduler(folder)
 
 
 def _latest(store: Store, row: SkillRow) -> AttemptRow:

@@ -107,9 +107,9 @@ def plan_of(
     store: Store, target: str | None = None, only: Sequence[str] | None = None
 ) -> tuple[str, list[Step]]:
     """The world of a store and the plan over its completed skills."""
-    world_name = store.setting("world")
-    if world_name is None:
+    if store.setting("world") is None:
         raise ConfigError(f"{store.root} has not been trained in: it names no world")
+    world_name = str(store.setting("world"))
     features = world_features(world_name)
     rows = [row for row in store.skills() if row.expert is not None and store.head(row.expert) is not None]
     if not rows:
