@@ -448,6 +448,17 @@ def test_what_people_do_to_the_files_they_are_shown_does_not_reach_the_store(
     assert shown.read_bytes() == s.store.get_blob(head.sha256)
 
 
+def test_what_a_scheduler_is_writing_is_not_exported_and_not_missed(tmp_path: Path, scripted) -> None:
+    s = scheduler(tmp_path / "run", scripted(), "Collect Wood")
+    assert s.run()
+    shown = s.base_dir / "skills" / "0_Collect_Wood"
+    (shown / ".metadata.json.0123abcd.tmp").symlink_to("gone")  # what was listed, and then took its place
+    assert main(["skills", "export", str(tmp_path / "out"), "--graph-path", str(s.base_dir)]) == 0
+    there = [path.name for path in (tmp_path / "out" / "skills" / "0_Collect_Wood").iterdir()]
+    assert sorted(there) == ["expert_0_policy", "metadata.json", "metrics.json"]
+    s.close()
+
+
 def test_a_folder_that_was_prepared_by_hand_is_processed_without_more_ado(tmp_path: Path, net) -> None:
     folder, _, _ = prepare_training_run("Collect Wood", AMOUNTS, 3, [], {}, tmp_path)
     with pytest.raises(DataError, match="is not done"):

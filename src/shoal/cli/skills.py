@@ -396,10 +396,11 @@ def export(options: ExportOptions, store: Store) -> None:
     export_views(store)
     if not is_held(options.graph_path):
         export_state(store, 0)
+    written = shutil.ignore_patterns(".*")  # by a scheduler just now, and gone when they are copied
     with write_folder(options.to) as new:
         for name in ("skills", "checkpoints"):
             if (store.root / name).exists():
-                shutil.copytree(store.root / name, new / name)
+                shutil.copytree(store.root / name, new / name, ignore=written)
         write_json(new / "scheduler_state.json", scheduler_state(store, 0))
     print(f"exported {len(store.skills('completed'))} completed skills to {options.to}")
 
