@@ -17,9 +17,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tests.skills.conftest import some_net
 
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, DataError, WorkerError
+from shoal.core.files import read_json, write_json
 from shoal.skills.jobs.runner import (
     Runner,
     TmuxLauncher,
@@ -479,18 +481,41 @@ def test_a_folder_that_was_prepared_by_hand_is_processed_without_more_ado(tmp_pa
         process_completed_training(other, "Drink", 3, tmp_path)
 
 
+GOOD = some_net("own").params()
+
+
 @pytest.mark.parametrize(
     ("experts", "acted", "message"),
     [
         ({}, {}, "has no parameters of the expert that was trained, local 0"),
-        ({0: {"only": np.array([1, np.nan])}}, {0: 10}, "'only' of expert 0 has numbers that are not finite"),
-        ({0: {"only": np.ones(2)}, 1: {"only": np.ones(2)}}, {0: 10}, r"numbered \[0\] here, got 1"),
-        ({0: {"only": np.ones(2)}}, {7: 10}, r"numbered \[0\] here, got 7"),
+        (
+            {0: {**GOOD, "critic/bias": np.array([np.nan], np.float32)}},
+            {0: 10},
+            "expert 0: 'critic/bias' has numbers that are not finite",
+        ),
+        (
+            {0: {**GOOD, "critic/bias": np.array([1e300])}},
+            {0: 10},
+            "'critic/bias' has numbers that are not finite",
+        ),
+        (
+            {0: {**GOOD, "critic/bias": np.array([1])}},
+            {0: 10},
+            "must hold numbers as float32 does, got int64",
+        ),
+        (
+            {0: {**GOOD, "critic/bias": np.ones(2, np.float32)}},
+            {0: 10},
+            r"must have shape \(1,\), got \(2,\)",
+        ),
         (
             {0: {"only": np.ones(2)}},
-            {0: -3},
-            "acted_frames of expert 0 must be a whole number of steps, at least 0",
+            {0: 10},
+            "expert 0 must have exactly the arrays torso/0/weight, .*wrong: .*only",
         ),
+        ({0: GOOD, 1: GOOD}, {0: 10}, r"numbered \[0\] here, got 1"),
+        ({0: GOOD}, {7: 10}, r"numbered \[0\] here, got 7"),
+        ({0: GOOD}, {0: -3}, "acted_frames of expert 0 must be a whole number of steps, at least 0"),
     ],
 )
 def test_a_result_of_no_use_is_refused_before_it_is_anybodys_expert(
@@ -500,6 +525,30 @@ def test_a_result_of_no_use_is_refused_before_it_is_anybodys_expert(
     with pytest.raises(DataError, match=message):
         finish_training(folder, experts, acted)
     with pytest.raises(DataError, match="is not done"):
+        process_completed_training(folder, "Collect Wood", 0, tmp_path)
+    assert not Store(tmp_path).versions()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"success": "good"}, r"Expected `float \| null`, got `str` - at `\$.success`"),
+        ({"frames": -1}, r"Expected `int` >= 0 - at `\$.frames`"),
+        ({"acted_frames": {"own": 5}}, r"Expected `int`, got `str`"),
+        (
+            {"numbers": {"peak_memory": "3 GB"}},
+            r"Expected `int \| null`, got `str` - at `\$.numbers.peak_memory`",
+        ),
+        ({"numbers": {"seconds": "12 s"}}, r"Expected `float \| null`, got `str` - at `\$.numbers.seconds`"),
+    ],
+)
+def test_a_mark_of_another_trainer_that_says_something_else_is_refused_by_name(
+    tmp_path: Path, change, message: str
+) -> None:
+    folder, _, _ = prepare_training_run("Collect Wood", AMOUNTS, 0, [], {}, tmp_path)
+    done = finish_training(folder, {0: GOOD}, {0: 10})
+    write_json(done, {**read_json(done), **change})
+    with pytest.raises(DataError, match=f"DONE.json is no mark of a training .*{message}"):
         process_completed_training(folder, "Collect Wood", 0, tmp_path)
     assert not Store(tmp_path).versions()
 

@@ -16,12 +16,12 @@ from shoal.core.errors import ConfigError, DataError, EnvError, UnknownNameError
 from shoal.skills.jobs.runner import job_environment
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
 from shoal.skills.learning.spec import Features
-from shoal.skills.learning.trainer import TrainingConfig
+from shoal.skills.learning.trainer import Shape, TrainingConfig
 from shoal.skills.learning.worlds import (
     Bank,
     CraftingWorld,
     batch_lanes,
-    check_inputs,
+    check_expert,
     default_config,
     make_world,
     world_features,
@@ -100,11 +100,13 @@ def test_settings_and_sizes_of_a_world_are_known_without_making_it() -> None:
 
 
 def test_an_expert_made_for_what_a_world_never_showed_is_refused_with_all_that_it_showed() -> None:
-    world = SimpleNamespace(obs_size=7, former_sizes=(5, 3))
+    world = SimpleNamespace(obs_size=7, former_sizes=(5, 3), n_actions=4)
     for inputs in (7, 5, 3):
-        check_inputs(world, inputs, "Dig")
-    with pytest.raises(DataError, match="expert of 'Dig' was made for 6 numbers .* shows 7 or 5 or 3. Train"):
-        check_inputs(world, 6, "Dig")
+        check_expert(world, Shape(inputs, 8, 4), "Dig")
+    with pytest.raises(DataError, match="expert of 'Dig' was made for 6 numbers .* shows 7 or 5 or 3 and"):
+        check_expert(world, Shape(6, 8, 4), "Dig")
+    with pytest.raises(DataError, match="expert of 'Dig' was made for .* and 3 actions; .* has 4. Train"):
+        check_expert(world, Shape(7, 8, 3), "Dig")
 
 
 def broken(**change):

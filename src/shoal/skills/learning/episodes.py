@@ -39,7 +39,7 @@ from shoal.skills.learning.worlds import (
     World,
     act,
     batch_lanes,
-    check_inputs,
+    check_expert,
     fresh_worlds,
     make_world,
     walk,
@@ -194,8 +194,10 @@ def load_experts(store: Store, names: Sequence[str], world: World) -> list[Netwo
         head = store.head(row.expert) if row.expert is not None else None
         if head is None:
             raise DataError(f"skill {name!r} has no expert yet: it is {row.status}")
-        nets.append(Network.from_params(decode(store.get_blob(head.sha256), name)[0]))
-        check_inputs(world, nets[-1].shape.inputs, name)
+        nets.append(
+            Network.from_params(decode(store.get_blob(head.sha256), name)[0], f"the expert of {name!r}")
+        )
+        check_expert(world, nets[-1].shape, name)
     return nets
 
 

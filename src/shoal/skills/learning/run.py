@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypedDict, get_args
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError, DataError, did_you_mean
+from shoal.core.errors import ConfigError, DataError, did_you_mean, reading
 from shoal.core.files import fsync_folder, read_json, write_bytes, write_json
 from shoal.core.run_folder import RunFolder
 from shoal.core.seeding import stream
@@ -83,6 +84,7 @@ from shoal.skills.learning.worlds import (
 )
 
 KEEP_CHECKPOINTS = 2
+Steps = Annotated[int, msgspec.Meta(ge=0)]
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8})-([0-9a-f]{16})\.safetensors")
 
 
@@ -292,8 +294,8 @@ class Run:
             skills={name: parse_skill(spec) for name, spec in self.spec["skills"].items()},
             plan=tuple(Step(step["skill"], step["count"]) for step in self.spec["plan"]),
             experts=tuple(
-                Network.from_params(mixture[local]) if local in mixture else None
-                for local in self.local_to_global
+                Network.from_params(mixture[local], f"expert {index}") if local in mixture else None
+                for local, index in self.local_to_global.items()
             ),
             route=tuple(self.spec["route"]),
             seed=int(self.spec["seed"]),
@@ -333,6 +335,20 @@ class Run:
         """Forget checkpoints, so that the next training starts from the mixture."""
         for path in self.checkpoints():
             path.unlink(missing_ok=True)
+
+
+class _Numbers(TypedDict, total=False):
+    seconds: float | None
+    peak_memory: int | None
+    steps_an_application: float | None
+
+
+class _Done(TypedDict):
+    attempt: int | None
+    acted_frames: dict[int, Steps]
+    frames: Steps
+    success: float | None
+    numbers: _Numbers  # and any other
 
 
 @dataclass(frozen=True)
@@ -408,12 +424,7 @@ def _check_result(
             f"{run.folder}: the result has no parameters of the expert that was trained, local {own}"
         )
     for local, params in experts.items():
-        for key, array in params.items():
-            if not np.isfinite(array).all():
-                raise DataError(
-                    f"{run.folder}: {key!r} of expert {local} has numbers that are not finite, so the training "
-                    "diverged; lower its learning rate"
-                )
+        Network.from_params(params, f"{run.folder}: expert {local}")
     for local, count in acted_frames.items():
         steps_used(count, f"{run.folder}: acted_frames of expert {local}")
 
@@ -422,17 +433,20 @@ def read_outcome(run_folder: Path | str, attempt: int | None = None) -> Outcome:
     """The result of a finished training; a `DataError` if it is not done, broken, or of another launch."""
     run = Run.open(run_folder)
     result = run.policies / "result.safetensors"
-    done, data = read_result(result, run.folder, attempt)
+    told, data = read_result(result, run.folder, attempt)
+    with reading(run.folder / DONE, "is no mark of a training"):
+        done = msgspec.convert(told, _Done, strict=False, str_keys=True)
     to_global = run.local_to_global
     mixture = split_mixture(decode(data, str(result))[0])
     extra = mixture.pop(len(to_global), {})
+    _check_result(run, mixture, {})
     return Outcome(
         done["attempt"],
         {to_global[local]: params for local, params in mixture.items()},
-        {int(index): int(count) for index, count in done["acted_frames"].items()},
-        int(done["frames"]),
+        done["acted_frames"],
+        done["frames"],
         done["success"],
-        done["numbers"],
+        told["numbers"],
         arrays_of("episodes", extra),
     )
 
@@ -670,7 +684,7 @@ def _merge_and_commit(
             versions += _versions(store, run, index, acted, decision, rule)
             kept = decision.chosen.kind == "head"
             actions[index] = {"action": "kept" if kept else "updated", "frames": decision.chosen.frames}
-        result = {"success": outcome.success, "frames": outcome.frames, **outcome.numbers}
+        result = {**outcome.numbers, "success": outcome.success, "frames": outcome.frames}
         with store.transaction():
             spec = _corrected(store, run, outcome) if analyse else None
             store.commit_training(

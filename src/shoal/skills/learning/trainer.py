@@ -30,7 +30,7 @@ from shoal.skills.learning.worlds import (
     Floats,
     Ints,
     World,
-    check_inputs,
+    check_expert,
     fresh_worlds,
     make_world,
     walk,
@@ -199,7 +199,7 @@ class Trainer:
         shape = Shape(self.world.obs_size, config.layer_size, self.world.n_actions)
         for index, net in enumerate(task.experts):
             if net is not None:
-                check_inputs(self.world, net.shape.inputs, self._skill_of(index))
+                check_expert(self.world, net.shape, self._skill_of(index))
         self.nets = [
             net.copy() if net is not None else self._beginner(shape, index)
             for index, net in enumerate(task.experts)
@@ -549,7 +549,7 @@ class Trainer:
             if (missing := net.flat.size - arrays[f"net/{index}"].size) != 0:
                 # Begun where the world showed less: the expert goes on seeing that much.
                 shape = replace(net.shape, inputs=net.shape.inputs - missing // net.shape.hidden)
-                check_inputs(self.world, shape.inputs, self._skill_of(index))
+                check_expert(self.world, shape, self._skill_of(index))
                 self.nets[index], self.best[index] = Network(shape), Network(shape)
                 self.adams[index] = Adam(self.nets[index].flat.size)
         self.masks = self._masks()
@@ -644,21 +644,32 @@ class Network:
         return net
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Floats]) -> Network:
-        """The network of an expert file; a `DataError` says which key is missing, extra or of the wrong shape."""
+    def from_params(cls, params: Mapping[str, Floats], name: str = "an expert") -> Network:
+        """The network of an expert, called `name`; a `DataError` says which array it has not as it should be."""
         if set(params) != set(KEYS):
             wrong = sorted(set(params) ^ set(KEYS))
             raise DataError(
-                f"an expert must have exactly the arrays {', '.join(KEYS)}; wrong: {', '.join(wrong)}"
+                f"{name} must have exactly the arrays {', '.join(KEYS)}; wrong: {', '.join(wrong)}"
             )
-        if params["torso/0/weight"].ndim != 2 or params["actor/bias"].ndim != 1:
-            raise DataError("an expert's first weight must be a matrix and its actor bias a vector")
-        inputs, hidden = params["torso/0/weight"].shape
-        net = cls(Shape(inputs, hidden, len(params["actor/bias"])))
+        arrays = {key: np.asarray(array) for key, array in params.items()}
+        first, last = arrays["torso/0/weight"].shape, arrays["actor/bias"].shape
+        if (len(first), len(last)) != (2, 1):
+            raise DataError(
+                f"{name}: its first weight must be a matrix and its actor bias a vector, got shapes {first} and {last}"
+            )
+        net = cls(Shape(*first, *last))
         for key, view in net.views().items():
-            if params[key].shape != view.shape:
-                raise DataError(f"expert array {key!r} must have shape {view.shape}, got {params[key].shape}")
-            view[...] = params[key]
+            if arrays[key].shape != view.shape:
+                raise DataError(f"{name}: {key!r} must have shape {view.shape}, got {arrays[key].shape}")
+            if arrays[key].dtype.kind != "f":
+                raise DataError(f"{name}: {key!r} must hold numbers as float32 does, got {arrays[key].dtype}")
+            with np.errstate(over="ignore"):
+                view[...] = arrays[key]
+            if not np.isfinite(view).all():
+                raise DataError(
+                    f"{name}: {key!r} has numbers that are not finite, so the training diverged; lower its "
+                    "learning rate"
+                )
         return net
 
     def views(self) -> Params:

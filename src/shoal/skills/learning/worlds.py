@@ -23,7 +23,7 @@ from shoal.maths.distributions import sample
 from shoal.skills.learning.spec import MAX_HORIZON, Features, Skill, Step, is_relative
 
 if TYPE_CHECKING:
-    from shoal.skills.learning.trainer import Network, TrainingConfig
+    from shoal.skills.learning.trainer import Network, Shape, TrainingConfig
 
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
@@ -105,17 +105,18 @@ class World(Protocol):
         """Act in every lane; True where the agent died."""
 
 
-def check_inputs(world: World, inputs: int, skill: str) -> None:
-    """Raise a `DataError` for an expert that was made for other observations than a world's, or than it once had.
+def check_expert(world: World, shape: Shape, skill: str) -> None:
+    """Raise a `DataError` for an expert that was made for other actions or observations than a world's, or once had.
 
     A world may put numbers behind its observations and tell in `former_sizes` how many there were: an expert made for
     so many does not see what came later.
     """
     sizes = (world.obs_size, *getattr(world, "former_sizes", ()))
-    if inputs not in sizes:
+    if shape.inputs not in sizes or shape.actions != world.n_actions:
         raise DataError(
-            f"the expert of {skill!r} was made for {inputs} numbers in an observation; this world shows "
-            f"{' or '.join(map(str, sizes))}. Train the skill again, or use the world that it was trained in."
+            f"the expert of {skill!r} was made for {shape.inputs} numbers in an observation and {shape.actions} "
+            f"actions; this world shows {' or '.join(map(str, sizes))} and has {world.n_actions}. Train the skill "
+            "again, or use the world that it was trained in."
         )
 
 
