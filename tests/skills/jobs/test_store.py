@@ -297,6 +297,19 @@ def test_a_store_that_another_process_is_making_is_waited_for(tmp_path: Path) ->
     other.close()
 
 
+def test_a_process_that_is_stopped_while_it_writes_is_told_to_those_who_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.skills.jobs.store.PATIENCE", 0.01)
+    stopped, store = Store(tmp_path), Store(tmp_path)
+    with (
+        stopped.transaction(),
+        pytest.raises(OSError, match="another process has been writing for 0.01 s; it may be"),
+    ):
+        store.event("hello")
+    store.event("hello")
+
+
 def test_an_unknown_skill_error_is_not_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Known: \\(none\\)") as caught:
         Store(tmp_path).skill("x")

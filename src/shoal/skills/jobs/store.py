@@ -296,8 +296,11 @@ class Store:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
             number = _ERRNO.get(code, _ERRNO.get(code & 0xFF))
             if number is not None:
-                told = os.strerror(number) if number == errno.ENOSPC else str(error)
-                raise OSError(number, told, str(path)) from error
+                said = {
+                    errno.ENOSPC: os.strerror(number),
+                    errno.EBUSY: f"another process has been writing for {PATIENCE:g} s; it may be stopped",
+                }
+                raise OSError(number, said.get(number, str(error)), str(path)) from error
             undecodable = code == sqlite3.SQLITE_OK and isinstance(error, sqlite3.OperationalError)
             if undecodable or code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
                 raise DataError(f"{path} cannot be read: {error}") from error
