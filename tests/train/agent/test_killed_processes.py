@@ -70,7 +70,8 @@ def test_a_killed_process_ends_the_others_and_the_run_resumes_to_the_same_end(
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "SHOAL_TEST_MARK": mark}
     env["PYTHONPATH"] = os.pathsep.join(p or "." for p in sys.path)
-    command = [sys.executable, *STARTS[launcher], "-m", "shoal", "train", "--config-name", "demo", *settings]
+    start = [*STARTS[launcher], f"--log_dir={folder}.logs", "-m", "shoal", "train"]
+    command = [sys.executable, *start, "--config-name", "demo", *settings]
     command += ["use_parallel_envs=true", "vector.backend=process", "vector.num_workers=1"]
     with (tmp_path / "stderr").open("w") as stderr:
         run = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=stderr)

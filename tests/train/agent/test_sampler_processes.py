@@ -99,7 +99,8 @@ def test_each_process_samples_with_a_vllm_of_its_own(tmp_path, monkeypatch, shar
         "+engine.vllm.max_model_len=1024", "+engine.vllm.enforce_eager=true", f"trainer.sharding={sharding}",
         "agent_proxy.prompt.first='{observation}'", "warmup.steps=3", "trainer.iterations=3",
     ]  # fmt: skip
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "shoal", "train"]
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    start += [f"--log-dir={tmp_path / 'logs'}", "-m", "shoal", "train"]
     done = subprocess.run(
         [PYTHON, *start, "--config-name", "demo", *settings], capture_output=True, text=True, timeout=500
     )
