@@ -847,12 +847,15 @@ def test_a_number_that_json_has_no_word_for_is_null_in_results_for_programs(caps
     assert json.loads(capsys.readouterr().out) == {"half_width": None, "n": 1, "rows": [{"a": None}]}
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
-def test_what_a_terminal_has_no_letter_for_is_written_by_its_number(tmp_path, monkeypatch, encoding):
+@pytest.mark.parametrize(
+    ("encoding", "errors"),
+    [("utf-8", "strict"), ("ascii", "strict"), ("latin-1", "strict"), ("ascii", "surrogateescape")],
+)
+def test_what_a_terminal_has_no_letter_for_is_written_by_its_number(tmp_path, monkeypatch, encoding, errors):
     for name in (b"na\xefve\xff", "ünï→".encode()):
         (tmp_path / os.fsdecode(name)).mkdir()
         (tmp_path / os.fsdecode(name) / "metrics.jsonl").write_text("")
-    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors)
     monkeypatch.setattr(sys, "stdout", out)
     for words in (["runs", str(tmp_path)], ["envs", "list"]):
         assert main(words) == 0
@@ -860,7 +863,7 @@ def test_what_a_terminal_has_no_letter_for_is_written_by_its_number(tmp_path, mo
     told = out.buffer.getvalue().decode(encoding)
     assert "2 runs in" in told
     assert "\\udcff" in told
-    assert out.errors == "strict"
+    assert out.errors == errors
 
 
 @pytest.mark.parametrize(

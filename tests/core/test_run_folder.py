@@ -208,11 +208,19 @@ def test_where_files_cannot_be_locked_a_run_goes_on_and_says_so(tmp_path, monkey
     assert "this file system has no locks" in caplog.text
 
 
-@pytest.mark.parametrize("place", ["file", "file/run"])
-def test_a_run_folder_that_cannot_be_one_is_refused(tmp_path, place):
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("file", "must be a folder"),
+        ("file/run", "must be a folder"),
+        ("na\udcefve", "must have a name in UTF-8"),
+    ],
+)
+def test_a_run_folder_that_cannot_be_one_is_refused(tmp_path, place, told):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="a run folder must be a folder"):
+    with pytest.raises(ConfigError, match=f"a run folder {told}"):
         RunFolder(tmp_path / place, "train", 0)
+    assert os.listdir(tmp_path) == ["file"]
 
 
 COMMANDS = {

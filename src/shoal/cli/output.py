@@ -108,7 +108,8 @@ def watched_output(goes_on: bool) -> Iterator[list[OSError]]:
     What the terminal's encoding has no letter for is written by its number. Yields what kept words from being written.
     """
     before, errors = (sys.stdout, sys.stderr), getattr(sys.stdout, "errors", None)
-    if errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
+    chosen = errors not in ("strict", "surrogateescape")  # Python's own, the latter in the C locale
+    if not chosen and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     out = Watched(sys.stdout, goes_on, tells=True)
     sys.stdout, sys.stderr = out, Watched(sys.stderr, True)  # type: ignore[assignment]
@@ -116,7 +117,7 @@ def watched_output(goes_on: bool) -> Iterator[list[OSError]]:
         yield out.lost
     finally:
         sys.stdout, sys.stderr = before
-        if errors == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
+        if not chosen and isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors=errors)
 
 

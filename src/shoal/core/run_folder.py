@@ -226,7 +226,7 @@ class RunFolder(Closing):
 
     Raises:
         WorkerError: another run is writing there.
-        ConfigError: `path` cannot be a folder, or holds the run of another command.
+        ConfigError: `path` cannot be a folder, has a name that is no UTF-8, or holds the run of another command.
     """
 
     def __init__(
@@ -245,7 +245,13 @@ class RunFolder(Closing):
         self._changed = False
         self._wall, self._cpu = time.monotonic(), _cpu_seconds()
         try:
+            str(self.path).encode()  # others that write there (safetensors, TensorBoard) take UTF-8 alone
             self.path.mkdir(parents=True, exist_ok=True)
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"a run folder must have a name in UTF-8, got {str(self.path)!r}: choose another, or, if it is, "
+                "a locale of UTF-8 (such as LC_ALL=C.UTF-8)"
+            ) from error
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"a run folder must be a folder, got {self.path}: {error.strerror}") from error
         self._lock = FolderLock(self.path / ".lock") if lock else None
