@@ -559,7 +559,8 @@ def test_help_is_offered_where_the_command_has_it(tmp_path, capsys):
     for name, offered in (("train", True), ("model", False)):
         for error, flag in ((denied, "--run-dir"), (full, "--resume")):
             _tell(error, name)
-            assert (flag in capsys.readouterr().err) == offered
+            assert (flag in (told := capsys.readouterr().err)) == offered
+            assert ("XDG_CACHE_HOME" in told) == (name == "model" and error is denied)
 
 
 @pytest.mark.parametrize(

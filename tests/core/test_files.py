@@ -428,6 +428,14 @@ def test_files_of_folders_inside_are_listed_too_but_hidden_ones_need_not_be(tmp_
         verify_folder(tmp_path / "f")
 
 
+def test_a_user_without_a_home_has_a_cache_folder_all_the_same(monkeypatch):
+    """As HOME=/ has, which containers give to users that they do not know."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    assert str(files.cache_folder()) == "/.cache/shoal"
+
+
 def test_broken_json_names_the_file(tmp_path):
     write_bytes(tmp_path / "bad.json", b'{"a": ')
     with pytest.raises(DataError, match="bad.json is not valid JSON"):

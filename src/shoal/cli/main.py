@@ -55,6 +55,8 @@ RESUMED = ("train", "train-ppo", "split", "skills train")
 """Those that can go on where they ended."""
 ASKED_AGAIN = ("eval", "rollout")
 """Those that go on where they ended when they are asked for again."""
+PLACED = {**dict.fromkeys(GOES_ON + RESUMED, "--run-dir (run_dir=)"), "model": "XDG_CACHE_HOME="}
+"""How those that write say where."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What the machine has run out of; other errors of files are mistakes in the call."""
 
@@ -151,8 +153,8 @@ def _tell(error: Exception, command: str) -> int:
             text += "; what was saved before is whole: make room and go on with --resume (resume=true)"
         elif error.errno in (errno.ENOSPC, errno.EDQUOT) and command in ASKED_AGAIN:
             text += "; the episodes written before are kept: make room and say the same again, into the same folder"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and command in GOES_ON + RESUMED:
-            text += "; choose another folder with --run-dir (run_dir=)"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and command in PLACED:
+            text += f"; choose another folder with {PLACED[command]}"
         code = 1 if error.errno in FULL else 2
     with contextlib.suppress(OSError):
         print(f"shoal: {harmless(text)}", file=sys.stderr)

@@ -33,7 +33,10 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def cache_folder() -> Path:
     """Where what can be made again is kept between processes: `$XDG_CACHE_HOME/shoal`, by default `~/.cache/shoal`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shoal"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shoal"
+    except RuntimeError:  # no HOME, and no account either
+        return Path("/.cache/shoal")
 
 
 def fsync_folder(folder: Path) -> None:

