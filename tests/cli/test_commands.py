@@ -139,6 +139,7 @@ def test_the_help_of_every_command_fits_on_a_screen_and_has_examples(words, caps
     if words != ("skills",):
         assert any(line.strip().startswith(("examples", "shoal ")) or "example" in line for line in lines)
     assert f"shoal {' '.join(words)}" in "\n".join(lines)
+    assert "\n\n\n" not in "\n".join(lines)
 
 
 def everything():

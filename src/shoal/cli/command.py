@@ -240,12 +240,12 @@ def help_of(command: Command, name: str, words: list[str], *, everything: bool =
     of = [place if action.required or place[:1] == "[" else f"[{place}]" for place, action in places]
     about = _reflowed(inspect.getdoc(command.options) or "", width)
     head = [" ".join(["usage: shoal", name, *of, *(["[options]"] if flags else [])]), "", *about, ""]
-    tail = ["", *command.more.rstrip().splitlines()] if command.more else []
+    tail = command.more.rstrip().splitlines()
     told = [line for place, action in places if action.help for line in _told(place, action, width)]
     told += [
         line for names, action in flags for line in _told(_call(", ".join(names), action), action, width)
     ]
-    whole = [*head, *(["options:", *told] if told else []), *tail]
+    whole = [*head, *(["options:", *told, ""] if told else []), *tail]
     if everything or len(whole) <= SCREEN or not command.wanted:
         return "\n".join(whole).rstrip()
     by_name = {one: action for names, action in flags for one in names}
@@ -253,7 +253,7 @@ def help_of(command: Command, name: str, words: list[str], *, everything: bool =
     left = " ".join(names[0] for names, _ in flags if not {*names} & {*command.wanted})
     rest = textwrap.fill(left, width - 4, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     more = ["", f"more (`shoal {name} --help-all` tells all about each):", *rest.splitlines()]
-    return "\n".join([*head[:-1], *tail, "", "options most wanted:", *rows, *more])
+    return "\n".join([*head, *tail, "", "options most wanted:", *rows, *more])
 
 
 def _help_of_group(group: Group, name: str) -> str:
