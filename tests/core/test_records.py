@@ -102,7 +102,7 @@ def test_a_run_folder_drops_a_torn_line_and_rows_that_will_be_written_again(tmp_
         run.append_metrics({"iteration": i, "loss": float("nan")})
     with run.metrics_path.open("ab") as file:
         file.write(b'{"iteration": 4, "lo')
-    run.keep_metrics(lambda row: row["iteration"] <= 2)
+    run.keep_metrics("iteration", 2)
     assert [row["iteration"] for row in run.read_metrics()] == [0, 1, 2]
     assert run.read_metrics()[0]["loss"] is None
     summary = run.finish({"success": 1.0, "gap": float("inf")})

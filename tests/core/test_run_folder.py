@@ -58,7 +58,7 @@ def test_lines_that_are_no_rows_are_named_and_passed_over(tmp_path, caplog):
         f"{run.metrics_path} ends amid a line, which is passed over",
     ]
     caplog.clear()
-    run.keep_metrics(lambda row: True)
+    run.keep_metrics("i", 9)
     assert run.metrics_path.read_bytes() == b'{"i": 0}\n{"i": 3}\n'
     caplog.clear()
     run.read_metrics()
@@ -179,7 +179,7 @@ def test_one_process_opens_a_folder_again_when_it_is_done_with_it(tmp_path):
     with pytest.raises(WorkerError, match="this process has open"):
         first.append_metrics({"i": 0})  # it is the other's now
     with pytest.raises(WorkerError, match="this process has open"):
-        first.keep_metrics(lambda row: True)
+        first.keep_metrics("i", 9)
     with pytest.raises(WorkerError, match="this process has open"):
         first.finish({})
     second.close()
@@ -371,7 +371,28 @@ def test_a_run_that_goes_on_is_not_told_as_completed_however_it_ends(tmp_path, a
         add(run)
         assert not (tmp_path / "summary.json").exists()
         run.finish({"steps": 2})
-    assert run_folder.read_summary(tmp_path)["metrics"] == {"steps": 2}
+        assert run_folder.read_summary(tmp_path)["metrics"] == {"steps": 2}
+        add(run)  # in the same process
+        assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_run_that_breaks_off_after_its_end_has_still_ended(tmp_path):
+    with RunFolder(tmp_path, "train", 0) as run:
+        run.append_metrics({"step": 1})
+        run.finish({"steps": 1})
+        run.fail(KeyboardInterrupt())
+    assert run_folder.read_summary(tmp_path)["status"] == "completed"
+
+
+def test_rows_that_stay_stand_once_and_in_order(tmp_path):
+    """Of a file that somebody put together from two, a resumed run kept both rows of a step."""
+    with RunFolder(tmp_path, "train", 0) as run:
+        for step, loss in ((1, "a"), (3, "b"), (2, "c"), (4, "d"), (1, "e")):
+            run.append_metrics({"step": step, "loss": loss})
+        kept = [{"step": 1, "loss": "e"}, {"step": 2, "loss": "c"}, {"step": 3, "loss": "b"}]
+        assert run.keep_metrics("step", 3) == run.read_metrics() == kept
+        run.keep_metrics("step", 3, {"step": 3, "loss": "again"})
+        assert run.read_metrics() == [*kept[:2], {"step": 3, "loss": "again"}]
 
 
 def test_numbers_of_numpy_are_numbers_of_metrics_and_summaries(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import signal
@@ -128,7 +129,7 @@ def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> 
         new = [t for t in trajectories if t not in journal]
         metrics = episode_metrics(trajectories, manager.report.seconds, new) | manager.report.metrics()
     write_trajectories(folder.path / "trajectories" / "rollout.jsonl", trajectories)
-    folder.keep_metrics(lambda row: False, {"iteration": options.iteration, **metrics})
+    folder.keep_metrics("iteration", -math.inf, {"iteration": options.iteration, **metrics})
     summary = folder.finish({**metrics, "iteration": options.iteration, "level": engine.level})
     if options.json:
         print_json(summary)

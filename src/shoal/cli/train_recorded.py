@@ -154,7 +154,7 @@ def _train(config: RecordedConfig, folder: RunFolder) -> dict[str, Any]:
         remove_leftovers(last.parent)
         if last.is_dir():
             trainer.load(last)
-        folder.keep_metrics(lambda row: row.get("iteration", 0) <= trainer.step)
+        folder.keep_metrics("iteration", trainer.step)
     last.parent.mkdir(parents=True, exist_ok=True)
     processor.save_pretrained(last.parent / "processor")
     print(f"{len(samples)} samples, {trainer.steps} steps; run folder: {folder.path}")

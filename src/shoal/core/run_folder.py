@@ -18,7 +18,7 @@ import os
 import platform
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,12 @@ def whole_rows(data: bytes) -> list[dict[str, Any]]:
             if isinstance(row, dict):
                 rows.append(row)
     return rows
+
+
+def latest(rows: Iterable[Mapping[str, Any]], x: str) -> list[Any]:
+    """Rows in the order of their `x`, a number; of several of the same the last."""
+    found = {row[x]: row for row in rows}
+    return [found[place] for place in sorted(found)]
 
 
 LOOKS = 5
@@ -242,7 +248,6 @@ class RunFolder(Closing):
         self.command = command
         self.seed = seed
         self._on_event = on_event
-        self._changed = False
         self._wall, self._cpu = time.monotonic(), _cpu_seconds()
         try:
             str(self.path).encode()  # others that write there (safetensors, TensorBoard) take UTF-8 alone
@@ -314,27 +319,40 @@ class RunFolder(Closing):
             logger.warning("%s ends amid a line, which is passed over", self.metrics_path)
         return rows
 
-    def keep_metrics(self, wanted: Callable[[dict[str, Any]], bool], *more: Mapping[str, Any]) -> None:
-        """Drop the rows that `wanted` refuses, and half-written ones: what a resumed run will write again.
+    def keep_metrics(self, x: str, upto: float, *more: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Drop the rows beyond, and half-written ones: what a resumed run will write again; returns those that stay.
 
-        Rows that are told anew (`more`) follow in the same moment, so that none is lost with a run that is killed.
+        They stand in the order of `x`; of several of the same the last stays. Rows that are told anew (`more`) are
+        written in the same moment, so that none is lost with a run that is killed.
+
+        Raises:
+            DataError: a row has no whole number as its `x`, which no run writes; nothing is dropped.
         """
         self.hold()
+        rows = self.read_metrics()
+        for row in rows:
+            if type(row.get(x)) is not int:
+                raise DataError(
+                    f"a row of {self.metrics_path} must have a whole number as its {x}, got {row!r:.80}: "
+                    "remove that line"
+                )
+        kept = latest([*(row for row in rows if row[x] <= upto), *map(finite, map(dict, more))], x)
         if more or self.metrics_path.exists():
-            rows = [row for row in self.read_metrics() if wanted(row)] + [finite(dict(row)) for row in more]
-            write_bytes(self.metrics_path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+            write_bytes(self.metrics_path, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
+        return kept
 
     def event(self, event: str, **fields: Any) -> None:
         """Tell the listener of a durable moment; call it only when the data is on disk."""
         self._go_on()
+        self._tell(event, **fields)
+
+    def _tell(self, event: str, **fields: Any) -> None:
         if self._on_event is not None:
             self._on_event({"event": event, **fields})
 
     def _go_on(self) -> None:
         """Something is added: what an earlier end said of the run is true no more, however this process ends."""
-        if not self._changed:
-            (self.path / "summary.json").unlink(missing_ok=True)
-            self._changed = True
+        (self.path / "summary.json").unlink(missing_ok=True)
 
     def finish(self, metrics: Mapping[str, Any], status: str = "completed") -> dict[str, Any]:
         """Write `summary.json`, return what it holds, and let others write the folder."""
@@ -348,20 +366,19 @@ class RunFolder(Closing):
             "versions": installed_versions(),
             "metrics": finite(dict(metrics)),
         }
-        self._changed = True
         write_json(self.path / "summary.json", summary)
         if status == "completed":
             self.unfinished_path.unlink(missing_ok=True)
         self.close()
-        self.event("summary", path=str(self.path / "summary.json"))
+        self._tell("summary", path=str(self.path / "summary.json"))
         return summary
 
     def fail(self, error: BaseException) -> None:
-        """Write the summary of a run that `error` ended; one of before stays if nothing has been added to it.
+        """Write the summary of a run that `error` ended; one stays if nothing has been added since.
 
         A full disk does not hide `error`.
         """
-        if self._changed or not (self.path / "summary.json").exists():
+        if not (self.path / "summary.json").exists():
             try:
                 self.finish({}, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
             except (OSError, WorkerError) as other:

@@ -469,7 +469,7 @@ def _run(run: Run, metrics: RunFolder, attempt: int | None) -> dict[str, Any]:
     saved = run.load_checkpoint()
     if saved is not None:
         trainer.restore(*saved)
-    metrics.keep_metrics(lambda row: row["step"] <= trainer.frames)
+    metrics.keep_metrics("step", trainer.frames)
 
     def report(row: dict[str, Any]) -> None:
         metrics.append_metrics({**row, "wall": round(time.monotonic() - began, 3), "time": time.time()})

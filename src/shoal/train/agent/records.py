@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from shoal.core.configuration import as_yaml, to_mapping
 from shoal.core.data import Trajectory, write_advantages, write_trajectories
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError
 from shoal.core.files import remove_leftovers, write_text
 from shoal.core.run_folder import Event, RunFolder
 from shoal.train.agent.checkpoint import Progress, drop_old, list_checkpoints, save_checkpoint
@@ -53,7 +53,7 @@ class Records:
         """Whether the folder holds a run that ended before its first checkpoint: there is nothing to go on from."""
         if not (self.folder.path / "config.yaml").exists() or list_checkpoints(self._checkpoints):
             return False
-        return all(row["iteration"] == 0 for row in self._rows())
+        return all(row.get("iteration") == 0 for row in self.folder.read_metrics())
 
     def begin(self) -> None:
         """Write the config of a new run, or of one that was only begun and is asked to go on.
@@ -73,24 +73,13 @@ class Records:
 
     def go_on(self, iteration: int) -> list[dict[str, Any]]:
         """Drop what was reported after `iteration` and what was half written, and give the rows before."""
-        kept = [row for row in self._rows() if row["iteration"] <= iteration]
-        if self._writes:
-            for part in ("", "checkpoints", "trajectories", "advantages"):
-                remove_leftovers(self.folder.path / part)
-            drop_old(self._checkpoints, self._config.trainer.keep_checkpoints)
-            self.folder.keep_metrics(lambda row: row["iteration"] <= iteration)
+        if not self._writes:
+            return []
+        kept = self.folder.keep_metrics("iteration", iteration)
+        for part in ("", "checkpoints", "trajectories", "advantages"):
+            remove_leftovers(self.folder.path / part)
+        drop_old(self._checkpoints, self._config.trainer.keep_checkpoints)
         return kept
-
-    def _rows(self) -> list[dict[str, Any]]:
-        """The metrics so far; a `DataError` names a row that is of no iteration, which no run writes."""
-        rows = self.folder.read_metrics()
-        for row in rows:
-            if type(row.get("iteration")) is not int:
-                raise DataError(
-                    f"a row of {self.folder.metrics_path} must have a whole number as its iteration, got {row!r:.80}: "
-                    f"remove that line"
-                )
-        return rows
 
     def report(self, row: dict[str, Any]) -> None:
         """Add a row of metrics; at an evaluation, draw the curves if that is long ago."""

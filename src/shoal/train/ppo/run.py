@@ -251,7 +251,7 @@ class PPORun:
         self._sweep()
         self._write_settings()
         steps = ppo.log.n_steps
-        self.folder.keep_metrics(lambda row: row["steps"] <= steps)
+        self.folder.keep_metrics("steps", steps)
         episodes, status = ppo.log.n_episodes, "completed"
         row: Metrics = {}
         untold = False
@@ -428,7 +428,7 @@ class PPORun:
         wanted = "eval_return_mean" in row or self._owes_evaluation
         if wanted or self.ppo.agent.iteration % self.options.log_every == 0:
             if again:
-                self.folder.keep_metrics(lambda kept: kept["steps"] < row["steps"], row)
+                self.folder.keep_metrics("steps", row["steps"], row)
             else:
                 self.folder.append_metrics(row)
             numbers = {f"ppo/{key}": value for key, value in row.items() if math.isfinite(value)}
