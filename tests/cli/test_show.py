@@ -172,3 +172,30 @@ def test_a_state_that_no_run_can_have_is_no_empty_list(run, tmp_path, capsys):
     assert main(["runs", str(tmp_path), "--status", "complete"]) == 2
     assert "completed" in capsys.readouterr().err
     assert main(["runs", str(tmp_path), "--status", "unfinished"]) == 0
+
+
+def test_curves_are_drawn_of_each_step_once_in_order_and_of_no_pipe(tmp_path, monkeypatch, capsys):
+    """Doubled rows were drawn back and forth, runs without steps (of skills) as an empty picture."""
+    from matplotlib.axes import Axes
+
+    drawn, plot = [], Axes.plot
+
+    def record(axes, *points, **style):
+        drawn.append(points)
+        return plot(axes, *points, **style)
+
+    monkeypatch.setattr(Axes, "plot", record)
+    one, skills, pipe = (tmp_path / name for name in ("one", "skills", "pipe"))
+    rows = [(0, 0.25), (2, "many"), (2, 0.75), (1, 0.5), (0, 0.0), (3, None), (None, 1.0)]
+    for folder in (one, skills, pipe):
+        folder.mkdir()
+    text = "".join(json.dumps({"iteration": x, "success": y}) + "\n" for x, y in rows)
+    (one / "metrics.jsonl").write_text(text + '{"iteration": 4, "suc')
+    (skills / "metrics.jsonl").write_text('{"skill": "wood", "success": 0.5}\n')
+    os.mkfifo(pipe / "metrics.jsonl")
+    os.mkfifo(pipe / "config.yaml")
+    picture = ["--png", str(tmp_path / "curves.svg")]
+    assert main(["compare", str(one), str(skills), str(pipe), *picture]) == 0
+    assert drawn == [([0, 1, 2], [0.0, 0.5, 0.75]), ([], []), ([], [])]
+    assert main(["compare", str(skills), str(pipe), *picture]) == 2
+    assert "no run has the metric 'heldout_success' in metrics.jsonl; there are: none" in capsys.readouterr().err

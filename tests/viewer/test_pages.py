@@ -2,6 +2,7 @@ import base64
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -520,3 +521,14 @@ def test_pages_of_like_names_are_sections_of_their_own(tmp_path, opened):
     ids = re.findall(r'<div class="page" id="([^"]+)"', text)
     assert len(ids) == len(set(ids))
     assert {link for link in re.findall(r'href="#([^"]+)"', text)} <= set(ids)
+
+
+def test_rows_that_stand_twice_or_out_of_order_are_one_curve(tmp_path, opened):
+    """A file put together from two was drawn back and forth, and its last line was called the newest."""
+    run = opened(make_run(tmp_path / "run", rows=3))
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    again = json.dumps({"iteration": 1, "success": 0.75, "heldout_success": None})
+    odd = [json.dumps({"success": 1}), json.dumps({"iteration": math.nan, "success": 1}), '{"iteration": "1"}']
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([rows[2], *rows[:2], again, *odd, '{"iterat']))
+    assert [(row["iteration"], row["success"]) for row in run.rows()] == [(0, 0.0), (1, 0.75), (2, 0.2)]
+    assert "heldout_success <b>0.5</b>" in page_for(Site([run]), "/", {}).body

@@ -14,7 +14,8 @@ from shoal.cli.grammar import print_json, refuse_idle, table
 from shoal.cli.runs import describe
 from shoal.cli.show import FIRST, flat, readable
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.run_folder import read_summary, whole_rows
+from shoal.core.run_folder import latest, read_summary, whole_rows
+from shoal.viewer.runs import metric_names, points
 
 NOT_SETTINGS = ("run_dir", "resume", "next_step", "graph_path", "resume_from")
 """Keys of a config that differ between any two runs."""
@@ -134,29 +135,27 @@ def _draw(runs: Sequence[Path], wanted: str | None, path: Path) -> str:
     from matplotlib.figure import Figure
 
     files = [run / "metrics.jsonl" for run in runs]
-    rows = [whole_rows(file.read_bytes()) if file.exists() else [] for file in files]
-    known = {
-        key for one in rows for row in one for key, value in row.items() if isinstance(value, int | float)
-    }
+    told = [whole_rows(file.read_bytes()) if file.is_file() else [] for file in files]  # a pipe would be waited for
+    across = "steps" if all("steps" in row for one in told for row in one) else "iteration"
+    rows = [latest(one, across) for one in told]
+    known = {key for one in rows for key in metric_names(one)}
     name = wanted or next((key for key in CURVES if key in known), None)
     if name is None or name not in known:
         raise ConfigError(
-            f"no run has the metric {name!r} in metrics.jsonl; there are: {', '.join(sorted(known))}"
+            f"no run has the metric {name or CURVES[0]!r} in metrics.jsonl; "
+            f"there are: {', '.join(sorted(known)) or 'none'}"
         )
-    across = "steps" if all("steps" in row for one in rows for row in one) else "iteration"
     figure = Figure(figsize=(8, 4.5), layout="tight")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
     curves = []
     for run, one in zip(runs, rows, strict=True):
-        points = {row[across]: row[name] for row in one if row.get(name) is not None and across in row}
-        curves.append(points)
-        axis.plot(list(points), list(points.values()), alpha=0.5, label=str(run))
-    shared = sorted(set.intersection(*(set(points) for points in curves)))
+        xs, ys = points(one, across, name)
+        curves.append(dict(zip(xs, ys, strict=True)))
+        axis.plot(xs, ys, alpha=0.5, label=str(run))
+    shared = sorted(set.intersection(*map(set, curves)))
     if len(runs) > 2 and shared:
-        axis.plot(
-            shared, [np.mean([points[x] for points in curves]) for x in shared], "k", lw=2, label="mean"
-        )
+        axis.plot(shared, [np.mean([curve[x] for curve in curves]) for x in shared], "k", lw=2, label="mean")
     axis.set_xlabel(across)
     axis.set_ylabel(name)
     axis.grid(alpha=0.3)

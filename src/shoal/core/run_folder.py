@@ -106,8 +106,8 @@ def whole_rows(data: bytes) -> list[dict[str, Any]]:
 
 
 def latest(rows: Iterable[Mapping[str, Any]], x: str) -> list[Any]:
-    """Rows in the order of their `x`, a number; of several of the same the last."""
-    found = {row[x]: row for row in rows}
+    """Rows in the order of their `x`, those that have a number there; of several of the same the last."""
+    found = {row[x]: row for row in rows if type(row.get(x)) in (int, float) and row[x] == row[x]}
     return [found[place] for place in sorted(found)]
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.core.errors import DataError
-from shoal.core.run_folder import FolderLock, whole_rows
+from shoal.core.run_folder import FolderLock, latest, whole_rows
 from shoal.viewer.index import EpisodeIndex
 
 Kind = Literal["agent", "ppo", "skills", "split"]
@@ -98,8 +98,12 @@ class Run:
         return real.read_bytes()
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl` that are whole, in order."""
-        return list(self._cached("metrics.jsonl", whole_rows, []))
+        """The rows of `metrics.jsonl` that are whole, one for each step in their order; of skills as they stand."""
+        return list(self._cached("metrics.jsonl", self._rows_in, []))
+
+    def _rows_in(self, data: bytes) -> list[dict[str, Any]]:
+        rows = whole_rows(data)
+        return rows if self.kind == "skills" else latest(rows, self.x)
 
     def config(self) -> dict[str, Any]:
         """The settings of the run."""

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from shoal.core.errors import DataError
-from shoal.core.run_folder import whole_rows
+from shoal.core.run_folder import latest, whole_rows
 from shoal.viewer.markup import NONE, Html, Series, counted, graph, join, line_chart, number, tag, timeline
 from shoal.viewer.pages import Page, Site, anchor, facts, media, state, table
 from shoal.viewer.runs import Run, points
@@ -158,7 +158,7 @@ def _curve(run: Run, slug: str) -> Html | None:
         if folder.name.partition("_")[2] != slug:
             continue
         with contextlib.suppress(OSError):
-            rows = whole_rows(run.read(f"skills/{folder.name}/metrics.jsonl"))
+            rows = latest(whole_rows(run.read(f"skills/{folder.name}/metrics.jsonl")), "step")
             drawn = []
             for name, limits in (("success", (0.0, 1.0)), ("entropy", None)):
                 xs, ys = points(rows, "step", name)
