@@ -1,12 +1,19 @@
 import contextlib
 import json
+import logging
 import os
+import re
+import sys
+from dataclasses import replace
 
 import pytest
 from tests.viewer.test_index import episode
 
+from shoal.cli.grammar import came_to_an_end, show_warnings
 from shoal.cli.main import main
+from shoal.cli.output import watched_output
 from shoal.core.data import Trajectory, Turn, write_trajectories
+from shoal.core.errors import EngineError
 from shoal.core.run_folder import RunFolder
 from shoal.viewer.index import EpisodeIndex
 
@@ -57,23 +64,42 @@ def test_what_a_run_says_is_shown_as_it_stands_there(run, capsys):
     assert "[demo]" in out.replace("\n", "")
 
 
-def test_what_a_run_says_commands_no_terminal(run, capsys):
-    hostile = "a\x1b]0;title\x07b\x1b[2Jc\x9b5nd\x00e\u202ef\x08g\x7f"
-    colour = "\x1b[41mred\x1b[0m"
-    seen = Turn(colour + hostile, (7,), (1,), (-0.1,), hostile, hostile, True, 1.0, "s", None, "stop")
+def test_what_a_run_says_commands_no_terminal(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "4000")
+    hostile = "a\x1b]0;title\x07b\x1b[2Jc\x9b5nd\x00e\u202ef\x08g\x7f\rh\x1b[41mred\x1b[A\x1b[2Ki\x1b[?25l"
+    seen = Turn(hostile, (7,), (1,), (-0.1,), hostile, hostile, True, 1.0, "s", None, "stop")
     played = Trajectory(hostile, 0, 0, 0, 1, (seen,), False, True, False, "env_error", hostile)
     write_trajectories(run / "trajectories" / "heldout-000002.jsonl", [played])
     told = {"command": hostile, "status": hostile, "metrics": {hostile: hostile}}
     (run / "summary.json").write_text(json.dumps(told))
     assert main(["show", str(run), "--all"]) == 0
     assert main(["runs", str(run.parent)]) == 0
+    assert main(["compare", str(run), str(run), "--all"]) == 0
+    assert (
+        main(["envs", "play", "bandit", "--replay", str(run / "trajectories" / "heldout-000002.jsonl")]) == 0
+    )
     assert main(["show", f"no{hostile}".replace("\x00", "")]) == 2
+    with pytest.raises(EngineError):
+        came_to_an_end([played])
+    came_to_an_end([played, replace(played, status="ok")])
     out, err = capsys.readouterr()
-    assert colour in out
-    assert "a<U+001B>]0;titleb<U+001B>[2Jc<U+009B>5nd<U+0000>e<U+202E>fg<U+007F>" in out
-    assert "noa<U+001B>]0;title" in err
-    left = {c for c in (out + err).replace("\x1b[41m", "").replace("\x1b[0m", "") if not c.isprintable()}
-    assert left <= {"\n"}
+    named = re.sub(r"[^ -~]", lambda one: f"<U+{ord(one[0]):04X}>", hostile)
+    assert out.count(named) >= 16
+    assert f"no{named.replace('<U+0000>', '')}" in err
+    assert f"the first: env_error: {named}" in err
+    assert {c for c in out + err if not c.isprintable()} <= {"\n"}
+
+
+def test_what_a_warning_quotes_commands_no_terminal_and_bars_do(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with watched_output(goes_on=False):
+        show_warnings()
+        logging.getLogger("shoal.x").warning("it said %s", "\x1b[31mred\rover")
+        sys.stderr.write("\r\x1b[31mbar\x1b[0m\x1b[A\x1b[2K\x1b]0;title\n")
+    out = capsys.readouterr()
+    told, bar, _ = out.err.split("\n")
+    assert told == "WARNING shoal.x: it said <U+001B>[31mred<U+000D>over"
+    assert bar == "\r\x1b[31mbar\x1b[0m\x1b[A\x1b[2K<U+001B>]0;title"
 
 
 @pytest.mark.timeout(20)
@@ -198,4 +224,6 @@ def test_curves_are_drawn_of_each_step_once_in_order_and_of_no_pipe(tmp_path, mo
     assert main(["compare", str(one), str(skills), str(pipe), *picture]) == 0
     assert drawn == [([0, 1, 2], [0.0, 0.5, 0.75]), ([], []), ([], [])]
     assert main(["compare", str(skills), str(pipe), *picture]) == 2
-    assert "no run has the metric 'heldout_success' in metrics.jsonl; there are: none" in capsys.readouterr().err
+    assert (
+        "no run has the metric 'heldout_success' in metrics.jsonl; there are: none" in capsys.readouterr().err
+    )

@@ -528,7 +528,11 @@ def test_rows_that_stand_twice_or_out_of_order_are_one_curve(tmp_path, opened):
     run = opened(make_run(tmp_path / "run", rows=3))
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     again = json.dumps({"iteration": 1, "success": 0.75, "heldout_success": None})
-    odd = [json.dumps({"success": 1}), json.dumps({"iteration": math.nan, "success": 1}), '{"iteration": "1"}']
+    odd = [
+        json.dumps({"success": 1}),
+        json.dumps({"iteration": math.nan, "success": 1}),
+        '{"iteration": "1"}',
+    ]
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([rows[2], *rows[:2], again, *odd, '{"iterat']))
     assert [(row["iteration"], row["success"]) for row in run.rows()] == [(0, 0.0), (1, 0.75), (2, 0.2)]
     assert "heldout_success <b>0.5</b>" in page_for(Site([run]), "/", {}).body

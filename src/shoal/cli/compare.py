@@ -11,6 +11,7 @@ import tyro
 
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import print_json, refuse_idle, table
+from shoal.cli.output import harmless
 from shoal.cli.runs import describe
 from shoal.cli.show import FIRST, flat, readable
 from shoal.core.errors import ConfigError, DataError
@@ -77,7 +78,7 @@ def compare(options: CompareOptions) -> None:
         else:
             print(f"{title}: all equal")
     if first is not None:
-        print(f"episodes: {first}")
+        print(harmless(f"episodes: {first}"))
     if curve is not None:
         print(f"curves of {curve}: {options.png}")
 
@@ -135,7 +136,9 @@ def _draw(runs: Sequence[Path], wanted: str | None, path: Path) -> str:
     from matplotlib.figure import Figure
 
     files = [run / "metrics.jsonl" for run in runs]
-    told = [whole_rows(file.read_bytes()) if file.is_file() else [] for file in files]  # a pipe would be waited for
+    told = [
+        whole_rows(file.read_bytes()) if file.is_file() else [] for file in files
+    ]  # a pipe would be waited for
     across = "steps" if all("steps" in row for one in told for row in one) else "iteration"
     rows = [latest(one, across) for one in told]
     known = {key for one in rows for key in metric_names(one)}

@@ -33,6 +33,7 @@ from shoal.cli.grammar import (
     refuse_idle,
     wide_console,
 )
+from shoal.cli.output import harmless
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.envs.catalogue import (
     ADAPTERS,
@@ -197,8 +198,10 @@ def _show_it(command: ShowCommand, kind: Any) -> int:
             raise
         print(f"\nIt cannot start without settings: {error}")
         return 0
-    print(f"\nWhat the agent is told:\n{textwrap.indent(textwrap.fill(env.instructions, width - 2), '  ')}")
-    print(f"\nThe first observation of seed {command.seed}:\n{textwrap.indent(str(env.observe()), '  ')}")
+    told = textwrap.indent(textwrap.fill(env.instructions, width - 2), "  ")
+    print(harmless(f"\nWhat the agent is told:\n{told}"))
+    seen = textwrap.indent(str(env.observe()), "  ")
+    print(harmless(f"\nThe first observation of seed {command.seed}:\n{seen}"))
     actions = f"Actions now: {', '.join(info['available_actions'])}"
     print("\n" + textwrap.fill(actions, width, subsequent_indent="  ", break_long_words=False))
     extra = {key: value for key, value in info.items() if key in ("optimal_pushes",)}
@@ -219,7 +222,8 @@ def _show_any(command: ShowCommand) -> int:
     if env.spec is not None and env.spec.max_episode_steps is not None:
         print(f"an episode has at most {env.spec.max_episode_steps} steps")
     observation, _ = env.reset(seed=command.seed)
-    print(f"\nThe first observation of seed {command.seed}:\n{textwrap.indent(str(observation), '  ')}")
+    seen = textwrap.indent(str(observation), "  ")
+    print(harmless(f"\nThe first observation of seed {command.seed}:\n{seen}"))
     print("\nAgents see it as text (shoal envs play), `make_vec` and `shoal train-ppo` as it is.")
     env.close()
     return 0
@@ -244,11 +248,11 @@ def _play(command: PlayCommand) -> int:
 def _play_it(command: PlayCommand) -> int:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     env = make(command.name, **parse_settings(command.settings))
     keys = sys.stdin.isatty() and not command.lines
     _, info = env.reset(seed=command.seed)
-    console.print(env.instructions, style="bright_black", markup=False)
+    console.print(harmless(env.instructions), style="bright_black")
     total, over = 0.0, False
     while not over:
         _draw(console, env)
@@ -259,17 +263,14 @@ def _play_it(command: PlayCommand) -> int:
             return 0
         if said == "h" and hasattr(env, "solution"):
             hint = env.expert_action()
-            console.print(f"hint: {hint}" if hint else "hint: this position is lost; q quits")
+            console.print(f"hint: {harmless(hint)}" if hint else "hint: this position is lost; q quits")
             continue
         action = env.projection.action_of(said)
         _, reward, terminated, truncated, info = env.step(env.invalid_action if action is None else action)
         total, over = total + reward, terminated or truncated
         note = "" if info["action_is_valid"] else f"   {said!r} is no action here: {', '.join(words)}"
-        console.print(
-            f"step {info['step']}  {said}  reward {reward:g}  return {total:g}{note}",
-            soft_wrap=True,
-            markup=False,
-        )
+        told = f"step {info['step']}  {said}  reward {reward:g}  return {total:g}{note}"
+        console.print(harmless(told), soft_wrap=True)
     _draw(console, env)
     outcome = "solved" if info["success"] else "over" if terminated else "out of steps"
     console.print(f"{outcome} after {info['step']} steps, return {total:g}", style="bold")
@@ -316,18 +317,22 @@ def _replay(command: PlayCommand, file: Path) -> int:
             break
         shown += 1
         console.rule(
-            f"episode {number}: {trajectory.env}, group {trajectory.group}, member {trajectory.member}"
+            harmless(
+                f"episode {number}: {trajectory.env}, group {trajectory.group}, member {trajectory.member}"
+            )
         )
         for turn_number, turn in enumerate(trajectory.turns, 1):
             console.print(draw(turn.observation))
-            console.print(f"turn {turn_number}: {turn.response.strip()}", style="cyan", markup=False)
+            console.print(
+                f"turn {turn_number}: {harmless(turn.response.strip())}", style="cyan", markup=False
+            )
             taken = "no valid action" if turn.action is None else f"action {turn.action}"
-            console.print(f"{taken}, reward {turn.reward:g}\n", style="bright_black", markup=False)
+            console.print(f"{harmless(taken)}, reward {turn.reward:g}\n", style="bright_black", markup=False)
             if wait and input("Enter to go on, q to quit > ").strip() == "q":
                 return 0
         how = "success" if trajectory.success else trajectory.error or "no success"
         console.print(
-            f"{how} after {len(trajectory.turns)} turns, return {trajectory.reward:g}", style="bold"
+            f"{harmless(how)} after {len(trajectory.turns)} turns, return {trajectory.reward:g}", style="bold"
         )
     if not shown:
         raise ConfigError(f"{command.replay} holds no episode {command.episode} (they count from 0)")
@@ -358,7 +363,7 @@ def _check(command: CheckCommand) -> int:
             check_env(env if command.wrappers else env.unwrapped, skip_render_check=True)
         print("ok      gymnasium's check_env")
         for note in notes:
-            print(f"  note  {note.message}")
+            print(harmless(f"  note  {note.message}"))
         if isinstance(env, TextEnv):
             check_text_env(cast(Callable[[], TextEnv[Any]], make_one), seeds=range(command.episodes))
             print(f"ok      shoal's check_text_env, {command.episodes} episodes")
@@ -370,7 +375,7 @@ def _check(command: CheckCommand) -> int:
         raise
     except Exception as error:  # an env may raise whatever it likes
         kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-        print(f"broken  {kind}{error}")
+        print(harmless(f"broken  {kind}{error}"))
         with contextlib.suppress(Exception):
             env.close()
         return 1
@@ -484,7 +489,7 @@ def draw(observation: str) -> Any:
                 text, style = ("\n", "") if symbol == "\n" else world[symbol]
                 drawn.append(text, style)
             return drawn
-    return Text(observation)
+    return Text(harmless(observation))
 
 
 KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left"}

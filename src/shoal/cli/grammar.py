@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from shoal.cli.command import Flag
-from shoal.cli.output import for_programs
+from shoal.cli.output import for_programs, harmless
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, EngineError, EnvError, ShoalError
 from shoal.core.files import sha256_of_folder
@@ -82,7 +82,7 @@ def came_to_an_end(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         raise EngineError(f"none of {len(trajectories)} episodes came to an end; the first: {failures[0]}")
     if failures:
         told = f"{len(failures)} episodes failed and are not counted; the first: {failures[0]}"
-        print(told, file=sys.stderr)
+        print(harmless(told), file=sys.stderr)
     return whole
 
 
@@ -241,7 +241,7 @@ def wide_console() -> Any:
     """Standard output; a file or a pipe has no edge at which the cells of a table would break."""
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = max(console.width, 200)
     return console
@@ -258,11 +258,13 @@ def table(
     from rich.box import SIMPLE
     from rich.table import Table
 
-    made = Table(title=title or None, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False)
+    made = Table(
+        title=harmless(title) or None, title_justify="left", box=SIMPLE, collapse_padding=True, pad_edge=False
+    )
     for place, name in enumerate(header):
-        made.add_column(name, justify="left" if place in text else "right", overflow="fold")
+        made.add_column(harmless(name), justify="left" if place in text else "right", overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(harmless, row))
     wide_console().print(made)
 
 
@@ -489,8 +491,13 @@ def hide_loading() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def show_warnings() -> None:
-    """Send the library's warnings to standard error."""
-    logging.basicConfig(
-        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+def show_warnings(form: str = "%(levelname)s %(name)s: %(message)s") -> None:
+    """Send the library's warnings to standard error; they may quote what an env or a file says."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Harmless(form))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+class _Harmless(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(super().format(record))

@@ -19,15 +19,18 @@ class ReaderGoneError(BaseException):
     """Nobody reads the output any more; no error, since whoever looks after those would tell of it."""
 
 
-_CONTROL = re.compile(
-    r"(\x1b\[(?:[0-9;]*m|[0-9]*[AK]|\?25[hl]))|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
-)
-"""Characters that command a terminal or turn text around, and first what colours and bars are made of."""
+_CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+"""Characters that command a terminal or turn text around."""
+_OWN = r"(?P<own>\x1b\[(?:[0-9;]*m|[0-9]*[AK]|\?25[hl])|\r)"
+"""What colours and bars are made of."""
 
 
-def harmless(text: str) -> str:
-    """Text that commands no terminal: control characters are told by their numbers."""
-    return _CONTROL.sub(lambda found: found[1] or f"<U+{ord(found[0]):04X}>", text)
+def harmless(text: str, but: str = r"(?P<own>\r\n)") -> str:
+    """Text that commands no terminal: control characters `but` some are told by their numbers.
+
+    For what models, envs, files and errors say, where it is put into a message: colours of it would pass the stream.
+    """
+    return re.sub(f"{but}|{_CONTROL}|\r", lambda one: one["own"] or f"<U+{ord(one[0]):04X}>", text)
 
 
 class Watched:
@@ -58,7 +61,7 @@ class Watched:
 
     def write(self, text: str) -> int:
         """Write, as long as somebody reads."""
-        self._try(lambda: self._stream.write(harmless(text)))
+        self._try(lambda: self._stream.write(harmless(text, _OWN)))
         return len(text)
 
     def flush(self) -> None:

@@ -11,6 +11,7 @@ import tyro
 
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import print_json, refuse_idle
+from shoal.cli.output import harmless
 from shoal.core.data import Turn
 from shoal.core.errors import ConfigError
 
@@ -82,9 +83,9 @@ def _diff(options: ReplayOptions, other: Path) -> int:
         files = len(recordings_of(options.run))
         print(f"{options.run} and {other} recorded the same episodes ({files} files)")
     else:
-        print(f"{options.run} and {other} differ first at\n{difference}")
+        print(harmless(f"{options.run} and {other} differ first at\n{difference}"))
         for line in explain(difference)[1:]:
-            print(f"  {line}")
+            print(harmless(f"  {line}"))
     if options.json:
         print_json({"equal": difference is None, "difference": difference and difference.as_dict()})
     return int(difference is not None)
@@ -129,16 +130,16 @@ def _replay(options: ReplayOptions) -> int:
             print("left the debugger; the rest of the episode was not played")
             return 0
     again, difference = played.trajectory, played.difference
-    print(f"\n{played.source}\nrecorded: {_outcome(record)}\nnow:      {_outcome(again)}")
+    print(harmless(f"\n{played.source}\nrecorded: {_outcome(record)}\nnow:      {_outcome(again)}"))
     checked = options.sampler in ("auto", "checkpoint", "recorded")
     if fork is None and difference is None:
         tokens = sum(len(one.response_ids) for one in again.turns)
         same = f"the same: {len(again.turns)} turns, {tokens} tokens, every prompt, env answer and reward"
         print(same if checked else "played by another sampler: not compared")
     elif difference is not None:
-        print(f"DIFFERS at {difference}")
+        print(harmless(f"DIFFERS at {difference}"))
         for line in explain(difference):
-            print(f"  {line}")
+            print(harmless(f"  {line}"))
     if options.json:
         print_json({
             "episode": found.name, "source": played.source, "forked": fork is not None,

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import count_of, duration, print_json
-from shoal.cli.output import program
+from shoal.cli.output import harmless, program
 from shoal.cli.runs import is_run
 from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError, DataError
@@ -116,17 +116,17 @@ COMMAND = Command(ShowOptions, show, MORE)
 
 def summary_table(run: Path, *, everything: bool = False) -> Table:
     """The summary of a run, or of an unfinished one what is known."""
-    table = Table(title=str(run), show_header=False, title_justify="left")
+    table = Table(title=harmless(str(run)), show_header=False, title_justify="left")
     running = FolderLock(run / ".lock").is_taken()
     if running or not (run / "summary.json").exists():
         metrics = run / "metrics.jsonl"
         rows = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
         now = "running now" if running else f"not finished; {how_to_go_on(run)}"
-        table.add_row("status", f"{now}; {count_of(rows, 'row')} of metrics so far")
+        table.add_row("status", harmless(f"{now}; {count_of(rows, 'row')} of metrics so far"))
         return table
     summary = read_summary(run)
     for key in ("command", "status", "seed"):
-        table.add_row(key, str(summary.get(key)))
+        table.add_row(key, harmless(str(summary.get(key))))
     for key in ("seconds", "cpu_seconds"):
         if isinstance(summary.get(key), int | float):
             table.add_row({"seconds": "time", "cpu_seconds": "CPU time"}[key], duration(summary[key]))
@@ -134,7 +134,7 @@ def summary_table(run: Path, *, everything: bool = False) -> Table:
     wanted = [name for first in FIRST for name in found if name.split("/")[0] == first]
     shown = list(found) if everything or not wanted else wanted
     for name in shown:
-        table.add_row(name, readable(found[name]))
+        table.add_row(harmless(name), harmless(readable(found[name])))
     if len(shown) < len(found):
         table.add_row("…", f"{count_of(len(found) - len(shown), 'more metric')}: --all")
     return table
@@ -223,12 +223,12 @@ def print_episode(
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> None:
     """All turns of an episode, at most `max_turns`; whole prompts where `decode` reads them."""
-    console.print(Rule(title))
-    console.print(
+    console.print(Rule(harmless(title)))
+    told = (
         f"{trajectory.env}, group {trajectory.group}, member {trajectory.member}, env seed {trajectory.env_seed}: "
-        f"{outcome(trajectory)}, reward {trajectory.reward:g} in {count_of(len(trajectory.turns), 'turn')}",
-        markup=False,
+        f"{outcome(trajectory)}, reward {trajectory.reward:g} in {count_of(len(trajectory.turns), 'turn')}"
     )
+    console.print(harmless(told), markup=False)
     for at, turn in enumerate(trajectory.turns[:max_turns]):
         print_turn(console, at, turn, decode)
     left = len(trajectory.turns) - max_turns
@@ -246,11 +246,13 @@ def print_turn(
     told = "" if decode is None else f"  prompt of {count_of(len(turn.prompt_ids), 'token')}"
     console.print(told, markup=False)
     shown = turn.observation if decode is None else decode(turn.prompt_ids)
-    console.print(Padding(Text(shown), (0, 0, 0, 4)))
-    response = Text(turn.response.strip("\n") or "(nothing)", style="cyan")
+    console.print(Padding(Text(harmless(shown)), (0, 0, 0, 4)))
+    response = Text(harmless(turn.response.strip("\n")) or "(nothing)", style="cyan")
     for match in ACTION.finditer(response.plain):
         response.stylize("bold green" if turn.action_is_valid else "bold red", *match.span())
     verdict = turn.action if turn.action_is_valid else "no valid action"
     console.print(
-        Text("  → ").append_text(response).append(f"   {verdict}, reward {turn.reward:g}", style="dim")
+        Text("  → ")
+        .append_text(response)
+        .append(harmless(f"   {verdict}, reward {turn.reward:g}"), style="dim")
     )

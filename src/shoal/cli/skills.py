@@ -17,7 +17,7 @@ import tyro
 
 from shoal.cli.command import Command, Group
 from shoal.cli.grammar import wide_console
-from shoal.cli.output import for_programs, program
+from shoal.cli.output import for_programs, harmless, program
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.files import write_folder, write_json
 from shoal.core.run_folder import RunFolder, finite, whole_rows
@@ -171,7 +171,7 @@ def table(rows: list[SkillRow], store: Store) -> Any:
             "" if frames is None else f"{frames:,}",
             "" if seconds is None else f"{seconds:.1f}",
             str(len(store.attempts(row.name))),
-            row.reason or "",
+            harmless(row.reason or ""),
         )
     return out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import shlex
 import sys
@@ -17,8 +16,8 @@ from typing import Any
 import tyro
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json
-from shoal.cli.output import program
+from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings
+from shoal.cli.output import harmless, program
 from shoal.cli.skills import DEFAULT, GraphPath, resume_command, table
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
@@ -212,7 +211,7 @@ def train(options: TrainOptions) -> int:
         if log is not None:
             log.log({f"{name}/{key}": value for key, value in data.items() if isinstance(value, int | float)})
 
-    logging.basicConfig(level=logging.WARNING, format="shoal: %(message)s")
+    show_warnings("shoal: %(message)s")
     try:
         with ExitStack() as stack:
             if not (options.json_events or options.json):
@@ -311,7 +310,7 @@ def _conclude(
     if stopped:
         print(f"shoal: stopped; go on with: {resume_command(options.graph_path)}", file=sys.stderr)
     for name, reason in scheduler.get_failed_skills().items():
-        print(f"shoal: {name}: {scheduler.get_status(name)}: {reason}", file=sys.stderr)
+        print(f"shoal: {name}: {scheduler.get_status(name)}: {harmless(reason)}", file=sys.stderr)
     scheduler.close()
     return 0 if finished else 1
 
@@ -396,7 +395,7 @@ class _Show:
                 if event["kind"] in ("running", "completed", "failed", "blocked", "corrected"):
                     more = event["detail"].get("reason") or "; ".join(event["detail"].get("findings", ()))
                     print(
-                        f"{event['time'] - clock:8.1f} s  {event['skill']}: {event['kind']} {more}".rstrip(),
+                        f"{event['time'] - clock:8.1f} s  {event['skill']}: {event['kind']} {harmless(more)}".rstrip(),
                         flush=True,
                     )
                     said = time.monotonic()

@@ -14,6 +14,7 @@ import tyro
 
 from shoal.cli.command import Command
 from shoal.cli.grammar import counted, print_json, refuse_idle
+from shoal.cli.output import harmless
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import available_cpus, make_executor
 from shoal.core.files import read_json, write_text
@@ -131,7 +132,7 @@ def split(options: SplitOptions) -> None:
         summary = folder.finish({name: value for name, value in counts.items() if name != "reasons"})
     print(_table(counts, options.out / ("shards" if options.shard_size else "batch")))
     for reason in counts["reasons"]:
-        print(f"skipped {reason}")
+        print(harmless(f"skipped {reason}"))
     if options.json:
         print_json(summary)
     if options.html:
