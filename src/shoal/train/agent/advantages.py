@@ -75,6 +75,9 @@ def advantage(name: str, *, replace: bool = False, **about: Any) -> Callable[[F]
     `needs="critic"` it gets the rewards `[turns]` and values `[turns][tokens]` of one episode and the settings, and
     gives advantages and targets of that shape; with `needs="teacher"`, per episode and turn, the log-probabilities
     `[tokens]` of the policy and of the teacher, and gives advantages of that shape.
+
+    It must be pure: a run that goes on makes no call of before again, so what a function keeps between calls (a
+    running mean) is lost, and the run goes on otherwise than without the break.
     """
 
     def register(function: F) -> F:

@@ -65,6 +65,8 @@ def policy_loss(name: str, *, replace: bool = False, **about: Any) -> Callable[[
         name: what `algorithm.policy_loss` takes.
         replace: a loss of that name.
         about: `defaults`, `conflicts`.
+
+    It must be pure, as an estimator of `advantage`.
     """
 
     def register(function: F) -> F:
