@@ -191,6 +191,16 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path):
     assert read_json(tmp_path / "run" / "summary.json")["metrics"]["steps"] == 960
 
 
+def test_a_best_checkpoint_that_is_damaged_is_told_and_made_anew_when_a_run_goes_on(tmp_path, caplog):
+    assert train(tmp_path / "run", "--total-timesteps", "64", "--stop-at-reward", "1000") == 0
+    (best,) = list_checkpoints(tmp_path / "run" / "best")
+    os.truncate(best / "weights.safetensors", 8)
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run"), "--total-timesteps", "128"]) == 0
+    assert "best holds no whole checkpoint: that of the next evaluation is kept there" in caplog.text
+    (best,) = list_checkpoints(tmp_path / "run" / "best")
+    verify_folder(best)
+
+
 @pytest.mark.parametrize("part", ["", "checkpoints", "best"])
 def test_a_run_that_was_copied_or_is_named_from_elsewhere_goes_on_in_its_own_folder(
     tmp_path, monkeypatch, part

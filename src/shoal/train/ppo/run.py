@@ -188,7 +188,10 @@ class PPORun:
         if not made:
             self._hold()
         options = self.options
-        best = self._resumed.get("best")
+        best, kept = self._resumed.get("best"), self.path / "best"
+        if best is not None and not any(map(is_whole, list_checkpoints(kept))):
+            logger.warning("%s holds no whole checkpoint: that of the next evaluation is kept there", kept)
+            best = None
         self._best = -math.inf if best is None else float(best)
         self._owes_evaluation = bool(self._resumed.get("owes_evaluation"))
         self._last_eval: Metrics = {}
