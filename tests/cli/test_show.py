@@ -227,3 +227,11 @@ def test_curves_are_drawn_of_each_step_once_in_order_and_of_no_pipe(tmp_path, mo
     assert (
         "no run has the metric 'heldout_success' in metrics.jsonl; there are: none" in capsys.readouterr().err
     )
+
+
+def test_rows_that_were_torn_are_not_counted(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"iteration": 0}\n{"iteration": 1, "x": {"y"\n{"iteration": 2}\n{"it'
+    )
+    assert main(["show", str(tmp_path)]) == 0
+    assert "2 rows of metrics so far" in " ".join(capsys.readouterr().out.split())

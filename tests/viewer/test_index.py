@@ -5,6 +5,7 @@ import sqlite3
 
 import pytest
 
+from shoal.cli.main import main
 from shoal.core.data import Trajectory, Turn, encode_trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import DataError
 from shoal.viewer.index import ORDERS, EpisodeIndex, Filter
@@ -213,6 +214,23 @@ def test_a_damaged_index_is_made_again_whoever_meets_it(run, tmp_path):
             index.path.write_bytes(data)
             look()
             assert index.episodes(limit=1000) == before
+
+
+def test_an_index_that_cannot_be_opened_or_written_is_told_in_a_line(run, tmp_path, monkeypatch, capsys):
+    """As on a network disk without locks, or a full one: a traceback of SQLite."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with contextlib.closing(EpisodeIndex(run)) as index:
+        index.path.mkdir()
+        assert main(["show", str(run)]) == 2
+        assert main(["view", str(run), "--export", str(tmp_path / "x.html")]) == 2
+        index.path.rmdir()
+        assert "db cannot be used (unable to open database file); set XDG_CACHE" in capsys.readouterr().err
+        index.refresh()
+        with sqlite3.connect(index.path) as other:
+            other.execute("create trigger full before insert on file begin select raise(fail, 'full'); end")
+        write_trajectories(run / "trajectories" / "train-000009.jsonl", [episode()])
+        with pytest.raises(DataError, match=r"cannot be used \(full\)"):
+            index.refresh()
 
 
 def test_numbers_that_no_index_holds_are_a_broken_line_and_no_end_of_the_reading(run, tmp_path):

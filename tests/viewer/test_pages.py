@@ -536,3 +536,33 @@ def test_rows_that_stand_twice_or_out_of_order_are_one_curve(tmp_path, opened):
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([rows[2], *rows[:2], again, *odd, '{"iterat']))
     assert [(row["iteration"], row["success"]) for row in run.rows()] == [(0, 0.0), (1, 0.75), (2, 0.2)]
     assert "heldout_success <b>0.5</b>" in page_for(Site([run]), "/", {}).body
+
+
+def test_failed_episodes_are_left_out_of_means_as_metrics_leave_them_out(tmp_path, opened):
+    """A group with a failed member was said to teach something, with a mean that no update compares."""
+    run = opened(make_run(tmp_path / "run"))
+    write_trajectories(
+        tmp_path / "run" / "trajectories" / "train-000001.jsonl",
+        [
+            *(episode((1.0,), member=k, success=True) for k in range(2)),
+            episode((), member=2, status="env_error", error="the lake is closed"),
+        ],
+    )
+    run.index.refresh()
+    assert [(file["reward"], file["success"], file["errors"]) for file in run.index.summary()] == [(1, 1, 1)]
+    site = Site([run])
+    told = page_for(site, "run/0/group", {"name": "train-000001:0"}).body
+    assert "<dt>mean reward</dt><dd>1</dd>" in told
+    assert "All rewards are equal" in told
+    assert "+0 against the mean" in page_for(site, "run/0/episode", {"name": "train-000001:0"}).body
+
+
+def test_advantages_of_a_file_with_a_damaged_line_are_not_told_as_those_of_others(tmp_path, opened):
+    file = tmp_path / "run" / "trajectories" / "train-000001.jsonl"
+    write_trajectories(file, [episode((0.0,), member=0), episode((1.0,), member=1)])
+    write_advantages(tmp_path / "run" / "advantages" / file.name, [[[-1.0] * 3], [[1.0] * 3]])
+    index = opened(tmp_path / "run").index
+    assert index.advantages(index.episodes()) == [[[-1.0] * 3], [[1.0] * 3]]
+    file.write_bytes(b"x" + file.read_bytes())
+    index.refresh()
+    assert index.advantages(index.episodes()) is None

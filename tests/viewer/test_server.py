@@ -1,6 +1,5 @@
 import contextlib
 import json
-import sqlite3
 import time
 
 import pytest
@@ -8,6 +7,7 @@ from starlette.testclient import TestClient
 from tests.viewer.test_index import episode, turn
 
 from shoal.core.data import encode_trajectory, write_trajectories
+from shoal.core.errors import DataError
 from shoal.core.files import write_json
 from shoal.viewer.runs import Run
 from shoal.viewer.server import POLICY, index_in_background, make_app
@@ -59,6 +59,20 @@ def client(runs):
 
 def get(client, path, **more):
     return client.get(f"/{TOKEN}/{path}", **more)
+
+
+def test_a_picture_that_is_gone_before_it_is_sent_is_told(client, runs, monkeypatch):
+    """It was an error of the server, with a traceback."""
+    (runs[0].path / "curves.png").write_bytes(b"\x89PNG")
+    file = Run.file
+
+    def removed(run, *asked):
+        found = file(run, *asked)
+        found[0].unlink()
+        return found
+
+    monkeypatch.setattr(Run, "file", removed)
+    assert get(client, "run/0/file?name=curves.png").status_code == 404
 
 
 PAGES = [
@@ -216,7 +230,7 @@ def test_the_background_goes_on_when_an_index_cannot_be_written_now(runs, monkey
 
     def full(*_):
         calls.append(1)
-        raise sqlite3.OperationalError("database or disk is full")
+        raise DataError("the index cannot be used (database or disk is full)")
 
     monkeypatch.setattr(runs[0].index, "refresh", full)
     end = index_in_background(runs, every=0.01)

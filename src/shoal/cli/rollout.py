@@ -47,6 +47,7 @@ from shoal.rollout.samplers.sampler import Engine, Level
 from shoal.rollout.settings import Backend
 from shoal.rollout.verify import Verdict, compare
 from shoal.testing.proof import meanwhile
+from shoal.viewer.markup import number
 
 MORE = """\
 examples:
@@ -101,9 +102,9 @@ def _run(options: RolloutOptions, ending: contextlib.ExitStack) -> int:
         )  # fmt: skip
         return verify(options.verify, ending, as_json=options.json)
     config = composed(options)
-    for name, number in (("--iteration", options.iteration), ("seed", config.seed)):
-        if not -(2**63) <= number < 2**64:  # before a folder is made that nothing would be in
-            raise ConfigError(f"{name} must be in [-2**63, 2**64) to name seeds, got {number}")
+    for name, given in (("--iteration", options.iteration), ("seed", config.seed)):
+        if not -(2**63) <= given < 2**64:  # before a folder is made that nothing would be in
+            raise ConfigError(f"{name} must be in [-2**63, 2**64) to name seeds, got {given}")
     run_dir = new_folder("rollout") if config.run_dir is None else Path(config.run_dir)
     if (run_dir / "summary.json").exists():
         raise ConfigError(f"{run_dir} holds a run already: pass another run_dir")
@@ -137,7 +138,7 @@ def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> 
         table(
             f"rollout of {options.config_name}",
             ["", "value"],
-            [[k, _shown(v)] for k, v in metrics.items()],
+            [[k, number(v)] for k, v in metrics.items()],
             text=(0, 1),
         )
         replay = f"{program()} rollout --verify {shlex.quote(str(config.run_dir))}"
@@ -211,11 +212,6 @@ def episode_metrics(
         "seconds_rollout": round(seconds, 4),
         "tokens_per_second": round(tokens / seconds, 1),
     }
-
-
-def _shown(value: Any) -> str:
-    """A value for a table."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # --- --compare: the same episodes on every schedule, and with a worker killed on the way

@@ -122,7 +122,7 @@ def describe(run: Path) -> dict[str, Any]:
             changed = max(changed, (run / part).stat().st_mtime)
     with contextlib.suppress(OSError):
         if (run / "metrics.jsonl").is_file():  # a pipe would be waited for
-            rows = (run / "metrics.jsonl").read_bytes().count(b"\n")
+            rows = (run / "metrics.jsonl").read_bytes().count(b"}\n")  # no torn line
     return {
         "run": str(run),
         "command": command_of(run),

@@ -19,10 +19,10 @@ from rich.text import Text
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import count_of, duration, print_json
 from shoal.cli.output import harmless, program
-from shoal.cli.runs import is_run
+from shoal.cli.runs import describe, is_run
 from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.run_folder import UNFINISHED, FolderLock, command_of, read_summary
+from shoal.core.run_folder import UNFINISHED, command_of, read_summary
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
 from shoal.viewer.markup import ACTION, number
 
@@ -117,12 +117,11 @@ COMMAND = Command(ShowOptions, show, MORE)
 def summary_table(run: Path, *, everything: bool = False) -> Table:
     """The summary of a run, or of an unfinished one what is known."""
     table = Table(title=harmless(str(run)), show_header=False, title_justify="left")
-    running = FolderLock(run / ".lock").is_taken()
+    about = describe(run)
+    running = about["status"] == "running"
     if running or not (run / "summary.json").exists():
-        metrics = run / "metrics.jsonl"
-        rows = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
         now = "running now" if running else f"not finished; {how_to_go_on(run)}"
-        table.add_row("status", harmless(f"{now}; {count_of(rows, 'row')} of metrics so far"))
+        table.add_row("status", harmless(f"{now}; {count_of(about['rows'] or 0, 'row')} of metrics so far"))
         return table
     summary = read_summary(run)
     for key in ("command", "status", "seed"):

@@ -167,6 +167,12 @@ def _act(turn: Turn) -> tuple[Any, ...]:
     return (turn.observation, turn.action if turn.action_is_valid else turn.response, turn.action_is_valid)
 
 
+def _compared(members: Sequence[Episode]) -> tuple[float, float]:
+    """Mean and standard deviation of the rewards that an update compares: those of whole episodes, if there are any."""
+    rewards = [m.reward for m in members if m.status == "ok"] or [m.reward for m in members]
+    return statistics.fmean(rewards), statistics.pstdev(rewards)
+
+
 def group(site: Site, run: Run, name: str) -> Page:
     """The members of a group side by side, from the turn where they part."""
     episode = run.index.find(name)
@@ -174,8 +180,7 @@ def group(site: Site, run: Run, name: str) -> Page:
     trajectories = [run.index.read(member) for member in members]
     part = parting(trajectories)
     place = site.place(run)
-    mean = statistics.fmean(m.reward for m in members)
-    spread = statistics.pstdev([m.reward for m in members])
+    mean, spread = _compared(members)
     told = {
         "env": episode.env,
         "iteration": episode.iteration,
@@ -271,7 +276,7 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
     trajectory = run.index.read(episode)
     place = site.place(run)
     members = run.index.group_of(episode)
-    mean = statistics.fmean(m.reward for m in members)
+    mean, _ = _compared(members)
     spell = spelling(run.path)
     known = run.index.advantages(members)
     own = known[members.index(episode)] if known else None

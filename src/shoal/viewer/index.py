@@ -200,16 +200,15 @@ class EpisodeIndex:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        db = self._connect()
         try:
-            yield db
+            with contextlib.closing(self._connect()) as db:
+                yield db
         except sqlite3.DatabaseError as error:
             if type(error) is not sqlite3.DatabaseError:  # a lock, a full disk: the index itself is well
-                raise
+                told = f"the index {self.path} cannot be used ({error}); set XDG_CACHE_HOME to another disk"
+                raise DataError(told) from error
             self.path.unlink(missing_ok=True)
             raise _DamagedError(f"the index {self.path} was damaged; try again") from error
-        finally:
-            db.close()
 
     def _connect(self) -> sqlite3.Connection:
         for _ in range(2):
@@ -425,9 +424,10 @@ class EpisodeIndex:
         return [(float(a), float(b), int(n), int(s)) for _, n, s, a, b in rows]
 
     def summary(self) -> list[dict[str, Any]]:
-        """Every file with its episodes, means and ends, in the order of names."""
+        """Every file with its episodes, means of the whole ones and ends, in the order of names."""
         sql = (
-            "select f.name, f.rows, f.broken, min(e.iteration), avg(e.reward), avg(e.success), sum(e.status != 'ok') "
+            "select f.name, f.rows, f.broken, min(e.iteration), avg(case when e.status = 'ok' then e.reward end), "
+            "avg(case when e.status = 'ok' then e.success end), sum(e.status != 'ok') "
             "from file f left join episode e on e.file = f.id group by f.id order by f.name"
         )
         names = ("file", "episodes", "broken", "iteration", "reward", "success", "errors")
@@ -470,7 +470,8 @@ class EpisodeIndex:
         None for all if nothing was kept: nobody learned from the file, or its run is of before advantages were.
         """
         path = self.folder.with_name("advantages") / members[0].file
-        if not path.is_file():  # a pipe would be waited for
+        broken = self._ask("select broken from file where name = ?", (members[0].file,)) != [(0,)]
+        if broken or not path.is_file():  # of which lines they are is not known; a pipe would be waited for
             return None
         try:
             found = read_advantages(path, {member.row: self.read(member) for member in members})

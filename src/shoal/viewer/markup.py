@@ -81,8 +81,8 @@ def _is_safe(address: str) -> bool:
 def number(value: Any, digits: int = 4) -> str:
     """A value of a metric, as short as it can be read.
 
-    >>> [number(v) for v in (3, 0.123456, 1234567.0, 1.5e-7, True)]
-    ['3', '0.1235', '1,234,567', '1.5e-07', 'yes']
+    >>> [number(v) for v in (3, 0.123456, 9999.7, 1.5e-7, True)], number(123.4, 2)
+    (['3', '0.1235', '10,000', '1.5e-07', 'yes'], '123')
     """
     if value is None:
         return NONE
@@ -93,7 +93,7 @@ def number(value: Any, digits: int = 4) -> str:
     if isinstance(value, float):
         if value.is_integer() and abs(value) < 1e15:
             return f"{int(value):,}"
-        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.{digits}g}"
+        return f"{value:,.0f}" if 10**digits - 0.5 <= abs(value) < 1e15 else f"{value:.{digits}g}"
     return str(value)
 
 

@@ -385,13 +385,13 @@ def compare(site: Site, query: Mapping[str, str]) -> Page:
     """Curves of several runs; those that differ by their seed alone are one curve with its range."""
     asked = [int(n) for n in query.get("runs", "").split(",") if n.isdecimal() and int(n) < len(site.runs)]
     runs = [site.runs[n] for n in asked] if asked else site.runs
-    parts = list(filter(None, (_compared([r for r in runs if r.kind == kind]) for kind in PANELS)))
+    parts = list(filter(None, (_compared([r for r in runs if r.kind == kind], kind) for kind in PANELS)))
     nothing = tag("p", "no curves to compare", class_="empty")
     body = join(tag("header", tag("h1", "Runs compared")), parts or nothing)
     return Page("Runs compared", body, (("runs", site.link("")), ("compared", None)), up=site.link(""))
 
 
-def _compared(runs: Sequence[Run]) -> Html | None:
+def _compared(runs: Sequence[Run], kind: str) -> Html | None:
     """The last numbers, the curves and the differing settings of runs of one kind."""
     together: dict[str, list[Run]] = {}
     for run in runs:
@@ -399,7 +399,7 @@ def _compared(runs: Sequence[Run]) -> Html | None:
     teams = list(together.values())
     if not teams:
         return None
-    panels = [_team_chart(teams, name) for _, names in PANELS[runs[0].kind] for name in names]
+    panels = [_team_chart(teams, name) for _, names in PANELS[kind] for name in names]
     lasts = {name: [_last(team, name) for team in teams] for name in HEADLINES}
     shown = [name for name, values in lasts.items() if any(value != NONE for value in values)]
     rows = [
@@ -413,7 +413,7 @@ def _compared(runs: Sequence[Run]) -> Html | None:
     heads = ("setting", *[_team_name(team) for team in teams])
     return tag(
         "section",
-        tag("h2", {"agent": "Agents", "ppo": "PPO"}[runs[0].kind]),
+        tag("h2", {"agent": "Agents", "ppo": "PPO"}[kind]),
         table(("runs", *shown), rows),
         tag(
             "p",

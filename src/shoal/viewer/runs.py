@@ -145,7 +145,7 @@ class Run:
                 status = (self.path / name).stat()
                 digest.update(f"{name} {status.st_ino} {status.st_size} {status.st_mtime_ns}".encode())
         digest.update(f"{self.index.files()} {self.index.progress}".encode())
-        with contextlib.suppress(sqlite3.Error, OSError, DataError):
+        with contextlib.suppress(OSError, DataError):
             digest.update(str(self.index.count()).encode())
         return digest.hexdigest()[:20]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
-import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import resources
@@ -177,7 +176,9 @@ def make_app(runs: Sequence[Run], token: str | None = None) -> Any:
             known = site.run(shown[1]) if shown[0] == "run" and len(shown) > 1 else None
             if shown[2:] == ["file"] and known is not None:
                 place, media = known.file(query.get("name", ""), PICTURES | FILMS)
-                return FileResponse(place, media_type=media, headers=HEADERS)
+                if media in FILMS.values():
+                    return FileResponse(place, media_type=media, headers=HEADERS)  # read in parts
+                return Response(place.read_bytes(), media_type=media, headers=HEADERS)
             version = known.version() if known is not None else "-".join(run.version() for run in site.runs)
             if version and request.headers.get("x-have") == version:
                 return Response(status_code=204, headers=HEADERS)
@@ -188,7 +189,7 @@ def make_app(runs: Sequence[Run], token: str | None = None) -> Any:
             return await run_in_threadpool(make)
         except MissingExtraError as error:
             return _told(str(error), 501)
-        except (ShoalError, OSError, sqlite3.Error) as error:
+        except (ShoalError, OSError) as error:
             return _told(str(error), 404)
 
     def _told(text: str, status: int) -> Response:
@@ -253,7 +254,7 @@ def index_in_background(runs: Sequence[Run], every: float = 2.0) -> Callable[[],
             for run in runs:
                 try:
                     run.index.refresh()
-                except (ShoalError, OSError, sqlite3.Error) as error:
+                except (ShoalError, OSError) as error:
                     logger.warning("the episodes of %s cannot be indexed now: %s", run.path, error)
             ended.wait(every)
 
