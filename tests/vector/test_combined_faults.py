@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +32,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 
 import shoal.envs
 from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
+from shoal.core.processes import Channel
 from shoal.vector import AsyncVectorEnv, make_vec
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.living import SLACK, alive, children, within
@@ -1062,6 +1064,100 @@ def test_an_env_that_is_masked_out_tells_its_end_once_though_its_worker_dies_aft
             obs, rewards, terminated, truncated, infos = envs.step([1, 1, 1])
             assert (rewards[0], terminated[0], truncated[0], obs[0].tolist()) == (0.0, False, False, shown)
             assert infos["worker_masked"].tolist()[:2] == [True, True]
+
+
+class AwaitsFile(CountEnv):
+    """A step with the action `FAULT` waits until a file is there."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__(length=1000)
+        self.gate = gate
+
+    def step(self, action: Any) -> Any:
+        while action == FAULT and not self.gate.exists():
+            time.sleep(0.01)
+        return super().step(action)
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+@pytest.mark.parametrize("wait", ["step", "step_wait", "recv"])
+def test_the_timeout_error_of_a_users_handler_is_not_taken_for_the_end_of_a_wait(
+    backend: Any, wait: str, tmp_path: Path
+) -> None:
+    """`signal.alarm` with a handler that raises it is how many limit a call: `recv` came back empty-handed."""
+
+    def over(*_: Any) -> None:
+        raise TimeoutError("the user's limit")
+
+    gate = tmp_path / "gate"
+    before = signal.signal(signal.SIGALRM, over)
+    fns = [functools.partial(AwaitsFile, gate)] * 2
+    with closing(make_vec(fns, backend=backend, num_workers=2)) as envs:
+        envs.reset(seed=0)
+        try:
+            if wait == "recv":
+                envs.send([0, 1], [FAULT, FAULT])
+            elif wait == "step_wait":
+                envs.step_async([FAULT, FAULT])
+            with pytest.raises(TimeoutError, match="the user's limit"):
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+                _ = (
+                    envs.recv()
+                    if wait == "recv"
+                    else envs.step_wait(60)
+                    if "_" in wait
+                    else envs.step([FAULT] * 2)
+                )
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+            gate.touch()
+        if wait == "recv":
+            assert sorted(envs.recv(min_envs=2).ids.tolist()) == [0, 1]
+        assert envs.step([1, 1])[0][:, 2].tolist() == [2, 2]
+
+
+def test_a_users_handler_may_break_off_a_wait_for_a_message() -> None:
+    """It was tried again, as if the socket itself had waited for too long."""
+    ours, theirs = socket.socketpair()
+    receiver, sender = Channel(ours, 60.0), Channel(theirs, 60.0)
+
+    def over(*_: Any) -> None:
+        raise TimeoutError("the user's limit")
+
+    before = signal.signal(signal.SIGALRM, over)
+    try:
+        with pytest.raises(TimeoutError, match="the user's limit"):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            receiver.receive_bytes(lambda: None)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    sender.send(b"whole")
+    assert receiver.receive_bytes() == b"whole"
+    receiver.close()
+    sender.close()
+
+
+class EndsWorkerAtEnd(CountEnv):
+    """Its last observation ends the process of whoever reads it."""
+
+    def step(self, action: Any) -> Any:
+        class Last:
+            def __array__(self, *args: Any, **kwargs: Any) -> Any:
+                os._exit(7)
+
+        return Last(), 7.0, True, False, {}
+
+
+@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
+def test_an_end_whose_last_observation_never_came_is_not_told_as_one(mode: Any) -> None:
+    """Under next-step and disabled autoreset it was, with the observation before it."""
+    options: Any = {"num_workers": 1, "on_failure": "mask", "autoreset": mode, "check_nan": False}
+    with closing(make_vec([HEALTHY, EndsWorkerAtEnd], backend="process", **options)) as envs:
+        envs.reset(seed=0)
+        _, rewards, terminated, truncated, _ = envs.step([1, 1])
+        assert (rewards[1], terminated[1], truncated[1]) == (0.0, False, True)
 
 
 @pytest.mark.parametrize("fault", ["raise", "kill"])

@@ -150,11 +150,18 @@ def _patiently(check: Callable[[], None] | None, call: Callable[..., int], *argu
     while True:
         try:
             return call(*arguments)
-        except TimeoutError:
+        except OSError as error:
+            if is_of_handler(error):
+                raise
+            if not isinstance(error, TimeoutError):
+                raise ChannelClosedError(str(error)) from error
             if check is not None:
                 check()
-        except OSError as error:
-            raise ChannelClosedError(str(error)) from error
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Whether the handler of a signal raised this, and not the system call, in C, that was broken off."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is not None
 
 
 def _whole(flags: int) -> None:
@@ -553,6 +560,8 @@ class Zygote:
                     answer = json.loads(data)
                     self._answers[answer["number"]] = answer
             except OSError as error:
+                if is_of_handler(error):
+                    raise
                 raise WorkerDiedError(f"the process that starts workers is gone ({error})") from error
             answer = self._answers.pop(number)
             if "error" in answer:
@@ -762,10 +771,10 @@ class WorkerProcess:
     def release(self) -> None:
         """Give the descriptors back, once it is gone."""
         self.channel.close()
-        for descriptor in (self._log, self._pidfd):
+        theirs, self._log, self._pidfd = (self._log, self._pidfd), -1, -1  # first: none must be closed twice
+        for descriptor in theirs:
             if descriptor >= 0:
                 os.close(descriptor)
-        self._log = self._pidfd = -1
 
 
 def end_all(workers: Sequence[WorkerProcess], seconds: float) -> None:

@@ -354,7 +354,7 @@ class EnvGroup:
                     obs, reward, terminated, truncated, info = answer_of(answer, "step")
                 rewards[j] = reward.copy() if type(reward) is array else reward  # as with infos, see `_kept`
                 if terminated or truncated:
-                    obs = self._end(j, obs, reward, terminated, truncated, info, told)
+                    obs = self._end(j, obs, reward, terminated, truncated, info, place, columns, told)
                 elif type(info) is not dict or info:
                     told.append(Told(first + j, None, None, _kept(info)))
             if row is not None and type(obs) is array and obs.dtype is dtype and obs.shape == shape:
@@ -375,8 +375,9 @@ class EnvGroup:
         return obs
 
     def _end(
-        self, j: int, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Info, told: list[Told]
-    ) -> Any:
+        self, j: int, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Info,
+        place: int, columns: dict[int, list[Any]], told: list[Told],
+    ) -> Any:  # fmt: skip
         """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
         info = _kept(info)  # in the same step, reset may change what it holds
         refuse_words(terminated, truncated)
@@ -392,6 +393,7 @@ class EnvGroup:
             elif _holds_nan(obs):
                 raise EnvError(NAN_OBSERVATION)
         if self.autoreset is not AutoresetMode.SAME_STEP:
+            self._put(j, obs, place, columns)
             self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
             self._ended[j] = True
             if info:

@@ -278,6 +278,10 @@ def look_at(workers: Sequence[Worker]) -> None:
                 worker.lose(failure)
 
 
+class DeadlineError(TimeoutError):
+    """A wait is over; a plain `TimeoutError` may be that of a signal's handler."""
+
+
 def wait_any(
     wanted: Sequence[Worker],
     workers: Sequence[Worker],
@@ -295,7 +299,7 @@ def wait_any(
         found: tells the same of many at less cost.
 
     Raises:
-        TimeoutError: at the deadline.
+        DeadlineError: at the deadline.
     """
     looked = time.monotonic()
     while True:
@@ -313,7 +317,7 @@ def wait_any(
             look_at(workers)
             continue
         if over:
-            raise TimeoutError
+            raise DeadlineError
         left = SLICE - (now - looked)
         pause(left if deadline is None else min(left, deadline - now))
 
@@ -614,12 +618,14 @@ class ProcessWorker(Worker):
         assert self.channel is not None
         while True:
             try:
-                sequence, reply = operations.unpacked(self.channel.receive_bytes(self._still_there))
+                data = self.channel.receive_bytes(self._still_there)
             except (ChannelClosedError, WorkerDiedError):
                 self.home.make_sure_it_is_gone()
                 if self.lost is None:
                     self.lose(self.death())
                 return Reply()
+            try:
+                sequence, reply = operations.unpacked(data)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # what came cannot be read here
@@ -744,10 +750,10 @@ class ProcessBackend(Backend):
         end_all(self.processes, seconds)
         for worker in self.workers:
             worker.let_go()
-        for descriptor in (self._control, self._block):
+        ours, self._control, self._block = (self._control, self._block), -1, -1
+        for descriptor in ours:
             if descriptor >= 0:
                 os.close(descriptor)
-        self._control = self._block = -1
 
 
 def dumps_env_fns(env_fns: Sequence[EnvFn]) -> bytes:

@@ -65,7 +65,7 @@ from shoal.vector.failures import (
     raise_first,
     restart_seed,
 )
-from shoal.vector.process import Backend, Worker, replies_of, wait_any
+from shoal.vector.process import Backend, DeadlineError, Worker, replies_of, wait_any
 from shoal.vector.values import (
     IN_BUFFER,
     Info,
@@ -594,7 +594,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     if not worker.quick():
                         wait_any([worker], [worker for worker, _ in pending], deadline, worker.pause)
                 replies[worker] = worker.take()[1]
-        except TimeoutError:
+        except DeadlineError:
             error = PendingTimeoutError(f"The call to `{word}_wait` has timed out after {timeout} second(s).")
             error.begun = self._deferred is None
             self._abandon(replies)
@@ -1066,7 +1066,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     time.sleep(NAP)  # instead of being woken by each
                 try:
                     self._wait_in_flight(deadline)
-                except TimeoutError:
+                except DeadlineError:
                     break
             return self._taken(timeout)
         except BaseException as error:
