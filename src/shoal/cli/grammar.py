@@ -248,11 +248,7 @@ def wide_console() -> Any:
 
 
 def table(
-    title: str,
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    text: Sequence[int] = (0,),
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, text: Sequence[int] = (0,)
 ) -> None:
     """A table on standard output; columns are numbers, to the right, but for those in `text`."""
     from rich.box import SIMPLE

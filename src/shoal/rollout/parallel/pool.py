@@ -38,15 +38,7 @@ from shoal.core.processes import (
     kill_group,
     settle,
 )
-from shoal.rollout.parallel.worker import (
-    KEPT,
-    Connect,
-    InCaller,
-    ParallelConfig,
-    Played,
-    Share,
-    play_share,
-)
+from shoal.rollout.parallel.worker import KEPT, Connect, InCaller, ParallelConfig, Played, Share, play_share
 
 if TYPE_CHECKING:  # a worker process does not need it
     from shoal.rollout.parallel.server import SharedLLMInferenceManager

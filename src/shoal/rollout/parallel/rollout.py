@@ -290,12 +290,7 @@ class ParallelRolloutManager(Closing):
             results[index] = trajectory
             self.journal.add(trajectory)
 
-        link = LocalLink(
-            self.engine,
-            on_report,
-            self.settings.engine_retries,
-            self._at_engine,
-        )
+        link = LocalLink(self.engine, on_report, self.settings.engine_retries, self._at_engine)
         share, report = self._share(assignments, sampling, threads=1), self.report
         report.worker_cpu_seconds = play_share(share, link, self._pool.here).cpu_seconds
         report.engine_seconds, report.batches = link.engine_seconds, link.batches

@@ -190,12 +190,7 @@ class TinyEngine:
     """
 
     def __init__(
-        self,
-        words: Sequence[str] = (),
-        shape: TinyShape | None = None,
-        *,
-        seed: int = 0,
-        device: str = "cpu",
+        self, words: Sequence[str] = (), shape: TinyShape | None = None, *, seed: int = 0, device: str = "cpu"
     ) -> None:
         self.tokenizer = TinyTokenizer(words)
         self.model = TinyNetwork(

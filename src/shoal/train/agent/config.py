@@ -222,9 +222,6 @@ class Algorithm:
         refuse_negative(self, "clip_ratio_low", "clip_ratio_high", "weight_decay")
         if self.clip_ratio_low > 1:
             raise ConfigError(f"clip_ratio_low must be at most 1, got {self.clip_ratio_low}")
-        for name in ("entropy_coef", "step_advantage_weight"):
-            if not math.isfinite(getattr(self, name)):
-                raise ConfigError(f"{name} must be a finite number, got {getattr(self, name)}")
         if not 0 < self.rollout_filter_ratio <= 1:
             raise ConfigError(f"rollout_filter_ratio must be in (0, 1], got {self.rollout_filter_ratio}")
         if self.dual_clip is not None and not self.dual_clip > 1:
@@ -318,15 +315,11 @@ class AgentProxy(RolloutSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_negative(self, "format_penalty", "temperature", "overlong_penalty")
+        refuse_negative(self, "format_penalty", "overlong_penalty")
         if not 0 <= self.overlong_buffer <= self.max_tokens:
             raise ConfigError(
                 f"overlong_buffer must be in [0, max_tokens={self.max_tokens}], got {self.overlong_buffer}"
             )
-        for name in ("max_tokens", "max_turn"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True)

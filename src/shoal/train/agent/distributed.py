@@ -133,22 +133,18 @@ class Processes:
         """One result an item, each computed by one process: `compute` gets the numbers of this one's items."""
         if self.count == 1:
             return compute(list(range(len(sizes))))
-        results: list[Any] = [None] * len(sizes)
         parts = self.parts(sizes)
-
-        def work() -> list[Any]:
-            return compute(parts[self.rank])
-
+        work = partial(compute, parts[self.rank])
         if self.sharded:
             # An error amid passes of all cannot be told the others, who wait for the rest of the pass:
             done = work()  # it ends this process, and the launcher them
             shares = self.together(lambda: done)
         else:
             shares = self.together(work)
+        placed: dict[int, Any] = {}
         for numbers, values in zip(parts, shares, strict=True):
-            for number, value in zip(numbers, values, strict=True):
-                results[number] = value
-        return results
+            placed |= zip(numbers, values, strict=True)
+        return [placed[number] for number in range(len(sizes))]
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """What each process's `work` gave, by rank; an error in one is an error in all.
@@ -260,13 +256,11 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in parameters:
-        fits = buckets and filled + parameter.numel() <= BUCKET and buckets[-1][0].dtype == parameter.dtype
-        if fits:
-            buckets[-1].append(parameter)
-            filled += parameter.numel()
-        else:
-            buckets.append([parameter])
+        filled += parameter.numel()
+        if not buckets or filled > BUCKET or buckets[-1][0].dtype != parameter.dtype:
+            buckets.append([])
             filled = parameter.numel()
+        buckets[-1].append(parameter)
     return buckets
 
 
@@ -544,14 +538,10 @@ class SharedCollector:
         reports = [report for call in calls for report in call]
         if not reports:
             return {}
-        return RolloutReport(
-            seconds=sum(report.seconds for report in reports),
-            workers=max(sum(report.workers for report in call) for call in calls),
-            engine_seconds=sum(report.engine_seconds for report in reports),
-            batches=sum(report.batches for report in reports),
-            worker_deaths=sum(report.worker_deaths for report in reports),
-            replayed_episodes=sum(report.replayed_episodes for report in reports),
-        ).metrics()
+        added = ("seconds", "engine_seconds", "batches", "worker_deaths", "replayed_episodes")
+        sums = {name: sum(getattr(report, name) for report in reports) for name in added}
+        workers = max(sum(report.workers for report in call) for call in calls)
+        return RolloutReport(workers=workers, **sums).metrics()
 
     def close(self) -> None:
         """End this process's envs and workers."""

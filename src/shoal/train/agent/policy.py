@@ -160,6 +160,8 @@ class TinyPolicy(Policy):
     """A `TinyNetwork` and its vocabulary."""
 
     module: Any
+    shares_prefixes = True
+    merges_equals = False  # runs that began with an earlier version end in the bytes that they ended in
 
     def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """See `Policy.logits`."""
@@ -191,27 +193,14 @@ class TinyPolicy(Policy):
         return self.module.head  # type: ignore[no-any-return]
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Samples in a row may go on from what they share."""
-        return True
-
-    @property
-    def merges_equals(self) -> bool:
-        """No: runs that began with an earlier version end in the bytes that they ended in."""
-        return False
-
-    @property
     def context(self) -> int:
         """Tokens of the longest prompt and response together."""
         return int(self.module.shape.context)
 
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write `engine.json` and `model.safetensors`."""
-        described = {
-            "engine": "tiny",
-            "words": list(self.tokenizer.words),
-            "shape": asdict(self.module.shape),
-        }
+        words, shape = list(self.tokenizer.words), asdict(self.module.shape)
+        described = {"engine": "tiny", "words": words, "shape": shape}
         (folder / "engine.json").write_text(json.dumps(described, indent=2))
         save_file(weights or dict(self.module.state_dict()), folder / "model.safetensors")
 
@@ -468,13 +457,11 @@ def load_policy(
         DataError: the folder holds no model.
     """
     options = {} if config is None else {"max_batch": config.max_batch, **config.template}
-    described: dict[str, Any] = {}
-    if (folder / "engine.json").exists():
-        described = read_json(folder / "engine.json")
+    file, described = folder / "engine.json", dict[str, Any]()
+    if file.exists():
+        described = read_json(file)
         if not isinstance(described, dict):
-            raise DataError(
-                f"{folder / 'engine.json'} must be a mapping that names the engine, got {described!r:.80}"
-            )
+            raise DataError(f"{file} must be a mapping that names the engine, got {described!r:.80}")
     elif not (folder / "config.json").exists():  # which a bare model has
         hint = f"; the one of this checkpoint is {folder / 'engine'}" if (folder / "engine").is_dir() else ""
         raise DataError(f"{folder} is no model folder: it has neither config.json nor engine.json{hint}")
@@ -581,12 +568,8 @@ def autocast(model: nn.Module, precision: Precision) -> contextlib.AbstractConte
     return torch.autocast(next(model.parameters()).device.type, torch.bfloat16)
 
 
-def can_checkpoint(model: nn.Module) -> bool:
-    """Whether layers of this model can be computed again in the backward pass."""
-    return bool(_layers(model))
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
+def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of this model that can be computed again in the backward pass."""
     return [part for part in model.modules() if hasattr(part, "gradient_checkpointing")]
 
 
@@ -605,7 +588,7 @@ def training_mode(model: nn.Module, checkpointing: bool, seed: int) -> Iterator[
 
     The model itself stays in evaluation mode: what it computes is what the engine computed.
     """
-    layers = _layers(model) if checkpointing else []
+    layers = checkpointed_layers(model) if checkpointing else []
     drops = dropouts(model)
     before = [part.gradient_checkpointing for part in layers]
     for part in layers:

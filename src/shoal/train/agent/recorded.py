@@ -9,7 +9,6 @@ all that comes after it: a run that was killed goes on as if it had not been.
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,7 +35,6 @@ from shoal.train.agent.policy import MasterAdamW, trained_parameters
 from shoal.train.agent.update import refuse_diverged
 from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
 
-logger = logging.getLogger(__name__)
 Objective = Literal["supervised", "grpo"]
 _BY_NAME: Any = None
 """Left out: what the name of the loss sets."""

@@ -52,7 +52,7 @@ from shoal.train.agent.policy import (
     Critic,
     MasterAdamW,
     Policy,
-    can_checkpoint,
+    checkpointed_layers,
     load_teacher,
     make_policy,
     policy_of,
@@ -145,7 +145,7 @@ class AgentTrainer(Closing):
                 f"model.lora.rank={config.model.lora.rank} has no effect on a policy that is given without adapters: "
                 f"give shoal.train.agent.lora.add_lora(policy, ...), or set it to 0"
             )
-        if algorithm.gradient_checkpointing and not can_checkpoint(policy.module):
+        if algorithm.gradient_checkpointing and not checkpointed_layers(policy.module):
             raise ConfigError(
                 "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
                 "twice: leave it out"
@@ -252,12 +252,9 @@ class AgentTrainer(Closing):
         learning, samples = self._learn(trajectories, learned, iteration)
         row |= learning
         tokens = sum(t.n_tokens for t in trajectories)
-        self.progress = Progress(
-            iteration + 1,
-            self.progress.best_success,
-            self.progress.episodes + len(trajectories),
-            self.progress.tokens + tokens,
-        )
+        before = self.progress
+        counts = before.episodes + len(trajectories), before.tokens + tokens
+        self.progress = Progress(iteration + 1, before.best_success, *counts)
         row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
         row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, tokens)
         if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
@@ -407,13 +404,8 @@ def make_networks(
 def make_optimizer(config: AgentConfig, policy: Policy, critic: Critic | None) -> MasterAdamW:
     """Adam over what is trained."""
     algorithm = config.algorithm
-    return split_optimizer(
-        trained_parameters(policy.module),
-        critic,
-        algorithm.learning_rate,
-        algorithm.critic.learning_rate,
-        algorithm.weight_decay,
-    )
+    rates = algorithm.learning_rate, algorithm.critic.learning_rate
+    return split_optimizer(trained_parameters(policy.module), critic, *rates, algorithm.weight_decay)
 
 
 def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, iteration: int, iterations: int) -> None:

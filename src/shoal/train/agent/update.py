@@ -40,15 +40,7 @@ from shoal.train.agent.losses import (
     rollout_correction,
     value_loss,
 )
-from shoal.train.agent.policy import (
-    Critic,
-    MasterAdamW,
-    Policy,
-    Precision,
-    autocast,
-    score,
-    training_mode,
-)
+from shoal.train.agent.policy import Critic, MasterAdamW, Policy, Precision, autocast, score, training_mode
 
 
 @dataclass

@@ -148,12 +148,7 @@ def warm_up(
 
 
 def _play(
-    policy: Policy,
-    home: Home,
-    role: Role,
-    prompter: Prompter,
-    config: Warmup,
-    seed: int,
+    policy: Policy, home: Home, role: Role, prompter: Prompter, config: Warmup, seed: int
 ) -> Iterator[Sample]:
     """Endless samples from episodes of an agent that asks the expert in a share of the turns.
 
