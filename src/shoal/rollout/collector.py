@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, EnvError, WorkerError, WorkerTimeoutError, in_words
 from shoal.core.seeding import derive_seed
-from shoal.envs import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.journal import Journal
@@ -174,12 +173,11 @@ class TrajectoryCollector:
                 try:
                     resets += self._reset([i], episodes)
                 except (WorkerError, EnvError) as error:
-                    late = isinstance(error, WorkerTimeoutError)
-                    told = getattr(error, "told", None) or {
+                    plain = {
                         "worker_error": str(error),
-                        "worker_timeout": late,
+                        "worker_timeout": isinstance(error, WorkerTimeoutError),
                     }
-                    failed[i] = _failure(i, "reset", told, episodes)
+                    failed[i] = _failure(i, "reset", getattr(error, "told", None) or plain, episodes)
         for i, (observation, info) in resets:
             with _told(i, failed, "reset"):
                 episodes[i].begin(observation, info)
@@ -223,9 +221,8 @@ def _failure(i: int, doing: str, told: Mapping[str, Any], episodes: Collection[i
     """What an episode ends with when an env failed, its own or one of the same worker."""
     env, summary = told.get("worker_env"), told.get("worker_summary")
     words = f"{doing} failed: {summary}" if env == i else told.get("worker_error", "its env was replaced")
-    return Failed(
-        "timeout" if told.get("worker_timeout") else "env_error", str(words), env == i or env not in episodes
-    )
+    status: Status = "timeout" if told.get("worker_timeout") else "env_error"
+    return Failed(status, str(words), env == i or env not in episodes)
 
 
 @contextlib.contextmanager
@@ -318,8 +315,3 @@ def place_of(seed: int, iteration: int, group: int, member: int) -> EpisodeId:
     """Where an episode stands in the run; the members of a group share their env seed."""
     env_seed = derive_seed(seed, "env", iteration, group)  # which refuses what is no whole number
     return EpisodeId(int(seed), int(iteration), group, member, env_seed)  # NumPy's cannot be recorded
-
-
-def role_of(tag: str, env: TextEnv[Any], max_turns: int) -> Role:
-    """What an agent is told of `env`."""
-    return Role(tag, env.instructions, env.projection, max_turns)

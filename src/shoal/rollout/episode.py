@@ -38,7 +38,6 @@ class Role:
 
     def project(self, text: str, words: Sequence[str]) -> Projected:
         """The actions in a response to an env that accepts `words` now, if it lists them."""
-        del words
         return self.projection(text)
 
 

@@ -16,9 +16,8 @@ from shoal.core.configuration import from_mapping, plain_values
 from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.core.executors import OwnThread
 from shoal.envs import TextEnv
-from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve_text
-from shoal.rollout.collector import EnvPool, role_of
+from shoal.rollout.collector import EnvPool
 from shoal.rollout.episode import Role
 from shoal.rollout.parallel.worker import close_all
 from shoal.rollout.prompts import PromptConfig
@@ -162,11 +161,9 @@ class NoEnvs:
 def make_environments(config: Any, *, with_pools: bool = True) -> tuple[EnvironmentSet, EnvironmentSet]:
     """Training and validation envs of a config (an object or mapping with the keys of `EnvironmentConfig`)."""
     checked = validate_environment_config(config)
-    manager = checked.es_manager
-    return (
-        make_set(checked, manager.train, with_pool=with_pools),
-        make_set(checked, manager.val, with_pool=with_pools),
-    )
+    sides = checked.es_manager.train, checked.es_manager.val
+    train, val = (make_set(checked, side, with_pool=with_pools) for side in sides)
+    return train, val
 
 
 def make_set(config: EnvironmentConfig, groups: EnvGroups, *, with_pool: bool = True) -> EnvironmentSet:
@@ -199,8 +196,11 @@ def make_roles(
         kind = custom_envs[tag]
         with _made(tag, kind) as env:
             limits = (max_turn, kind.max_actions_per_traj, env.config.max_steps)
-            role = role_of(tag, env, min(limit for limit in limits if limit is not None))
-        roles[tag] = replace(role, projection=several(role.projection, kind), prompt=kind.prompt)
+            turns = min(limit for limit in limits if limit is not None)
+            projection = env.projection
+            if (most := kind.max_actions_per_turn) > 1:
+                projection = replace(projection, separator=kind.action_sep, max_actions=most)
+            roles[tag] = Role(tag, env.instructions, projection, turns, kind.prompt)
     return roles
 
 
@@ -209,13 +209,6 @@ def words_of(config: Any) -> list[str]:
     tags = {*config.es_manager.train.group_tags(), *config.es_manager.val.group_tags()}
     roles = make_roles(config.custom_envs, sorted(tags), config.agent_proxy.max_turn)
     return sorted({word for role in roles.values() for word in role.projection.words()})
-
-
-def several(projection: Projection, kind: EnvTag) -> Projection:
-    """The projection of a kind of env with as many actions per response as it may hold."""
-    if kind.max_actions_per_turn == 1:
-        return projection
-    return replace(projection, separator=kind.action_sep, max_actions=kind.max_actions_per_turn)
 
 
 def part_of(kind: type[C], config: Any) -> C:
@@ -240,9 +233,7 @@ def validate_environment_config(config: Any) -> EnvironmentConfig:
             "vector.step_timeout needs use_parallel_envs=true: with false the caller steps the envs, and cannot "
             "interrupt itself"
         )
-    given = [
-        item.make_timeout or item.step_timeout for item in (checked.vector, parallel) if item is not None
-    ]
+    given = [one.make_timeout or one.step_timeout for one in (checked.vector, parallel) if one is not None]
     seconds = max((limit for limit in given if limit is not None), default=None)
     tried: set[str] = set()
     for side in ("train", "val"):
@@ -289,15 +280,11 @@ def _try(tag: str, kind: EnvTag, seconds: float | None) -> None:
 @contextmanager
 def _made(tag: str, kind: EnvTag) -> Iterator[TextEnv[Any]]:
     """An env of a kind, closed in the end; one that cannot be closed is left behind."""
-    env = _make(tag, kind)
+    try:
+        env = resolve_text(kind.env_type, kind.env_config)()
+    except (ShoalError, ImportError, AttributeError) as error:
+        raise ConfigError(f"custom_envs.{tag}: {error}") from error
     try:
         yield env
     finally:
         close_all([env], CLOSE_SECONDS)
-
-
-def _make(tag: str, kind: EnvTag) -> TextEnv[Any]:
-    try:
-        return resolve_text(kind.env_type, kind.env_config)()
-    except (ShoalError, ImportError, AttributeError) as error:
-        raise ConfigError(f"custom_envs.{tag}: {error}") from error

@@ -141,11 +141,6 @@ def filter_rollouts(
     best = set(sorted(before, key=lambda group: (-scores[group], group))[:n_kept])
     mean = statistics.fmean(scores.values()) if scores else 0.0
     mean_kept = statistics.fmean(scores[group] for group in best) if best else 0.0
-    return Filtered(
-        [t for t in candidates if t.group in best],
-        {
-            "rollout_filter_dropped": float(len(before - best)),
-            "rollout_filter_score": mean,
-            "rollout_filter_score_kept": mean_kept,
-        },
-    )
+    metrics = {"rollout_filter_dropped": float(len(before - best)), "rollout_filter_score": mean}
+    metrics["rollout_filter_score_kept"] = mean_kept
+    return Filtered([t for t in candidates if t.group in best], metrics)

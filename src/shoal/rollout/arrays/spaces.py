@@ -173,14 +173,12 @@ def _leaves(space: gym.Space, path: tuple[str, ...]) -> list[Leaf]:
     """The simple parts of a space, each as if it stood at 0."""
     if isinstance(space, spaces.Dict):
         return [leaf for key, part in space.spaces.items() for leaf in _leaves(part, (*path, key))]
-    if isinstance(space, spaces.Box):
+    if isinstance(space, spaces.Box | spaces.MultiBinary):
         size = int(np.prod(space.shape))
     elif isinstance(space, spaces.Discrete):
         size = int(space.n)
     elif isinstance(space, spaces.MultiDiscrete):
         size = int(np.sum(space.nvec))
-    elif isinstance(space, spaces.MultiBinary):
-        size = int(np.prod(space.shape))
     else:
         place = f" at {'/'.join(path)!r}" if path else ""
         text = isinstance(space, spaces.Text)

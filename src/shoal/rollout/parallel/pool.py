@@ -94,11 +94,6 @@ class Pool:
         executors = [e for e in (self._executor, self._spare) if isinstance(e, WorkerExecutor)]
         return [pid for executor in executors for pid in executor.pids()]
 
-    @property
-    def started(self) -> bool:
-        """Whether there are workers for the next rollout."""
-        return self._executor is not None
-
     def forget(self) -> None:
         """The executor broke, or holds what hangs: the next rollout starts another."""
         self._end_mailbox()
@@ -137,9 +132,8 @@ class Pool:
             settings = self._settings
             if self.backend == "processes":
                 patience = CLOSE_SECONDS if settings.keep_envs else 0.0
-                self._executor = WorkerExecutor(
-                    self._n_workers, heartbeat_timeout=heartbeat_timeout(settings), patience=patience
-                )
+                beat = heartbeat_timeout(settings)
+                self._executor = WorkerExecutor(self._n_workers, heartbeat_timeout=beat, patience=patience)
             elif self.backend == "threads":
                 self._executor = _Threads()
             elif self.backend == "ray":
@@ -359,7 +353,6 @@ def play_pickled(data: bytes, connect: Connect) -> Played:
 
 def worker_main(descriptor: int, log: int) -> int:
     """Run tasks until the other side is gone; returns the exit code."""
-    del log
     channel = Channel(socket.socket(fileno=descriptor))
     sys.setswitchinterval(5e-4)  # many short turns of many threads: none may hold the others up for 5 ms
     lock = threading.Lock()

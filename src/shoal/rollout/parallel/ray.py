@@ -168,7 +168,6 @@ class RayLink:
 
     def connect(self, asker: int) -> RayLink:
         """A link of the worker's own."""
-        del asker
         return RayLink(self._actor)
 
     def generate(self, requests: Sequence[Request], timeout: float | None = None) -> list[Completion]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Future, wait
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, get_args
 
 from shoal.core.data import Status, Trajectory
@@ -176,6 +176,8 @@ class ParallelRolloutManager(Closing):
         """The shared engine, started when first needed."""
         if self._inference is None or self._inference.failed:
             settings = self.settings
+            # "processes" watches its own
+            silence = heartbeat_timeout(settings) if self.backend == "loky" else None
             self._inference = SharedLLMInferenceManager(
                 self.engine,
                 schedule=settings.schedule,
@@ -185,9 +187,7 @@ class ParallelRolloutManager(Closing):
                 retries=settings.engine_retries,
                 restart=self._restarted if hasattr(self.engine, "restart") else None,
                 max_restarts=settings.engine_restarts,
-                silence=heartbeat_timeout(self.settings)
-                if self.backend == "loky"
-                else None,  # "processes" watches its own
+                silence=silence,
                 on_report=self._on_report,
             )
         return self._inference
@@ -223,13 +223,10 @@ class ParallelRolloutManager(Closing):
             n_groups: how many groups, at most as many as there are tags; all if not given.
         """
         sampling = sampling or self.config.agent_proxy.sampling()
+        groups = group_numbers(first_group, n_groups, len(self.tags))
         assignments = [
             Assignment(index, place_of(self.seed, iteration, g, member), self.tags[slot_of(g, self.tags)])
-            for index, (g, member) in enumerate(
-                (g, member)
-                for g in group_numbers(first_group, n_groups, len(self.tags))
-                for member in range(self.group_size)
-            )
+            for index, (g, member) in enumerate(product(groups, range(self.group_size)))
         ]
         return self.play(assignments, sampling)
 
@@ -305,9 +302,8 @@ class ParallelRolloutManager(Closing):
             parts = spread(assignments, self._workers)
             inference.entered([a.place.key() for part in parts for a in part[:at_once]])
         share = self._share(assignments, sampling, self.settings.episodes_at_once)
-        rollout = _Rollout(
-            share, self._pool, inference, self._reports, report, self.settings.max_deaths, self.journal
-        )
+        deaths = self.settings.max_deaths
+        rollout = _Rollout(share, self._pool, inference, self._reports, report, deaths, self.journal)
         self._results = rollout.results
         results = rollout.run(self._workers)
         report.engine_seconds = before.engine_seconds - seconds
@@ -333,7 +329,6 @@ class ParallelRolloutManager(Closing):
         )
 
     def _on_report(self, asker: Any, data: bytes) -> None:
-        del asker
         self._reports.put(("report", data, None))
 
 
@@ -417,13 +412,9 @@ class _Rollout:
         leave(self.inference, left)
         self.report.worker_deaths += 1
         self.report.replayed_episodes += len(left)
-        logger.warning(
-            "a rollout worker is gone with %d of its %d episodes open: %s. The finished ones are kept, the open "
-            "ones are played again in fresh processes",
-            len(left),
-            len(share.assignments),
-            error,
-        )
+        gone = f"a rollout worker is gone with {len(left)} of its {len(share.assignments)} episodes open"
+        told = "%s: %s. The finished ones are kept, the open ones are played again in fresh processes"
+        logger.warning(told, gone, error)
         if len(left) > 1:  # in halves, so that an episode that kills its worker is soon alone
             half = (len(left) + 1) // 2
             self._start(left[:half], spare=True)
@@ -459,12 +450,9 @@ class _Rollout:
         elif isinstance(error, EngineError):  # its worker was fine, the way to the engine was not
             status = "engine_error"
         why = f"{deaths} workers that played it were lost, at last: {error}"
-        episode = Episode(
-            assignment.place,
-            self.whole.roles[assignment.tag],
-            Prompter(self.whole.prompt, self.whole.tokenizer),
-            self.whole.sampling,
-        )
+        whole, tag = self.whole, assignment.tag
+        prompter = Prompter(whole.prompt, whole.tokenizer)
+        episode = Episode(assignment.place, whole.roles[tag], prompter, whole.sampling)
         self.results[assignment.index] = episode.trajectory(status, why)
         logger.error("episode %d is given up: %s", assignment.index, why)
 
@@ -478,12 +466,8 @@ class _Rollout:
             elif not future.cancelled():
                 self._played(future.result())
         if stuck:
-            logger.warning(
-                "%d rollout workers are not done %g s after their last episode (an env that does not close, say) "
-                "and are left behind",
-                len(stuck),
-                DRAIN_SECONDS,
-            )
+            late = f"{len(stuck)} rollout workers are not done {DRAIN_SECONDS:g} s after their last episode"
+            logger.warning("%s (an env that does not close, say) and are left behind", late)
             self.pool.abandon()
 
 

@@ -17,13 +17,12 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import get_args
 
 import msgspec
 
 from shoal.core.errors import EngineError, did_you_mean, in_words
-from shoal.core.executors import Closing
+from shoal.core.executors import Closing, OwnThread
 from shoal.core.processes import STANDSTILL
 from shoal.rollout.parallel.transport import (
     Address,
@@ -40,13 +39,12 @@ from shoal.rollout.parallel.transport import (
     episode_of,
 )
 from shoal.rollout.samplers.sampler import (
-    ChatTokenizer,
     Completion,
     Engine,
     Key,
-    Level,
     Request,
     generate_each,
+    of_inner,
 )
 
 logger = logging.getLogger(__name__)
@@ -347,51 +345,22 @@ class _Answerer:
         return True
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """One batch that the engine is asked for."""
 
-    __slots__ = ("batch", "began", "deadline", "ended", "given_up", "results")
-
-    def __init__(self, batch: list[Waiting], began: float, deadline: float | None = None) -> None:
-        self.batch, self.began, self.deadline = batch, began, deadline
-        self.given_up = False
-        """Nobody waits for the results any more."""
-        self.results: Sequence[Result] = ()
-        self.ended = began
+    batch: list[Waiting]
+    began: float
+    deadline: float | None = None
+    given_up: bool = False
+    """Nobody waits for the results any more."""
+    results: Sequence[Result] = ()
+    ended: float = 0.0
 
     def ask(self, answerer: _Answerer) -> None:
-        """Wait for the engine."""
         self.began = time.monotonic()
         self.results = answerer.answer([item.request for item in self.batch], lambda: self.given_up)
         self.ended = time.monotonic()
-
-
-class _Runner:
-    """A thread for calls that take their time; it can be left behind, for Python cannot stop an engine that hangs.
-
-    `on_done` is called from the thread with every call that is over and was not given up.
-    """
-
-    def __init__(self, on_done: Callable[[_Call], None]) -> None:
-        self._on_done = on_done
-        self._calls: SimpleQueue[tuple[_Call, Callable[[], None]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name="shoal-engine").start()
-
-    def start(self, call: _Call, work: Callable[[], None]) -> None:
-        """Do `work`, then report `call`."""
-        self._calls.put((call, work))
-
-    def end(self) -> None:
-        """Let the thread go once it is idle; one that hangs stays behind as a daemon."""
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
-            call, work = item
-            work()
-            if call.given_up:
-                return
-            self._on_done(call)
 
 
 # --- the server
@@ -444,10 +413,12 @@ class SharedLLMInferenceManager(Closing):
         self._running: _Call | None = None
         self._done: list[_Call] = []  # answered, but the answers are not sent yet
         self._closed, self._why = False, "the shared engine was closed"
-        self._wound_up = self._failed = False
+        self._wound_up = False
+        self.failed = False
+        """Whether its thread failed, so that nothing is answered any more."""
         self._next_sweep = 0.0
         self._quick_calls = 0  # of recent ones, at most `KNOWN`
-        self._runner = _Runner(self._call_is_over)
+        self._engine_thread = OwnThread("shoal-engine")  # for calls that take their time
         self._thread = threading.Thread(target=self._run, daemon=True, name="shoal-inference")
         self._thread.start()
 
@@ -458,31 +429,15 @@ class SharedLLMInferenceManager(Closing):
         return self._answerer.engine
 
     @property
-    def failed(self) -> bool:
-        """Whether its thread failed, so that nothing is answered any more."""
-        return self._failed
-
-    @property
     def statistics(self) -> Statistics:
         """What it did so far."""
         found = self._answerer.statistics
         found.refused_connections = self._connections.refused
         return found
 
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        """The engine's."""
-        return self.engine.tokenizer
-
-    @property
-    def level(self) -> Level:
-        """The engine's."""
-        return self.engine.level
-
-    @property
-    def weights_version(self) -> int:
-        """The engine's."""
-        return self.engine.weights_version
+    tokenizer = of_inner("tokenizer", "engine")
+    level = of_inner("level", "engine")
+    weights_version = of_inner("weights_version", "engine")
 
     @property
     def schedule(self) -> Schedule:
@@ -553,7 +508,6 @@ class SharedLLMInferenceManager(Closing):
 
     def connect(self, asker: int) -> SharedLLMInferenceManager:
         """A link for a worker in this process: this object."""
-        del asker
         return self
 
     def left(self, key: Key, report: bytes = b"") -> None:
@@ -589,7 +543,7 @@ class SharedLLMInferenceManager(Closing):
             if self._wound_up:
                 return
             self._wound_up = True
-        self._runner.end()
+        self._engine_thread.end()  # one that hangs stays behind
         while self._inbox:
             with contextlib.suppress(Exception):
                 self._inbox.popleft()()
@@ -606,10 +560,9 @@ class SharedLLMInferenceManager(Closing):
 
     def _gone(self) -> EngineError:
         """Why nothing is answered any more; a thread that failed says nothing of the episodes at play."""
-        return (LinkLostError if self._failed else EngineError)(self._why)
+        return (LinkLostError if self.failed else EngineError)(self._why)
 
     def _post(self, action: Callable[[], None]) -> None:
-        """Have something done by the thread."""
         with self._lock:  # `close` does what came before it
             if self._closed:
                 raise self._gone()
@@ -628,7 +581,7 @@ class SharedLLMInferenceManager(Closing):
             with self._lock:
                 was_open = not self._closed
                 if was_open:
-                    self._closed = self._failed = True
+                    self._closed = self.failed = True
                     self._why = f"the shared engine's thread failed: {error!r}"
             if was_open:
                 logger.exception("the shared engine's thread failed; all further requests are refused")
@@ -666,7 +619,6 @@ class SharedLLMInferenceManager(Closing):
             self._keep_time(now)
 
     def _keep_time(self, now: float) -> None:
-        """Do what is due by now."""
         if now >= self._next_sweep:
             still = now - self._next_sweep >= STANDSTILL  # the workers may have stood still too
             self._next_sweep = now + SWEEP_SECONDS
@@ -694,17 +646,22 @@ class SharedLLMInferenceManager(Closing):
             call.ask(self._answerer)
             self._finish(call)
         else:
-            self._runner.start(call, lambda: call.ask(self._answerer))
+            self._start(call, lambda: call.ask(self._answerer))
 
     @property
     def _is_quick(self) -> bool:
         """Whether the engine is known to answer at once."""
         return self._quick_calls >= KNOWN - 2
 
-    def _call_is_over(self, call: _Call) -> None:
-        """A call is over (said by the engine's thread)."""
-        self._inbox.append(lambda: self._finish(call))
-        self._connections.ring()
+    def _start(self, call: _Call, work: Callable[[], None]) -> None:
+        """Do the `work` of a call in the engine's thread, and finish the call in this one."""
+
+        def run() -> None:
+            work()
+            self._inbox.append(lambda: self._finish(call))
+            self._connections.ring()
+
+        self._engine_thread.submit(run)
 
     def _finish(self, call: _Call) -> None:
         """The engine has answered; it may be asked again before the answers are sent."""
@@ -724,7 +681,6 @@ class SharedLLMInferenceManager(Closing):
                 self._batcher.pace.called(size, seconds)
 
     def _deliver(self) -> None:
-        """Send the answers of calls that are over."""
         done, self._done = self._done, []
         pace = self._batcher.pace
         for call in done:
@@ -753,9 +709,10 @@ class SharedLLMInferenceManager(Closing):
             return
         call.given_up = True
         why = f"it did not answer within {self._engine_timeout} s"
-        self._runner = _Runner(self._call_is_over)
+        self._engine_thread.end()
+        self._engine_thread = OwnThread("shoal-engine")
         self._running = again = _Call([], now)
-        self._runner.start(again, lambda: self._answerer.replace(why))
+        self._start(again, lambda: self._answerer.replace(why))
         for item in call.batch:
             item.hangs += 1
             if len(call.batch) == 1 and item.hangs > self._answerer.retries:
@@ -773,12 +730,9 @@ class SharedLLMInferenceManager(Closing):
             self._timed.append(item)
 
     def _hear(self, connection: Connection, message: Ask | Entered | Left | Alive) -> None:
-        """What a worker process says."""
         if isinstance(message, Ask):
-            item = Waiting(
-                connection.asker, message.number, message.request, connection.reply, self._deadline()
-            )
-            self._put(item)
+            asker, reply = connection.asker, connection.reply
+            self._put(Waiting(asker, message.number, message.request, reply, self._deadline()))
         elif isinstance(message, Entered):
             connection.episodes.update(message.episodes)
             self._batcher.entered(message.episodes)
@@ -787,7 +741,6 @@ class SharedLLMInferenceManager(Closing):
             self._leave(connection.asker, message.episode, message.report)
 
     def _leave(self, asker: Hashable, episode: EpisodeName, report: bytes) -> None:
-        """An episode will not ask again."""
         self._batcher.left((episode,))
         if report and self._on_report is not None:
             try:

@@ -292,8 +292,7 @@ class SocketLink:
         try:
             sent = 0
             while sent < len(data):
-                if self._broken:
-                    raise LinkLostError(f"the connection to the shared engine ended: {self._broken}")
+                self._check(None)
                 try:
                     sent += self._socket.send(memoryview(data)[sent:] if sent else data, socket.MSG_DONTWAIT)
                 except BlockingIOError:
@@ -457,7 +456,6 @@ class _Call:
         return self.done and self.bell is not None
 
     def ring(self) -> None:
-        """Wake the thread that asked."""
         assert self.bell is not None
         with contextlib.suppress(RuntimeError):  # it rings already
             self.bell.release()
@@ -584,11 +582,10 @@ class Connections:
             if (connection.asker is None or connection.frames.partial) and silent > MESSAGE_SECONDS:
                 self.drop(connection)
             elif self._heartbeat_timeout is not None and silent > self._heartbeat_timeout:
-                logger.warning(
-                    "worker process %d gave no sign of life for %.3g s and is killed", connection.pid, silent
-                )
+                pid = connection.pid
+                logger.warning("worker process %d gave no sign of life for %.3g s and is killed", pid, silent)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(connection.pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
                 self.drop(connection)
 
     def drop(self, connection: Connection) -> None:
@@ -628,9 +625,8 @@ class Connections:
                 self._epoll.modify(listener, 0)
                 self._paused = True
                 return
-            pid, uid, _ = struct.unpack(
-                "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            )
+            told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            pid, uid, _ = struct.unpack("3i", told)
             if uid != os.getuid() or len(self._by_descriptor) >= MAX_CONNECTIONS:
                 self.refused += 1
                 sock.close()

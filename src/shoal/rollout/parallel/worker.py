@@ -154,9 +154,6 @@ class Played:
     hung: int  # threads left behind in an env that does not answer
 
 
-_reports = msgspec.msgpack.Decoder(tuple[int, int, Trajectory])
-
-
 def encode_report(rollout: int, index: int, trajectory: Trajectory) -> bytes:
     """A finished episode as bytes; one that cannot be written is reported without its turns, and why."""
     try:
@@ -167,9 +164,9 @@ def encode_report(rollout: int, index: int, trajectory: Trajectory) -> bytes:
         return msgspec.msgpack.encode((rollout, index, lost))
 
 
-def decode_report(report: bytes) -> tuple[int, int, Trajectory]:
-    """What `encode_report` wrote."""
-    return _reports.decode(report)
+decode_report: Callable[[bytes], tuple[int, int, Trajectory]]
+decode_report = msgspec.msgpack.Decoder(tuple[int, int, Trajectory]).decode
+"""What `encode_report` wrote."""
 
 
 # --- envs
@@ -186,9 +183,7 @@ class Seat:
 
     def fits(self, own: bool) -> bool:
         """Whether its thread is one of its own, or the present one."""
-        return (
-            self.thread is not None if own else self.thread is None and self.caller == threading.get_ident()
-        )
+        return own == (self.thread is not None) and (own or self.caller == threading.get_ident())
 
     def run(self, call: Callable[[], Any]) -> None:
         """Do it there; what has a thread of its own is not waited for."""
@@ -273,15 +268,12 @@ class Player:
 
     def overdue(self, now: float, settings: ParallelConfig) -> str | None:
         """Why this player's episode has to be given up, if it has."""
-        inside = self.inside
         if self.episode is None:
             return None
-        if (
-            inside is not None
-            and (seconds := settings.seconds_for(inside[0])) is not None
-            and now - inside[1] > seconds
-        ):
-            return f"{inside[0]} failed: no answer within {seconds:g} s"
+        if (inside := self.inside) is not None:
+            seconds = settings.seconds_for(inside[0])
+            if seconds is not None and now - inside[1] > seconds:
+                return f"{inside[0]} failed: no answer within {seconds:g} s"
         if settings.episode_timeout is not None and now - self.began > settings.episode_timeout:
             return f"the episode did not end within {settings.episode_timeout:g} s"
         return None
@@ -510,7 +502,6 @@ class _Worker:
             self._start(Player())
 
     def _play_all(self, player: Player) -> None:
-        """Play episodes until none is left."""
         player.in_caller, seated = self.in_caller, True
         try:
             assignment = player.assignment or self._next(player.seat)
@@ -608,9 +599,8 @@ class _Worker:
         """The straight story of an episode after its reset."""
         while not episode.over:
             for action in episode.respond(self._ask(episode.request())):
-                if player.abandoned or player.in_env(
-                    f"step({action!r})", partial(step_env, player, episode, env, action)
-                ):
+                step = partial(step_env, player, episode, env, action)
+                if player.abandoned or player.in_env(f"step({action!r})", step):
                     break
             if player.abandoned:
                 return
@@ -638,12 +628,10 @@ class LocalLink:
 
     def connect(self, asker: int) -> LocalLink:
         """This object."""
-        del asker
         return self
 
     def generate(self, requests: Sequence[Request], timeout: float | None = None) -> list[Completion]:
         """Ask the engine, again if it fails."""
-        del timeout
         with self.turn:
             began = time.perf_counter()
             answers = generate_each(self.engine, requests, retries=self.retries)
@@ -659,5 +647,4 @@ class LocalLink:
 
     def left(self, key: Key, report: bytes = b"") -> None:
         """An episode is over."""
-        del key
         self.on_report(0, report)

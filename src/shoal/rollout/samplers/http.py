@@ -85,11 +85,8 @@ class HttpClient:
         self.url = url.rstrip("/")
         self.patience = patience
         # A packed answer could unpack to any size, so none is asked for.
-        headers = {
-            "Content-Type": "application/json",
-            "Accept": "application/json",
-            "Accept-Encoding": "identity",
-        }
+        kind = "application/json"
+        headers = {"Content-Type": kind, "Accept": kind, "Accept-Encoding": "identity"}
         self._headers = headers | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._closed = False
         self._loop: _Loop | None = None
@@ -152,36 +149,35 @@ class HttpClient:
     async def _ask(
         self, session: Any, method: str, path: str, body: bytes | None, name: str
     ) -> bytes | EngineError:
-        begin = time.monotonic()
         try:
             async with asyncio.timeout(self.patience.total):
-                return await self._attempts(session, method, path, body, name, begin)
+                return await self._attempts(session, method, path, body, name)
         except TimeoutError:
             return EngineError(f"{self.url}{path} gave no answer within {self.patience.total:.1f} s in all")
 
     async def _attempts(
-        self, session: Any, method: str, path: str, body: bytes | None, name: str, begin: float
+        self, session: Any, method: str, path: str, body: bytes | None, name: str
     ) -> bytes | EngineError:
         import aiohttp
 
-        patience, trouble, asked_for = self.patience, "", 0.0
+        patience, trouble, asked_for, begin = self.patience, "", 0.0, time.monotonic()
         for attempt in range(patience.retries + 1):
             if attempt:
                 await asyncio.sleep(max(asked_for, self._pause(attempt, name or path, trouble)))
+                asked_for = 0.0
             try:
                 status, retry_after, data = await self._once(session, method, path, body)
             except TimeoutError:
-                trouble, asked_for = f"it timed out after {patience.timeout:g} s", 0.0
+                trouble = f"it timed out after {patience.timeout:g} s"
                 continue
             except aiohttp.ClientConnectorError as error:
                 number = error.os_error.errno or 0
                 # it has numbers of its own
                 plain = number > 0 and not isinstance(error, aiohttp.ClientSSLError)
                 trouble = f"no connection: {os.strerror(number) if plain else error.os_error}"
-                asked_for = 0.0
                 continue
             except (aiohttp.ClientError, OSError, ValueError, EOFError) as error:
-                trouble, asked_for = f"{type(error).__name__}: {error}", 0.0
+                trouble = f"{type(error).__name__}: {error}"
                 continue
             if status < 300:
                 return data
@@ -189,9 +185,8 @@ class HttpClient:
             trouble = f"HTTP {status}: {message}"
             if status not in RETRIED:
                 return RefusedError(f"{self.url}{path} refused the request: {trouble}", code)
-            asked_for = (
-                min(float(retry_after), patience.max_backoff) if _SECONDS.fullmatch(retry_after) else 0.0
-            )
+            if _SECONDS.fullmatch(retry_after):
+                asked_for = min(float(retry_after), patience.max_backoff)
         seconds = time.monotonic() - begin
         return EngineError(
             f"{self.url}{path} gave no answer in {patience.retries + 1} attempts over {seconds:.1f} s; "
@@ -207,9 +202,8 @@ class HttpClient:
 
     async def _once(self, session: Any, method: str, path: str, body: bytes | None) -> tuple[int, str, bytes]:
         """Status, Retry-After and body of one attempt."""
-        reply = await session.request(
-            method, self.url + path, data=body, headers=self._headers, allow_redirects=False
-        )
+        url, headers = self.url + path, self._headers
+        reply = await session.request(method, url, data=body, headers=headers, allow_redirects=False)
         try:
             data = bytearray()
             async for part in reply.content.iter_chunked(65_536):
@@ -259,7 +253,6 @@ class _Loop:
         self._session = asyncio.run_coroutine_threadsafe(connect(), self._loop).result()
 
     def run(self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str) -> Any:
-        """What `work` gives, called with the session."""
         with self._lock:
             if self._shut:
                 raise EngineError(f"the connection to {url} was closed before the request")

@@ -8,7 +8,6 @@ made where the network is: a GPU sends tokens, not scores.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import warnings
@@ -41,8 +40,6 @@ with needs_extra("the Hugging Face engine", "llm"):
     from torch import Tensor, nn
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.cache_utils import DynamicLayer
-
-logger = logging.getLogger(__name__)
 
 Context = tuple[int, ...]
 """The tokens of a prompt and of its answer so far."""
@@ -119,7 +116,8 @@ class HuggingFaceEngine:
 
     def _generate(self, requests: Sequence[Request]) -> list[Completion]:
         rooms = [room_left(self, request) for request in requests]
-        self.prefixes.valid_for(self._weights_stamp())
+        # changes whenever weights do, by `load_weights` or in place by an optimizer
+        self.prefixes.valid_for((self.weights_version, sum(p._version for p in self.model.parameters())))
         full = Completion((), (), "context", self.weights_version)
         done = {i: full for i, room in enumerate(rooms) if not room}
         order = sorted(set(range(len(requests))) - done.keys(), key=lambda i: self._to_compute(requests[i]))
@@ -143,9 +141,7 @@ class HuggingFaceEngine:
     def _follow(self, rows: list[Row]) -> None:
         """Write what is known to follow: as long as the scores of a row's context were computed before."""
         while True:
-            known = [
-                (self.prefixes.scores(context), members) for (context, _), members in alike(rows).items()
-            ]
+            known = [(self.prefixes.scores(tokens), members) for (tokens, _), members in alike(rows).items()]
             places = [(scores, members) for scores, members in known if scores is not None]
             if not places:
                 return
@@ -237,10 +233,6 @@ class HuggingFaceEngine:
         gap = (scores - torch.cat([out.logits[:, -1] for out in alone])).abs().max()
         return bool(gap <= (1e-3 if scores.dtype == torch.float32 else 0.02) * scores.abs().max())
 
-    def _weights_stamp(self) -> tuple[int, int]:
-        """A value that changes whenever weights do, by `load_weights` or in place by an optimizer."""
-        return self.weights_version, sum(parameter._version for parameter in self.model.parameters())
-
     def _pick(self, scores: Tensor, places: Sequence[Sequence[Row]]) -> None:
         """Sample or choose the next token of each row, from the scores of its place, and note it."""
         heats = [members[0].request.sampling.temperature or 1.0 for members in places]
@@ -265,14 +257,8 @@ class HuggingFaceEngine:
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Any:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        return self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        read = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        return self.model(**read, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     def _pad_left(self, prompts: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
         longest = max(map(len, prompts))

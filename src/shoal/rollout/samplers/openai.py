@@ -122,14 +122,8 @@ class OpenAIEngine(Closing):
     @property
     def capabilities(self) -> Capabilities:
         """What this server can do; exact tokens and log-probabilities need a tokenizer here."""
-        by_tokens = self.dialect.by_tokens
-        return Capabilities(
-            level=self.level,
-            token_ids=by_tokens,
-            logprobs=by_tokens,
-            adapters=bool(self._kind.adapter),
-            images=not by_tokens,
-        )
+        by_tokens, adapters = self.dialect.by_tokens, bool(self._kind.adapter)
+        return Capabilities(self.level, by_tokens, by_tokens, adapters=adapters, images=not by_tokens)
 
     # --- rollouts
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -199,9 +193,8 @@ class OpenAIEngine(Closing):
         self, request: Request, reply: Any, version: int, weights: str
     ) -> Completion | EngineError:
         """What a reply says; an error if it says nothing that can be used."""
-        if isinstance(reply, RefusedError) and (
-            reply.code == FULL or any(words in str(reply) for words in FULL_IN_WORDS)
-        ):
+        told = str(reply) if isinstance(reply, RefusedError) else ""
+        if told and (reply.code == FULL or any(words in told for words in FULL_IN_WORDS)):
             return Completion((), (), "context", version)
         if isinstance(reply, EngineError):
             return reply
@@ -344,9 +337,8 @@ class Answer(NamedTuple):
         used = self.prompt if isinstance(self.prompt, int | None) else len(self.prompt)
         if used not in (None, len(sent)) or (self.prompt != used and tuple(self.prompt) != sent):
             raise EngineError(f"the server changed the prompt: {len(sent)} tokens were sent, it used {used}")
-        if with_logprobs and not (
-            isinstance(ids, list) and isinstance(logprobs, list) and len(ids) == len(logprobs)
-        ):
+        lists = isinstance(ids, list) and isinstance(logprobs, list)
+        if with_logprobs and not (lists and len(ids) == len(logprobs)):
             counts = [len(x) if isinstance(x, list) else None for x in (ids, logprobs)]
             raise EngineError(
                 f"the server's reply must have as many token ids as log-probabilities, got {counts[0]} and "
@@ -437,10 +429,8 @@ def _vllm_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[s
 
 def _vllm_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
     choice = _only(reply.get("choices"), "choices")
-    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-    return Answer(
-        choice.get("token_ids"), logprobs, choice.get("finish_reason"), choice.get("prompt_token_ids")
-    )
+    ids, why, prompt = map(choice.get, ("token_ids", "finish_reason", "prompt_token_ids"))
+    return Answer(ids, (choice.get("logprobs") or {}).get("token_logprobs"), why, prompt)
 
 
 def _sglang_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[str, Any]:
@@ -485,11 +475,7 @@ def _llama_cpp_body(request: Request, model: str, tokenizer: ChatTokenizer) -> d
 
 def _llama_cpp_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
     """The chosen token of each entry of `completion_probabilities`, which has none for parts of a character."""
-    chosen, used, ids = (
-        reply.get("completion_probabilities"),
-        reply.get("tokens_evaluated"),
-        reply.get("tokens"),
-    )
+    chosen, used, ids = map(reply.get, ("completion_probabilities", "tokens_evaluated", "tokens"))
     if not isinstance(chosen, list) or any("id" not in c or "logprob" not in c for c in chosen):
         return Answer(ids, None, None, used)
     if ids and ids != [c["id"] for c in chosen]:
@@ -505,13 +491,8 @@ def _chat_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[s
     assert isinstance(tokenizer, ChatCodec)
     sampling = request.sampling
     messages = tokenizer.messages(request.prompt_ids, [as_url(image) for image in request.images])
-    body: dict[str, Any] = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-    }
+    body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": sampling.max_tokens}
+    body |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
     if sampling.top_k > 0:  # these two are no part of OpenAI's own API: a server without them says so
         body["top_k"] = sampling.top_k
     if sampling.min_p > 0:

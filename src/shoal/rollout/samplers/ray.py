@@ -233,7 +233,6 @@ class RayEngine:
 
 
 def _first(error: RayError) -> str:
-    """The first line of what Ray says."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -66,13 +66,8 @@ def _tiny(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
 def _huggingface(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
     from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
-    return HuggingFaceEngine.load(
-        _folder(config),
-        device=config.device,
-        dtype=config.dtype,
-        max_batch=config.max_batch,
-        **config.template,
-    )
+    options = {"max_batch": config.max_batch, **config.template}
+    return HuggingFaceEngine.load(_folder(config), device=config.device, dtype=config.dtype, **options)
 
 
 @sampler("vllm")
@@ -94,13 +89,9 @@ def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
     from shoal.rollout.samplers.ray import RayEngine
 
     enter_ray()  # for as long as this process lives: others may use what is started here
-    return RayEngine(
-        partial(_replica, replace(config, name=replicas.engine), tuple(words), seed),
-        replicas.count,
-        resources=replicas.resources,
-        timeout=replicas.timeout,
-        retries=replicas.retries,
-    )
+    make = partial(_replica, replace(config, name=replicas.engine), tuple(words), seed)
+    resources, timeout, retries = replicas.resources, replicas.timeout, replicas.retries
+    return RayEngine(make, replicas.count, resources=resources, timeout=timeout, retries=retries)
 
 
 def _replica(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
@@ -142,11 +133,8 @@ def _name_there(config: EngineConfig) -> str | None:
     if config.server.model is not None or model is None:
         return config.server.model
     if model in KNOWN or Path(model).is_dir():  # what the config trains, say: no server's name for anything
-        logger.warning(
-            "engine.model=%s is a model of this machine: the first model of the server is played instead, or the one "
-            "that engine.server.model names",
-            model,
-        )
+        instead = "the first model of the server is played instead, or the one that engine.server.model names"
+        logger.warning("engine.model=%s is a model of this machine: %s", model, instead)
         return None
     return model
 

@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import index
+from operator import attrgetter, index
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args, runtime_checkable
 
 import msgspec
@@ -395,6 +395,11 @@ def refuse_strange(own: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
         raise DataError(f"these weights are of another network: {sorted(wrong)[:3]} do not match")
 
 
+def of_inner(name: str, inner: str = "inner") -> Any:
+    """For the body of a class around something: what the thing inside, its attribute `inner`, has by that name."""
+    return property(attrgetter(f"{inner}.{name}"))
+
+
 class EngineAround:
     """An engine around another one, to which it leaves whatever it does not do itself."""
 
@@ -404,15 +409,9 @@ class EngineAround:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    @property
-    def tokenizer(self) -> ChatTokenizer:
-        """The engine's."""
-        return self._engine.tokenizer  # type: ignore[no-any-return]
-
-    @property
-    def level(self) -> Level:
-        """The engine's."""
-        return self._engine.level  # type: ignore[no-any-return]
+    tokenizer = of_inner("tokenizer", "_engine")
+    level = of_inner("level", "_engine")
+    generate = of_inner("generate", "_engine")
 
     @property
     def weights_version(self) -> int:
@@ -422,10 +421,6 @@ class EngineAround:
     @weights_version.setter
     def weights_version(self, version: int) -> None:
         self._engine.weights_version = version
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """The engine's."""
-        return self._engine.generate(requests)  # type: ignore[no-any-return]
 
 
 def restricted(logprobs: np.ndarray, sampling: Sampling) -> np.ndarray:

@@ -193,9 +193,8 @@ class TinyEngine:
         self, words: Sequence[str] = (), shape: TinyShape | None = None, *, seed: int = 0, device: str = "cpu"
     ) -> None:
         self.tokenizer = TinyTokenizer(words)
-        self.model = TinyNetwork(
-            shape or TinyShape(), self.tokenizer.size, derive_seed(seed, "init", "tiny") % 2**63
-        ).to(device)
+        first = derive_seed(seed, "init", "tiny") % 2**63
+        self.model = TinyNetwork(shape or TinyShape(), self.tokenizer.size, first).to(device)
         self.device = torch.device(device)
         self.weights_version = 0
         self.pad_id = PAD
@@ -338,9 +337,8 @@ class _Prefix:
         padded = self.cache[0].shape[3]
         caches = []
         for layer in self.cache:
-            grown = layer.new_zeros(
-                (*layer.shape[:1], len(rows), layer.shape[2], padded + room, layer.shape[4])
-            )
+            sides, _, heads, _, width = layer.shape
+            grown = layer.new_zeros((sides, len(rows), heads, padded + room, width))
             grown[:, :, :, :padded] = layer.index_select(1, index)
             caches.append(grown)
         return _Prefix(caches, self.hidden[index], self.start[index], padded)

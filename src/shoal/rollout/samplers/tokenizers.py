@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.core.errors import DataError, EngineError, needs_extra, reading
+from shoal.rollout.prompts import first_difference
 from shoal.rollout.samplers.sampler import Message
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
@@ -161,9 +162,8 @@ class TemplateTokenizer:
         if self._between is None:
             self._between = self._cut(self._continuation(), ANY)
         ids = self._join(self._between, ["", "", message["content"]])
-        return (
-            ids[1:] if response_ids and response_ids[-1] in self.end_ids and ids[0] in self.end_ids else ids
-        )
+        ended = response_ids[-1:] and response_ids[-1] in self.end_ids and ids[0] in self.end_ids
+        return ids[1:] if ended else ids
 
     def render(self, messages: Sequence[Message]) -> str:
         """The chat as the template writes it, contents and all, up to where the assistant begins."""
@@ -172,9 +172,8 @@ class TemplateTokenizer:
     def spell(self, ids: Sequence[int]) -> str:
         """Tokens as text, control tokens included."""
         with self._template as tokenizer:
-            return str(
-                tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            )
+            how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+            return str(tokenizer.decode(list(ids), **how))
 
     def _cut(self, rendered: str, behind: str = "") -> list[_Piece]:
         """Rendered text that goes on from another one as tokens, and as a content where a mark stands."""
@@ -216,11 +215,8 @@ class TemplateTokenizer:
 
         with self._template as tokenizer:
             try:
-                return str(
-                    tokenizer.apply_chat_template(
-                        list(messages), tokenize=False, **settings, **self._settings
-                    )
-                )
+                how = {"tokenize": False, **settings, **self._settings}
+                return str(tokenizer.apply_chat_template(list(messages), **how))
             except (TemplateError, TypeError, ValueError) as error:
                 roles = ", ".join(message["role"] for message in messages)
                 raise EngineError(
@@ -243,9 +239,7 @@ class TemplateTokenizer:
         before, after = self._render(("user",)), self._render(("user", "assistant", "user"))
         written = "\ue0001\ue001"
         if not after.startswith(before + written):
-            same = next(
-                (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(before)
-            )
+            same = first_difference(before, after)
             raise EngineError(
                 "the chat template is not append-only, a later turn rewrites the ones before: after "
                 f"{before[max(0, same - 20) : same]!r} it has {after[same : same + 30]!r} instead of "
@@ -256,9 +250,8 @@ class TemplateTokenizer:
     def _end_of_turn(self) -> tuple[int, ...]:
         """Ids that end an assistant turn: the tokenizer's end token and what the template writes there."""
         ids = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        written = self._written(
-            [{"role": "user", "content": "u"}, {"role": "assistant", "content": "\ue0001\ue001"}]
-        )
+        answer = {"role": "assistant", "content": "\ue0001\ue001"}
+        written = self._written([{"role": "user", "content": "u"}, answer])
         tail = self._control(written.split("\ue001")[-1], ANY)
         if tail and (tail[0] in self.tokenizer.all_special_ids or tail[0] in self._marks):
             ids.append(tail[0])

@@ -58,9 +58,7 @@ class VllmEngine:
         self._folder, self._adapters, self._gpu = Path(model), adapters, gpu
         self._options = {"logprobs_mode": "processed_logprobs", "enable_lora": adapters, **options}
         self._lora: Any = None
-        self._adapter: tempfile.TemporaryDirectory[str] | None = (
-            None  # where it is read whenever vLLM wants it
-        )
+        self._adapter: tempfile.TemporaryDirectory[str] | None = None  # read whenever vLLM wants it
         self._numbers = itertools.count(1)  # vLLM takes adapters of one number for the same
         self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were taken over
         self.weights_version, self._torn = 0, False  # torn: its weights may be partly new ones

@@ -38,9 +38,9 @@ from shoal.core.executors import connect_ray
 from shoal.core.files import verify_folder, write_folder
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
-from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampling
+from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampling, of_inner
 from shoal.rollout.samplers.settings import ReplicaConfig
-from shoal.train.agent.policy import Around, Critic, Policy, add_file, of_inner, trained_parameters
+from shoal.train.agent.policy import Around, Critic, Policy, add_file, trained_parameters
 from shoal.train.agent.weights import whole_weights
 
 if TYPE_CHECKING:  # FSDP takes a second to import, and few runs need it
@@ -385,9 +385,8 @@ def _shard(
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    if not all(
-        hasattr(FSDPModule, name) for name in ("reset_iter_state", "set_force_sum_reduction_for_comms")
-    ):
+    needed = ("reset_iter_state", "set_force_sum_reduction_for_comms")
+    if not all(hasattr(FSDPModule, name) for name in needed):
         raise ConfigError(
             f"trainer.sharding=full needs a newer PyTorch than {torch.__version__} (2.13 is known to do): "
             f"install it, or set trainer.sharding=none"
@@ -518,9 +517,8 @@ class SharedCollector:
         def play() -> tuple[list[bytes], RolloutReport | None]:
             if first == last:
                 return [], None
-            played = self.collector.collect(
-                iteration, sampling, first_group=first_group + first, n_groups=last - first
-            )
+            own = first_group + first
+            played = self.collector.collect(iteration, sampling, first_group=own, n_groups=last - first)
             refuse_no_numbers(played)
             report = self.collector.report if isinstance(self.collector, ParallelRolloutManager) else None
             return [encode_trajectory(trajectory) for trajectory in played], report
@@ -623,11 +621,9 @@ def refuse_without_room(replicas: ReplicaConfig, processes: Processes) -> None:
 
 def refuse_too_many(replicas: ReplicaConfig, sharing: int, there: dict[str, float]) -> None:
     """Check the replicas of `sharing` processes against all that a cluster has."""
-    wanted: dict[str, Any] = dict(replicas.resources)
-    each = {
-        **wanted.pop("resources", {}),
-        **{_NAMES[key]: wanted[key] for key in wanted.keys() & _NAMES.keys()},
-    }
+    wanted = replicas.resources
+    named = {_NAMES[key]: wanted[key] for key in wanted.keys() & _NAMES.keys()}
+    each = wanted.get("resources", {}) | named
     total = sharing * replicas.count
     for name, amount in sorted(each.items()):
         if amount and total * amount > there.get(name, 0):

@@ -29,7 +29,7 @@ from shoal.core.files import read_json
 from shoal.maths.noise import torch_noise
 from shoal.rollout.samplers.models import looks_back, resolve_model
 from shoal.rollout.samplers.registry import make_engine
-from shoal.rollout.samplers.sampler import require_trainable, require_weights
+from shoal.rollout.samplers.sampler import of_inner, require_trainable, require_weights
 from shoal.rollout.samplers.settings import EngineConfig
 from shoal.rollout.samplers.tiny import TinyNetwork
 from shoal.train.agent.batch import TINY, Batching, Costs, MicroBatch, Sample, token_values
@@ -127,11 +127,6 @@ class Policy(ABC):
         """Take over weights by name, which every process has whole; of tied ones, one is enough."""
         fill(self.own_weights(), weights)
         self.weights_version = version
-
-
-def of_inner(name: str) -> Any:
-    """For the body of a class like `Around`: what the policy inside has by that name."""
-    return property(lambda self: getattr(self.inner, name))
 
 
 class Around(Policy):
@@ -280,9 +275,8 @@ class HuggingFacePolicy(Policy):
                 expected = decoder(**_reads(apart, None), use_cache=False).last_hidden_state[:, 2:]
                 found = decoder(**_reads(joined, spans, self._implementation), use_cache=False)
         except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
-            logger.info(
-                "prompts of a group are not shared in training, the model takes no such rows: %s", error
-            )
+            told = "prompts of a group are not shared in training, the model takes no such rows: %s"
+            logger.info(told, error)
             return False
         gap = (found.last_hidden_state[0, 2:] - expected.flatten(0, 1)).abs().max()
         return bool(gap <= 0.02 * expected.abs().max())
@@ -372,11 +366,8 @@ def _reads(ids: Tensor, begins: Tensor | None, implementation: str = "sdpa") -> 
     mask = seen[:, None]
     if implementation != "sdpa":  # the plain attention adds its mask to the scores
         mask = torch.zeros(mask.shape, device=ids.device).masked_fill(~mask, torch.finfo(torch.float32).min)
-    return {
-        "input_ids": ids[:, :-1],
-        "position_ids": places - (first - (end - prefix))[..., 0],
-        "attention_mask": mask,
-    }
+    positions = places - (first - (end - prefix))[..., 0]
+    return {"input_ids": ids[:, :-1], "position_ids": positions, "attention_mask": mask}
 
 
 def add_file(folder: Path, part: Path, number: int, count: int) -> None:
@@ -477,9 +468,8 @@ def load_policy(
     else:
         from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
-        sampler = HuggingFaceEngine.load(
-            folder, device=device, dtype=described.get("dtype", "float32"), **options
-        )
+        dtype = described.get("dtype", "float32")
+        sampler = HuggingFaceEngine.load(folder, device=device, dtype=dtype, **options)
     return policy_of(sampler), sampler
 
 
@@ -850,9 +840,8 @@ def _trial(policy: Policy, start: int) -> list[Sample]:
 
 
 def _logprobs(policy: Policy, samples: list[Sample], batching: Batching) -> list[np.ndarray]:
+    def compute(micro: MicroBatch) -> Tensor:
+        return score(policy, micro, 1.0).logprobs
+
     device = str(next(policy.module.parameters()).device)
-    return list(
-        token_values(
-            samples, lambda micro: score(policy, micro, 1.0).logprobs, 4096, policy.pad_id, device, batching
-        )
-    )
+    return list(token_values(samples, compute, 4096, policy.pad_id, device, batching))
