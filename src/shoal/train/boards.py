@@ -74,9 +74,8 @@ class WandB:
             raise MissingExtraError(
                 f"{option} needs a package that is not installed: run pip install wandb"
             ) from error
-        self._init = partial(
-            wandb.init, project=project, name=folder.name, dir=str(folder), config=dict(config)
-        )
+        where = {"project": project, "name": folder.name, "dir": str(folder)}
+        self._init = partial(wandb.init, **where, config=dict(config))
         self._known = folder / "wandb.json"
 
     def _open(self) -> None:

@@ -135,11 +135,9 @@ def critic_advantages(
     every = np.concatenate([tokens for turns, _ in pairs for tokens in turns])
     bessel = algorithm.critic.whitening == "sample" and len(every) > 1
     mean, spread = every.mean(), every.std(ddof=int(bessel)) + 1e-8
-    shaping = shaping_of(trajectories, proxy)
-    shaped = [
-        [(tokens - mean) / spread + bonus for tokens, bonus in zip(turns, bonuses, strict=True)]
-        for (turns, _), bonuses in zip(pairs, shaping, strict=True)
-    ]
+    shaped = []
+    for (turns, _), bonuses in zip(pairs, shaping_of(trajectories, proxy), strict=True):
+        shaped.append([(one - mean) / spread + bonus for one, bonus in zip(turns, bonuses, strict=True)])
     return shaped, [targets for _, targets in pairs]
 
 
@@ -151,17 +149,12 @@ def teacher_advantages(
     proxy: AgentProxy,
 ) -> list[list[Array]]:
     """Advantages per trajectory and turn `[tokens]` from log-probabilities: the policy's (`known`), the teacher's."""
-    compute = ESTIMATORS[algorithm.adv_estimator].compute
-    found = [
-        _by_token(
-            algorithm, "advantages", [own(compute(*pair)) for pair in zip(*turns, strict=True)], turns[0]
-        )
-        for turns in zip(known, told, strict=True)
-    ]
-    return [
-        [tokens + bonus for tokens, bonus in zip(*turns, strict=True)]
-        for turns in zip(found, shaping_of(trajectories, proxy), strict=True)
-    ]
+    compute, found = ESTIMATORS[algorithm.adv_estimator].compute, []
+    for ours, theirs, bonuses in zip(known, told, shaping_of(trajectories, proxy), strict=True):
+        given = [own(compute(*pair)) for pair in zip(ours, theirs, strict=True)]
+        turns = _by_token(algorithm, "advantages", given, ours)
+        found.append([tokens + bonus for tokens, bonus in zip(turns, bonuses, strict=True)])
+    return found
 
 
 def _by_token(algorithm: Algorithm, what: str, given: Any, like: Sequence[Array]) -> list[Array]:
@@ -205,9 +198,7 @@ def shaping_of(trajectories: Sequence[Trajectory], proxy: AgentProxy) -> list[Ar
 
 def format_shaping(trajectories: Sequence[Trajectory], penalty: float) -> list[Array]:
     """Per trajectory one number a turn: `-penalty` for turns without a valid action, centred over the batch."""
-    invalid = [
-        np.array([not turn.action_is_valid for turn in t.turns], dtype=np.float64) for t in trajectories
-    ]
+    invalid = [np.array([not turn.action_is_valid for turn in t.turns], dtype=float) for t in trajectories]
     if not penalty:
         return [np.zeros(len(turns)) for turns in invalid]
     return [-penalty * turns for turns in _centred(invalid)]
@@ -279,12 +270,9 @@ def _gigpo(played: Played) -> list[Array]:
     n_turns = [len(t.turns) for t in played.trajectories]
     counts = n_turns if settings.statistics == "steps" else None
     episodes = normalize_rewards(rewards, played.cells, method, counts)
-    steps = anchored_step_advantages(
-        played.returns,
-        [[turn.anchor for turn in t.turns] for t in played.trajectories],
-        [t.group for t in played.trajectories],
-        scale=method != "mean",
-    )
+    anchors = [[turn.anchor for turn in t.turns] for t in played.trajectories]
+    groups = [t.group for t in played.trajectories]
+    steps = anchored_step_advantages(played.returns, anchors, groups, scale=method != "mean")
     weight = played.algorithm.step_advantage_weight
     return [episode + weight * own for episode, own in zip(episodes, steps, strict=True)]
 
@@ -294,13 +282,10 @@ def _graphgpo(played: Played) -> list[Array]:
     """The episode part is that of `grpo`."""
     method = played.proxy.reward_normalization.method
     episodes = normalize_rewards(played.episode_returns, played.cells, method)
-    steps = graph_step_advantages(
-        [[turn.anchor for turn in t.turns] for t in played.trajectories],
-        [t.success for t in played.trajectories],
-        [t.group for t in played.trajectories],
-        discount=played.algorithm.graph_discount,
-        scale=method != "mean",
-    )
+    anchors = [[turn.anchor for turn in t.turns] for t in played.trajectories]
+    solved, groups = [t.success for t in played.trajectories], [t.group for t in played.trajectories]
+    discount, scale = played.algorithm.graph_discount, method != "mean"
+    steps = graph_step_advantages(anchors, solved, groups, discount=discount, scale=scale)
     weight = played.algorithm.step_advantage_weight
     return [episode + weight * own for episode, own in zip(episodes, steps, strict=True)]
 
@@ -579,14 +564,10 @@ def token_gae(
         Advantages and returns (what the critic shall learn), per turn `[tokens]`.
     """
     steps = [max(len(known), 1) for known in values]
-    found = iter(
-        _gae(
-            [paid for n, r in zip(steps, rewards, strict=True) for paid in (*[0.0] * (n - 1), r)],
-            [value for known in values for value in (known if len(known) else [None])],
-            [discount for n in steps for discount in (*[1.0] * (n - 1), gamma)],
-            gae_lambda,
-        )
-    )
+    paid = [reward for n, r in zip(steps, rewards, strict=True) for reward in (*[0.0] * (n - 1), r)]
+    valued = [value for known in values for value in (known if len(known) else [None])]
+    discounts = [discount for n in steps for discount in (*[1.0] * (n - 1), gamma)]
+    found = iter(_gae(paid, valued, discounts, gae_lambda))
     advantages = [
         np.array(list(itertools.islice(found, n))[: len(known)])
         for n, known in zip(steps, values, strict=True)

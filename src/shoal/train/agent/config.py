@@ -211,14 +211,10 @@ class Algorithm:
         if not 0 < self.gamma <= 1:
             raise ConfigError(f"gamma must be in (0, 1], got {self.gamma}")
         refuse_not_positive(
-            self,
-            "learning_rate",
-            "epochs",
-            "minibatch_size",
-            "micro_batch_tokens",
-            "max_grad_norm",
-            *(["loss_constant"] if self.loss_constant != "budget" else []),
+            self, "learning_rate", "epochs", "minibatch_size", "micro_batch_tokens", "max_grad_norm"
         )
+        if self.loss_constant != "budget":
+            refuse_not_positive(self, "loss_constant")
         refuse_negative(self, "clip_ratio_low", "clip_ratio_high", "weight_decay")
         if self.clip_ratio_low > 1:
             raise ConfigError(f"clip_ratio_low must be at most 1, got {self.clip_ratio_low}")
@@ -243,11 +239,8 @@ class Algorithm:
             object.__setattr__(self, "loss_constant", _PLAIN["loss_constant"])
         if self.filter_groups.enable is None:
             left_out = (*left_out, "filter_groups")
-            filtered = replace(
-                self.filter_groups,
-                enable=estimator.needs == "nothing" or self.filter_groups.max_num_gen_batches > 1,
-            )
-            object.__setattr__(self, "filter_groups", filtered)
+            enable = estimator.needs == "nothing" or self.filter_groups.max_num_gen_batches > 1
+            object.__setattr__(self, "filter_groups", replace(self.filter_groups, enable=enable))
         object.__setattr__(self, "_left_out", left_out)
 
     def as_begun(self, begun: Mapping[str, Any]) -> Algorithm:
@@ -689,11 +682,8 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
                     composed = compose(name, overrides=list(overrides))
             else:
                 with initialize_config_dir(str(folder.resolve()), version_base=None):
-                    composed = compose(
-                        _with_defaults(name, folder),
-                        overrides=[*overrides, "hydra.searchpath=[pkg://shoal.configs]"],
-                        return_hydra_config=True,
-                    )
+                    own, searched = _with_defaults(name, folder), "hydra.searchpath=[pkg://shoal.configs]"
+                    composed = compose(own, overrides=[*overrides, searched], return_hydra_config=True)
                     OmegaConf.set_struct(composed, False)
                     composed.pop("hydra")
         values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]

@@ -87,13 +87,9 @@ class LoraPolicy(HuggingFacePolicy):
 
     def save(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write an adapter folder that peft and servers read, with the tokenizer and the name of the base."""
-        dtype = str(next(p for p in self.module.parameters() if not p.requires_grad).dtype)
-        described = {
-            "engine": KIND,
-            "dtype": dtype.removeprefix("torch."),
-            "base": self.base,
-            "base_sha256": self.base_sha256,
-        }
+        frozen = next(p for p in self.module.parameters() if not p.requires_grad)
+        described = {"engine": KIND, "dtype": str(frozen.dtype).removeprefix("torch.")}
+        described |= {"base": self.base, "base_sha256": self.base_sha256}
         (folder / "engine.json").write_text(json.dumps(described, indent=2))
         self.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]  # the adapters alone
         self.tokenizer.tokenizer.save_pretrained(folder)
@@ -163,14 +159,9 @@ def _settings(lora: Lora) -> Any:
     """Of adapters, as peft knows them."""
     with needs_extra("LoRA adapters", "llm"):
         import peft
-    modules = lora.target_modules
-    return peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=modules if isinstance(modules, str) else list(modules),
-        task_type="CAUSAL_LM",
-    )
+    modules = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    settings = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
+    return peft.LoraConfig(**settings, target_modules=modules, task_type="CAUSAL_LM")
 
 
 def _read(folder: Path, **options: Any) -> tuple[Lora, dict[str, Any], HuggingFaceEngine]:

@@ -168,10 +168,9 @@ def sequence_ratios(gaps: Tensor, rows: Tensor) -> Tensor:
 
     `rows` `[N]` tells the sequence of each token; no sequence must be cut between micro-batches.
     """
-    count = torch.zeros(int(rows.max()) + 1, dtype=gaps.dtype, device=rows.device).index_add(
-        0, rows, torch.ones_like(gaps)
-    )
-    mean = torch.zeros_like(count).index_add(0, rows, gaps) / count.clamp(min=1)
+    zeros = gaps.new_zeros(int(rows.max()) + 1)
+    count = zeros.index_add(0, rows, torch.ones_like(gaps))
+    mean = zeros.index_add(0, rows, gaps) / count.clamp(min=1)
     return ratio_of(mean)[rows]
 
 

@@ -217,12 +217,8 @@ def rows_of(
     for name in dict.fromkeys(name for each in images for name in each):
         value = torch.cat([each[name] for each in images if name in each]).to(device)
         inputs[name] = value.to(dtype) if value.is_floating_point() else value
-    return Rows(
-        inputs,
-        torch.from_numpy(where).to(device),
-        torch.from_numpy(ids[where]).to(device),
-        torch.from_numpy(np.concatenate(of)).to(device),
-    )
+    trained = (where, ids[where], np.concatenate(of))
+    return Rows(inputs, *(torch.from_numpy(part).to(device) for part in trained))
 
 
 def token_logprobs(model: nn.Module, rows: Rows) -> Tensor:
@@ -257,9 +253,8 @@ def refuse_other_reading(model: Any, samples: Sequence[Recorded], batching: Batc
     rows = rows_of(trial, plan, int(text[0]), str(parameter.device), parameter.dtype)
     ids = torch.from_numpy(np.stack([each.ids for each in trial])).to(parameter.device)
     said = model(input_ids=ids, use_cache=False).logits
-    if not torch.equal(
-        model.get_output_embeddings()(model.base_model(input_ids=ids, use_cache=False)[0]), said
-    ):
+    hidden = model.base_model(input_ids=ids, use_cache=False)[0]
+    if not torch.equal(model.get_output_embeddings()(hidden), said):
         raise ConfigError(
             "this model scales or caps its scores, which training on recordings does not: take another model"
         )
@@ -303,9 +298,8 @@ class RecordedTrainer:
         if self.samples:
             refuse_other_reading(model, self.samples, config.batching)
         self.step = 0
-        self.optimizer = MasterAdamW(
-            [{"params": trained_parameters(model), "lr": config.learning_rate}], config.weight_decay
-        )
+        group = {"params": trained_parameters(model), "lr": config.learning_rate}
+        self.optimizer = MasterAdamW([group], config.weight_decay)
         self._algorithm = config.algorithm()
 
     @property
@@ -351,9 +345,8 @@ class RecordedTrainer:
             totals["logprob"] += float(logprobs.detach().sum())
             totals["clip_fraction"] += float(clipped.sum())
         count = sum(len(s.places) for s in minibatch)
-        norm = refuse_diverged(
-            nn.utils.clip_grad_norm_(self.optimizer.stepped[0], config.max_grad_norm), "policy"
-        )
+        gradient = nn.utils.clip_grad_norm_(self.optimizer.stepped[0], config.max_grad_norm)
+        norm = refuse_diverged(gradient, "policy")
         self.optimizer.step()
         means = {name: totals[name] / count for name in ("logprob", "clip_fraction")}
         return {"loss": totals["loss"], **means, "grad_norm": norm, "trained_tokens": count}

@@ -45,9 +45,8 @@ class Records:
         self._drawn, self._is_drawn = time.monotonic(), True
         settings = config.trainer
         self._board = TensorBoard(self.folder.path / "tensorboard", writes and settings.tensorboard)
-        self._wandb = WandB(
-            self.folder.path, settings.wandb_project, to_mapping(config), writes and settings.wandb
-        )
+        wandb = writes and settings.wandb
+        self._wandb = WandB(self.folder.path, settings.wandb_project, to_mapping(config), wandb)
 
     def only_begun(self) -> bool:
         """Whether the folder holds a run that ended before its first checkpoint: there is nothing to go on from."""
@@ -93,7 +92,6 @@ class Records:
             self._draw()
 
     def _draw(self) -> None:
-        """Draw the curves up to the newest evaluation."""
         if not self._is_drawn:
             write_curves(self.folder.read_metrics(), self.folder.path / "curves.png")
             self._drawn, self._is_drawn = time.monotonic(), True
@@ -123,10 +121,8 @@ class Records:
         """Commit a checkpoint with all who hold a part of it, as the best one too if it is the best so far."""
         if processes.writers is None:
             return
-        networks, keep = (policy, critic, optimizer), self._config.trainer.keep_checkpoints
-        path = save_checkpoint(
-            self._checkpoints, *networks, progress, settings, keep, best=best, processes=processes.writers
-        )
+        state = (policy, critic, optimizer, progress, settings, self._config.trainer.keep_checkpoints)
+        path = save_checkpoint(self._checkpoints, *state, best=best, processes=processes.writers)
         if self._writes:
             self.folder.event("checkpoint", step=progress.iteration, path=str(path))
 

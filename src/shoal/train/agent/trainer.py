@@ -108,12 +108,10 @@ class AgentTrainer(Closing):
                     f"{begun} is not what a run was begun with ({told}): restore it, or begin anew in another run_dir"
                 ) from error
         refuse_without_signal(config)
-        if config.algorithm.critic.warmup >= config.trainer.iterations:
-            logger.warning(
-                "algorithm.critic.warmup=%d: in all of the %d iterations the critic learns alone",
-                config.algorithm.critic.warmup,
-                config.trainer.iterations,
-            )
+        warmup, iterations = config.algorithm.critic.warmup, config.trainer.iterations
+        if warmup >= iterations:
+            told = "algorithm.critic.warmup=%d: in all of the %d iterations the critic learns alone"
+            logger.warning(told, warmup, iterations)
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
         with ExitStack() as started:  # what has begun ends if the rest cannot
@@ -165,19 +163,12 @@ class AgentTrainer(Closing):
         self.optimizer = make_optimizer(config, self.policy, self.critic)
         self._sync = WeightSync(self.policy, sampler)
         begun.enter_context(self._sync.alone())
+        reference, budget = self._reference, token_budget(config, self.train_envs.tags)
         self._learner = Learner(
-            self.policy,
-            self.optimizer,
-            algorithm,
-            config.agent_proxy,
-            self.critic,
-            self._reference.policy if self._reference else None,
-            teacher,
-            config.seed,
-            self.processes,
-            token_budget(config, self.train_envs.tags),
+            self.policy, self.optimizer, algorithm, config.agent_proxy, self.critic,
+            reference.policy if reference else None, teacher, config.seed, self.processes, budget,
             config.trainer.log_entropy,
-        )
+        )  # fmt: skip
         self.progress = Progress(0, 0.0, 0, 0)
         self._timed = TimedSampler(sampler)
         self._collector = self._make_collector("train", config.seed)
@@ -429,15 +420,10 @@ def lockstep_collector(
     config: AgentConfig, side: EnvironmentSet, sampler: Sampler, seed: int
 ) -> TrajectoryCollector:
     """Plays the envs of one side in this process."""
+    proxy, tags = config.agent_proxy, side.tags
+    roles, retries = make_roles(config.custom_envs, tags, proxy.max_turn), proxy.parallel.env_retries
     return TrajectoryCollector(
-        side.pool,
-        side.tags,
-        make_roles(config.custom_envs, side.tags, config.agent_proxy.max_turn),
-        side.group_size,
-        sampler,
-        config.agent_proxy.prompt,
-        seed,
-        env_retries=config.agent_proxy.parallel.env_retries,
+        side.pool, tags, roles, side.group_size, sampler, proxy.prompt, seed, env_retries=retries
     )
 
 
@@ -448,9 +434,7 @@ def warmed_up(
     if not config.warmup.steps:
         return
     kinds = {tag: config.custom_envs[tag] for tag in roles}
-    makers = {
-        tag: (lambda kind=kind: envs.make(kind.env_type, **kind.env_config)) for tag, kind in kinds.items()
-    }
+    makers = {tag: partial(envs.make, kind.env_type, **kind.env_config) for tag, kind in kinds.items()}
     tokens = config.algorithm.micro_batch_tokens
     share = 1 / processes.count if processes.sharded else 1.0
     prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
@@ -474,12 +458,9 @@ def play_groups(
     """Groups of this iteration (with dynamic sampling, until enough have signal), those to learn from, and metrics."""
     algorithm, settings = config.algorithm, config.algorithm.filter_groups
     collector.lap()
+    sampling, most = config.agent_proxy.sampling(), settings.max_num_gen_batches if settings.enable else 1
     played, kept, report = collect_with_signal(
-        collector,
-        iteration,
-        config.agent_proxy.sampling(),
-        max_batches=settings.max_num_gen_batches if settings.enable else 1,
-        gamma=algorithm.gamma,
+        collector, iteration, sampling, max_batches=most, gamma=algorithm.gamma
     )
     refuse_all_failed(played, f"iteration {iteration + 1}")
     if settings.max_num_gen_batches > 1 and report.with_signal < len(collector.tags):
@@ -487,9 +468,8 @@ def play_groups(
     row = report.metrics() | collector.lap()
     learned = kept if settings.enable else [t for t in played if t.status == "ok"]
     if algorithm.rollout_filter_ratio < 1:
-        learned, filtered = filter_rollouts(
-            played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
-        )
+        how = algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
+        learned, filtered = filter_rollouts(played, learned, *how)
         row |= filtered
     return played, learned, row
 

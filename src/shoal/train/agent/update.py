@@ -84,11 +84,8 @@ class Totals:
     def over(self, processes: Processes) -> Totals:
         """Those of all processes; what every one of them counted alike is not counted again."""
         everyone = processes.together(lambda: self)
-        summed = {
-            item.name: sum(getattr(one, item.name) for one in everyone)
-            for item in fields(self)
-            if item.name not in ("largest_gap", "grad_norm", "steps")
-        }
+        added = {item.name for item in fields(self)} - {"largest_gap", "grad_norm", "steps"}
+        summed = {name: sum(getattr(one, name) for one in everyone) for name in added}
         return replace(self, largest_gap=max(one.largest_gap for one in everyone), **summed)
 
     def metrics(self, config: Algorithm, *, critic: bool = False, entropy: bool = True) -> dict[str, float]:
@@ -124,7 +121,7 @@ def update(learner: Learner, samples: Sequence[Sample], iteration: int) -> dict[
         Metrics of the update, see `docs/metrics.md`.
     """
     algorithm, seed, rank = learner.algorithm, learner.seed, learner.processes.rank
-    totals = Totals()
+    totals, size = Totals(), algorithm.minibatch_size
     noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
     models = [learner.policy.module, *([] if learner.critic is None else [learner.critic.model])]
     with contextlib.ExitStack() as modes:
@@ -132,10 +129,8 @@ def update(learner: Learner, samples: Sequence[Sample], iteration: int) -> dict[
             modes.enter_context(training_mode(model, algorithm.gradient_checkpointing, noise))
         for epoch in range(algorithm.epochs):
             order = stream(seed, "minibatch", iteration, epoch).permutation(len(samples))
-            for first in range(0, len(order), algorithm.minibatch_size):
-                gradient_step(
-                    learner, [samples[i] for i in order[first : first + algorithm.minibatch_size]], totals
-                )
+            for first in range(0, len(order), size):
+                gradient_step(learner, [samples[i] for i in order[first : first + size]], totals)
     learner.policy.weights_version += 1
     summed = totals.over(learner.processes)
     return summed.metrics(algorithm, critic=learner.critic is not None, entropy=learner.log_entropy)
@@ -340,19 +335,10 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
         return score(network, micro, learner.proxy.temperature, algorithm.precision).logprobs
 
     def of(numbers: list[int]) -> list[np.ndarray]:
-        return token_values(  # type: ignore[return-value]
-            [samples[i] for i in numbers],
-            compute,
-            algorithm.micro_batch_tokens,
-            policy.pad_id,
-            device,
-            algorithm.batching,
-            read.shares_prefixes,
-            read.merges_equals,
-            read.costs,
-            processes.in_step,
-            shortest,
-        )
+        batching = algorithm.batching, read.shares_prefixes, read.merges_equals, read.costs
+        where = algorithm.micro_batch_tokens, policy.pad_id, device, *batching
+        asked = [samples[i] for i in numbers]
+        return token_values(asked, compute, *where, processes.in_step, shortest)  # type: ignore[return-value]
 
     return processes.spread([len(sample.ids) for sample in samples], of)
 

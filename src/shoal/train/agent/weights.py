@@ -73,11 +73,8 @@ def whole_weights(
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """State tensors and masters as they lie, as `<number of the parameter>.<name>`."""
-    held = {
-        f"{index}.{name}": value
-        for index, values in optimizer.state_dict()["state"].items()
-        for name, value in values.items()
-    }
+    state = optimizer.state_dict()["state"]
+    held = {f"{i}.{name}": value for i, values in state.items() for name, value in values.items()}
     return held | getattr(optimizer, "masters", dict)()  # type: ignore[no-any-return]
 
 

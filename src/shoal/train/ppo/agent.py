@@ -36,9 +36,8 @@ class PPOAgent:
     ) -> None:  # fmt: skip
         self.obs_rows, self.action_rows = ObservationRows(observation_space), ActionRows(action_space)
         built = build_network(self.obs_rows, self.action_rows, config, seed=seed, network=network)
-        self.learner = make_learner(
-            built, self.action_rows, path=path, device=device, adam_eps=config.adam_eps
-        )
+        eps = config.adam_eps
+        self.learner = make_learner(built, self.action_rows, path=path, device=device, adam_eps=eps)
         self.config, self.n_envs, self.seed = config, n_envs, seed
         self.iteration = 0
         n_numbers = self.obs_rows.n_numbers if config.normalize_obs else 0
@@ -166,19 +165,16 @@ class PPOAgent:
             finals = learner.values(final_obs)
         ahead = next_values_of(values, rollout.truncated, finals)
         values = values[:-1]
-        advantages = learner.gae(
-            rewards, values, ahead, rollout.terminated, done, config.gamma, config.gae_lambda
-        )
+        decay = config.gamma, config.gae_lambda
+        advantages = learner.gae(rewards, values, ahead, rollout.terminated, done, *decay)
         returns = advantages + values
         batch = self._batch(rollout, obs[:-1], advantages, returns, values)
         rates = self._rates(progress, len(batch.logprobs))
         stats = learner.update(batch, rates)
         if not all(map(math.isfinite, stats)):
             bad = [name for name, value in stats._asdict().items() if not math.isfinite(value)]
-            scaled = {
-                "observations": config.normalize_obs or not self.obs_rows.n_numbers,
-                "rewards": config.normalize_reward,
-            }
+            scaled = {"observations": config.normalize_obs or not self.obs_rows.n_numbers}
+            scaled["rewards"] = config.normalize_reward
             raw = " and ".join(what for what, is_scaled in scaled.items() if not is_scaled)
             raise DivergedError(
                 f"iteration {self.iteration}: {', '.join(bad)} became NaN or infinite; the update was "

@@ -27,6 +27,7 @@ FORMAT = 1
 POLICY = {"env": str, "env_kwargs": dict, "observation_space": dict, "action_space": dict, "network": str}
 TRAINING = {"config": dict, "seed": int, "n_envs": int, "n_steps": int, "n_episodes": int, "recent": list}
 """What the two files of JSON say at least."""
+ARRAYS = ("weights", "optimizer", "statistics", "episodes")
 _FOLDER = re.compile(r"step_(\d{12})")
 
 
@@ -58,7 +59,7 @@ def save_checkpoint(folder: Path | str, checkpoint: Checkpoint) -> Path:
     from safetensors.numpy import save_file
 
     with write_folder(folder) as temporary:
-        for name in ("weights", "optimizer", "statistics", "episodes"):
+        for name in ARRAYS:
             arrays = {key: np.asarray(value, order="C") for key, value in getattr(checkpoint, name).items()}
             save_file(arrays, temporary / f"{name}.safetensors")
         write_json(temporary / "policy.json", {"format": FORMAT, **checkpoint.policy})
@@ -80,10 +81,7 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
         found = policy.get("format") if isinstance(policy, dict) else None
         if found != FORMAT:
             raise DataError(f"{folder} has checkpoint format {found!r}, this shoal reads {FORMAT}")
-        arrays = [
-            _read(folder / f"{name}.safetensors")
-            for name in ("weights", "optimizer", "statistics", "episodes")
-        ]
+        arrays = [_read(folder / f"{name}.safetensors") for name in ARRAYS]
         saved = Checkpoint(policy, read_json(folder / "training.json"), *arrays)
         with reading(folder, OTHER_CHECKPOINT):
             for told, known in ((saved.policy, POLICY), (saved.training, TRAINING)):
@@ -94,10 +92,8 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
     except DataError as error:
         others = (other for other in reversed(list_checkpoints(folder.parent)) if other != folder)
         other = next(filter(is_whole, others), None)
-        hint = (
-            f"; an intact one is {other}: resume from that" if other else "; there is no intact one beside it"
-        )
-        raise DataError(f"{error}{hint}") from error
+        hint = f"an intact one is {other}: resume from that" if other else "there is no intact one beside it"
+        raise DataError(f"{error}; {hint}") from error
 
 
 def load_run(path: Path | str) -> Checkpoint:
@@ -226,10 +222,8 @@ def describe_space(space: spaces.Space) -> dict[str, Any]:
     if isinstance(space, spaces.MultiDiscrete):
         return {"kind": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist(), **whole}
     if isinstance(space, spaces.MultiBinary):
-        return {
-            "kind": "MultiBinary",
-            "n": list(space.shape) if len(space.shape) != 1 else int(space.shape[0]),
-        }
+        n = list(space.shape) if len(space.shape) != 1 else int(space.shape[0])
+        return {"kind": "MultiBinary", "n": n}
     raise DataError(f"cannot describe the space {space}")
 
 

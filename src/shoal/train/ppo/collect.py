@@ -41,10 +41,9 @@ class Episode:
 
 def mean_of(episodes: Collection[Episode]) -> dict[str, float]:
     """Their mean reward and length; NaN of none."""
-    return {
-        what: float(np.mean([getattr(episode, what) for episode in episodes])) if episodes else math.nan
-        for what in ("reward", "length")
-    }
+    if not episodes:
+        return {"reward": math.nan, "length": math.nan}
+    return {name: float(np.mean([getattr(e, name) for e in episodes])) for name in ("reward", "length")}
 
 
 class EpisodeLog:
@@ -117,11 +116,8 @@ class EpisodeLog:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Array]]:
         """(JSON values, arrays) for a checkpoint."""
-        values = {
-            "n_episodes": self.n_episodes,
-            "n_steps": self.n_steps,
-            "recent": [[e.env, e.reward, e.length, e.step] for e in self.recent],
-        }
+        recent = [[e.env, e.reward, e.length, e.step] for e in self.recent]
+        values = {"n_episodes": self.n_episodes, "n_steps": self.n_steps, "recent": recent}
         arrays = {name: getattr(self, name).copy() for name in ("started", "returns", "lengths")}
         arrays |= {f"actions.{i}": actions for i, actions in self.actions_since_reset().items()}
         return values, arrays
@@ -133,9 +129,8 @@ class EpisodeLog:
             (Episode(int(e), float(reward), int(n), int(step)) for e, reward, n, step in values["recent"]),
             maxlen=100,
         )  # fmt: skip
-        self.started, self.returns, self.lengths = (
-            arrays[name].copy() for name in ("started", "returns", "lengths")
-        )
+        for name in ("started", "returns", "lengths"):
+            setattr(self, name, arrays[name].copy())
         kept = [arrays.get(f"actions.{i}") for i in range(self.n_envs)]
         self._actions = [[] if actions is None else [actions] for actions in kept]
 

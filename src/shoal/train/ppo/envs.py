@@ -175,13 +175,8 @@ class AtariScreen(gym.Wrapper):
             if terminated or truncated:
                 break
         reward = float(np.sign(total)) if self._clips else total
-        return (
-            self._seen(np.maximum(*frames[-2:]) if len(frames) > 1 else frame),
-            reward,
-            terminated,
-            truncated,
-            info,
-        )
+        seen = self._seen(np.maximum(*frames[-2:]) if len(frames) > 1 else frame)
+        return seen, reward, terminated, truncated, info
 
     def _seen(self, frame: Any) -> Any:
         rows = _summed(frame.astype(np.int32), self._rows, 0)
@@ -204,11 +199,8 @@ def _area(pixels: int, into: int) -> tuple[Any, Any]:
 
 
 def _summed(values: Any, area: tuple[Any, Any], axis: int) -> Any:
-    places, parts = area
     shape = (-1, 1) if axis == 0 else (1, -1)
-    return sum(
-        values.take(place, axis) * part.reshape(shape) for place, part in zip(places, parts, strict=True)
-    )
+    return sum(values.take(place, axis) * part.reshape(shape) for place, part in zip(*area, strict=True))
 
 
 def _lean(spec: EnvSpec) -> EnvSpec:

@@ -100,10 +100,8 @@ class TorchLearner:
 
     def update(self, batch: UpdateBatch, rates: UpdateRates) -> UpdateStats:
         """All epochs over one rollout; nothing is read back from the device before the end."""
-        data = {
-            name: torch.from_numpy(getattr(batch, name)).to(self.device)
-            for name in ("actions", "logprobs", "advantages", "returns", "values")
-        }
+        names = ("actions", "logprobs", "advantages", "returns", "values")
+        data = {name: torch.from_numpy(getattr(batch, name)).to(self.device) for name in names}
         data["obs"], masks = self._rows(batch.obs), self._masks(batch.masks)
         if masks is not None:
             data["masks"] = masks
@@ -142,9 +140,8 @@ class TorchLearner:
     def _loss(self, minibatch: Minibatch, rates: UpdateRates) -> tuple[Tensor, list[Tensor]]:
         taken, parameters, values = minibatch
         if self.actions.is_discrete:
-            judged = distributions.judge_choices(
-                parameters, taken["actions"], self.actions.groups, taken.get("masks")
-            )
+            groups, masks = self.actions.groups, taken.get("masks")
+            judged = distributions.judge_choices(parameters, taken["actions"], groups, masks)
         elif isinstance(self.network, SDEActorCritic):
             mean, features = parameters[:, : self.actions.size], parameters[:, self.actions.size :]
             judged = distributions.judge_explored(mean, features, self._log_std(), taken["actions"])
@@ -189,16 +186,10 @@ class TorchLearner:
         """The part of a state that is the optimizer's; torch puts each number on the device that reads it."""
         step = int(optimizer["step"])
         names = [name for name, p in self.network.named_parameters() if p.requires_grad] if step else []
-        moments = {
-            i: {
-                "step": torch.tensor(float(step)),
-                **{
-                    key: torch.from_numpy(optimizer[f"{key}.{name}"].copy())
-                    for key in ("exp_avg", "exp_avg_sq")
-                },
-            }
-            for i, name in enumerate(names)
-        }
+        keys, moments = ("exp_avg", "exp_avg_sq"), dict[int, Tensors]()
+        for i, name in enumerate(names):
+            moments[i] = {key: torch.from_numpy(optimizer[f"{key}.{name}"].copy()) for key in keys}
+            moments[i]["step"] = torch.tensor(float(step))
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
 

@@ -183,9 +183,8 @@ class RecurrentActorCritic(ActorCritic):
         self.memory_size = self.units * (2 if self.is_lstm else 1)
         self.encoder: nn.Module
         if rows.dtype == np.uint8:
-            self.encoder = Encoder(
-                rows, kind=config.cnn, numbers=config.hidden[-1], precision=config.precision, seed=seed
-            )
+            kind, numbers, precision = config.cnn, config.hidden[-1], config.precision
+            self.encoder = Encoder(rows, kind=kind, numbers=numbers, precision=precision, seed=seed)
             width = self.encoder.width
         else:
             layers = _perceptron(rows.size, config.hidden[:-1], config.hidden[-1], config.activation)
@@ -372,7 +371,6 @@ class _Residual(nn.Module):
         self.first, self.second = (_empty(nn.Conv2d, units, units, 3, 1, 1) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """As wide and high as it was."""
         return x + self.second(torch.relu(self.first(torch.relu(x))))  # type: ignore[no-any-return]
 
 

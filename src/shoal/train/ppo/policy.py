@@ -115,9 +115,8 @@ class Policy:
         if kind not in ours and self._network is None:
             raise ConfigError(f"this policy has its own network: pass network={kind}()")
         known = ("hidden", "activation", "cnn", "precision", "recurrent", "memory_units")
-        config = PPOConfig(
-            sde=kind == "SDEActorCritic", **{key: described[key] for key in known if key in described}
-        )
+        told = {key: described[key] for key in known if key in described}
+        config = PPOConfig(sde=kind == "SDEActorCritic", **told)
         module = build_network(self.rows, self.actions, config, seed=0, network=self._network)
         module.load_state_dict(as_tensors(self._checkpoint.weights))
         return module.eval()

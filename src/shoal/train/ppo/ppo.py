@@ -98,9 +98,8 @@ class PPO(Closing):
         self.config = dataclasses.replace(base, **settings)
         self.preset = tuned.name if config is None else None
         if self.preset is not None:
-            logger.info(
-                "%s with the settings of its preset (%s); preset='none' takes none", env, tuned.source
-            )
+            told = "%s with the settings of its preset (%s); preset='none' takes none"
+            logger.info(told, env, tuned.source)
         self.factory = EnvFactory(
             env, seed, {**tuned.env_kwargs, **(env_kwargs or {})},
             wrappers=tuple(wrappers) or tuned.wrappers,

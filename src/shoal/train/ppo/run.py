@@ -195,12 +195,9 @@ class PPORun:
         self._best = -math.inf if best is None else float(best)
         self._owes_evaluation = bool(self._resumed.get("owes_evaluation"))
         self._last_eval: Metrics = {}
-        self._boards = (
-            TensorBoard(self.path / "tensorboard", options.tensorboard),
-            WandB(
-                self.path, options.wandb or "", dataclasses.asdict(options), bool(options.wandb), "--wandb"
-            ),
-        )
+        told, project = dataclasses.asdict(options), options.wandb or ""
+        wandb = WandB(self.path, project, told, bool(project), "--wandb")
+        self._boards = TensorBoard(self.path / "tensorboard", options.tensorboard), wandb
         for board in self._boards:
             self._open_things.callback(board.close)
 
@@ -251,8 +248,10 @@ class PPORun:
         ppo, options = self.ppo, self.options
         if self.is_done:
             return
-        self._sweep()
-        self._write_settings()
+        for folder in (self.path, self.path / "best", self.path / "emergency", self.checkpoints):
+            remove_leftovers(folder)  # of killed writers: this run alone writes there now
+        settings = {**dataclasses.asdict(options), "ppo": dataclasses.asdict(ppo.config)}
+        write_text(self.path / "config.yaml", as_yaml(settings))
         steps = ppo.log.n_steps
         self.folder.keep_metrics("steps", steps)
         episodes, status = ppo.log.n_episodes, "completed"
@@ -332,9 +331,8 @@ class PPORun:
         options, log = self.options, self.ppo.log
         if every is not None:
             return _passed(every, steps, log.n_steps)
-        return _passed((options.total_timesteps or 0) // 10, steps, log.n_steps) or _passed(
-            (options.num_episodes or 0) // 10, episodes, log.n_episodes
-        )
+        tenth, of_episodes = (options.total_timesteps or 0) // 10, (options.num_episodes or 0) // 10
+        return _passed(tenth, steps, log.n_steps) or _passed(of_episodes, episodes, log.n_episodes)
 
     def close(self) -> None:
         """End workers and writers."""
@@ -379,9 +377,8 @@ class PPORun:
                     "continue"
                 )
         if changed:
-            logger.warning(
-                "continuing with changed %s: no longer the same run bit for bit", ", ".join(changed)
-            )
+            names = ", ".join(changed)
+            logger.warning("continuing with changed %s: no longer the same run bit for bit", names)
             ppo.config = self.config
             ppo.agent.go_on_with(self.config)
         return ppo
@@ -463,11 +460,9 @@ class PPORun:
         write_video(self.path / "video.gif", frames)
 
     def _finish(self, row: Metrics, status: str) -> None:
-        rows = self.folder.read_metrics()
-        if rows:
-            write_ppo_curves(
-                rows, self.path / "curves.png", f"PPO on {self.options.env}, seed {self.options.seed}"
-            )
+        if rows := self.folder.read_metrics():
+            title = f"PPO on {self.options.env}, seed {self.options.seed}"
+            write_ppo_curves(rows, self.path / "curves.png", title)
         ppo, log = self.ppo, self.ppo.log
         metrics: dict[str, Any] = {
             "steps": log.n_steps, "episodes": log.n_episodes, "iteration": ppo.agent.iteration,
@@ -476,15 +471,6 @@ class PPORun:
             "n_envs": ppo.n_envs, "workers": ppo.workers, "path": ppo.path,
         }  # fmt: skip
         self.summary = self.folder.finish(metrics, status)
-
-    def _sweep(self) -> None:
-        """Remove what killed writers left; this run alone writes there now."""
-        for folder in (self.path, self.path / "best", self.path / "emergency", self.checkpoints):
-            remove_leftovers(folder)
-
-    def _write_settings(self) -> None:
-        settings = {**dataclasses.asdict(self.options), "ppo": dataclasses.asdict(self.ppo.config)}
-        write_text(self.path / "config.yaml", as_yaml(settings))
 
 
 def _passed(every: int, before: int, now: int) -> bool:
@@ -518,6 +504,5 @@ def write_video(path: Path, frames: list[Any]) -> None:
     if not pictures:
         raise EnvError("the environment rendered no frames")
     path.parent.mkdir(parents=True, exist_ok=True)
-    pictures[0].save(
-        path, save_all=True, append_images=pictures[1:], duration=int(1000 * stride / 30), loop=0
-    )
+    duration = int(1000 * stride / 30)
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=duration, loop=0)

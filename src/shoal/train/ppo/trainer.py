@@ -210,15 +210,9 @@ class PPOTrainer:
         self.log.n_steps += rollout.rewards.size if rollout.valid is None else int(rollout.valid.sum())
         self.log.n_episodes += len(ended)
         self.log.recent.extend(ended)
-        return {
-            **mean_of(ended),
-            "reward_mean": self.log.mean_reward,
-            "n_completed_episodes": len(ended),
-            "n_envs": n_envs,
-            "episodes": self.log.n_episodes,
-            "steps": self.log.n_steps,
-            **metrics,
-        }
+        counts = {"n_completed_episodes": len(ended), "n_envs": n_envs}
+        counts |= {"episodes": self.log.n_episodes, "steps": self.log.n_steps}
+        return {**mean_of(ended), "reward_mean": self.log.mean_reward, **counts, **metrics}
 
     def update(self, rollout: StepRollout) -> dict[str, float]:
         """One PPO update from a rollout that this policy collected."""
