@@ -118,15 +118,19 @@ class EnvironmentManager(Closing):
             if isinstance(text_actions, str) or len(text_actions) != len(self._done):
                 got = "one text" if isinstance(text_actions, str) else len(text_actions)
                 raise ValueError(f"expected {len(self._done)} responses after reset(), got {got}")
-            pairs = zip(self._done, text_actions, strict=True)
-            active = [not over and text is not None for over, text in pairs]
+            active = [
+                not over and text is not None for over, text in zip(self._done, text_actions, strict=True)
+            ]
             spaces = list(map(self._space, self._words, self._lookups))
             actions, valids = self._project([text or "" for text in text_actions], spaces)
             queues = [as_actions(action) if on else [] for action, on in zip(actions, active, strict=True)]
             shown, rewards, infos, understood = self._play(queues)
             for i, on in enumerate(active):
-                valid = on and bool(valids[i]) and understood[i]
-                infos[i] = {**infos[i], "is_active": on, "is_action_valid": valid}
+                infos[i] = {
+                    **infos[i],
+                    "is_active": on,
+                    "is_action_valid": on and bool(valids[i]) and understood[i],
+                }
                 if on:
                     self._remember(i, text_actions[i] or "", actions[i], bool(valids[i]), rewards[i])
             return self._see(shown, infos), np.array(rewards), np.array(self._done, dtype=np.bool_), infos
@@ -174,6 +178,7 @@ class EnvironmentManager(Closing):
 
     def _space(self, words: Sequence[str], lookup: Mapping[str, Any]) -> ActionSpace:
         """What the projection may choose from; an env that lists no words accepts anything it knows."""
+        del lookup
         return list(words) or None
 
     def _play(
@@ -207,18 +212,24 @@ class EnvironmentManager(Closing):
     def _see(self, observations: Sequence[Any], infos: Sequence[Mapping[str, Any]]) -> Observations:
         self._shown, self._infos = list(observations), [dict(info) for info in infos]
         self._words = list(map(words_of, infos))
+        pictures = self._pictures(observations)
         self._texts = [
             o if isinstance(o, str) else str(info.get("text", IMAGE))
             for o, info in zip(observations, infos, strict=True)
         ]
         anchors = list(map(anchor_of, infos, observations))
-        prompts = [self.build_text(i) for i in range(len(observations))]
-        return {"text": prompts, "image": self._pictures(observations), "anchor": anchors}
+        return {
+            "text": [self.build_text(i) for i in range(len(observations))],
+            "image": pictures,
+            "anchor": anchors,
+        }
 
     def build_text(self, i: int) -> str:
         """The prompt of env `i` in its present state."""
-        told, shown, words = str(self._instructions[i]), self._texts[i], self._words[i]
-        return compose(self.prompt, Scene(told, shown, words, self._past[i], self._limits[i]))
+        scene = Scene(
+            str(self._instructions[i]), self._texts[i], self._words[i], self._past[i], self._limits[i]
+        )
+        return compose(self.prompt, scene)
 
     def _pictures(self, observations: Sequence[Any]) -> list[Any] | None:
         if not all(isinstance(observation, str) for observation in observations):
@@ -255,6 +266,7 @@ class BanditEnvironmentManager(EnvironmentManager):
 
     def _space(self, words: Sequence[str], lookup: Mapping[str, Any]) -> ActionSpace:
         """The arms of that env, by number and name."""
+        del words
         return lookup or None
 
 
@@ -278,9 +290,17 @@ class WebShopEnvironmentManager(EnvironmentManager):
 
 
 MANAGERS: dict[str, type[EnvironmentManager]] = {
-    str(manager.env_type): manager for manager in EnvironmentManager.__subclasses__()
+    manager.env_type: manager
+    for manager in (
+        SokobanEnvironmentManager,
+        FrozenLakeEnvironmentManager,
+        BanditEnvironmentManager,
+        CountdownEnvironmentManager,
+        MetaMathQAEnvironmentManager,
+        WebShopEnvironmentManager,
+    )
+    if manager.env_type
 }
-"""Those above, by the kind of env."""
 
 
 def make_manager(
@@ -310,8 +330,9 @@ def make_manager(
         raise unknown_name("env", env_type, MANAGERS)
     function = create_projection_function(env_type, **(projection or {}))
     envs = MultiProcessEnvironmentContainer(env_type, env_num, group_n, seed, env_kwargs, **options)
-    config = {"env_type": env_type, **(prompt or {})}
-    return MANAGERS.get(env_type, EnvironmentManager)(envs, function, config)
+    return MANAGERS.get(env_type, EnvironmentManager)(
+        envs, function, {"env_type": env_type, **(prompt or {})}
+    )
 
 
 # --- whole episodes
@@ -344,12 +365,22 @@ def multi_turn_loop(
         limits = (max_turns, envs.max_turns, getattr(envs._ask("config", None)[0], "max_steps", None))
         if not any(limits):
             raise ConfigError("these envs have no max_steps of their own: say max_turns")
-        instructions, limit = str(envs._ask("instructions", "")[0]), min(filter(None, limits))
-        role = _ManagersRole(tag, instructions, Projection(), limit, manager=envs)
+        role = _ManagersRole(
+            tag,
+            str(envs._ask("instructions", "")[0]),
+            Projection(),
+            min(limit for limit in limits if limit),
+            manager=envs,
+        )
         container.iteration += 1
-        tags, roles = [tag] * container.env_num, {tag: role}
         collector = _ManagersCollector(
-            pool, tags, roles, container.group_n, engine, envs.prompt, container.seed
+            pool,
+            [tag] * container.env_num,
+            {tag: role},
+            container.group_n,
+            engine,
+            envs.prompt,
+            container.seed,
         )
         return collector.collect(container.iteration, sampling or Sampling())
 

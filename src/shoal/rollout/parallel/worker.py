@@ -183,7 +183,9 @@ class Seat:
 
     def fits(self, own: bool) -> bool:
         """Whether its thread is one of its own, or the present one."""
-        return own == (self.thread is not None) and (own or self.caller == threading.get_ident())
+        return (
+            self.thread is not None if own else self.thread is None and self.caller == threading.get_ident()
+        )
 
     def run(self, call: Callable[[], Any]) -> None:
         """Do it there; what has a thread of its own is not waited for."""

@@ -121,8 +121,10 @@ class Records:
         """Commit a checkpoint with all who hold a part of it, as the best one too if it is the best so far."""
         if processes.writers is None:
             return
-        state = (policy, critic, optimizer, progress, settings, self._config.trainer.keep_checkpoints)
-        path = save_checkpoint(self._checkpoints, *state, best=best, processes=processes.writers)
+        networks, keep = (policy, critic, optimizer), self._config.trainer.keep_checkpoints
+        path = save_checkpoint(
+            self._checkpoints, *networks, progress, settings, keep, best=best, processes=processes.writers
+        )
         if self._writes:
             self.folder.event("checkpoint", step=progress.iteration, path=str(path))
 

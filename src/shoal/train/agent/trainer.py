@@ -243,9 +243,12 @@ class AgentTrainer(Closing):
         learning, samples = self._learn(trajectories, learned, iteration)
         row |= learning
         tokens = sum(t.n_tokens for t in trajectories)
-        before = self.progress
-        counts = before.episodes + len(trajectories), before.tokens + tokens
-        self.progress = Progress(iteration + 1, before.best_success, *counts)
+        self.progress = Progress(
+            iteration + 1,
+            self.progress.best_success,
+            self.progress.episodes + len(trajectories),
+            self.progress.tokens + tokens,
+        )
         row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
         row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, tokens)
         if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
@@ -395,8 +398,13 @@ def make_networks(
 def make_optimizer(config: AgentConfig, policy: Policy, critic: Critic | None) -> MasterAdamW:
     """Adam over what is trained."""
     algorithm = config.algorithm
-    rates = algorithm.learning_rate, algorithm.critic.learning_rate
-    return split_optimizer(trained_parameters(policy.module), critic, *rates, algorithm.weight_decay)
+    return split_optimizer(
+        trained_parameters(policy.module),
+        critic,
+        algorithm.learning_rate,
+        algorithm.critic.learning_rate,
+        algorithm.weight_decay,
+    )
 
 
 def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, iteration: int, iterations: int) -> None:
@@ -468,8 +476,9 @@ def play_groups(
     row = report.metrics() | collector.lap()
     learned = kept if settings.enable else [t for t in played if t.status == "ok"]
     if algorithm.rollout_filter_ratio < 1:
-        how = algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
-        learned, filtered = filter_rollouts(played, learned, *how)
+        learned, filtered = filter_rollouts(
+            played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
+        )
         row |= filtered
     return played, learned, row
 

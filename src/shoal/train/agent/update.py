@@ -335,10 +335,19 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
         return score(network, micro, learner.proxy.temperature, algorithm.precision).logprobs
 
     def of(numbers: list[int]) -> list[np.ndarray]:
-        batching = algorithm.batching, read.shares_prefixes, read.merges_equals, read.costs
-        where = algorithm.micro_batch_tokens, policy.pad_id, device, *batching
-        asked = [samples[i] for i in numbers]
-        return token_values(asked, compute, *where, processes.in_step, shortest)  # type: ignore[return-value]
+        return token_values(  # type: ignore[return-value]
+            [samples[i] for i in numbers],
+            compute,
+            algorithm.micro_batch_tokens,
+            policy.pad_id,
+            device,
+            algorithm.batching,
+            read.shares_prefixes,
+            read.merges_equals,
+            read.costs,
+            processes.in_step,
+            shortest,
+        )
 
     return processes.spread([len(sample.ids) for sample in samples], of)
 
