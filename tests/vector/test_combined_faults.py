@@ -1079,39 +1079,40 @@ class AwaitsFile(CountEnv):
         return super().step(action)
 
 
+@contextlib.contextmanager
+def users_limit() -> Iterator[None]:
+    """`TimeoutError` after a moment, as who uses `signal.alarm` limits a call."""
+
+    def over(*_: Any) -> None:
+        raise TimeoutError("the user's limit")
+
+    before = signal.signal(signal.SIGALRM, over)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize("backend", ["thread", "process"])
 @pytest.mark.parametrize("wait", ["step", "step_wait", "recv"])
 def test_the_timeout_error_of_a_users_handler_is_not_taken_for_the_end_of_a_wait(
     backend: Any, wait: str, tmp_path: Path
 ) -> None:
-    """`signal.alarm` with a handler that raises it is how many limit a call: `recv` came back empty-handed."""
-
-    def over(*_: Any) -> None:
-        raise TimeoutError("the user's limit")
-
+    """`recv` came back empty-handed, `step` had "timed out after None second(s)"."""
     gate = tmp_path / "gate"
-    before = signal.signal(signal.SIGALRM, over)
     fns = [functools.partial(AwaitsFile, gate)] * 2
     with closing(make_vec(fns, backend=backend, num_workers=2)) as envs:
         envs.reset(seed=0)
-        try:
-            if wait == "recv":
-                envs.send([0, 1], [FAULT, FAULT])
-            elif wait == "step_wait":
-                envs.step_async([FAULT, FAULT])
-            with pytest.raises(TimeoutError, match="the user's limit"):
-                signal.setitimer(signal.ITIMER_REAL, 0.1)
-                _ = (
-                    envs.recv()
-                    if wait == "recv"
-                    else envs.step_wait(60)
-                    if "_" in wait
-                    else envs.step([FAULT] * 2)
-                )
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, before)
-            gate.touch()
+        if wait == "recv":
+            envs.send([0, 1], [FAULT, FAULT])
+        elif wait == "step_wait":
+            envs.step_async([FAULT, FAULT])
+        actions = [[FAULT, FAULT]] if wait == "step" else []
+        with pytest.raises(TimeoutError, match="the user's limit"), users_limit():
+            getattr(envs, wait)(*actions)
+        gate.touch()
         if wait == "recv":
             assert sorted(envs.recv(min_envs=2).ids.tolist()) == [0, 1]
         assert envs.step([1, 1])[0][:, 2].tolist() == [2, 2]
@@ -1121,18 +1122,8 @@ def test_a_users_handler_may_break_off_a_wait_for_a_message() -> None:
     """It was tried again, as if the socket itself had waited for too long."""
     ours, theirs = socket.socketpair()
     receiver, sender = Channel(ours, 60.0), Channel(theirs, 60.0)
-
-    def over(*_: Any) -> None:
-        raise TimeoutError("the user's limit")
-
-    before = signal.signal(signal.SIGALRM, over)
-    try:
-        with pytest.raises(TimeoutError, match="the user's limit"):
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-            receiver.receive_bytes(lambda: None)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(TimeoutError, match="the user's limit"), users_limit():
+        receiver.receive_bytes(lambda: None)
     sender.send(b"whole")
     assert receiver.receive_bytes() == b"whole"
     receiver.close()
