@@ -306,7 +306,7 @@ def test_a_loky_pool_whose_envs_hung_is_replaced():
     settings = config(fault="hang", parallel={"step_timeout": 0.5})
     with ParallelRolloutManager(settings, HashEngine(), backend="loky") as manager:
         first = manager.collect(4)
-        assert not manager._pool.started
+        assert manager._pool._executor is None
         assert manager.collect(4) == first
 
 
