@@ -226,12 +226,13 @@ def cancel(options: CancelOptions, store: Store) -> None:
     """Give a skill up, by its scheduler or, where there is none, here."""
     name, until = ask_to_cancel(store, options.name).name, time.monotonic() + ENDING_SECONDS
     while (row := store.skill(name)).cancel:
+        if time.monotonic() > until:
+            raise WorkerError(
+                f"{name!r} is {row.status} and not cancelled after {ENDING_SECONDS:g} s: whoever runs {store.root} "
+                "does not answer, and cancels it when it does"
+            )
+        time.sleep(0.05)
         if is_held(options.graph_path):  # if only by one that has done what it was asked for, and goes
-            if time.monotonic() > until:
-                raise WorkerError(
-                    f"the scheduler of {store.root} does not answer; {name!r} is cancelled when it does"
-                )
-            time.sleep(0.05)
             continue
         try:
             _alone(options.graph_path).settle()
