@@ -933,6 +933,16 @@ def test_a_batch_job_that_is_not_taken_says_why(slurm: Path) -> None:
     with pytest.raises(RuntimeError, match="sbatch failed: 4"):
         SlurmLauncher().launch(["true"], "name", {}, slurm / "log")
     assert SlurmLauncher().room(2, 5) == 3
+
+
+def test_a_batch_job_may_lie_where_names_are_no_text_of_the_locale(slurm: Path) -> None:
+    """The script was written by the locale: a path with an ü ended the launch under LC_ALL=C."""
+    (slurm / "bin" / "sbatch").write_text("#!/bin/sh\nexit 4\n")
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\n")
+    with pytest.raises(RuntimeError, match="sbatch failed: 4"):
+        SlurmLauncher().launch(["cat", os.fsdecode(b"f\xfc")], "name", {}, slurm / "log")
+    assert b"exec cat 'f\xfc'\n" in (slurm / "log.sh").read_bytes()
+    assert SlurmLauncher().find("name", slurm / "log") is None
     (slurm / "bin" / "squeue").unlink()  # what cannot be asked is not known to have ended
     assert SlurmLauncher().state({"slurm": "7"}) == "UNKNOWN"
 

@@ -1005,9 +1005,8 @@ class SlurmLauncher:
         lines = [f"export {key}={shlex.quote(value)}" for key, value in env.items()]
         wanted = f"[ -e {shlex.quote(str(script))} ] || exit 0"
         where = [f"# {option}" for option in self.options if option.startswith(CLUSTERS)]  # for `find`
-        script.write_text(
-            "\n".join(["#!/bin/sh", *where, wanted, *lines, f"exec {shlex.join(command)}"]) + "\n"
-        )
+        text = "\n".join(["#!/bin/sh", *where, wanted, *lines, f"exec {shlex.join(command)}"]) + "\n"
+        script.write_bytes(os.fsencode(text))  # paths as they are, whatever the locale
         done = self._run(
             "sbatch", "--parsable", f"--job-name={session}", f"--output={str(log).replace('%', '%%')}",
             "--open-mode=append", *self.options, str(script),
@@ -1024,7 +1023,8 @@ class SlurmLauncher:
             WorkerError: the queue cannot be seen, so that it is not known whether the job runs.
         """
         own = log.with_suffix(".sh")
-        said = own.read_text().splitlines() if own.exists() else [f"# {option}" for option in self.options]
+        options = [f"# {option}" for option in self.options]
+        said = os.fsdecode(own.read_bytes()).splitlines() if own.exists() else options
         chosen = [line[2:] for line in said if line.startswith(f"# {CLUSTERS}")]
         cluster = "".join(chosen).partition("=")[2]
         done = self._run("squeue", "--noheader", "--format=%i %o", f"--name={session}", *chosen)
