@@ -485,9 +485,12 @@ def _together(cost: StepCost, n_envs: int, parts: int, caller_share: int) -> flo
 
 
 # --- whether workers that are started already make steps faster here and now, before anything depends on it
-TRIAL_SECONDS = 0.05
-LONGEST = 5e-3
+TRIAL_SECONDS = 0.15
+"""A shorter one ends before the scheduler takes a core from those that had been waiting for work."""
+LONGEST = 20e-3
 """Seconds of a vector step from which waking a worker costs little in comparison: no trial then."""
+CLEARLY = 0.8
+"""Workers are kept when a trial with them takes less than this part: it knows nothing of caches that cores share."""
 LEAST = 8
 """Rounds of a trial, however long they take."""
 
@@ -531,7 +534,7 @@ def pays(
         single.append(now() - middle)
     carrying = -(-moved // len(others)) * cost.nbytes * WRITE
     carrying += moved * (cost.nbytes * READ + cost.texts * TEXT)
-    return bool(_mean(shared) + carrying < WORTH_IT * _mean(single))
+    return bool(_mean(shared) + carrying < CLEARLY * _mean(single))
 
 
 def _rounds_per_second(work: Callable[[int], None], now: Callable[[], float]) -> float:
