@@ -6,8 +6,9 @@ Every case has a process of its own, in which all its subjects live at once. Eac
 over the environments; then they are timed in rounds, in turns, each round from the same seeds with the same actions.
 A ratio is taken within a round, so what slows the machine slows both sides of it; reported are the median and the
 range over the rounds. The same work on each core before and after every turn tells how quiet it was: a turn beside
-which it took 5 % longer than at best is taken again, up to three times, and the quietest is kept. `--busy-core` repeats
-shoal, Gymnasium's serial vector and the ideal while another process keeps one core busy.
+which it took 5 % longer than at best is taken again, up to three times, and the quietest is kept; before each it waits
+up to `--patience` seconds for a calm moment, so on a machine that others use, 30 and hours give quiet figures.
+`--busy-core` repeats shoal, Gymnasium's serial vector and the ideal while another process keeps one core busy.
 """
 
 from __future__ import annotations
@@ -394,7 +395,8 @@ def measure(name: str, n: int, options: dict[str, Any], say: Callable[..., None]
             say(failed=subject, error=f"{type(error).__name__}: {error!s:.300}")
         else:
             pause(made[subject], workers[subject], signal.SIGSTOP)
-    quiet = Quiet(work=500_000, tries=1 if options["busy"] else 3, patience=0.0 if options["busy"] else 1.0)
+    patience = 0.0 if options["busy"] else options["patience"]
+    quiet = Quiet(work=500_000, tries=1 if options["busy"] else 3, patience=patience)
     for number in range(options["rounds"]):
         for subject, item in list(made.items()):
             say(doing=subject)
@@ -629,13 +631,22 @@ def main() -> int:
     parser.add_argument("--counts", help="numbers of environments, with commas; default: those of the case")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.3, help="of one subject in one round")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="seconds that a turn waits for a calm moment"
+    )
     parser.add_argument("--only", default="", help="subjects that start so, with commas")
     parser.add_argument("--busy-core", action="store_true", help="another process keeps one core busy")
     parser.add_argument("--quick", action="store_true", help="three short rounds, nothing saved")
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
     rounds, seconds = (3, 0.1) if args.quick else (args.rounds, args.seconds)
-    options = {"rounds": rounds, "seconds": seconds, "busy": args.busy_core, "only": args.only.split(",")}
+    options = {
+        "rounds": rounds,
+        "seconds": seconds,
+        "patience": args.patience,
+        "busy": args.busy_core,
+        "only": args.only.split(","),
+    }
     if unknown := set(args.cases.split(",")) - set(CASES):
         parser.error(f"no case named {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     broken = False
