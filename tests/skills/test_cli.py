@@ -147,6 +147,41 @@ def test_a_launch_without_output_and_where_to_find_that_of_another_are_told(
     assert f"launch {number} of 'Collect Wood' wrote nothing: could not be launched: RuntimeError" in told
 
 
+def test_logs_follow_a_skill_that_is_launched_again_while_they_are_printed(
+    trained: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, runs = Store(trained), trained / "training_runs"
+
+    def launch() -> int:
+        return store.begin_attempt("Collect Wood", runs / "x")
+
+    def log(number: int) -> Path:
+        return runs / "x" / f"training-{number}.log"
+
+    (runs / "x").mkdir(parents=True)
+    first = launch()
+
+    def again() -> None:
+        log(first).write_text("first ends\n")
+        store.end_attempt(first, "failed", "killed by signal 9")
+        assert launch() == first + 1
+
+    happens = iter(
+        [
+            lambda: log(first).write_text("first "),
+            again,
+            lambda: log(first + 1).write_text("second "),
+            lambda: log(first + 1).write_text("second ends\n"),
+            lambda: store.end_attempt(first + 1, "failed", "killed by signal 9"),
+        ]
+    )
+    monkeypatch.setattr("shoal.cli.skills.time.sleep", lambda seconds: next(happens)())
+    assert skills("logs", "Collect Wood", "--follow", "--graph-path", str(trained)) == 0
+    assert capfdbinary.readouterr().out == b"first ends\nsecond ends\n"
+    assert next(happens, None) is None
+    store.close()
+
+
 def test_events_are_json_lines_and_a_merge_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         skills(

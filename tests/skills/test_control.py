@@ -142,6 +142,8 @@ def test_cancel_without_a_scheduler_ends_what_runs_and_leaves_the_rest_alone(
     assert main(["skills", "status", "--json", "--graph-path", str(tmp_path)]) == 0
     told = json.loads(capsys.readouterr().out)["skills"]
     assert told["Drink_Water"]["condition"] == "running, no scheduler"
+    assert main(["skills", "stop", "--wait", "--graph-path", str(tmp_path)]) == 2
+    assert f"no scheduler runs {tmp_path}, so nobody would merge" in capsys.readouterr().err
     os.kill(handles["Drink Water"]["pid"], signal.SIGKILL)
     wait_for(lambda: start_time(handles["Drink Water"]["pid"]) is None)
     assert condition(s.store, s.store.skill("Drink Water"), held=False) == "interrupted"

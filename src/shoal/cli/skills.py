@@ -247,9 +247,15 @@ def cancel(options: CancelOptions, store: Store) -> None:
 def stop(options: StopOptions, store: Store) -> None:
     """End the run of a folder."""
     going = [row.name for row in store.skills("running", "merging")]
-    ask_to_stop(store, wait=options.wait)
-    if not options.wait and store.attempts(state="running"):  # who held the folder may have been no scheduler
-        _alone(options.graph_path).settle(kill=True)
+    asked = ask_to_stop(store, wait=options.wait)
+    if store.attempts(state="running"):  # who held the folder, if anyone did, may have been no scheduler
+        if options.wait and not asked:
+            raise ConfigError(
+                f"no scheduler runs {store.root}, so nobody would merge what is in training ({', '.join(going)}): "
+                f"wait for it with {resume_command(options.graph_path)}, or end it without --wait"
+            )
+        if not options.wait:
+            _alone(options.graph_path).settle(kill=True)
     print(f"stopped: {', '.join(going) or 'nothing was in training'}")
     print(f"go on with: {resume_command(options.graph_path)}")
 
@@ -268,9 +274,8 @@ def _latest(store: Store, row: SkillRow) -> AttemptRow:
     return attempts[-1]
 
 
-def _log_path(store: Store, row: SkillRow) -> Path:
-    """Where the output of the latest training is: in its run folder, or with the skill once it is merged."""
-    attempt = _latest(store, row)
+def _log_path(store: Store, row: SkillRow, attempt: AttemptRow) -> Path:
+    """Where the output of a training is: in its run folder, or with the skill once it is merged."""
     name = Path(attempt.log or f"training-{attempt.id}.log").name
     running = store.root / attempt.run_folder / name
     return running if running.exists() else store.root / "skills" / f"{row.expert}_{row.slug}" / name
@@ -282,17 +287,26 @@ def logs(options: LogsOptions, store: Store) -> int:
 
 
 def _follow(store: Store, row: SkillRow, follow: bool) -> int:
-    path, last = _log_path(store, row), _latest(store, row)
-    if not path.exists():
-        raise ConfigError(f"launch {last.id} of {row.name!r} wrote nothing: {last.reason or last.state}")
-    with path.open("rb") as file:
-        while True:
-            shutil.copyfileobj(file, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
-            if not follow or _latest(store, row).state != "running":
-                shutil.copyfileobj(file, sys.stdout.buffer)
+    last = _latest(store, row)
+    while True:
+        path = _log_path(store, row, last)
+        if path.exists():
+            with path.open("rb") as file:
+                while True:
+                    now = _latest(store, row)
+                    shutil.copyfileobj(file, sys.stdout.buffer)
+                    sys.stdout.buffer.flush()
+                    if not follow or (now.id, now.state) != (last.id, "running"):
+                        break
+                    time.sleep(0.2)
+            if not follow or now.id == last.id:
                 return 0
+        elif follow and last.state == "running":
             time.sleep(0.2)
+            now = _latest(store, row)
+        else:
+            raise ConfigError(f"launch {last.id} of {row.name!r} wrote nothing: {last.reason or last.state}")
+        last = now  # it was launched again
 
 
 def attach(options: AttachOptions, store: Store) -> int:
