@@ -16,6 +16,7 @@ from shoal.train.agent.distributed import Processes, SharedCollector
 from shoal.train.agent.evaluation import iteration_times, rollout_metrics, shaping_only, signal_metrics
 from shoal.train.agent.records import PANELS, write_curves
 from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.ppo.run import write_ppo_curves, write_video
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 SMALL = [
@@ -86,6 +87,28 @@ def test_every_curve_is_drawn(tmp_path):
     for name in [name for _, lines in PANELS for name, _ in lines]:
         write_curves([row | {name: row["iteration"] / 3} for row in rows], tmp_path / "one.png")
         assert (tmp_path / "one.png").read_bytes() != (tmp_path / "none.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda path: write_curves([{"iteration": 1}], path),
+        lambda path: write_ppo_curves([{"steps": 1}], path, "PPO"),
+        lambda path: write_video(path, [np.zeros((2, 2, 3), np.uint8)]),
+    ],
+)
+def test_a_picture_that_is_broken_off_leaves_the_one_before(draw, tmp_path, monkeypatch):
+    def half(self, path, **_):
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    path = tmp_path / "picture"
+    path.write_bytes(b"whole")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", half)
+    monkeypatch.setattr("PIL.Image.Image.save", half)
+    with pytest.raises(KeyboardInterrupt):
+        draw(path)
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("picture", b"whole")]
 
 
 def test_where_the_time_went_by_hand():

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shoal.core.configuration import as_yaml, to_mapping
 from shoal.core.data import Trajectory, write_advantages, write_trajectories
 from shoal.core.errors import ConfigError
-from shoal.core.files import remove_leftovers, write_text
+from shoal.core.files import remove_leftovers, replacing, write_text
 from shoal.core.run_folder import Event, RunFolder
 from shoal.train.agent.checkpoint import Progress, drop_old, list_checkpoints, save_checkpoint
 from shoal.train.agent.config import AgentConfig
@@ -162,4 +162,5 @@ def write_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure, axes = draw_curves(rows, PANELS, "iteration", "iteration")
     for shares in (axes[0], axes[2]):
         shares.set_ylim(-0.02, 1.02)
-    figure.savefig(path, pil_kwargs={"compress_level": 1})
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", pil_kwargs={"compress_level": 1})

@@ -19,7 +19,7 @@ import tyro
 
 from shoal.core.configuration import as_yaml
 from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError, needs_extra
-from shoal.core.files import is_whole, read_json, remove_leftovers, write_text
+from shoal.core.files import is_whole, read_json, remove_leftovers, replacing, write_text
 from shoal.core.processes import StartMethod
 from shoal.core.run_folder import FolderLock, RunFolder
 from shoal.envs.catalogue import parse_env_kwargs
@@ -492,7 +492,8 @@ def write_ppo_curves(rows: Sequence[dict[str, Any]], path: Path, title: str) -> 
     """Draw the metrics of a run over its env steps into a PNG."""
     figure, axes = draw_curves(rows, PANELS, "steps", "environment steps", title, faint="reward")
     axes[2].set_ylim(bottom=max(-1.05, axes[2].get_ylim()[0]))
-    figure.savefig(path, pil_kwargs={"compress_level": 1})
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", pil_kwargs={"compress_level": 1})
 
 
 def write_video(path: Path, frames: list[Any]) -> None:
@@ -505,4 +506,6 @@ def write_video(path: Path, frames: list[Any]) -> None:
         raise EnvError("the environment rendered no frames")
     path.parent.mkdir(parents=True, exist_ok=True)
     duration = int(1000 * stride / 30)
-    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=duration, loop=0)
+    with replacing(path) as temporary:
+        film = {"save_all": True, "append_images": pictures[1:], "duration": duration, "loop": 0}
+        pictures[0].save(temporary, format="GIF", **film)
