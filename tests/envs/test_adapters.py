@@ -552,6 +552,12 @@ def test_a_textworld_env_is_played_and_can_be_copied_between_episodes(adventure,
     assert not env.step("fly")[4]["action_is_valid"]
 
 
+def test_games_are_kept_in_the_users_cache_where_no_folder_is_given(adventure, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shoal.envs.make("textworld", num_games=1).reset(seed=0)
+    assert [file.name for file in tmp_path.glob("shoal/textworld/*/game.z8")] == ["game.z8"]
+
+
 def test_commands_are_valid_where_a_game_does_not_tell_which_are(adventure, tmp_path):
     adventure.commands = None
     env = shoal.envs.make("textworld", cache=str(tmp_path), num_games=1)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import verify_folder, write_folder
+from shoal.core.files import cache_folder, verify_folder, write_folder
 from shoal.envs.actions import Projection
 from shoal.envs.adapters.library import PrivateRandom, library
 from shoal.envs.spaces import FreeText
@@ -35,8 +35,8 @@ class TextWorldConfig:
     """Generated games; the episode's seed picks one."""
     game_seed: int = 0
     """Where the seeds of generated games start."""
-    cache: str = "~/.cache/shoal/textworld"
-    """Folder in which generated games are kept."""
+    cache: str = ""
+    """Folder in which generated games are kept; where none is given, `textworld` in the cache (`$XDG_CACHE_HOME`)."""
     max_steps: int = 50
     """Steps after which an episode is truncated."""
     invalid_penalty: float = 0.0
@@ -119,7 +119,7 @@ def generated_game(config: TextWorldConfig, number: int) -> Path:
     textworld = library("textworld")
     seed = config.game_seed + number
     name = f"{textworld.__version__}-{config.nb_rooms}-{config.nb_objects}-{config.quest_length}-{seed}"
-    folder = Path(config.cache).expanduser() / name
+    folder = (Path(config.cache).expanduser() if config.cache else cache_folder() / "textworld") / name
     try:
         verify_folder(folder)
     except DataError as error:
