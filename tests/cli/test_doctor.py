@@ -53,13 +53,15 @@ def test_a_warning_is_a_failure_only_where_that_was_asked_for(bare, capsys):
     assert "wrong: " in capsys.readouterr().out
 
 
-def test_the_limits_of_a_container_are_read(tmp_path):
+def test_the_limits_of_a_container_are_read(tmp_path, monkeypatch):
     assert doctor._cpu_quota(tmp_path) is None
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert doctor._cpu_quota(tmp_path) == 1.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert doctor._cpu_quota(tmp_path) is None
     assert doctor._shared_memory(str(tmp_path / "none")).status == "warning"
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    assert doctor._shared_memory(str(tmp_path)).found == f"{tmp_path} cannot be written"
 
 
 def test_a_self_test_that_fails_is_told_and_ends_with_1(monkeypatch, capsys):

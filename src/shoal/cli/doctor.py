@@ -174,6 +174,8 @@ def _shared_memory(folder: str = "/dev/shm") -> Finding:
         about = os.statvfs(folder)
     except OSError as error:
         return Finding("warning", f"{folder}: {error.strerror}", "Ray needs it; shoal's own workers do not")
+    if not os.access(folder, os.W_OK):
+        return Finding("warning", f"{folder} cannot be written", "Ray needs it; shoal's own workers do not")
     size = about.f_frsize * about.f_blocks
     found = f"{folder} has {size / 2**20:,.0f} MiB, {about.f_frsize * about.f_bavail / 2**20:,.0f} free"
     if size < SMALL_SHM:
