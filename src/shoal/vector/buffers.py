@@ -25,7 +25,7 @@ import numpy as np
 from shoal.core.data import own
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.executors import available_memory
-from shoal.vector.values import Layout, Leaf, Table, refuse_loss
+from shoal.vector.values import Layout, Leaf, Schema, Table, refuse_loss
 
 Array = np.ndarray[Any, Any]
 LINE = 64
@@ -237,7 +237,7 @@ class TableBuffer:
         """
         if len(table.keys) * 8 > TOLD_BYTES:
             return 0, None
-        schema = table.keys, table.kinds
+        schema = table.schema
         number, new = self._numbers.get(schema, 0), None
         if not number:
             if len(self._numbers) == self.MOST:
@@ -268,10 +268,6 @@ class TableBuffer:
             self._cells[k * size : (k + 1) * size].view(kind)[: self.count] for k, kind in enumerate(kinds)
         ]
         return Table(self.first, self.count, keys, kinds, columns)
-
-
-Schema = tuple[tuple[str, ...], tuple[type, ...]]
-"""Names and types of the columns of a `Table`."""
 
 
 class Observations:

@@ -25,9 +25,9 @@ from shoal.core.data import UNCHANGING, answer_of, info_of, own, refuse_no_text,
 from shoal.core.errors import EnvError, shown
 from shoal.envs.catalogue import EnvFn
 from shoal.envs.spaces import ask_quickly
-from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, Schema, read, reader
+from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, read, reader
 from shoal.vector.failures import Failure, from_exception
-from shoal.vector.values import CELLS, IN_BUFFER, Info, Table, Told
+from shoal.vector.values import CELLS, IN_BUFFER, Info, Noted, Schema, Table, Told
 
 
 # --- what a group can be told
@@ -140,6 +140,7 @@ class EnvGroup:
         self.progress = [LOADING] if progress is None else progress
         self._ended = [False] * self.count
         self._ending: tuple[Any, Info] | None = None
+        self._schema: Schema = (), ()  # of the last table that it told
         # An env that raises KeyboardInterrupt is as broken as any other; where it may be a real Ctrl-C of the
         # caller's, it passes.
         main = threading.current_thread() is threading.main_thread()
@@ -275,7 +276,7 @@ class EnvGroup:
 
     def step(self, actions: Sequence[Any], members: Sequence[int] | None, place: int) -> Reply | None:
         """Step the members with one action each; the rows of the others stay. Their ends were cleared before."""
-        told: list[Told] = []
+        told: list[Noted] = []
         failures: list[Failure] = []
         rewards = [0.0] * self.count
         columns: dict[int, list[Any]] = {i: [None] * self.count for i in self._beside} if self._beside else {}
@@ -294,8 +295,8 @@ class EnvGroup:
                 self._ended[j] = True
                 over = self.terminated[j] or self.truncated[j]
                 if over and self.autoreset is AutoresetMode.SAME_STEP:  # its successor could not begin
-                    last = told[-1] if told and told[-1].env == self.first + j else None
-                    ended = (IN_BUFFER, {}) if last is None else (last.final, last.final_info or {})
+                    last = told[-1] if told and told[-1][0] == self.first + j else None
+                    ended = (last.final, last.final_info or {}) if isinstance(last, Told) else (IN_BUFFER, {})
                     failures[-1].ending, self._ending = self._ending or ended, None
                 else:
                     self.terminated[j] = self.truncated[j] = False
@@ -309,16 +310,19 @@ class EnvGroup:
     def _reply(
         self,
         columns: dict[int, list[Any]],
-        told: list[Told],
+        noted: Sequence[Noted],
         failures: list[Failure],
         members: Sequence[int],
     ) -> Reply | None:
         """What a step or reset of the members left beside the buffers; `columns` have entries for all of the group."""
-        if not (columns or told or failures):
+        if not (columns or noted or failures):
             return None
         if len(members) < self.count:
             columns = {i: [values[j] for j in members] for i, values in columns.items()}
-        return Reply(columns, Table.of(told, self.count), failures)
+        told = Table.of(noted, self.count, self._schema)
+        if isinstance(told, Table):
+            self._schema = told.schema
+        return Reply(columns, told, failures)
 
     def _advance(
         self,
@@ -328,7 +332,7 @@ class EnvGroup:
         rewards: list[Any],
         place: int,
         columns: dict[int, list[Any]],
-        told: list[Told],
+        told: list[Noted],
     ) -> None:
         """Step the members from the `start`-th on."""
         progress, ended, first, array = self.progress, self._ended, self.first, np.ndarray
@@ -356,7 +360,7 @@ class EnvGroup:
                 if terminated or truncated:
                     obs = self._end(j, obs, reward, terminated, truncated, info, place, columns, told)
                 elif type(info) is not dict or info:
-                    told.append(Told(first + j, None, None, _kept(info)))
+                    told.append(self._noted(first + j, info))
             if row is not None and type(obs) is array and obs.dtype is dtype and obs.shape == shape:
                 row[...] = obs
             elif text is not None and type(obs) is str:
@@ -364,7 +368,13 @@ class EnvGroup:
             else:
                 self._put(j, obs, place, columns)
 
-    def _restart(self, j: int, told: list[Told]) -> Any:
+    def _noted(self, env: int, info: Any) -> Noted:
+        """What an env told, its numbers alone where they have the names and types of the last table."""
+        if type(info) is dict and (tuple(info), tuple(map(type, info.values()))) == self._schema:
+            return env, *info.values()
+        return Told(env, None, None, _kept(info))
+
+    def _restart(self, j: int, told: list[Noted]) -> Any:
         """The step after an end, under next-step autoreset: the first observation of a new episode."""
         if self.autoreset is not AutoresetMode.NEXT_STEP:
             raise EnvError(OVER)
@@ -376,7 +386,7 @@ class EnvGroup:
 
     def _end(
         self, j: int, obs: Any, reward: Any, terminated: Any, truncated: Any, info: Info,
-        place: int, columns: dict[int, list[Any]], told: list[Told],
+        place: int, columns: dict[int, list[Any]], told: list[Noted],
     ) -> Any:  # fmt: skip
         """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
         info = _kept(info)  # in the same step, reset may change what it holds

@@ -251,6 +251,10 @@ def by_env(told: Iterable[Told]) -> dict[int, Info]:
     return infos
 
 
+Noted = Told | tuple[Any, ...]
+"""What an environment told, or its number and the numbers of its info alone."""
+Schema = tuple[tuple[str, ...], tuple[type, ...]]
+"""Names and types of the columns of a `Table`."""
 CELLS = NUMBERS - {np.longdouble, np.complex64, np.complex128, np.clongdouble}
 """Types of numbers that fit into 8 bytes."""
 
@@ -269,9 +273,28 @@ class Table:
     columns: Sequence[Any]
     """For each key the numbers, one per env: arrays of its type, or any sequences."""
 
+    @property
+    def schema(self) -> Schema:
+        """The names and types of its columns."""
+        return self.keys, self.kinds
+
     @classmethod
-    def of(cls, told: list[Told], count: int) -> Table | list[Told]:
-        """The table of what `count` environments told; what they told, as it came, where that is none."""
+    def of(cls, noted: Sequence[Noted], count: int, schema: Schema = ((), ())) -> Table | list[Told]:
+        """The table of what `count` environments told; what they told, as it came, where that is none.
+
+        Args:
+            noted: of each environment what it told, or its number and those of its info.
+            count: how many there are.
+            schema: what the numbers of infos stand for.
+        """
+        if len(noted) == count and all(type(item) is tuple for item in noted):
+            return cls(noted[0][0], count, *schema, list(zip(*noted, strict=True))[1:])
+        told = [
+            item
+            if isinstance(item, Told)
+            else Told(item[0], None, None, dict(zip(schema[0], item[1:], strict=True)))
+            for item in noted
+        ]
         if len(told) != count:
             return told
         info = told[0].info
@@ -296,12 +319,18 @@ class Table:
             return None
         if not all(table.keys == keys and table.kinds == kinds for table in tables[1:]):
             return None
-        columns: list[Any] = [np.empty(n_envs, kind) for kind in kinds]
+        columns: list[Any]
         try:
-            for table in tables:
-                rows = slice(table.first, table.first + table.count)
-                for column, values in zip(columns, table.columns, strict=True):
-                    column[rows] = values
+            if len(tables) == 1:
+                columns = [
+                    np.array(values, kind) for values, kind in zip(tables[0].columns, kinds, strict=True)
+                ]
+            else:
+                columns = [np.empty(n_envs, kind) for kind in kinds]
+                for table in tables:
+                    rows = slice(table.first, table.first + table.count)
+                    for column, values in zip(columns, table.columns, strict=True):
+                        column[rows] = values
         except OverflowError:  # an int without room
             return None
         return cls(0, n_envs, keys, kinds, columns)
@@ -327,9 +356,9 @@ def batch_infos(n_envs: int, told: Iterable[Told] | Table) -> Info:
     """
     if isinstance(told, Table) and told.count == n_envs and isinstance(told.columns[0], np.ndarray):
         batch: Info = {}
-        everyone = np.ones(n_envs, dtype=np.bool_)
-        for key, column in zip(told.keys, told.columns, strict=True):
-            batch[key], batch[f"_{key}"] = column, everyone.copy()
+        everyone = np.ones((len(told.keys), n_envs), dtype=np.bool_)
+        for key, column, mask in zip(told.keys, told.columns, everyone, strict=True):
+            batch[key], batch[f"_{key}"] = column, mask
         return batch
     told = list(told)
     if told and not any(
