@@ -92,13 +92,23 @@ class Channel:
         self.sock = sock
         self._header = bytearray(self.HEADER.size)
         self._frame: bytearray | None = None
-        self._filled = 0
+        self._filled: list[int] = []
+        self._going = memoryview(b"")
+        self._gone: list[int] = []
 
     def send(self, data: bytes, check: Callable[[], None] | None = None) -> None:
         """Send one frame; `check` is called while waiting and may raise."""
-        view = memoryview(self.HEADER.pack(len(data)) + data)
-        while view:
-            view = view[_patiently(check, self.sock.send, view) :]
+        self.load(data)
+        self.flush(check)
+
+    def load(self, data: bytes) -> None:
+        """Take the frame that `flush` sends."""
+        self._going, self._gone = memoryview(self.HEADER.pack(len(data)) + data), []
+
+    def flush(self, check: Callable[[], None] | None = None) -> None:
+        """Send what is left of the frame; after an interrupt it goes on."""
+        while rest := self._going[sum(self._gone) :]:
+            _patiently(check, self._gone, self.sock.send, rest)
 
     def receive(self, check: Callable[[], None] | None = None) -> Any:
         """The next message; `check` is called while waiting and may raise."""
@@ -109,24 +119,23 @@ class Channel:
         if self._frame is None:
             self._fill(self._header, check)
             (length,) = self.HEADER.unpack(self._header)
-            self._frame, self._filled = bytearray(length), 0
+            self._frame, self._filled = bytearray(length), []
         self._fill(self._frame, check)
-        frame, self._frame, self._filled = self._frame, None, 0
+        frame, self._frame, self._filled = self._frame, None, []
         return frame
 
     def _fill(self, data: bytearray, check: Callable[[], None] | None) -> None:
         view = memoryview(data)
-        while self._filled < len(data):
-            count = _patiently(check, self.sock.recv_into, view[self._filled :])
-            if count == 0:
+        while (filled := sum(self._filled)) < len(data):
+            _patiently(check, self._filled, self.sock.recv_into, view[filled:])
+            if not self._filled[-1]:
                 raise ChannelClosedError("closed by the other side")
-            self._filled += count
 
     def send_descriptors(self, descriptors: Sequence[int], check: Callable[[], None] | None = None) -> None:
         """Hand over open files; the other side calls `receive_descriptors` with their number."""
         for start in range(0, len(descriptors), MOST_DESCRIPTORS):
             part = array.array("i", descriptors[start : start + MOST_DESCRIPTORS])
-            _patiently(check, self.sock.sendmsg, [b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
+            _patiently(check, [], self.sock.sendmsg, [b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
 
     def receive_descriptors(self, count: int) -> list[int]:
         """That many open files."""
@@ -145,11 +154,15 @@ class Channel:
         self.sock.close()
 
 
-def _patiently(check: Callable[[], None] | None, call: Callable[..., int], *arguments: Any) -> int:
-    """What a call of a socket gives in the end; `check` is called each time that it had to wait for too long."""
+def _patiently(
+    check: Callable[[], None] | None, done: list[int], call: Callable[..., int], *arguments: Any
+) -> None:
+    """Add to `done` what a call of a socket gives; `check` is called each time that it had to wait for too long."""
     while True:
         try:
-            return call(*arguments)
+            # No interrupt comes between the call and the list.
+            done.extend(map(call, *([each] for each in arguments)))
+            return
         except OSError as error:
             if is_of_handler(error):
                 raise

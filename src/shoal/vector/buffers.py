@@ -653,9 +653,9 @@ def shared_file(nbytes: int) -> int:
     descriptor = os.memfd_create("shoal-vector", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, max(nbytes, 1))
-    except OSError as error:
+    except BaseException as error:
         os.close(descriptor)
-        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise ConfigError(_too_little(nbytes, error.strerror or "no space")) from error
         raise
     return descriptor

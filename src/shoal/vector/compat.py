@@ -261,8 +261,8 @@ class AsyncVectorEnv(VectorPool):
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Close as Gymnasium does: with a warning, and after `timeout` by force, when a call is pending."""
-        if self._state is not None:
-            logger.warn(f"Calling `close` while waiting for a pending call to `{self._state}` to complete.")
+        if (state := self._turn.get("state")) is not None:
+            logger.warn(f"Calling `close` while waiting for a pending call to `{state}` to complete.")
         super().close_extras(timeout, terminate)
 
     def _report(self, failures: Sequence[Failure]) -> None:

@@ -356,8 +356,10 @@ class EnvGroup:
                     obs, reward, terminated, truncated, info = answer
                 except (TypeError, ValueError):  # (a try costs nothing where nothing is raised)
                     obs, reward, terminated, truncated, info = answer_of(answer, "step")
+                if over := terminated or truncated:
+                    ended[j] = True  # first: whatever comes before its next episode has begun
                 rewards[j] = reward.copy() if type(reward) is array else reward  # as with infos, see `_kept`
-                if terminated or truncated:
+                if over:
                     obs = self._end(j, obs, reward, terminated, truncated, info, place, columns, told)
                 elif type(info) is not dict or info:
                     told.append(self._noted(first + j, info))
@@ -405,7 +407,6 @@ class EnvGroup:
         if self.autoreset is not AutoresetMode.SAME_STEP:
             self._put(j, obs, place, columns)
             self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
-            self._ended[j] = True
             if info:
                 told.append(Told(self.first + j, None, None, info))
             return obs
@@ -425,7 +426,7 @@ class EnvGroup:
         self._ending = final, info
         obs, first_info = answer_of(self.envs[j].reset(), "reset")
         first_info = _kept(first_info)
-        self._ending = None
+        self._ending, self._ended[j] = None, False
         if final is not IN_BUFFER or info or first_info:
             told.append(Told(self.first + j, final, info, first_info))
         return obs

@@ -87,6 +87,7 @@ class Worker:
         """When it was looked at last, whether it still lives and is in time."""
         self._seen = (-1, 0.0)
         self._packed: tuple[Any, bytes] = (None, b"")
+        self._answer: Any = None  # the reply, in a tuple
 
     # --- what each kind of worker does in its own way
     def start(self, command: Any, *, bell: bool = False) -> None:
@@ -113,7 +114,7 @@ class Worker:
         return self.answered()
 
     def receive(self) -> Reply | None:
-        """The reply; the caller's own group does its work here."""
+        """The reply, until the next command begins; the caller's own group does its work here."""
         command, self.command = self.command, None
         if isinstance(command, Make):
             self.group = EnvGroup(self.env_fns, self.first)
@@ -163,16 +164,21 @@ class Worker:
         """Begin a command."""
         if self._limited:
             self._seen = (-1, time.monotonic())
+        self._answer = None
         self.start(command, bell=bell)
 
     def take(self) -> tuple[Any, Reply | None]:
-        """The command that is over and its reply; a lost worker gives its failure."""
+        """The command that is over and its reply; a lost worker gives its failure.
+
+        After an interrupt it gives the same again, but for the work of the caller's own group.
+        """
         command = self.command
-        reply = self.receive() if self.lost is None else None
+        if self.lost is None and self._answer is None:
+            self._answer = (self.receive(),)
         if self.lost is not None:
-            reply = Reply(failures=[self.lost])
+            self._answer = (Reply(failures=[self.lost]),)
         self.command = None
-        return command, reply
+        return command, self._answer[0]
 
     def overdue(self, now: float) -> float | None:
         """The time limit that the env it is at has exceeded, if so."""
@@ -438,26 +444,22 @@ class ThreadWorker(Worker):
             thread = threading.Thread(target=serve, args=(self.box,), name=name, daemon=True)
             thread.start()
             self.thread = thread  # only now: one that could not be started cannot be waited for
+        self.box.replies.clear()
         self.command = command
         self.box.commands.put(own)
 
     def answered(self) -> bool:
-        return self.lost is not None or not self.box.replies.empty()
+        return self.lost is not None or bool(self.box.replies)
 
     def pause(self, seconds: float) -> None:
         self.backend.wait_bell(seconds)
 
     def receive(self) -> Reply | None:
-        reply = self.box.replies.get()
-        try:
-            with contextlib.suppress(queue.Empty):
-                self.backend.bell.get_nowait()  # as many bells as replies
-            if isinstance(self.command, Step | Reset):
-                self._land()
-            return reply
-        except BaseException:  # an interrupt: whoever waits for it next has it
-            self.box.replies.put(reply)
-            raise
+        with contextlib.suppress(queue.Empty):
+            self.backend.bell.get_nowait()  # as many bells as replies
+        if isinstance(self.command, Step | Reset):
+            self._land()
+        return self.box.replies[0]
 
     def _land(self) -> None:
         if self.box.own is not None and self.buffers is not None:
@@ -470,7 +472,7 @@ class ThreadWorker(Worker):
         return None if self.box.own is None else self.box.own.times
 
     def is_gone(self) -> bool:
-        return self.thread is not None and not self.thread.is_alive() and self.box.replies.empty()
+        return self.thread is not None and not self.thread.is_alive() and not self.box.replies
 
     def give_up(self) -> None:
         """Leave the thread behind; ends of episodes that it wrote are kept."""
@@ -527,6 +529,7 @@ class ProcessWorker(Worker):
         self.texts: dict[int, TextBuffer] = {}
         self.tables: TableBuffer | None = None
         self.channel: Channel | None = None
+        self._data: bytearray | None = None
 
     @property  # type: ignore[override]
     def lost(self) -> Failure | None:
@@ -568,17 +571,28 @@ class ProcessWorker(Worker):
             mask = self.buffers.members[self.first : self.first + self.count]
             mask[...] = False
             mask[command.members] = True
-        self.command = command
+        if data and self.channel is not None:
+            self.channel.load(data)
         line = self._command
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF
         line[words.OPERATION], line[words.PLACE] = operation, number
         line[words.HAS_MESSAGE] = bool(data)
         line[words.BELL] = self._rings = bell
         line[words.SEQUENCE] = self._asked[self.number] = self._sequence
-        self._wake.release()
-        if data and self.lost is None and self.channel is not None:
+        self._data, self.command = None, command  # now: nobody must wait for what it was not told
+        try:
+            self._wake.release()
+            if data:
+                self._tell()
+        except BaseException:
+            if data:  # half a message would be taken for the beginning of the next one
+                self._tell()
+            raise
+
+    def _tell(self) -> None:
+        if self.lost is None and self.channel is not None:
             with contextlib.suppress(ChannelClosedError, WorkerDiedError):  # who waits finds out and tells
-                self.channel.send(data, self._still_there)
+                self.channel.flush(self._still_there)
 
     def _still_there(self) -> None:
         look_at([self])
@@ -618,22 +632,28 @@ class ProcessWorker(Worker):
         assert self.channel is not None
         while True:
             try:
-                data = self.channel.receive_bytes(self._still_there)
+                if self._data is None:
+                    self._data = self.channel.receive_bytes(self._still_there)
             except (ChannelClosedError, WorkerDiedError):
                 self.home.make_sure_it_is_gone()
                 if self.lost is None:
                     self.lose(self.death())
                 return Reply()
             try:
-                sequence, reply = operations.unpacked(data)
+                sequence, reply = operations.unpacked(self._data)
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # what came cannot be read here
-                return self.unreadable(error)
+            except BaseException as error:
+                try:
+                    operations.unpacked(self._data)
+                except BaseException:  # what came cannot be read here
+                    return self.unreadable(error)
+                raise  # a signal's handler raised it
             if reply.schema is not None and self.tables is not None:  # of whatever command: it is told once
                 self.tables.know(*reply.schema)
             if sequence == self._sequence:
                 return reply
+            self._data = None
 
     def progress(self) -> int:
         return int(self._reply[words.PROGRESS])
@@ -675,17 +695,19 @@ class ProcessBackend(Backend):
         self._control = shared_file(Lines.nbytes(n_groups))
         try:
             self.lines = Lines(n_groups, mmap.mmap(self._control, 0))
+            self._bell = self.lines.bell(new=True)
+            self._board = Board(
+                np.zeros(n_groups, np.uint32), self.lines.replied(), np.zeros(n_groups, np.bool_)
+            )
+            for process, (lo, hi) in zip(self.processes, cuts, strict=True):
+                for first, stop in [(i, i + 1) for i in range(lo, hi)] if threads else [(lo, hi)]:
+                    number = len(self.workers)
+                    fns = env_fns[first:stop]
+                    worker = ProcessWorker(process, self.lines, number, self._board, first, fns, limits)
+                    self.workers.append(worker)
         except BaseException:
             os.close(self._control)
             raise
-        self._bell = self.lines.bell(new=True)
-        self._board = Board(np.zeros(n_groups, np.uint32), self.lines.replied(), np.zeros(n_groups, np.bool_))
-        for process, (lo, hi) in zip(self.processes, cuts, strict=True):
-            for first, stop in [(i, i + 1) for i in range(lo, hi)] if threads else [(lo, hi)]:
-                number = len(self.workers)
-                fns = env_fns[first:stop]
-                worker = ProcessWorker(process, self.lines, number, self._board, first, fns, limits)
-                self.workers.append(worker)
 
     def start(self, workers: Sequence[Worker]) -> None:
         """Fresh processes for these workers and all who live with them."""

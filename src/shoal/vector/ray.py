@@ -73,7 +73,7 @@ class Host:
             return packed(Reply(failures=[failure]), 0, self.first), None
         self.box.commands.put(command)
         self.box.bell.get()
-        reply = self.box.replies.get()
+        reply = self.box.replies.popleft()
         answer = b"" if reply is None else packed(reply, 0, self.first)
         if self.box.own is None or not isinstance(command, Step | Reset):
             return answer, None

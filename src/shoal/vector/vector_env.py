@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
 import gymnasium
@@ -84,6 +84,7 @@ from shoal.vector.worker import Attach
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Seeds = int | Sequence[int | None] | None
+NOBODY: Set[int] = frozenset()
 Pending = list[tuple[Worker, Any]]
 """Workers and what each was told."""
 
@@ -158,13 +159,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._masked_by: Failure | None = None  # the last env that was masked out
         self._owed: dict[int, Owed] = {}
         # what is under way
-        self._turn = threading.Lock()  # held from `*_async` to `*_wait`
-        self._state: str | None = None
-        self._waits: list[str] = []  # the call that nobody waits for yet: one thread takes it
+        # From `*_async` to `*_wait`: "by" whose call, its "state", and the "waiter", which only one thread is. Of one
+        # `setdefault` or `clear`, an interrupt leaves nothing half done.
+        self._turn: dict[str, Any] = {}
         self._pending: Pending = []
         # whom the operation waits for, before it begins
         self._deferred: tuple[list[Worker], Callable[[], None]] | None = None
-        self._resting: set[int] = set()  # envs that the step under way leaves out: it tells what came late
+        self._resting = NOBODY  # envs that the step under way leaves out: it tells what came late
         self._late: list[Worker] = []  # at an abandoned command
         self._late_failures: list[Failure] = []
         self._flying: dict[int, float] = {}  # what was sent and not received: env -> when
@@ -180,22 +181,24 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     # --- one operation at a time
     def _enter(self, operation: str, *, flying: bool = False) -> None:
-        if self.closed or not self._turn.acquire(False):
-            self._check_open()
-            raise AlreadyPendingCallError(
-                f"Calling `{operation}` while waiting for a pending call to `{self._state}` to complete.",
-                str(self._state),
-            )
-        if self._flying and not flying:
-            self._leave()
-            raise AlreadyPendingCallError(
-                f"Calling `{operation}` while environments {sorted(self._flying)[:8]} are in flight; `recv` them.",
-                "recv",
-            )
-
-    def _leave(self) -> None:
-        self._state, self._waits = None, []
-        self._turn.release()
+        me = object()
+        try:
+            if self.closed or self._turn.setdefault("by", me) is not me:
+                self._check_open()
+                state = str(self._turn.get("state"))
+                raise AlreadyPendingCallError(
+                    f"Calling `{operation}` while waiting for a pending call to `{state}` to complete.", state
+                )
+            if self._flying and not flying:
+                raise AlreadyPendingCallError(
+                    f"Calling `{operation}` while environments {sorted(self._flying)[:8]} are in flight; `recv` "
+                    "them.",
+                    "recv",
+                )
+        except BaseException:
+            if self._turn.get("by") is me:
+                self._turn.clear()
+            raise
 
     def _check_open(self) -> None:
         if self._is_parents:
@@ -209,19 +212,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             )
 
     def _expect(self, operation: str, timeout: float | None) -> None:
-        if self.closed or self._closing or self._state != operation:
+        if self.closed or self._closing or self._turn.get("state") != operation:
             self._check_open()
             raise NoAsyncCallError(
                 f"Calling `{operation}_wait` without any prior call to `{operation}_async`.", operation
             )
         if timeout is not None:
             limit(timeout, "timeout")
-        try:
-            self._waits.pop()
-        except IndexError:
-            raise AlreadyPendingCallError(
-                f"Calling `{operation}_wait` while another thread waits for the same call.", operation
-            ) from None
 
     def _begun(self, operation: str, ids: Iterable[int], begin: Callable[[], None]) -> None:
         """Begin what concerns the envs `ids`; `*_wait` does, if one of them is at an abandoned command."""
@@ -233,17 +230,28 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._deferred = late, begin
             else:
                 begin()
+            self._turn["state"] = operation.partition("_")[0]
         except BaseException:  # what it began is abandoned
             self._abandon({})
-            self._leave()
+            self._turn.clear()
             raise
-        self._state = operation.partition("_")[0]
-        self._waits = [self._state]
+
+    def _at_once(self, begin: Callable[[], None], wait: Callable[[], T]) -> T:
+        """What `wait` gives of what `begin` began; an interrupt between the two abandons it, as it does in each."""
+        begin()
+        by = self._turn["by"]
+        try:
+            return wait()
+        except BaseException:
+            if self._turn.get("by") is by and "waiter" not in self._turn:
+                self._abandon({})
+                self._turn.clear()
+            raise
 
     def _abandon(self, replies: dict[Worker, Reply | None]) -> None:
         """Nobody waits for what is pending any more; what was answered already keeps its ends."""
         pending, self._pending, self._deferred = self._pending, [], None
-        self._resting = set()
+        self._resting = NOBODY
         for worker, command in pending:
             begun = worker.command is command
             if worker in replies:
@@ -270,8 +278,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             seed: None, an int (env i gets `seed + i`) or one seed per env.
             options: passed to every env, without `reset_mask`.
         """
-        self.reset_async(seed, options)
-        return self.reset_wait()
+        return self._at_once(lambda: self.reset_async(seed, options), self.reset_wait)
 
     def reset_async(self, seed: Seeds = None, options: dict[str, Any] | None = None) -> None:
         """Begin a reset; `reset_wait` returns its result."""
@@ -293,13 +300,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self, seeds: Sequence[int | None], options: dict[str, Any] | None = None
     ) -> tuple[Any, list[Info]]:
         """Reset all environments: a batch of observations and one info per environment."""
-        self.reset_async(list(seeds), options)
 
         def take(replies: Sequence[Reply | None]) -> tuple[Any, list[Info]]:
             infos = by_env(self._finished(replies))
             return self._batch(), [infos.get(i, {}) for i in range(self.num_envs)]
 
-        return self._collect(None, "reset", take)
+        return self._at_once(
+            lambda: self.reset_async(list(seeds), options), lambda: self._collect(None, "reset", take)
+        )
 
     def reset_some(
         self, indices: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None = None
@@ -309,13 +317,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         everyone: list[int | None] = [None] * self.num_envs
         for i, seed in zip(chosen, seeds, strict=True):
             everyone[i] = plain_seed(seed)
-        self._begun("reset_some", chosen, lambda: self._begin_reset(sorted(chosen), everyone, options))
+        begin = functools.partial(self._begin_reset, sorted(chosen), everyone, options)
 
         def take(replies: Sequence[Reply | None]) -> list[tuple[Any, Info]]:
             infos = by_env(self._finished(replies))
             return [(self._observation(i), infos.get(i, {})) for i in chosen]
 
-        return self._collect(None, "reset", take)
+        return self._done("reset_some", chosen, begin, "reset", take)
 
     def _begin_reset(
         self, chosen: Sequence[int], seeds: list[int | None], options: dict[str, Any] | None
@@ -352,8 +360,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             and self._is_plain(actions)
         ):
             return self._step_alone(self._alone, actions)
-        self.step_async(actions)
-        return self.step_wait()
+        return self._at_once(lambda: self.step_async(actions), self.step_wait)
 
     def step_async(self, actions: Any) -> None:
         """Begin a step; `step_wait` returns its result."""
@@ -376,32 +383,34 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _step_alone(self, group: EnvGroup, actions: Array) -> tuple[Any, Any, Any, Any, Info]:
         """`step` of a group that is the caller's own and the only one: nothing has far to go, nobody is waited for."""
         self._enter("step")
-        self._state, worker, buffers = "step", self.workers[0], self.buffers
         told: list[Told] | Table = []
         try:
+            self._turn["state"], worker, buffers = "step", self.workers[0], self.buffers
             given = list(actions if actions.ndim == 1 else actions.copy())
             buffers.flags.fill(False)
             place = self._next_place() if buffers.places > 1 else 0  # which may itself move the worker: first
             worker.before, worker.place = worker.place, place
+            reply: Reply | None = None
             try:
                 reply = group.step(given, None, worker.place)
+                tells = self._same_step and buffers.any_end()
+                if reply is not None and (reply.told or reply.failures):
+                    tells = True
+                elif reply is not None:
+                    self._observations.keep(worker.ids, reply.columns)
             except BaseException:  # an interrupt
-                self._land_late(worker, Step(None, worker.place, NOTHING_LOOSE, given), None)
+                self._land_late(worker, Step(None, worker.place, NOTHING_LOOSE, given), reply)
                 raise
-            tells = reply is not None and (reply.told or reply.failures)
-            if tells or (self._same_step and buffers.any_end()):
+            if tells:
                 self._pending.append((worker, Step(None, worker.place, NOTHING_LOOSE, given)))
                 told = self._finished([reply])
-            elif reply is not None:
-                self._observations.keep(worker.ids, reply.columns)
-            shown = self._shown()  # before another thread may begin what writes over it
+            return self._shown(told, self._infos)  # before another thread may begin what writes over it
         except Exception:
             self._check_open()  # an env closed it meanwhile: that is why
             raise
         finally:
             self._pending = []
-            self._leave()
-        return *shown, batch_infos(self.num_envs, told) if told else {}
+            self._turn.clear()
 
     def step_async_each(self, actions: Sequence[Any]) -> None:
         """`step_async` with one action per environment, not batched."""
@@ -415,19 +424,43 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             PendingTimeoutError: after `timeout` seconds. The step runs to its end; but if an env it concerns was still
                 at an abandoned command (`error.begun` is False), it has not begun anywhere and never will.
         """
-        *result, told = self.step_wait_each(timeout)
-        return *result, batch_infos(self.num_envs, told) if told else {}  # type: ignore[return-value]
+        self._expect("step", timeout)
+        return self._collect(
+            timeout, "step", lambda replies: self._shown(self._finished(replies), self._infos)
+        )
 
-    def step_wait_each(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, list[Told] | Table]:
+    def step_wait_each(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, list[Told]]:
         """`step_wait` with the infos as they came."""
         self._expect("step", timeout)
-        told, shown = self._collect(timeout, "step", lambda replies: (self._finished(replies), self._shown()))
-        return *shown, told
+        return self._collect(timeout, "step", lambda replies: self._shown(self._finished(replies), list))
 
-    def _shown(self) -> tuple[Any, Any, Any, Any]:
-        """Observations, rewards, terminations and truncations of the last step."""
+    def _infos(self, told: list[Told] | Table) -> Info:
+        """The infos of a step by their keys."""
+        return batch_infos(self.num_envs, told) if told else {}
+
+    def _shown(
+        self, told: list[Told] | Table, infos: Callable[[list[Told] | Table], T]
+    ) -> tuple[Any, Any, Any, Any, T]:
+        """Observations, rewards, terminations and truncations of the last step, and what `infos` makes of the told."""
         buffers = self.buffers
-        return self._batch(), buffers.rewards.copy(), buffers.terminated.copy(), buffers.truncated.copy()
+        try:
+            paid = buffers.rewards.copy(), buffers.terminated.copy(), buffers.truncated.copy()
+            return self._batch(), *paid, infos(told)
+        except BaseException:  # an interrupt
+            self._owe_all((), told)
+            raise
+
+    def _owe_all(self, replies: Iterable[Reply | None], told: Iterable[Told] = ()) -> None:
+        """Remember the ends of the step under way, of which the caller sees nothing."""
+        known = [reply for reply in replies if reply is not None]
+        told = list(told) or [item for reply in known for item in reply.told]
+        ids = [item.env for item in told if item.env in self._resting and item.env not in self._owed]
+        for worker, command in self._pending:
+            if isinstance(command, Step):
+                ids += ids_of(worker, command)
+        alone = self._alone is not None and not self._pending
+        failed = {failure.env for reply in known for failure in reply.failures}
+        self._owe(range(self.num_envs) if alone else ids, told, failed)
 
     def step_some(self, indices: Sequence[int], actions: Sequence[Any]) -> list[StepResult]:
         """Step only the environments `indices`, with one action each; the others are left alone.
@@ -436,13 +469,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """
         chosen, actions = self._indices(indices, actions, "actions")
         write = functools.partial(write_some, self.buffers, chosen, actions)
-        self._begun("step_some", chosen, lambda: self._begin_step(write(), sorted(chosen)))
 
         def take(replies: Sequence[Reply | None]) -> list[StepResult]:
             infos = by_env(self._finished(replies))
             return [StepResult(self._observation(i), *self._paid(i), infos.get(i, {})) for i in chosen]
 
-        return self._collect(None, "step", take)
+        begin = lambda: self._begin_step(write(), sorted(chosen))  # noqa: E731
+        return self._done("step_some", chosen, begin, "step", take)
 
     def _begin_step(self, loose: Loose, chosen: Sequence[int] | None = None) -> None:
         """Begin to step all envs, or only those `chosen`."""
@@ -535,32 +568,57 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         worker.begin(command, bell=bell)
 
     # --- replies
+    def _done(
+        self,
+        operation: str,
+        ids: Iterable[int],
+        begin: Callable[[], None],
+        word: str,
+        take: Callable[[list[Reply | None]], T],
+    ) -> T:
+        """What `take` makes of the replies to what `begin` begins."""
+        return self._at_once(
+            lambda: self._begun(operation, ids, begin), lambda: self._collect(None, word, take)
+        )
+
     def _collect(self, timeout: float | None, word: str, take: Callable[[list[Reply | None]], T]) -> T:
         """The last part of an operation: what `take` makes of the replies, before another thread may begin the next."""
+        me, mine = object(), False
+        replies: dict[Worker, Reply | None] = {}
         try:
-            return take(self._replies(timeout, word))
-        except Exception:
-            self._check_open()  # another thread closed it meanwhile: that is why
+            mine = self._turn.setdefault("waiter", me) is me
+            if not mine:
+                raise AlreadyPendingCallError(
+                    f"Calling `{word}_wait` while another thread waits for the same call.", word
+                )
+            return take(self._receive(replies, timeout, word))
+        except BaseException as error:
+            mine = mine or self._turn.get("waiter") is me
+            if mine and (self._deferred is not None or len(replies) < len(self._pending)):
+                self._abandon(replies)
+            elif mine and not isinstance(error, WorkerError):  # an interrupt
+                self._owe_all(replies.values())
+            if isinstance(error, Exception):
+                self._check_open()  # another thread closed it meanwhile: that is why
             raise
         finally:
-            self._pending, self._resting = [], set()
-            self._leave()
+            if mine:
+                self._pending, self._resting = [], NOBODY
+                self._turn.clear()
 
     def _finished(self, replies: Sequence[Reply | None]) -> list[Told] | Table:
         """What the pending commands told, failures dealt with and debts paid."""
-        pending = self._pending
-        found, failures = self._land(pending, replies)
-        if not (failures or self._resting):
-            return found
-        told = list(found)
-        if failures:
-            try:
-                self._recover(failures, told, pending)
-            except BaseException:
-                for worker, command in pending:
-                    if isinstance(command, Step):
-                        self._owe(worker, command, told, {failure.env for failure in failures})
-                raise
+        told, failures = list[Told](), list[Failure]()
+        try:
+            found, failures = self._land(self._pending, replies)
+            if not (failures or self._resting):
+                return found
+            told = list(found)
+            if failures:
+                self._recover(failures, told, self._pending)
+        except BaseException:
+            self._owe_all(replies, told)
+            raise
         for i in sorted(self._resting & self._owed.keys()):
             told.append(self._paid_back(i))
         return told
@@ -571,9 +629,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._flag(i, owed.reward, owed.terminated, owed.truncated)
         return owed.told
 
-    def _replies(self, timeout: float | None, word: str) -> list[Reply | None]:
+    def _receive(
+        self, replies: dict[Worker, Reply | None], timeout: float | None, word: str
+    ) -> list[Reply | None]:
         """The replies to what is pending, in its order; notes how long the caller waited for others."""
-        replies: dict[Worker, Reply | None] = {}
         waiting = 0.0
         try:
             deadline = None if timeout is None else time.monotonic() + timeout
@@ -597,11 +656,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         except DeadlineError:
             error = PendingTimeoutError(f"The call to `{word}_wait` has timed out after {timeout} second(s).")
             error.begun = self._deferred is None
-            self._abandon(replies)
             raise error from None
-        except BaseException:
-            self._abandon(replies)
-            raise
         if self._began:
             end = time.perf_counter()
             self._stepping += end - self._began
@@ -622,7 +677,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._observations.keep(ids_of(worker, command), reply.columns, failed)
         self._late_failures += reply.failures
         if isinstance(command, Step):
-            self._owe(worker, command, reply.told, failed)
+            self._owe(ids_of(worker, command), reply.told, failed)
 
     def _stay(self, worker: Worker, failed: Iterable[int]) -> None:
         """What those showed before that failed, or whose worker is lost, stands, but for ends."""
@@ -631,12 +686,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         stay = [i for i in hurt if not over[i] or (self._same_step and i in failed)]
         self._observations.carry(stay, worker.before, worker.place)
 
-    def _owe(self, worker: Worker, command: Step, told: Iterable[Told], failed: set[int]) -> None:
-        """Remember the ends of a step that the caller does not see."""
+    def _owe(self, ids: Iterable[int], told: Iterable[Told], failed: Set[int]) -> None:
+        """Remember the ends of a step of these envs that the caller does not see."""
         buffers = self.buffers
         known = {item.env: item for item in told}
-        for i in ids_of(worker, command):
-            if i not in failed and (buffers.terminated[i] or buffers.truncated[i]):
+        for i in ids:
+            if i not in failed and i not in self._owed and (buffers.terminated[i] or buffers.truncated[i]):
                 item = known.get(i) or Told(i, IN_BUFFER, {} if self._same_step else None, {})
                 final = self._final(item.final, i) if self._same_step else None
                 item = Told(i, final, item.final_info, {**item.info, "late": True})
@@ -905,8 +960,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     # --- methods and attributes of the environments
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every environment, or read an attribute; one result per environment."""
-        self.call_async(name, *args, **kwargs)
-        return self.call_wait()
+        return self._at_once(lambda: self.call_async(name, *args, **kwargs), self.call_wait)
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Begin a call; `call_wait` returns its results."""
@@ -933,8 +987,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 f"values must be a list or tuple of one value per environment ({self.num_envs}), got {len(each)}"
             )
         given: list[tuple[Any, ...]] = [("set_wrapper_attr", (name, value), {}) for value in each]
-        self._begin_apply("set_attr", f"set {name}", self._active(), call_attribute, given)
-        self._answers(None)
+        begin = functools.partial(self._begin_apply, "set_attr", f"set {name}", self._active())
+        self._at_once(lambda: begin(call_attribute, given), lambda: self._answers(None))
 
     def apply(
         self, function: Callable[..., Any], *args: Any, indices: Sequence[int] | None = None
@@ -944,8 +998,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         if indices is not None:
             chosen = self._indices(given := list(indices), given, "indices")[0]
         doing = getattr(function, "__name__", "apply")
-        self._begin_apply("apply", doing, sorted(chosen), function, [args] * self.num_envs)
-        results = self._answers(None)
+        begin = functools.partial(self._begin_apply, "apply", doing, sorted(chosen))
+        results = self._at_once(lambda: begin(function, [args] * self.num_envs), lambda: self._answers(None))
         return [results[i] for i in chosen]
 
     def _begin_apply(
@@ -1030,7 +1084,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._forget_lost()
             raise
         finally:
-            self._leave()
+            self._turn.clear()
 
     def recv(self, min_envs: int = 1, timeout: float | None = None) -> Ready:
         """The environments that are ready, at least `min_envs` of those in flight.
@@ -1075,7 +1129,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._check_open()
             raise
         finally:
-            self._leave()
+            self._turn.clear()
 
     def _at_work(self) -> Pending:
         """The workers in flight, and what each is at."""
@@ -1171,42 +1225,53 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _land_in_flight(self, landing: Pending) -> None:
         replies: list[Reply | None] = []
+        told, failed, landed = list[Told](), set[int](), None
         interrupt: BaseException | None = None
-        for worker, command in landing:
-            try:
-                replies.append(worker.take()[1])
-            except BaseException as error:  # an interrupt: what was taken before it lands
-                if worker.inline:  # the caller's own group was amid it: these are in flight no more
-                    for i in ids_of(worker, command):
-                        self._flying.pop(i, None)
-                    self._set_to_work([worker])
-                interrupt, landing = error, landing[: len(replies)]
-                break
-        found, failures = self._land(landing, replies)
-        told = list(found)
-        ids = [i for worker, command in landing for i in ids_of(worker, command)]
-        if failures:
-            failed, others = set[int](), self._at_work()
-            try:
-                self._recover(failures, told, [*landing, *others])
-            except BaseException as error:
-                if isinstance(error, Exception):
-                    self._errors.append(error)
-                else:
-                    interrupt = error
-                ended = self.buffers.terminated | self.buffers.truncated
-                failed = {failure.env for failure in failures}
-                failed |= {i for i in ids if self._by_env[i].lost is not None and not ended[i]}
-            # Workers that were replaced meanwhile, with those who failed, never answer what they were at.
-            gone = [pair for pair in others if pair[0].command is not pair[1]]
-            also = [i for worker, command in gone for i in ids_of(worker, command)]
-            landing, ids = [*landing, *gone], [*ids, *also]
-            if failed:  # what they tell went with the error
-                failed.update(also)
-            for i in failed:
-                self._flying.pop(i, None)
-            ids = [i for i in ids if i not in failed]
-        self._landed.append(self._landing(ids, told))
+        try:
+            for worker, command in landing:
+                try:
+                    replies.append(worker.take()[1])
+                except BaseException as error:  # an interrupt: what was taken before it lands
+                    interrupt, landing = error, landing[: len(replies)]
+                    taken = any(worker is other for other, _ in landing)
+                    if worker.command is not command and not taken:  # the caller's own group was amid it
+                        for i in ids_of(worker, command):
+                            self._flying.pop(i, None)
+                        self._land_late(worker, command, None)
+                        self._set_to_work([worker])
+                    break
+            found, failures = self._land(landing, replies)
+            told += found
+            ids = [i for worker, command in landing for i in ids_of(worker, command)]
+            if failures:
+                others = self._at_work()
+                try:
+                    self._recover(failures, told, [*landing, *others])
+                except BaseException as error:
+                    if isinstance(error, Exception):
+                        self._errors.append(error)
+                    else:
+                        interrupt = error
+                    ended = self.buffers.terminated | self.buffers.truncated
+                    failed = {failure.env for failure in failures}
+                    failed |= {i for i in ids if self._by_env[i].lost is not None and not ended[i]}
+                # Workers that were replaced meanwhile, with those who failed, never answer what they were at.
+                gone = [pair for pair in others if pair[0].command is not pair[1]]
+                also = [i for worker, command in gone for i in ids_of(worker, command)]
+                landing, ids = [*landing, *gone], [*ids, *also]
+                if failed:  # what they tell went with the error
+                    failed.update(also)
+                for i in failed:
+                    self._flying.pop(i, None)
+                ids = [i for i in ids if i not in failed]
+            landed = self._landing(ids, told)
+            self._landed.append(landed)
+        except BaseException:  # an interrupt
+            if not any(landed is other for other in self._landed):
+                for worker, command in landing:
+                    if isinstance(command, Step) and worker.command is not command:
+                        self._owe(ids_of(worker, command), told, failed)
+            raise
         self._set_to_work(worker for worker, _ in landing)
         if interrupt is not None:
             raise interrupt
@@ -1219,14 +1284,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         return Ready(chosen, columns, *paid, [infos.get(i, {}) for i in ids], [])
 
     def _taken(self, timeout: float | None) -> Ready:
-        landed, self._landed = self._landed or [self._landing([])], []
+        landed = self._landed or [self._landing([])]
         ids, columns, rewards, terminated, truncated, infos, _ = zip(*landed, strict=True)
         taken = np.concatenate(ids)
-        for i in taken.tolist():
-            self._flying.pop(i, None)
-        now = time.monotonic()
-        late = [i for i, sent in self._flying.items() if timeout is not None and now - sent >= timeout]
-        return Ready(
+        here, now = set(taken.tolist()), time.monotonic()
+        flying = {i: sent for i, sent in self._flying.items() if i not in here}
+        late = [i for i, sent in flying.items() if timeout is not None and now - sent >= timeout]
+        ready = Ready(
             taken,
             self._observations.joined(columns),
             np.concatenate(rewards),
@@ -1235,6 +1299,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             list(itertools.chain.from_iterable(infos)),
             sorted(late),
         )
+        self._landed, self._flying = [], flying  # last: an interrupt before it leaves all for the next call
+        return ready
 
     @property
     def in_flight(self) -> list[int]:
@@ -1325,7 +1391,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Close the environments; a worker that does not follow is killed, so this takes a few seconds at most."""
         limit(timeout, "timeout")
-        self._pending, self._state, self._closing = [], None, True
+        self._pending, self._closing = [], True
         seconds = 0.0 if terminate else (2.0 if timeout is None else timeout)
         with self._close_lock:
             close_all(self.workers, self.backend, os.getpid(), seconds)

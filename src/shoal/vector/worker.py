@@ -13,6 +13,7 @@ import queue
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +119,7 @@ class QueueBox:
     def __init__(self, bell: queue.SimpleQueue[None]) -> None:
         self.progress = [words.LOADING]
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
+        self.replies: deque[Reply | None] = deque()
         self.bell = bell
         self.own: Buffers | None = None
 
@@ -133,7 +134,7 @@ class QueueBox:
 
     def reply(self, reply: Reply | None) -> None:
         """Hand the reply over."""
-        self.replies.put(reply)
+        self.replies.append(reply)
         self.bell.put(None)
 
 
