@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.error import AlreadyPendingCallError
 
 from shoal.core.errors import EnvError
 from shoal.core.processes import Channel
@@ -170,3 +171,45 @@ def test_a_message_that_was_broken_off_is_sent_to_its_end_by_the_next_flush() ->
     rest.join()
     receiver.close()
     sender.close()
+
+
+def test_a_wait_of_another_thread_takes_nothing_of_a_step_that_the_caller_itself_does() -> None:
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            envs.step_wait()
+        except AlreadyPendingCallError as error:
+            told.append(error)
+
+    class Asks(CountEnv):
+        def misbehave(self, action: Any) -> None:
+            other = threading.Thread(target=wait)
+            other.start()
+            other.join()
+
+    envs = make_vec(Asks, 2, backend="serial")
+    envs.reset(seed=0)
+    assert envs.step(np.array([4, 4]))[0][:, 2:].tolist() == [[1, 4]] * 2
+    assert len(told) == 2
+    envs.close()
+
+
+def test_a_wait_that_comes_late_takes_nothing_of_the_next_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    envs = make_vec(functools.partial(CountEnv, 10_000), 2, backend="serial")
+    envs.reset(seed=0)
+    expect = envs._expect
+
+    def slowly(operation: str, timeout: float | None) -> Any:
+        turn = expect(operation, timeout)
+        monkeypatch.undo()  # another thread does this meanwhile
+        envs.step_wait()
+        envs.call_async("render")
+        return turn
+
+    envs.step_async(np.array([4, 4]))
+    monkeypatch.setattr(envs, "_expect", slowly)
+    with pytest.raises(AlreadyPendingCallError):
+        envs.step_wait()
+    assert envs.call_wait() == ("0/1", "1/1")
+    envs.close()

@@ -261,7 +261,7 @@ class AsyncVectorEnv(VectorPool):
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Close as Gymnasium does: with a warning, and after `timeout` by force, when a call is pending."""
-        if (state := self._turn.get("state")) is not None:
+        if (state := self._turn.get("now", {}).get("state")) is not None:
             logger.warn(f"Calling `close` while waiting for a pending call to `{state}` to complete.")
         super().close_extras(timeout, terminate)
 

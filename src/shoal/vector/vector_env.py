@@ -85,6 +85,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Seeds = int | Sequence[int | None] | None
 NOBODY: Set[int] = frozenset()
+Turn = dict[str, Any]
+"""An operation that goes on: its "state", once it has begun, and its "waiter", which only one thread is."""
 Pending = list[tuple[Worker, Any]]
 """Workers and what each was told."""
 
@@ -159,9 +161,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._masked_by: Failure | None = None  # the last env that was masked out
         self._owed: dict[int, Owed] = {}
         # what is under way
-        # From `*_async` to `*_wait`: "by" whose call, its "state", and the "waiter", which only one thread is. Of one
-        # `setdefault` or `clear`, an interrupt leaves nothing half done.
-        self._turn: dict[str, Any] = {}
+        # "now": what goes on from `*_async` to `*_wait`. An interrupt leaves no `setdefault` or `clear` half done.
+        self._turn: dict[str, Turn] = {}
         self._pending: Pending = []
         # whom the operation waits for, before it begins
         self._deferred: tuple[list[Worker], Callable[[], None]] | None = None
@@ -181,11 +182,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     # --- one operation at a time
     def _enter(self, operation: str, *, flying: bool = False) -> None:
-        me = object()
+        mine: Turn = {}
         try:
-            if self.closed or self._turn.setdefault("by", me) is not me:
+            if self.closed or self._turn.setdefault("now", mine) is not mine:
                 self._check_open()
-                state = str(self._turn.get("state"))
+                state = str(self._turn.get("now", {}).get("state"))
                 raise AlreadyPendingCallError(
                     f"Calling `{operation}` while waiting for a pending call to `{state}` to complete.", state
                 )
@@ -196,7 +197,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     "recv",
                 )
         except BaseException:
-            if self._turn.get("by") is me:
+            if self._turn.get("now") is mine:
                 self._turn.clear()
             raise
 
@@ -211,14 +212,17 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
             )
 
-    def _expect(self, operation: str, timeout: float | None) -> None:
-        if self.closed or self._closing or self._turn.get("state") != operation:
+    def _expect(self, operation: str, timeout: float | None) -> Turn:
+        """The turn that `operation` began."""
+        now = self._turn.get("now", {})
+        if self.closed or self._closing or now.get("state") != operation:
             self._check_open()
             raise NoAsyncCallError(
                 f"Calling `{operation}_wait` without any prior call to `{operation}_async`.", operation
             )
         if timeout is not None:
             limit(timeout, "timeout")
+        return now
 
     def _begun(self, operation: str, ids: Iterable[int], begin: Callable[[], None]) -> None:
         """Begin what concerns the envs `ids`; `*_wait` does, if one of them is at an abandoned command."""
@@ -230,7 +234,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 self._deferred = late, begin
             else:
                 begin()
-            self._turn["state"] = operation.partition("_")[0]
+            self._turn["now"]["state"] = operation.partition("_")[0]
         except BaseException:  # what it began is abandoned
             self._abandon({})
             self._turn.clear()
@@ -239,11 +243,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def _at_once(self, begin: Callable[[], None], wait: Callable[[], T]) -> T:
         """What `wait` gives of what `begin` began; an interrupt between the two abandons it, as it does in each."""
         begin()
-        by = self._turn["by"]
+        mine = None
         try:
+            mine = self._turn.get("now")
             return wait()
         except BaseException:
-            if self._turn.get("by") is by and "waiter" not in self._turn:
+            now = self._turn.get("now")
+            if now is not None and now is (mine or now) and "waiter" not in now:
                 self._abandon({})
                 self._turn.clear()
             raise
@@ -292,8 +298,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, Info]:
         """The first observations and infos of the episodes begun by `reset_async`."""
-        self._expect("reset", timeout)
-        told, obs = self._collect(timeout, "reset", lambda replies: (self._finished(replies), self._batch()))
+        turn = self._expect("reset", timeout)
+        take = lambda replies: (self._finished(replies), self._batch())  # noqa: E731
+        told, obs = self._collect(timeout, "reset", take, turn)
         return obs, batch_infos(self.num_envs, told)
 
     def reset_each(
@@ -385,7 +392,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._enter("step")
         told: list[Told] | Table = []
         try:
-            self._turn["state"], worker, buffers = "step", self.workers[0], self.buffers
+            self._turn["now"].update(waiter=self, state="step")
+            worker, buffers = self.workers[0], self.buffers
             given = list(actions if actions.ndim == 1 else actions.copy())
             buffers.flags.fill(False)
             place = self._next_place() if buffers.places > 1 else 0  # which may itself move the worker: first
@@ -424,15 +432,16 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             PendingTimeoutError: after `timeout` seconds. The step runs to its end; but if an env it concerns was still
                 at an abandoned command (`error.begun` is False), it has not begun anywhere and never will.
         """
-        self._expect("step", timeout)
-        return self._collect(
-            timeout, "step", lambda replies: self._shown(self._finished(replies), self._infos)
-        )
+        turn = self._expect("step", timeout)
+        take = lambda replies: self._shown(self._finished(replies), self._infos)  # noqa: E731
+        return self._collect(timeout, "step", take, turn)
 
     def step_wait_each(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, list[Told]]:
         """`step_wait` with the infos as they came."""
-        self._expect("step", timeout)
-        return self._collect(timeout, "step", lambda replies: self._shown(self._finished(replies), list))
+        turn = self._expect("step", timeout)
+        return self._collect(
+            timeout, "step", lambda replies: self._shown(self._finished(replies), list), turn
+        )
 
     def _infos(self, told: list[Told] | Table) -> Info:
         """The infos of a step by their keys."""
@@ -581,19 +590,26 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             lambda: self._begun(operation, ids, begin), lambda: self._collect(None, word, take)
         )
 
-    def _collect(self, timeout: float | None, word: str, take: Callable[[list[Reply | None]], T]) -> T:
+    def _collect(
+        self,
+        timeout: float | None,
+        word: str,
+        take: Callable[[list[Reply | None]], T],
+        turn: Turn | None = None,
+    ) -> T:
         """The last part of an operation: what `take` makes of the replies, before another thread may begin the next."""
+        now = self._turn.get("now", {}) if turn is None else turn
         me, mine = object(), False
         replies: dict[Worker, Reply | None] = {}
         try:
-            mine = self._turn.setdefault("waiter", me) is me
+            mine = now.setdefault("waiter", me) is me and self._turn.get("now") is now
             if not mine:
                 raise AlreadyPendingCallError(
                     f"Calling `{word}_wait` while another thread waits for the same call.", word
                 )
             return take(self._receive(replies, timeout, word))
         except BaseException as error:
-            mine = mine or self._turn.get("waiter") is me
+            mine = now.get("waiter") is me and self._turn.get("now") is now
             if mine and (self._deferred is not None or len(replies) < len(self._pending)):
                 self._abandon(replies)
             elif mine and not isinstance(error, WorkerError):  # an interrupt
@@ -971,8 +987,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`, in the order of the environments; None for those that were masked out."""
-        self._expect("call", timeout)
-        answers = self._answers(timeout)
+        answers = self._answers(timeout, self._expect("call", timeout))
         return tuple(answers.get(i) for i in range(self.num_envs))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
@@ -1024,7 +1039,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
         self._begun(operation, ids, begin)
 
-    def _answers(self, timeout: float | None) -> dict[int, Any]:
+    def _answers(self, timeout: float | None, turn: Turn | None = None) -> dict[int, Any]:
         """What each env answered to a call."""
 
         def take(replies: Sequence[Reply | None]) -> dict[int, Any]:
@@ -1035,7 +1050,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                     answers.update(zip(ids_of(worker, command), reply.value, strict=True))
             return answers
 
-        return self._collect(timeout, "call", take)
+        return self._collect(timeout, "call", take, turn)
 
     def render(self) -> tuple[Any, ...]:
         """What every environment renders."""
