@@ -98,17 +98,23 @@ class Channel:
 
     def send(self, data: bytes, check: Callable[[], None] | None = None) -> None:
         """Send one frame; `check` is called while waiting and may raise."""
-        self.load(data)
-        self.flush(check)
+        self._send(self._framed(data), [], check)
 
     def load(self, data: bytes) -> None:
         """Take the frame that `flush` sends."""
-        self._going, self._gone = memoryview(self.HEADER.pack(len(data)) + data), []
+        self._going, self._gone = self._framed(data), []
 
     def flush(self, check: Callable[[], None] | None = None) -> None:
         """Send what is left of the frame; after an interrupt it goes on."""
-        while rest := self._going[sum(self._gone) :]:
-            _patiently(check, self._gone, self.sock.send, rest)
+        self._send(self._going, self._gone, check)
+        self._going = memoryview(b"")  # its memory is free again
+
+    def _framed(self, data: bytes) -> memoryview:
+        return memoryview(self.HEADER.pack(len(data)) + data)
+
+    def _send(self, frame: memoryview, gone: list[int], check: Callable[[], None] | None) -> None:
+        while rest := frame[sum(gone) :]:
+            _patiently(check, gone, self.sock.send, rest)
 
     def receive(self, check: Callable[[], None] | None = None) -> Any:
         """The next message; `check` is called while waiting and may raise."""
