@@ -21,6 +21,7 @@ from gymnasium.error import AlreadyPendingCallError
 from shoal.core.errors import EnvError
 from shoal.core.processes import Channel
 from shoal.vector import make_vec
+from shoal.vector.env_group import StepTimes
 from tests.vector.faulty import CountEnv
 
 LOOKS = {"RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
@@ -59,6 +60,12 @@ def interrupted(act: Callable[[], Any], at: int, error: type[BaseException]) -> 
         sys.settrace(before)
         gc.enable()
     return line
+
+
+@pytest.fixture(autouse=True)
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step of the caller's own envs is timed: an interrupt between such a step and its clock is one amid the env."""
+    monkeypatch.setattr(StepTimes, "turn", lambda self, steps: steps)
 
 
 @pytest.mark.parametrize(
