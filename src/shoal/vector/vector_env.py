@@ -409,10 +409,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             except BaseException:  # an interrupt
                 self._land_late(worker, Step(None, worker.place, NOTHING_LOOSE, given), reply)
                 raise
-            if tells:
-                self._pending.append((worker, Step(None, worker.place, NOTHING_LOOSE, given)))
-                told = self._finished([reply])
-            return self._shown(told, self._infos)  # before another thread may begin what writes over it
+            try:
+                if tells:
+                    self._pending.append((worker, Step(None, worker.place, NOTHING_LOOSE, given)))
+                    told = self._finished([reply])
+                return self._shown(told, self._infos)  # before another thread may begin what writes over it
+            except BaseException:
+                self._owe_all([reply], told)
+                raise
         except Exception:
             self._check_open()  # an env closed it meanwhile: that is why
             raise
@@ -632,12 +636,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             told = list(found)
             if failures:
                 self._recover(failures, told, self._pending)
+            for i in sorted(self._resting & self._owed.keys()):
+                told.append(self._paid_back(i))
+            return told
         except BaseException:
             self._owe_all(replies, told)
             raise
-        for i in sorted(self._resting & self._owed.keys()):
-            told.append(self._paid_back(i))
-        return told
 
     def _paid_back(self, i: int) -> Told:
         """The end that is owed to an env, as if it came now."""
