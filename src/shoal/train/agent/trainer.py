@@ -410,8 +410,6 @@ def make_optimizer(config: AgentConfig, policy: Policy, critic: Critic | None) -
 def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, iteration: int, iterations: int) -> None:
     """Learning rates by the schedule, from the finished share of the run alone."""
     rates = [algorithm.learning_rate, algorithm.critic.learning_rate]
-    if iteration < algorithm.critic.warmup:
-        rates[0] = 0.0
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
         group["lr"] = decayed(rate, algorithm.lr_schedule, iteration / iterations)
 
