@@ -46,12 +46,18 @@ def test_a_value_in_the_config_counts_more_than_the_name_even_if_it_is_the_plain
     assert told("adv_estimator=dr_grpo", "loss_aggregation=token_mean")[0] == "token_mean"
 
 
-def test_estimators_with_a_critic_see_all_groups_unless_the_config_filters():
+def test_groups_of_one_return_are_left_out_only_where_members_of_a_group_are_compared():
     def filters(*overrides):
         return compose_config("demo", overrides).algorithm.filter_groups.enable
 
-    assert filters()
-    assert not filters("algorithm.adv_estimator=gae")
+    for estimator in ("grpo", "rloo", "gigpo", "reinforce_pp_baseline"):
+        assert filters(f"algorithm.adv_estimator={estimator}")
+    for estimator in ("gae", "reinforce", "reinforce_pp", "reinforce_pp_tokens"):
+        assert not filters(f"algorithm.adv_estimator={estimator}")
+    across = "agent_proxy.reward_normalization.grouping=batch"
+    assert not filters(across)
+    assert filters(across, "algorithm.filter_groups.enable=true")
+    assert filters(across, "algorithm.filter_groups.max_num_gen_batches=2")
     assert filters("algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true")
     assert not filters("algorithm.filter_groups.enable=false")
 

@@ -76,8 +76,9 @@ class FilterGroups:
     """Which groups are learned from."""
 
     enable: bool = _BY_NAME
-    """Leave out groups whose members all got the same return: they say nothing to estimators that compare. On by
-    default for those without critic or teacher."""
+    """Leave out groups whose members all got the same return. On by default for estimators that compare the members of
+    a group (`grpo`, `rloo`, `gigpo`, …) while `reward_normalization.grouping` is `state`; others learn from every
+    episode."""
     max_num_gen_batches: int = 1
     """Batches of groups to play, at most, until `env_groups` with signal are there."""
 
@@ -239,9 +240,19 @@ class Algorithm:
             object.__setattr__(self, "loss_constant", _PLAIN["loss_constant"])
         if self.filter_groups.enable is None:
             left_out = (*left_out, "filter_groups")
-            enable = estimator.needs == "nothing" or self.filter_groups.max_num_gen_batches > 1
+            enable = estimator.grouped or self.filter_groups.max_num_gen_batches > 1
             object.__setattr__(self, "filter_groups", replace(self.filter_groups, enable=enable))
         object.__setattr__(self, "_left_out", left_out)
+
+    def compared(self, rewards: RewardNormalization) -> Algorithm:
+        """These settings where rewards are compared like this: beyond a start state, groups of one return count too."""
+        groups = self.filter_groups
+        left_out = "filter_groups" in self._left_out  # type: ignore[attr-defined]
+        if not left_out or rewards.grouping == "state" or groups.max_num_gen_batches > 1 or not groups.enable:
+            return self
+        changed = replace(self, filter_groups=replace(groups, enable=False))
+        object.__setattr__(changed, "_left_out", self._left_out)  # type: ignore[attr-defined]
+        return changed
 
     def as_begun(self, begun: Mapping[str, Any]) -> Algorithm:
         """These settings for a run that goes on: what is left out is as in `begun`, the mapping it was begun with."""
@@ -404,6 +415,7 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "algorithm", self.algorithm.compared(self.agent_proxy.reward_normalization))
         for conflict in (*_of_model(self), *_of_algorithm(self.algorithm), *_of_rewards(self)):
             raise ConfigError(conflict)  # one setting would be ignored because of another
 
