@@ -53,19 +53,20 @@ def with_room(settings: S, roles: Mapping[str, Role], prompter: Prompter) -> S:
         ConfigError: an action of an env cannot be answered, whatever the model writes; it names the setting, the action
             and a value that works.
     """
-    needed = [FREE_TEXT_TOKENS] if any(_is_free(role) for role in roles.values()) else []
-    for role in roles.values():
-        most = role.projection.max_actions if settings.max_tokens == "auto" else 1
-        needed += [tokens for _, tokens in _lengths(role, settings, prompter, most)]
     if settings.max_tokens == "auto":
+        needed = [FREE_TEXT_TOKENS for role in roles.values() if _is_free(role)]
+        for role in roles.values():
+            needed += [
+                tokens for tokens, _ in _lengths(role, settings, prompter, role.projection.max_actions)
+            ]
         return replace(settings, max_tokens=max(needed))
     for role in roles.values():
-        for word, tokens in _lengths(role, settings, prompter, 1):
-            if tokens > settings.max_tokens:
-                raise ConfigError(
-                    f"agent_proxy.max_tokens={settings.max_tokens} is too small for the action {word!r} of {role.tag}, "
-                    f"for which the model writes {tokens} tokens: set it to {max(needed)}, or to auto"
-                )
+        tokens, word = max(_lengths(role, settings, prompter, 1), default=(0, ""))
+        if tokens > settings.max_tokens:
+            raise ConfigError(
+                f"agent_proxy.max_tokens={settings.max_tokens} is too small for the action {word!r} of {role.tag}, for "
+                f"which the model writes {tokens} tokens: set it to {tokens} or more, or to auto"
+            )
     return settings
 
 
@@ -76,7 +77,7 @@ def _is_free(role: Role) -> bool:
 
 def _lengths(
     role: Role, settings: RolloutSettings, prompter: Prompter, most: int
-) -> Iterator[tuple[str, int]]:
+) -> Iterator[tuple[int, str]]:
     """How many tokens the answer with each word has, `most` times in one answer."""
     prompt = prompter.variant(role.prompt).config
     for word in [] if _is_free(role) else role.projection.words():
@@ -94,7 +95,7 @@ def _lengths(
                 f"agent_proxy.stop={list(settings.stop)} ends the answer {text!r}, the action {word!r} of {role.tag}, "
                 f"behind {cut!r}: leave that stop text out, or set stop to ['</{role.projection.tags[0]}>']"
             )
-        yield word, len(prompter.tokenizer.encode(text))
+        yield len(prompter.tokenizer.encode(text)), word
 
 
 def _until_stop(text: str, stop: Iterable[str]) -> str:

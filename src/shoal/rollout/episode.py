@@ -88,7 +88,8 @@ class Episode:
     def request(self) -> Request:
         """What to ask the engine now."""
         role, prompter, shown = self.role, self._prompter, self._image is not None
-        scene = Scene(role.instructions, self._text, self._words, self._past, role.max_turns, int(shown))
+        words = self._words or role.projection.words()
+        scene = Scene(role.instructions, self._text, words, self._past, role.max_turns, int(shown))
         self._prompt = prompter.prompt(scene, self._before)
         if prompter.config.mode == "append":
             self._check_append(prompter.message(scene))

@@ -2,13 +2,14 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 from tests.train.agent.tiny_model import write_tiny_model
 
 from shoal.train.agent.checkpoint import list_checkpoints
-from shoal.train.agent.config import AgentConfig, compose_config
+from shoal.train.agent.config import ENGINE_DEFAULTS, AgentConfig, compose_config
 from shoal.train.agent.trainer import AgentTrainer
 
 SMALL = [
@@ -121,6 +122,13 @@ def test_what_is_left_out_depends_on_the_engine_and_what_is_said_stays(tmp_path)
     composed = compose_config("own", ["algorithm.gamma=0.9"], tmp_path)
     assert (composed.warmup.batch_size, composed.warmup.steps, composed.algorithm.gamma) == (5, "auto", 0.9)
     assert json.dumps(composed.comparable())  # no setting is left open
+
+
+def test_the_page_about_real_models_names_every_default_that_they_have():
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "real-model.md").read_text()
+    for path in ENGINE_DEFAULTS["real"]:
+        section, _, name = path.rpartition(".")
+        assert f"`{path}`" in page or (section in page and f"`{name}`" in page), path
 
 
 def test_append_mode_dynamic_sampling_and_a_critic_get_no_default_that_contradicts_them():
