@@ -323,11 +323,9 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
     at_once = shares * max(1, min(options.episodes, 64) // shares)
     groups = EnvGroups(at_once, 1, tags)
     proxy = run.agent_proxy
-    sampling = replace(
-        proxy.sampling(greedy=not options.temperature),
-        max_tokens=options.max_tokens or proxy.max_tokens,
-        temperature=options.temperature,
-    )
+    if options.max_tokens is not None:
+        proxy = replace(proxy, max_tokens=options.max_tokens)
+    sampling = replace(proxy.sampling(greedy=not options.temperature), temperature=options.temperature)
     max_turn = proxy.max_turn if options.env is None else None  # another env has its own limit
     values = to_mapping(run)
     values["seed"], values["run_dir"], values["resume"] = options.seed, None, False

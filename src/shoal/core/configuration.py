@@ -217,7 +217,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     except msgspec.ValidationError as error:
         words = [repr(word) for option in (hint, *arguments) for word in _words(option)]
         if isinstance(value, str) and words:
-            raise ConfigError(f"{path} must be {_either(words)}, got {value!r}") from error
+            number = "a number or " if {int, float} & {*arguments} else ""
+            raise ConfigError(f"{path} must be {number}{_either(words)}, got {value!r}") from error
         expected = re.sub(r"(, got `[a-z]+`)?( - at `\$`)?$", "", str(error))
         raise ConfigError(f"{path}: {expected}, got {value!r}") from error
 

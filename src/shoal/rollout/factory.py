@@ -200,7 +200,8 @@ def make_roles(
             projection = env.projection
             if (most := kind.max_actions_per_turn) > 1:
                 projection = replace(projection, separator=kind.action_sep, max_actions=most)
-            roles[tag] = Role(tag, env.instructions, projection, turns, kind.prompt)
+            draws = bool(projection.lookup) or type(env).random_action is not TextEnv.random_action
+            roles[tag] = Role(tag, env.instructions, projection, turns, kind.prompt, draws)
     return roles
 
 

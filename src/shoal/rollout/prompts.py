@@ -196,7 +196,7 @@ def compose(config: PromptConfig, scene: Scene) -> str:
         "instructions": scene.instructions,
         "observation": scene.observation,
         "history": history,
-        "actions": ", ".join(scene.actions),
+        "actions": ", ".join(scene.actions) or "any text",
         "step": str(len(scene.past)),
         "max_turns": str(scene.max_turns),
     }

@@ -324,9 +324,9 @@ class _Writer:
 
     def _recorded(self, number: int) -> Completion | None:
         if number > len(self.record.turns):
-            # a turn that had no room in the context was not recorded; it ended the episode
-            full = self.record.truncated and self.record.status == "ok"
-            return Completion((), (), "context", self.record.weights_version) if full else None
+            if self.record.finish != "context":
+                return None
+            return Completion((), (), "context", self.record.weights_version)
         turn = self.record.turns[number - 1]
         ids, finish = turn.response_ids, turn.finish or "stop"
         written = self.prompt.written(turn.response)

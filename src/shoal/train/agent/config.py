@@ -10,11 +10,12 @@ import importlib.metadata
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from importlib import resources
+from operator import getitem
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
@@ -26,6 +27,7 @@ from shoal.envs.catalogue import package_of
 from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
+from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.samplers.settings import EngineConfig as EngineConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.agent.advantages import ESTIMATORS, Method
@@ -47,6 +49,40 @@ _PLAIN: dict[str, Any] = {
     "entropy_coef": 0.02,
     "loss_constant": 1.0,
 }
+_REAL_PROMPT = (
+    "{instructions}\nActions: {actions}. Answer with one as <action>…</action>.\n{history}\n{observation}"
+)
+ENGINE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "server": {},
+    "real": {
+        "agent_proxy.max_tokens": "auto",
+        "agent_proxy.format_penalty": 0.5,
+        "agent_proxy.reward_normalization.grouping": "batch",
+        "agent_proxy.prompt.history": 0,
+        "agent_proxy.prompt.first": _REAL_PROMPT,
+        "agent_proxy.prompt.later": _REAL_PROMPT,
+        "agent_proxy.prompt.turn": "{observation} → {action}",
+        "agent_proxy.prompt.prefill": "<action>",
+        "algorithm.gamma": 1.0,
+        "algorithm.learning_rate": 1e-5,
+        "algorithm.minibatch_size": 100_000,
+        "algorithm.micro_batch_tokens": 8192,
+        "algorithm.entropy_coef": 0.0,
+        "algorithm.kl.coef": 0.1,
+        "algorithm.filter_groups.enable": False,
+        "warmup.steps": "auto",
+        "warmup.batch_size": 32,
+        "warmup.learning_rate": 1e-4,
+        "warmup.lr_schedule": "linear",
+    },
+}
+"""By the kind of engine (`engine_kind`), what a mapping of settings has that leaves it out, or says null.
+
+What does not stand here has the default of its field. Those for real models were found with SmolLM2-135M: one gradient
+step an update, small steps, held to the start by a KL penalty, which pulls where no group has signal too. The prompt
+has first what never changes, which is computed once, and the observation last; `prompt.history` puts turns before it.
+"""
 
 
 def refuse_not_positive(settings: Any, *names: str) -> None:
@@ -320,7 +356,12 @@ class AgentProxy(RolloutSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_negative(self, "format_penalty", "overlong_penalty")
-        if not 0 <= self.overlong_buffer <= self.max_tokens:
+        if self.max_tokens == "auto":
+            if self.overlong_buffer:
+                raise ConfigError(
+                    f"overlong_buffer={self.overlong_buffer} needs a number of max_tokens, got auto"
+                )
+        elif not 0 <= self.overlong_buffer <= self.max_tokens:
             raise ConfigError(
                 f"overlong_buffer must be in [0, max_tokens={self.max_tokens}], got {self.overlong_buffer}"
             )
@@ -333,7 +374,8 @@ class Warmup:
     With `expert: 0`, actions are uniformly random valid ones: the format is learned, and nothing of the task.
     """
 
-    steps: int = 0
+    steps: int | Literal["auto"] = 0
+    """`auto`: 20, if less than half of the answers in a probe of 64 turns hold an action; else none."""
     batch_size: int = 64
     learning_rate: float = 1e-3
     lr_schedule: Decay = "constant"
@@ -347,7 +389,8 @@ class Warmup:
     DAgger does, Ross et al. 2011). Episodes of an env without expert are learned whole."""
 
     def __post_init__(self) -> None:
-        refuse_negative(self, "steps")
+        if self.steps != "auto":
+            refuse_negative(self, "steps")
         refuse_not_positive(self, "batch_size", "learning_rate")
         if self.max_grad_norm is not None:
             refuse_not_positive(self, "max_grad_norm")
@@ -423,11 +466,13 @@ class AgentConfig:
     def read(cls, values: Mapping[str, Any]) -> AgentConfig:
         """The settings in a mapping; what its `imports` register is known by then.
 
+        What it leaves out is as in `ENGINE_DEFAULTS`, or else the default of its field.
+
         Raises:
             ConfigError: an unknown key, a value that does not fit, or an import that fails.
         """
         import_extensions(values.get("imports") or ())
-        return from_mapping(cls, values)
+        return from_mapping(cls, with_engine_defaults(values))
 
     def as_begun(self, begun: Mapping[str, Any]) -> AgentConfig:
         """These settings for a run that goes on: what is left out and set by a name is as in `begun`."""
@@ -436,6 +481,61 @@ class AgentConfig:
     def comparable(self) -> dict[str, Any]:
         """What must be equal for a run to be continued: all that can change its results."""
         return comparable(to_mapping(self))
+
+
+def engine_kind(engine: Any) -> str:
+    """By the `engine` settings: `tiny`, the network that shoal makes itself, `server`, or `real`, any other model."""
+    given = engine if isinstance(engine, Mapping) else {}
+    name, replicas = given.get("name", "tiny"), given.get("replicas")
+    if name == "ray" and isinstance(replicas, Mapping):
+        name = replicas.get("engine", "huggingface")
+    return {"tiny": "tiny", "openai": "server"}.get(name, "real")
+
+
+def engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `ENGINE_DEFAULTS` that go together with these settings, by their paths."""
+    found = dict(ENGINE_DEFAULTS[engine_kind(values.get("engine"))])
+    estimator = _at(values, "algorithm.adv_estimator")
+    if estimator in ESTIMATORS and not ESTIMATORS[estimator].grouped:
+        found.pop("agent_proxy.reward_normalization.grouping", None)  # which it does not read
+    if "agent_proxy.prompt.prefill" in found and _at(values, "agent_proxy.prompt.mode") == "append":
+        del found["agent_proxy.prompt.prefill"]  # which append mode has not
+        found["agent_proxy.prompt.later"] = "{observation}"  # the chat shows the rest
+    if (_at(values, "algorithm.filter_groups.max_num_gen_batches") or 1) > 1:
+        found.pop("algorithm.filter_groups.enable", None)  # dynamic sampling filters
+    return found
+
+
+def with_engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, nested, with the defaults of their engine where they say nothing or null."""
+    left_open = {path for known in ENGINE_DEFAULTS.values() for path in known}
+    filled = _without(values, {path for path in left_open if _at(values, path) is None})
+    for path, value in engine_defaults(values).items():
+        *parents, name = path.split(".")
+        node = filled
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                break  # the reader of the settings says what is wrong
+        else:
+            node.setdefault(name, value)
+    return filled
+
+
+def _at(values: Any, path: str) -> Any:
+    """The setting at a path of nested mappings; None if there is none."""
+    for name in path.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
+
+
+def _without(values: Mapping[str, Any], paths: Collection[str], here: str = "") -> dict[str, Any]:
+    """A copy of nested settings that lacks those at some paths."""
+    return {
+        name: _without(value, paths, f"{here}{name}.") if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if f"{here}{name}" not in paths
+    }
 
 
 def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -550,7 +650,8 @@ def refuse_without_signal(config: AgentConfig) -> None:
 
 def _refuse_other_distribution(config: AgentConfig) -> None:
     """Ratios compare the policy with what was sampled from, which is not the policy where tokens are left out."""
-    sampling = config.agent_proxy.sampling()
+    proxy = config.agent_proxy
+    sampling = Sampling(1, proxy.temperature, (), proxy.top_p, proxy.top_k, proxy.min_p)
     if sampling.restricted and config.algorithm.rollout_correction.method == "none":
         limits = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
         told = ", ".join(f"agent_proxy.{name}={value}" for name, value in limits.items())
@@ -738,10 +839,13 @@ def _without_open(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    """All settings with their defaults; those that a name sets are left open."""
+    """All settings with their defaults; those that a name or the engine sets are left open."""
     values = to_mapping(AgentConfig())
     values["algorithm"] |= dict.fromkeys(_PLAIN)
     values["algorithm"]["filter_groups"]["enable"] = None
+    for path in {path for known in ENGINE_DEFAULTS.values() for path in known}:
+        *parents, name = path.split(".")
+        reduce(getitem, parents, values)[name] = None
     return values
 
 

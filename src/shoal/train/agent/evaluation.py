@@ -37,6 +37,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "response_tokens": sum(t.n_tokens for t in whole) / n,
         "valid_actions": sum(turn.action_is_valid for turn in turns) / n_turns,
         "truncated": sum(t.truncated for t in whole) / n,
+        "context_full": sum(t.finish == "context" for t in whole) / n,
         "failed_episodes": float(len(trajectories) - len(whole)),
     }
     failures = Counter(t.status for t in trajectories if t.status != "ok")

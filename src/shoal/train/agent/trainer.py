@@ -25,6 +25,7 @@ from shoal.core.files import is_whole
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.maths.updates import decayed
+from shoal.rollout.answers import with_room
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import EnvironmentSet, make_environments, make_roles
@@ -62,6 +63,7 @@ from shoal.train.agent.policy import (
     trained_parameters,
     weights_sha256,
 )
+from shoal.train.agent.probe import warmup_steps
 from shoal.train.agent.records import DEFAULT_FOLDER, Records
 from shoal.train.agent.update import Learner, advantages_of, prepare_samples, update
 from shoal.train.agent.warmup import warm_up
@@ -148,6 +150,8 @@ class AgentTrainer(Closing):
                 "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
                 "twice: leave it out"
             )
+        prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
+        config = replace(config, agent_proxy=with_room(config.agent_proxy, roles, prompter))
         batching = safe_batching(policy, algorithm.batching)
         if algorithm.teacher:
             teacher = load_teacher(algorithm.teacher, policy)
@@ -283,10 +287,12 @@ class AgentTrainer(Closing):
     # --- beginnings and ends
     def _start(self) -> dict[str, Any]:
         self.processes.together(self.records.begin)
-        row: dict[str, Any] = {"iteration": 0}
-        steps = self.config.warmup.steps
+        self._doing = "a probe of the model's answers", self._collector
+        steps, probed = warmup_steps(self.config, self._collector, self.train_envs.roles)
+        row: dict[str, Any] = {"iteration": 0, **probed}
         self._doing = f"warm-up, 0 of {steps} steps", None
-        warming = warmed_up(self.config, self.policy, self.train_envs.roles, self.processes)
+        config = replace(self.config, warmup=replace(self.config.warmup, steps=steps))
+        warming = warmed_up(config, self.policy, self.train_envs.roles, self.processes)
         for done, loss in enumerate(warming, start=1):
             self._doing = f"warm-up, {done} of {steps} steps", None
             row["warmup_loss"] = loss
@@ -419,7 +425,7 @@ def token_budget(config: AgentConfig, tags: Sequence[str]) -> int:
     proxy, turns = config.agent_proxy, 1
     if proxy.prompt.mode == "append":
         turns = max(role.max_turns for role in make_roles(config.custom_envs, tags, proxy.max_turn).values())
-    return proxy.max_tokens * turns
+    return proxy.token_limit * turns
 
 
 def lockstep_collector(
@@ -454,8 +460,9 @@ def warmed_up(
         return max((seconds for seconds in given if seconds is not None), default=None)
 
     yield from warm_up(
-        policy, makers, roles, prompter, config.warmup, tokens, config.seed, share, seconds_for
-    )
+        policy, makers, roles, prompter, config.warmup, tokens, config.seed, share, seconds_for,
+        config.agent_proxy.sampling(),
+    )  # fmt: skip
 
 
 def play_groups(

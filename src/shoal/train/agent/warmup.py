@@ -22,6 +22,7 @@ from shoal.core.executors import OwnThread
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs import TextEnv
 from shoal.maths.updates import decayed
+from shoal.rollout.answers import answer_ids
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import CLOSE_SECONDS
 from shoal.rollout.parallel.worker import MAKE, EnvFailedError, Player, close_all
@@ -33,6 +34,7 @@ from shoal.train.agent.policy import MasterAdamW, Policy, score, trained_paramet
 from shoal.train.agent.update import refuse_diverged
 
 logger = logging.getLogger(__name__)
+PLAIN = Sampling()
 TRIES = 2
 """At an episode whose env fails, each in a fresh env; then it is left out."""
 MOST_LOST = 16
@@ -105,23 +107,29 @@ def warm_up(
     seed: int,
     share: float = 1.0,
     seconds_for: Callable[[str], float | None] = unlimited,
+    sampling: Sampling = PLAIN,
 ) -> Iterator[float]:
     """Train `policy` on random or expert play of the envs; yields the loss of each step (nats a token).
 
     `share` is this process's part of a gradient that several compute alike and sum; `seconds_for` says for how long an
-    env may be at what it does.
+    env may be at what it does; by `sampling` the answers end that are learned.
     """
+    steps = config.steps
+    if steps == "auto":
+        raise ConfigError("warmup.steps=auto must be a number by now: see shoal.train.agent.probe")
     homes = {tag: Home(maker, seconds_for) for tag, maker in sorted(makers.items())}
     try:
         for home in homes.values():
             home.begin()
-        plays = [_play(policy, home, roles[tag], prompter, config, seed) for tag, home in homes.items()]
+        plays = [
+            _play(policy, home, roles[tag], prompter, config, seed, sampling) for tag, home in homes.items()
+        ]
         parameters = trained_parameters(policy.module)
         optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
         device = str(parameters[0].device)
-        for step in range(config.steps):
+        for step in range(steps):
             for group in optimizer.param_groups:
-                group["lr"] = decayed(config.learning_rate, config.lr_schedule, step / config.steps)
+                group["lr"] = decayed(config.learning_rate, config.lr_schedule, step / steps)
             samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
             n_tokens = sum(len(sample.places) for sample in samples)
             optimizer.zero_grad(set_to_none=True)
@@ -148,7 +156,13 @@ def warm_up(
 
 
 def _play(
-    policy: Policy, home: Home, role: Role, prompter: Prompter, config: Warmup, seed: int
+    policy: Policy,
+    home: Home,
+    role: Role,
+    prompter: Prompter,
+    config: Warmup,
+    seed: int,
+    sampling: Sampling = PLAIN,
 ) -> Iterator[Sample]:
     """Endless samples from episodes of an agent that asks the expert in a share of the turns.
 
@@ -162,7 +176,7 @@ def _play(
         for attempt in range(1, TRIES + 1):
             rng = stream(seed, "warmup", tag, number)
             try:
-                samples = _episode(policy, home, role, prompter, config, seed, number, rng)
+                samples = _episode(policy, home, role, prompter, config, seed, number, rng, sampling)
                 break
             except EnvFailedError as error:
                 failure = error
@@ -189,6 +203,7 @@ def _episode(
     seed: int,
     number: int,
     rng: Generator,
+    sampling: Sampling,
 ) -> list[Sample]:
     """What is learned of one episode.
 
@@ -200,9 +215,9 @@ def _episode(
     def step(action: int | str) -> None:
         episode.observe(*env.step(action))
 
-    context, written = policy.context, prompter.variant(role.prompt).config.written
+    context, prompt_config = policy.context, prompter.variant(role.prompt).config
     place = EpisodeId(seed, 0, 0, 0, derive_seed(seed, "warmup-env", role.tag, number))
-    episode = Episode(place, role, prompter, Sampling())
+    episode = Episode(place, role, prompter, sampling)
     in_env("reset", lambda: episode.begin(*env.reset(seed=place.env_seed)))
     only_expert = config.only_expert and in_env("expert_action", env.expert_action) is not None
     learned: list[bool] = []
@@ -218,7 +233,7 @@ def _episode(
                 f"warm-up on random play needs an env that draws actions by lot, and {role.tag!r} takes free text: "
                 f"set warmup.steps=0, or warmup.expert=1 where the env has an expert"
             )
-        answer = policy.tokenizer.encode(written(f"<action>{word}</action>"))
+        answer = answer_ids(word, role, prompt_config, sampling, policy.tokenizer)
         if context is not None and len(prompt) + len(answer) > context:
             break  # later turns do not fit either
         learned.append(asked)
