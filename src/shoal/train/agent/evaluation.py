@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 from shoal.core.data import Trajectory
 from shoal.core.errors import DataError
 from shoal.core.files import restore_folders, verify_folder
+from shoal.rollout.episode import Role
 from shoal.rollout.filters import discounted
+from shoal.train.advice import Rejected
 from shoal.train.agent.advantages import has_signal
 from shoal.train.agent.batch import was_cut
 from shoal.train.agent.checkpoint import list_checkpoints, newest_checkpoint
@@ -42,6 +44,16 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     failures = Counter(t.status for t in trajectories if t.status != "ok")
     row |= {f"failed/{status}": float(count) for status, count in sorted(failures.items())}
     return row | success_by_kind(whole)
+
+
+def rejected_answer(trajectories: Sequence[Trajectory], roles: Mapping[str, Role]) -> Rejected | None:
+    """The first answer that held no valid action, with the words of its env; None if there is none."""
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            if not turn.action_is_valid:
+                words = roles[trajectory.env].projection.words()
+                return Rejected(turn.response, turn.finish, tuple(words))
+    return None
 
 
 def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:

@@ -34,6 +34,7 @@ from shoal.rollout.parallel.worker import MAKE
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.registry import close_engine
 from shoal.rollout.samplers.sampler import Completion, EngineAround, Request, Sampler
+from shoal.train.advice import Rejected
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
 from shoal.train.agent.config import AgentConfig, Algorithm, imported, refuse_without_signal
@@ -47,7 +48,13 @@ from shoal.train.agent.distributed import (
     refuse_without_room,
     shard_critic,
 )
-from shoal.train.agent.evaluation import heldout_metrics, iteration_times, rollout_metrics, signal_metrics
+from shoal.train.agent.evaluation import (
+    heldout_metrics,
+    iteration_times,
+    rejected_answer,
+    rollout_metrics,
+    signal_metrics,
+)
 from shoal.train.agent.policy import (
     Critic,
     MasterAdamW,
@@ -177,6 +184,9 @@ class AgentTrainer(Closing):
         begun.callback(self._val_collector.close)
         self._success: float  # held out, at this iteration; 0 if not measured
         self._warned = False
+        self._rejected: Rejected | None = None  # an answer of the last iteration without a valid action
+        self.resumed_at: int | None = None
+        """The iteration that a resumed run goes on from, once `train` has begun; rows up to it were played before."""
         self._doing: tuple[str, SharedCollector | None] = "starting", None
 
     def close(self) -> None:
@@ -222,7 +232,7 @@ class AgentTrainer(Closing):
                     self.progress = replace(self.progress, best_success=row["heldout_success"])
                 last = last or row["heldout_success"] >= enough
             self._success = row.get("heldout_success", 0.0)
-            self.records.report(row)
+            self.records.report(row, self._rejected)
             if last or improved or self.progress.iteration % settings.save_every == 0:
                 self._save(best=improved)
             yield row
@@ -242,6 +252,9 @@ class AgentTrainer(Closing):
         self._doing = f"iteration {iteration + 1}, learning from {len(learned)} episodes", None
         learning, samples = self._learn(trajectories, learned, iteration)
         row |= learning
+        if samples:
+            row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        self._rejected = rejected_answer(trajectories, self.train_envs.roles)
         tokens = sum(t.n_tokens for t in trajectories)
         self.progress = Progress(
             iteration + 1,
@@ -309,6 +322,7 @@ class AgentTrainer(Closing):
         newest = self.processes.together(lambda: newest_checkpoint(folder) if self.processes.first else None)
         assert newest[0] is not None
         self.progress = load_checkpoint(newest[0], self.policy, self.critic, self.optimizer, self._settings)
+        self.resumed_at = self.progress.iteration
         self._sync.changed()
         if self._reference is not None:
             self._reference.load()
