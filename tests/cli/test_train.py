@@ -77,11 +77,11 @@ def test_a_run_that_learns_nothing_warns_of_each_cause_once_and_again_at_its_end
     ]
     command = ["train", "--config-name", "demo", *DEAD, *impossible, f"run_dir={tmp_path / 'run'}"]
     assert shoal.main(command) == 0
-    said = [record.message for record in caplog.records if "No group has different rewards" in record.message]
+    said = [record.message for record in caplog.records if "Groups have equal rewards" in record.message]
     assert len(said) == 1
     assert said[0].startswith("iteration 3: ")
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("WARNING: No group has different rewards. In 4 of 4 iterations")
+    assert last.startswith("WARNING: Groups have equal rewards. In 4 of 4 iterations")
     [advice] = read_summary(tmp_path / "run")["advice"]
     assert (advice["level"], advice["metric"]) == ("bad", "groups_with_signal")
     assert last.endswith(advice["text"])

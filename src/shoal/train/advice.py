@@ -242,7 +242,7 @@ def _no_signal(rows: Rows, known: Known) -> Iterator[Advice]:
             f"In {len(idle)} of {len(played)} iterations all members of each group got the same reward, so nothing was "
             f"learned of the task; of late in {max(solved, unsolved):.0%} of the groups {why}. {remedy}"
         )
-        yield Advice("bad", "groups_with_signal", "No group has different rewards", text)
+        yield Advice("bad", "groups_with_signal", "Groups have equal rewards", text)
     elif signal < 0.2:
         text = (
             f"Only {signal:.0%} of the groups have members with different rewards, and the others teach nothing; in "

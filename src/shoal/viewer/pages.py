@@ -29,7 +29,7 @@ PANELS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "agent": (
         ("Success", ("success", "heldout_success")),
         ("Reward of an episode", ("reward", "heldout_reward")),
-        ("Valid actions, groups with signal", ("valid_actions", "groups_with_signal")),
+        ("Valid actions, groups with different rewards", ("valid_actions", "groups_with_signal")),
         ("Entropy (nats a token)", ("entropy",)),
         ("Turns", ("turns", "heldout_turns")),
         ("Truncated", ("truncated",)),

@@ -76,10 +76,10 @@ class FilterGroups:
     """Which groups are learned from."""
 
     enable: bool = _BY_NAME
-    """Leave out groups whose members all got the same return: they say nothing to estimators that compare. On by
+    """Leave out groups whose members all got the same return: estimators that compare give them advantage 0. On by
     default for those without critic or teacher."""
     max_num_gen_batches: int = 1
-    """Batches of groups to play, at most, until `env_groups` with signal are there."""
+    """Batches of groups to play, at most, until `env_groups` with different rewards are there."""
 
     def __post_init__(self) -> None:
         if self.max_num_gen_batches < 1:
@@ -127,7 +127,8 @@ class KLPenalty:
     coef: float = 0.0
     """0 keeps no reference model."""
     estimator: KLEstimator = "k3"
-    """`k2` and `k3` pull; the gradient of `k1` is noise that averages to none, so it only tells the KL."""
+    """`k2` and `k3` pull towards the reference; `k1` is for logging only, its gradient is noise with
+    mean 0."""
 
     def __post_init__(self) -> None:
         refuse_negative(self, "coef")
@@ -357,7 +358,7 @@ class TrainerConfig:
     """Iterations between checkpoints; there is always one at the end."""
     keep_checkpoints: int = 3
     log_entropy: bool = True
-    """Tell the entropy also where `algorithm.entropy_coef` is 0, and nothing else needs it."""
+    """Log the entropy also where `algorithm.entropy_coef` is 0, and nothing else needs it."""
     save_trajectories_every: int = 10
     """Iterations between files in `trajectories/`."""
     tensorboard: bool = True

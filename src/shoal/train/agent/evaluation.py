@@ -73,7 +73,7 @@ def heldout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def signal_metrics(
     trajectories: Sequence[Trajectory], learned: Sequence[Trajectory], config: AgentConfig
 ) -> dict[str, float]:
-    """How many groups of those played say something, and how many are learned from."""
+    """How many groups of those played have different rewards, and how many are learned from."""
     whole, gamma = [t for t in trajectories if t.status == "ok"], config.algorithm.gamma
     with_signal = _differing([discounted(t, gamma) for t in whole], whole)
     row = {

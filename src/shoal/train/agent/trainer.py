@@ -1,6 +1,6 @@
 """Training a language-model agent: play groups, compare within them, update, and keep everything on disk.
 
-The loop is a straight line: rollouts, groups with signal, advantages, update, evaluation, checkpoint.
+The loop is a straight line: rollouts, groups with different rewards, advantages, update, evaluation, checkpoint.
 """
 
 from __future__ import annotations
@@ -477,7 +477,7 @@ def warmed_up(
 def play_groups(
     collector: SharedCollector, iteration: int, config: AgentConfig
 ) -> tuple[list[Trajectory], list[Trajectory], dict[str, float]]:
-    """Groups of this iteration (with dynamic sampling, until enough have signal), those to learn from, and metrics."""
+    """Groups of this iteration (with dynamic sampling, until enough differ), those to learn from, and metrics."""
     algorithm, settings = config.algorithm, config.algorithm.filter_groups
     collector.lap()
     sampling, most = config.agent_proxy.sampling(), settings.max_num_gen_batches if settings.enable else 1
