@@ -60,7 +60,9 @@ def test_every_episode_of_a_run_on_workers_is_the_same_in_a_plain_loop(trained):
                 assert again.difference is None
                 assert replace(again.trajectory, weights_version=0) == replace(record, weights_version=0)
                 sampled = file.stem in ("train-000002", "heldout-000001", "heldout-000002")
-                assert again.source.startswith("sampled again" if sampled else "the recorded tokens"), file
+                assert (
+                    "sampled again with" if sampled else "the recorded tokens are replayed"
+                ) in again.source, file
                 played += 1
     assert played == 2 * 4 + 3 * 2
 

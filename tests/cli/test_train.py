@@ -93,7 +93,7 @@ def test_a_model_that_does_not_know_the_format_is_told_with_an_answer_of_its_own
     [said] = [record.message for record in caplog.records if "Hardly any answer" in record.message]
     assert "The model wrote '" in said
     assert "allowed: Left, Down, Right, Up" in said
-    assert "set warmup.steps=" in said
+    assert "raise warmup.steps, which is 0" in said
     assert (
         capsys.readouterr().out.splitlines()[-1].startswith("WARNING: Hardly any answer is a valid action.")
     )

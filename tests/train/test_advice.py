@@ -119,6 +119,10 @@ def test_an_answer_is_shortened_and_commands_no_terminal():
     [
         ({"agent_proxy": {"prompt": SEEN}}, "put {actions} into agent_proxy.prompt.first"),
         ({"agent_proxy": {"prompt": NAMED}, "warmup": {"steps": 0}}, "set warmup.steps=20"),
+        (
+            {"agent_proxy": {"prompt": SEEN}, "engine": {"name": "tiny"}, "warmup": {"steps": 9}},
+            "raise warmup.steps, which is 9",
+        ),
         ({"agent_proxy": {"prompt": NAMED}, "warmup": {"steps": 9}}, "Show an answer in the prompt"),
         (
             {"agent_proxy": {"prompt": SEEN}, "custom_envs": {"A": {"prompt": NAMED}}},
@@ -148,6 +152,8 @@ def test_answers_at_the_limit_of_tokens_need_a_higher_one_or_with_a_closing_a_lo
     [lowered] = advise(told, {"agent_proxy": {"max_tokens": 10, "prompt": {"closing": "</a>"}}})
     assert "Lower agent_proxy.max_tokens" in lowered.text
     assert "raise agent_proxy.max_tokens" not in lowered.text
+    tiny = advise(told, {"agent_proxy": {"max_tokens": 10}, "engine": {"name": "tiny"}})
+    assert not any("max_tokens" in one.text for one in tiny)
 
 
 def test_one_row_with_few_valid_answers_is_too_little_to_judge_by_but_none_at_all_is_enough():

@@ -171,13 +171,17 @@ def _no_valid_answer(rows: Rows, known: Known) -> Iterator[Advice]:
 
 def _remedies(rows: Rows, known: Known) -> Iterator[str]:
     """What may keep a model from valid answers, the likeliest first."""
+    said, free = _prompts(known), known.rejected is not None and not known.rejected.words
+    steps = known.setting("warmup.steps")
+    if known.setting("engine.name") == "tiny":
+        yield f"The tiny model learns the form of an answer in the warm-up alone: raise warmup.steps, which is {steps}."
+    else:
+        if said.strip() and "{actions}" not in said and not free:
+            yield "The prompt does not name the actions: put {actions} into agent_proxy.prompt.first and .later."
+        if steps == 0:
+            yield "There was no warm-up on valid answers: set warmup.steps=20."
     if at_limit := _at_limit(rows, known):
         yield at_limit
-    said, free = _prompts(known), known.rejected is not None and not known.rejected.words
-    if said.strip() and "{actions}" not in said and not free:
-        yield "The prompt does not name the actions: put {actions} into agent_proxy.prompt.first and .later."
-    if known.setting("warmup.steps") == 0:
-        yield "There was no warm-up on valid answers: set warmup.steps=20."
 
 
 def _at_limit(rows: Rows, known: Known) -> str:
@@ -189,7 +193,10 @@ def _at_limit(rows: Rows, known: Known) -> str:
     if known.rejected is not None and known.rejected.finish != "length":
         return ""
     said = f"Answers have {tokens / turns:.3g} tokens on average, and the limit is {limit}:"
-    if known.setting("agent_proxy.prompt.closing"):
+    closing = known.setting("agent_proxy.prompt.closing")
+    if known.setting("engine.name") == "tiny" and not closing:
+        return ""  # the limit is as long as one answer, and what knows no form of answers fills it
+    if closing:
         return (
             f"{said} agent_proxy.prompt.closing is added wherever an answer ends, and the model fills the limit before "
             "it. Lower agent_proxy.max_tokens to the tokens of one action, or use another closing."
