@@ -52,7 +52,7 @@ PANELS["all"] = PANELS["core"] | {  # those of the extra "envs" too
 }
 """Envs and their settings; never changed, since tables of one name are compared."""
 PANEL_SEED = 20_260_101
-"""Names the episodes of all panels."""
+"""Seed of the episodes of all panels."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class EvalOptions:
     episodes: int = 200
     """How many to play (of each env of a panel); more give a narrower interval."""
     seed: int = 0
-    """Names the episodes: the same seed plays the same ones."""
+    """Seed of the evaluation episodes."""
     temperature: float = 0.0
     """0 takes the likeliest token, 1 samples as in training; a run's `top_p`, `top_k` and `min_p` hold."""
     device: str | None = None

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import (
@@ -28,6 +28,9 @@ from shoal.cli.grammar import (
 from shoal.cli.output import program
 from shoal.core.run_folder import read_summary
 
+if TYPE_CHECKING:
+    from shoal.train.agent.trainer import AgentTrainer
+
 MORE = """\
 examples:
   shoal train                                         the demo: a tiny model learns FrozenLake in a minute
@@ -43,6 +46,12 @@ Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes 
 
 RECORDED = ("recorded", "recorded-grpo")
 """Configs of training on recordings, which have settings of their own."""
+LEGEND = (
+    "differing groups: the share of groups whose members got different rewards; only these teach the task"
+)
+"""Of the lines of the live view."""
+MOST_WARNINGS = 3
+"""At the end of a run."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +109,12 @@ def train(options: TrainOptions) -> int:
     with ExitStack() as shown:
         progress = shown.enter_context(Progress(f"loading the {config.engine.name} engine"))
         with AgentTrainer(config, print_json if options.json_events else None) as trainer:
-            progress.say(f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}")
+            progress.say(
+                f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}\n{LEGEND}"
+            )
             progress.doing = trainer.doing
             try:
-                _watch(trainer.train(), config.trainer.iterations, progress)
+                _watch(trainer.train(), trainer, progress)
             except BaseException as error:
                 shown.close()
                 trainer.records.folder.fail(error)
@@ -145,35 +156,64 @@ def _finished(run: Path) -> int | None:
     return int(done) if summary.get("status") == "completed" and isinstance(done, int | float) else None
 
 
-def _watch(rows: Iterator[dict[str, Any]], iterations: int, progress: Progress) -> None:
-    """Show each row as it comes: a progress bar on a terminal, plain lines and a heartbeat elsewhere."""
+def _watch(rows: Iterator[dict[str, Any]], trainer: AgentTrainer, progress: Progress) -> None:
+    """Show each row as it comes; of those from before a resume, only where the run goes on."""
+    iterations = trainer.config.trainer.iterations
+    before: dict[str, Any] = {}  # the row before this one
+    held_out, resumed = None, False
     for row in rows:
-        line = _line(row, iterations)
-        left = progress.left()
-        known = "" if left is None or row["iteration"] >= iterations else f"  ({duration(left)} left)"
-        progress.at(row["iteration"] / max(1, iterations), line, line + known)
-        if progress.on_terminal and "heldout_success" in row:
-            progress.say(f"iteration {row['iteration']:>4}: held-out success {row['heldout_success']:.2f}")
+        at = trainer.resumed_at
+        if at is not None and row["iteration"] <= at:
+            held_out = row.get("heldout_success", held_out)
+        if at is not None and row["iteration"] >= at and not resumed:
+            resumed = True
+            known = "" if held_out is None else f" (held-out {held_out:.2f})"
+            progress.at(at / iterations)
+            progress.say(f"resumed at {at} of {iterations}{known}")
+        if at is None or row["iteration"] > at:
+            _show(row, iterations, row.get("episodes", 0) - before.get("episodes", 0), progress)
+        before = row
 
 
-def _line(row: dict[str, Any], iterations: int) -> str:
+def _show(row: dict[str, Any], iterations: int, played: int, progress: Progress) -> None:
+    """One row: below the bar of a terminal, as a line elsewhere; `played` episodes are what it is about."""
+    line = _line(row, iterations, played)
+    progress.at(row["iteration"] / iterations, line)
+    if not progress.on_terminal:
+        left = None if row["iteration"] >= iterations else progress.left()
+        progress.say(line if left is None else f"{line}  ({duration(left)} left)")
+    elif "heldout_success" in row:
+        progress.say(f"iteration {row['iteration']:>4}: held-out success {row['heldout_success']:.2f}")
+
+
+def _line(row: dict[str, Any], iterations: int, played: int) -> str:
     """One row of metrics in the words of the live view."""
     parts = [f"{row['iteration']:>4}/{iterations}"]
+    kl = row.get("kl_to_reference", row.get("kl_to_rollout"))
+    if kl is not None:
+        row = {**row, "kl": max(0.0, round(kl, 6))}  # an estimate near 0 may lie below it
     for key, label, form in (
         ("success", "success", ".2f"),
         ("reward", "reward", ".2f"),
         ("valid_actions", "valid", ".2f"),
+        ("groups_with_signal", "differing groups", ".2f"),
         ("entropy", "entropy", ".2f"),
-        ("groups_with_signal", "signal", ".2f"),
+        ("kl", "KL", ".1g"),
+        ("grad_norm", "grad", ".2g"),
+        ("learning_rate", "lr", ".2g"),
         ("tokens_per_second", "tok/s", ".0f"),
-        ("heldout_success", "| held-out success", ".2f"),
     ):
         if row.get(key) is not None:
             parts.append(f"{label} {row[key]:{form}}")
+    if row.get("failed_episodes"):
+        parts.append(f"failed {row['failed_episodes']:.0f}/{played}")
+    if row.get("heldout_success") is not None:
+        parts.append(f"| held-out {row['heldout_success']:.2f}")
     return "  ".join(parts)
 
 
 def _say_results(run: Path, next_step: str) -> None:
+    """Where everything is, what to do next, and as the last lines what kept the run from learning."""
     summary = read_summary(run)
     metrics = summary["metrics"]
     success = metrics.get("heldout_success")  # not there where the rows of metrics were lost
@@ -189,4 +229,8 @@ def _say_results(run: Path, next_step: str) -> None:
     if next_step:
         step = next_step.replace("shoal ", f"{program()} ", 1).replace("{run}", shlex.quote(str(run)))
         lines.append(f"try next:            {step}")
+    advice = summary.get("advice", [])
+    if advice:
+        lines.append("")
+    lines += [f"WARNING: {one['title']}. {one['text']}" for one in advice[:MOST_WARNINGS]]
     print("\n".join(lines))

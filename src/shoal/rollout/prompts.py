@@ -48,7 +48,7 @@ class PromptConfig:
     turn: str = "Step {step}:\n{observation}\nYour action: {action}"
     """One past turn inside `{history}`."""
     prefill: str = ""
-    """Text that the answer begins with, given to the model rather than asked of it."""
+    """Text put after the prompt; the model continues from it."""
     closing: str = ""
     """Text that the answer ends with, added to what the model wrote and never asked of it: with `<action>` before and
     `</action>` after, a model that answers in one word writes one token (`max_tokens: 1`)."""

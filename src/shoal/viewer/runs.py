@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.core.errors import DataError
-from shoal.core.run_folder import FolderLock, latest, whole_rows
+from shoal.core.run_folder import FolderLock, is_number, latest, whole_rows
 from shoal.viewer.index import EpisodeIndex
 
 Kind = Literal["agent", "ppo", "skills", "split"]
@@ -32,8 +32,6 @@ PICTURES = {
 FILMS = {".mp4": "video/mp4", ".webm": "video/webm"}
 _LARGEST = 64 * 2**20
 """Bytes of a file of settings, and of a picture that is shown."""
-_MOST = 1e300
-"""Larger numbers are no points of a curve."""
 
 
 class Run:
@@ -241,11 +239,6 @@ def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[f
             xs.append(float(a))  # type: ignore[arg-type]
             ys.append(float(b))  # type: ignore[arg-type]
     return xs, ys
-
-
-def is_number(value: Any) -> bool:
-    """A number that can be drawn: the distance between two of them is finite too. False for NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
 
 
 def metric_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:

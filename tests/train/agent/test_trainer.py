@@ -20,6 +20,8 @@ from shoal.train.agent.evaluation import checkpoint_of
 from shoal.train.agent.trainer import AgentTrainer, warmed_up
 
 CLOCKS = (
+    "seconds",
+    "cpu_seconds",
     "seconds_rollout",
     "seconds_update",
     "tokens_per_second",

@@ -116,7 +116,7 @@ class FilterGroups:
     a group (`grpo`, `rloo`, `gigpo`, …) while `reward_normalization.grouping` is `state`; others learn from every
     episode."""
     max_num_gen_batches: int = 1
-    """Batches of groups to play, at most, until `env_groups` with signal are there."""
+    """Batches of groups to play, at most, until `env_groups` with different rewards are there."""
 
     def __post_init__(self) -> None:
         if self.max_num_gen_batches < 1:
@@ -164,7 +164,8 @@ class KLPenalty:
     coef: float = 0.0
     """0 keeps no reference model."""
     estimator: KLEstimator = "k3"
-    """`k2` and `k3` pull; the gradient of `k1` is noise that averages to none, so it only tells the KL."""
+    """`k2` and `k3` pull towards the reference; `k1` is for logging only, its gradient is noise with
+    mean 0."""
 
     def __post_init__(self) -> None:
         refuse_negative(self, "coef")
@@ -411,7 +412,7 @@ class TrainerConfig:
     """Iterations between checkpoints; there is always one at the end."""
     keep_checkpoints: int = 3
     log_entropy: bool = True
-    """Tell the entropy also where `algorithm.entropy_coef` is 0, and nothing else needs it."""
+    """Log the entropy also where `algorithm.entropy_coef` is 0, and nothing else needs it."""
     save_trajectories_every: int = 10
     """Iterations between files in `trajectories/`."""
     tensorboard: bool = True

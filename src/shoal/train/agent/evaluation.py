@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 from shoal.core.data import Trajectory
 from shoal.core.errors import DataError
 from shoal.core.files import restore_folders, verify_folder
+from shoal.rollout.episode import Role
 from shoal.rollout.filters import discounted
+from shoal.train.advice import Rejected
 from shoal.train.agent.advantages import has_signal
 from shoal.train.agent.batch import was_cut
 from shoal.train.agent.checkpoint import list_checkpoints, newest_checkpoint
@@ -45,6 +47,16 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return row | success_by_kind(whole)
 
 
+def rejected_answer(trajectories: Sequence[Trajectory], roles: Mapping[str, Role]) -> Rejected | None:
+    """The first answer that held no valid action, with the words of its env; None if there is none."""
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            if not turn.action_is_valid:
+                words = roles[trajectory.env].projection.words()
+                return Rejected(turn.response, turn.finish, tuple(words))
+    return None
+
+
 def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:
     """`success/<tag>` of each kind of env, where there are several."""
     won, played = Counter(t.env for t in whole if t.success), Counter(t.env for t in whole)
@@ -62,7 +74,7 @@ def heldout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def signal_metrics(
     trajectories: Sequence[Trajectory], learned: Sequence[Trajectory], config: AgentConfig
 ) -> dict[str, float]:
-    """How many groups of those played say something, and how many are learned from."""
+    """How many groups of those played have different rewards, and how many are learned from."""
     whole, gamma = [t for t in trajectories if t.status == "ok"], config.algorithm.gamma
     with_signal = _differing([discounted(t, gamma) for t in whole], whole)
     row = {

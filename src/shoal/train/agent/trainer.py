@@ -1,6 +1,6 @@
 """Training a language-model agent: play groups, compare within them, update, and keep everything on disk.
 
-The loop is a straight line: rollouts, groups with signal, advantages, update, evaluation, checkpoint.
+The loop is a straight line: rollouts, groups with different rewards, advantages, update, evaluation, checkpoint.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from shoal.rollout.parallel.worker import MAKE
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.registry import close_engine
 from shoal.rollout.samplers.sampler import Completion, EngineAround, Request, Sampler
+from shoal.train.advice import Rejected
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
 from shoal.train.agent.config import AgentConfig, Algorithm, imported, refuse_without_signal
@@ -48,7 +49,13 @@ from shoal.train.agent.distributed import (
     refuse_without_room,
     shard_critic,
 )
-from shoal.train.agent.evaluation import heldout_metrics, iteration_times, rollout_metrics, signal_metrics
+from shoal.train.agent.evaluation import (
+    heldout_metrics,
+    iteration_times,
+    rejected_answer,
+    rollout_metrics,
+    signal_metrics,
+)
 from shoal.train.agent.policy import (
     Critic,
     MasterAdamW,
@@ -181,6 +188,9 @@ class AgentTrainer(Closing):
         begun.callback(self._val_collector.close)
         self._success: float  # held out, at this iteration; 0 if not measured
         self._warned = False
+        self._rejected: Rejected | None = None  # an answer of the last iteration without a valid action
+        self.resumed_at: int | None = None
+        """The iteration that a resumed run goes on from, once `train` has begun; rows up to it were played before."""
         self._doing: tuple[str, SharedCollector | None] = "starting", None
 
     def close(self) -> None:
@@ -226,7 +236,7 @@ class AgentTrainer(Closing):
                     self.progress = replace(self.progress, best_success=row["heldout_success"])
                 last = last or row["heldout_success"] >= enough
             self._success = row.get("heldout_success", 0.0)
-            self.records.report(row)
+            self.records.report(row, self._rejected)
             if last or improved or self.progress.iteration % settings.save_every == 0:
                 self._save(best=improved)
             yield row
@@ -246,6 +256,9 @@ class AgentTrainer(Closing):
         self._doing = f"iteration {iteration + 1}, learning from {len(learned)} episodes", None
         learning, samples = self._learn(trajectories, learned, iteration)
         row |= learning
+        if samples:
+            row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        self._rejected = rejected_answer(trajectories, self.train_envs.roles)
         tokens = sum(t.n_tokens for t in trajectories)
         self.progress = Progress(
             iteration + 1,
@@ -315,6 +328,7 @@ class AgentTrainer(Closing):
         newest = self.processes.together(lambda: newest_checkpoint(folder) if self.processes.first else None)
         assert newest[0] is not None
         self.progress = load_checkpoint(newest[0], self.policy, self.critic, self.optimizer, self._settings)
+        self.resumed_at = self.progress.iteration
         self._sync.changed()
         if self._reference is not None:
             self._reference.load()
@@ -468,7 +482,7 @@ def warmed_up(
 def play_groups(
     collector: SharedCollector, iteration: int, config: AgentConfig
 ) -> tuple[list[Trajectory], list[Trajectory], dict[str, float]]:
-    """Groups of this iteration (with dynamic sampling, until enough have signal), those to learn from, and metrics."""
+    """Groups of this iteration (with dynamic sampling, until enough differ), those to learn from, and metrics."""
     algorithm, settings = config.algorithm, config.algorithm.filter_groups
     collector.lap()
     sampling, most = config.agent_proxy.sampling(), settings.max_num_gen_batches if settings.enable else 1
