@@ -91,10 +91,13 @@ class Critic:
     """The value network of estimators that need one (`gae`, `turn_gae`, `bi_level_gae`)."""
 
     gae_lambda: float = 0.95
+    """Trace decay from token to token (`gae`) or from turn to turn (`turn_gae`, `bi_level_gae`)."""
     token_lambda: float = 1.0
     """Trace decay within a turn (`bi_level_gae`)."""
     learning_rate: float = 1e-3
+    """Of the critic."""
     value_clip: float | None = 0.5
+    """How far a value may move from that of the rollout before the loss stops pulling; null is no limit."""
     warmup: int = 0
     """Iterations at the start in which the critic learns alone: the policy's rate is 0 (verl's `critic_warmup`)."""
     whitening: Literal["population", "sample"] = "population"
@@ -138,6 +141,8 @@ class RolloutCorrection:
     """Importance weights for an engine whose log-probs differ from the trainer's."""
 
     method: Literal["none", "truncate", "mask"] = "none"
+    """`none`: weights are 1; `truncate`: larger weights than `cap` are cut to it; `mask`: tokens whose weight is
+    outside of [1 / cap, cap] are left out."""
     cap: float = 2.0
     """The largest weight; with `mask`, its inverse is the smallest."""
 
@@ -177,10 +182,13 @@ class Algorithm:
     entropy_coef: float = _BY_NAME
     """0.02 if the estimator does not say otherwise (`distillation`: 0)."""
     learning_rate: float = 1e-3
+    """Of Adam."""
     lr_schedule: Decay = "constant"
     """From `learning_rate` at the first iteration to 0 after the last."""
     weight_decay: float = 0.0
+    """Of AdamW; 0 is plain Adam."""
     epochs: int = 1
+    """Passes over each iteration's samples."""
     minibatch_size: int = 256
     """Samples of one gradient step."""
     micro_batch_tokens: int = 16384
@@ -193,6 +201,7 @@ class Algorithm:
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the arithmetic of the update (autocast); weights and optimizer keep theirs. See `logprob_gap_max`."""
     max_grad_norm: float = 1.0
+    """Longer gradients are shortened to this length."""
     overlong_filter: bool = False
     """Learn nothing from episodes in which a response was cut off at `max_tokens` or by the context (DAPO)."""
     rollout_filter_ratio: float = 1.0
@@ -269,6 +278,7 @@ class Lora:
     target_modules: str | list[str] = "all-linear"
     """Names of layers, such as `[q_proj, v_proj]`, or `all-linear`."""
     dropout: float = 0.0
+    """Share of the adapters' inputs that is set to 0 in training."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -292,6 +302,9 @@ class RewardNormalization:
     grouping: Literal["state", "inductive", "batch"] = "state"
     """Compare within a start state, within a kind of env, or within the whole batch."""
     method: Method = "mean_std"
+    """What is done to the rewards that are compared: `mean_std` subtracts their mean and divides by their standard
+    deviation, `mean` only subtracts the mean, `asym_clip` clips `mean_std` to [-1, 3], `identity` leaves them as they
+    are."""
 
 
 @dataclass(frozen=True)
@@ -323,8 +336,11 @@ class Warmup:
     """
 
     steps: int = 0
+    """Gradient steps before the first iteration; 0 for none."""
     batch_size: int = 64
+    """Samples of a step."""
     learning_rate: float = 1e-3
+    """Of the warm-up alone."""
     lr_schedule: Decay = "constant"
     """From `learning_rate` at the first step to 0 after the last."""
     max_grad_norm: float | None = None
@@ -351,11 +367,13 @@ class TrainerConfig:
     """The loop."""
 
     iterations: int = 100
+    """Rounds of playing and learning."""
     eval_every: int = 10
     """Iterations between held-out evaluations; there is always one at the end."""
     save_every: int = 5
     """Iterations between checkpoints; there is always one at the end."""
     keep_checkpoints: int = 3
+    """How many of the newest are kept, beside the best."""
     log_entropy: bool = True
     """Tell the entropy also where `algorithm.entropy_coef` is 0, and nothing else needs it."""
     save_trajectories_every: int = 10
@@ -365,6 +383,7 @@ class TrainerConfig:
     wandb: bool = False
     """Send the same rows to Weights & Biases (package `wandb`; `WANDB_MODE=offline` keeps them here)."""
     wandb_project: str = "shoal"
+    """The project on Weights & Biases that gets them."""
     sharding: Literal["none", "full"] = "none"
     """With several processes: `none`, each holds all weights and optimizer state; `full`, parameters, gradients and
     optimizer state are cut into one shard a process (FSDP2). Changes memory, not results; alone it does nothing."""
@@ -384,15 +403,19 @@ class AgentConfig:
     """Everything about a run of agent training."""
 
     seed: int = 0
+    """Seed of the whole run: start states, sampling, minibatches and fresh weights follow from it."""
     run_dir: str | None = None
     """The run folder; `runs/<config name>` (or the next free number) if not given."""
     resume: bool = False
+    """Go on with the run in `run_dir` from its newest checkpoint."""
     engine: EngineConfig = EngineConfig()
     model: ModelConfig = ModelConfig()
     agent_proxy: AgentProxy = AgentProxy()
     es_manager: EsManager = EsManager()
     custom_envs: dict[str, EnvTag] = field(default_factory=dict)
+    """The kinds of env, under names of your own (tags)."""
     use_parallel_envs: bool = True
+    """Step the envs in workers, as `vector` says; false steps them one after the other in this process."""
     vector: VectorConfig = VectorConfig()
     algorithm: Algorithm = Algorithm()
     warmup: Warmup = Warmup()
