@@ -1,3 +1,5 @@
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +8,7 @@ import pytest
 import yaml
 
 from shoal.cli.main import main
+from shoal.core.errors import ConfigError
 from shoal.train.agent.config import AgentConfig, compose_config, config_names
 
 ROOT = Path(__file__).parents[2]
@@ -68,3 +71,41 @@ def test_the_page_of_settings_is_what_the_source_says():
     assert done.stdout == stands, "docs/settings.md is of another source: run make settings"
     for setting in ("`seed`", "`gae_lambda`", "`prefill`", "`env_type`", "`api_key_env`"):
         assert f"| {setting} |" in stands
+
+
+def test_a_value_in_the_quotes_that_the_message_shows_is_read(capsys):
+    turn = "a {action}, \"b\" 'c' [d]"
+    assert main(["train", f"agent_proxy.prompt.turn={turn}", "--cfg"]) == 2
+    [word] = shlex.split(capsys.readouterr().err.partition("of the shell: ")[2])
+    assert yaml.safe_load(printed(capsys, word))["agent_proxy"]["prompt"]["turn"] == turn
+
+
+def test_a_config_in_the_working_directory_is_found_by_the_words_that_the_message_shows(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("key.yaml").write_text("defaults: [base, _self_]\nseed: 5\n")
+    assert main(["train", "--config-name", "key", "--cfg"]) == 2
+    words = re.search(r"--config-dir \S+ --config-name key", capsys.readouterr().err)[0].split()
+    assert yaml.safe_load(printed(capsys, *words))["seed"] == 5
+
+
+@pytest.mark.parametrize("command", [["train"], ["train-ppo", "--total-timesteps", "64"]])
+def test_a_folder_with_other_files_is_no_place_for_a_run(command, capsys, tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    assert main([*command, "--run-dir", str(tmp_path)]) == 2
+    assert "holds other files (thesis.tex) and no run" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thesis.tex"]
+
+
+def test_adapters_are_put_on_all_layers_though_a_shipped_config_trains_only_some(tmp_path):
+    lora = ["model.lora.rank=4"]
+    assert compose_config("smollm2").engine.train_last_layers
+    assert compose_config("smollm2", lora).engine.train_last_layers is None
+    (tmp_path / "own.yaml").write_text("defaults: [smollm2, _self_]\nmodel: {lora: {rank: 4}}\n")
+    assert compose_config("own", folder=tmp_path).engine.train_last_layers is None
+    (tmp_path / "half.yaml").write_text("defaults: [smollm2, _self_]\nengine: {train_last_layers: 2}\n")
+    (tmp_path / "child.yaml").write_text("defaults: [half, _self_]\n")
+    for name, words in (("half", lora), ("child", lora), ("own", ["engine.train_last_layers=2"])):
+        with pytest.raises(ConfigError, match="train_last_layers=2 would do nothing"):
+            compose_config(name, words, tmp_path)

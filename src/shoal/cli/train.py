@@ -26,7 +26,7 @@ from shoal.cli.grammar import (
     show_warnings,
 )
 from shoal.cli.output import program
-from shoal.core.run_folder import read_summary
+from shoal.core.run_folder import read_summary, refuse_foreign
 
 MORE = """\
 examples:
@@ -132,6 +132,7 @@ def _resuming(options: TrainOptions, run_dir: str) -> str:
 def _run_dir(wanted: str | None, name: str, resume: bool) -> Path:
     """The folder asked for; else `runs/<name>`, numbered when taken, or the newest of that name to resume."""
     if wanted is not None:
+        refuse_foreign(Path(wanted))
         return Path(wanted)
     return newest_folder(name) if resume else new_folder(name)
 

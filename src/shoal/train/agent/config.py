@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import math
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
@@ -68,7 +70,8 @@ def _known(registry: Registry[T], name: str) -> T:
     try:
         return registry[name]
     except UnknownNameError as error:
-        raise ConfigError(str(error)) from error
+        hint = " PPO with a critic is adv_estimator=gae." if name == "ppo" else ""
+        raise ConfigError(f"{error}{hint}") from error
 
 
 @dataclass(frozen=True)
@@ -671,9 +674,15 @@ def config_names() -> list[str]:
 
 
 def refuse_unknown_config(name: str, folder: Path | None = None, further: Sequence[str] = ()) -> None:
-    """Raise an `UnknownNameError` for a config that neither shoal nor `folder` has; `further` ones are named too."""
+    """Raise an `UnknownNameError` for a config that neither shoal nor `folder` has; `further` ones are named too.
+
+    Raises:
+        ConfigError: it lies in the working directory, and no folder was named.
+    """
     own = [path.stem for path in folder.glob("*.yaml")] if folder else []
     if name not in (known := [*config_names(), *own]):
+        if folder is None and Path(f"{name}.yaml").is_file():
+            raise ConfigError(f"{name}.yaml of this folder is found with --config-dir . --config-name {name}")
         raise unknown_name("config", name, [*known, *further])
 
 
@@ -697,6 +706,7 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     from omegaconf.errors import OmegaConfBaseException
 
     refuse_unknown_config(name, folder)
+    _refuse_unreadable(overrides)
     try:
         with _own_hydra():
             ConfigStore.instance().store(name="defaults", node=_defaults())
@@ -717,7 +727,32 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     kinds = values.get("custom_envs")
     if isinstance(kinds, dict):
         values["custom_envs"] = {tag: kind for tag, kind in kinds.items() if kind is not None}
+    by_word = any(word.lstrip("+").startswith("engine.train_last_layers=") for word in overrides)
+    if _has_adapters(values) and not by_word and not _chooses_layers(name, folder):
+        values["engine"]["train_last_layers"] = (
+            None  # which a config of shoal's chose for training without them
+        )
     return AgentConfig.read(_without_open(values))
+
+
+def _refuse_unreadable(overrides: Sequence[str]) -> None:
+    """Name the setting that is not in Hydra's grammar; the shell took the quotes of most that are not."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for word in overrides:
+        try:
+            parser.parse_override(word)
+        except HydraException as error:
+            key, equals, value = word.partition("=")
+            if not equals or not key.strip("+~") or value.startswith("="):
+                raise ConfigError(f"cannot read {word!r}: expected key=value, +key=value or ~key") from error
+            quoted = shlex.quote(f"{key}={json.dumps(value, ensure_ascii=False)}")
+            raise ConfigError(
+                f"cannot read the value of {key}, {value}: a text with braces, brackets, commas or quotes needs "
+                f"quotes of its own inside those of the shell: {quoted}"
+            ) from error
 
 
 @contextmanager
@@ -733,6 +768,24 @@ def _own_hydra() -> Iterator[None]:
             yield
         finally:  # there may be another instance by now
             GlobalHydra.instance().hydra, ConfigStore.instance().repo = before, stored
+
+
+def _has_adapters(values: dict[str, Any]) -> bool:
+    """Whether composed settings ask for LoRA."""
+    with suppress(KeyError, TypeError):  # other settings than those are refused when they are read
+        return bool(values["model"]["lora"]["rank"] and values["engine"]["train_last_layers"])
+    return False
+
+
+def _chooses_layers(name: str, folder: Path | None) -> bool:
+    """Whether a config of the user's, or one of the user's that it builds on, sets `engine.train_last_layers`."""
+    if folder is None or not (folder / f"{name}.yaml").is_file():
+        return False
+    values = read_settings(folder / f"{name}.yaml")
+    engine, parents = values.get("engine"), values.get("defaults") or ()
+    if isinstance(engine, dict) and "train_last_layers" in engine:
+        return True
+    return any(_chooses_layers(parent, folder) for parent in parents if isinstance(parent, str))
 
 
 def _without_open(values: dict[str, Any]) -> dict[str, Any]:
@@ -773,11 +826,6 @@ def _explain(error: Exception) -> str:
     """Hydra's first line, and the key that was probably meant."""
     first = str(error).strip().split("\n")[0]
     key = first.split("'")[1] if "Could not override" in first and "'" in first else ""
-    if not key and "LexerNoViableAlt" in first:  # signs outside of quotes
-        name, _, value = first.removeprefix("LexerNoViableAltException: ").partition("=")
-        return f"cannot read {name}={value}: a value with signs wants quotes, {name}='\"{value}\"'"
-    if first.startswith("Error parsing override"):
-        return f"{first}: expected key=value, +key=value or ~key"
     if not key:
         return first
     if _takes_own_keys(key):
