@@ -193,25 +193,23 @@ def _warn_of_invalid(options: EvalOptions, trajectories: list[Any], run: Any, pl
     """Show an answer that holds no action, the words that would be one, and what to do."""
     from shoal.rollout.factory import make_roles
 
-    bad = [(t.env, turn) for t in trajectories for turn in t.turns if not turn.action_is_valid]
+    turns = [(t.env, turn) for t in trajectories if t.status == "ok" for turn in t.turns]
+    bad = [(tag, turn) for tag, turn in turns if not turn.action_is_valid]
+    if not bad:  # no turn was played: the first prompt has filled the context
+        return
     tag, turn = bad[0]
     role = make_roles(plan.envs.custom_envs, [tag])[tag]
     words = ", ".join(role.projection.words()[:20]) or "any text"
-    prompt = replace(run.agent_proxy.prompt, **role.prompt)
+    prompt, most = replace(run.agent_proxy.prompt, **role.prompt), plan.sampling.max_tokens
     if _lacks_play(options.model):
         remedy = "a model that shoal trained wants the prompts of its run: evaluate the run, or shoal export RUN OUT"
-    elif "{actions}" not in prompt.first + prompt.later:
-        remedy = (
-            "the prompt does not name the actions: train with {actions} in agent_proxy.prompt.first and later"
-        )
     elif turn.finish == "length" and not prompt.closing:
-        most = plan.sampling.max_tokens
         remedy = f"the answer was cut off at {most} tokens: --max-tokens {4 * most}"
+    elif "{actions}" not in prompt.first + prompt.later:
+        remedy = "the prompt does not name the actions: use {actions} in agent_proxy.prompt.first and later"
     else:
-        remedy = (
-            "the model has not learned the form of an answer: see valid_actions in the curves of its training"
-        )
-    share = 1 - len(bad) / sum(len(t.turns) for t in trajectories)
+        remedy = "the model does not answer in the form that its prompt asks for: train it, or ask for a simpler one"
+    share = 1 - len(bad) / len(turns)
     tags = " or ".join(f"<{name}>…</{name}>" for name in role.projection.tags)
     said = turn.response if len(turn.response) <= 200 else f"{turn.response[:200]}…"
     told = [
