@@ -7,7 +7,7 @@ PINS := -c requirements/constraints.txt
 # Bytecode is kept, whatever the machine's default: else each of the tests' thousands of processes compiles shoal anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo demo-llm test test-slow test-browser check docs package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
+.PHONY: help setup demo demo-llm test test-slow test-browser check docs settings package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
 
 help:             ## this list
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -47,6 +47,9 @@ docs:             ## the site of the documents, into build/site
 	test -d .venv-docs || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+
+settings: setup   ## docs/settings.md anew, after a change to a setting, its default or its docstring
+	PYTHONPATH=src $(BIN)/python docs/make_settings.py
 
 package:          ## the wheel and the sdist, into dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import inspect
@@ -12,7 +11,6 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -34,6 +32,7 @@ from shoal.cli.grammar import (
     wide_console,
 )
 from shoal.cli.output import harmless
+from shoal.core.configuration import field_notes
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.envs.catalogue import (
     ADAPTERS,
@@ -432,7 +431,7 @@ def _first_line(kind: Any) -> str:
 
 def _describe_config(config: Any) -> list[str]:
     """A line per setting: name, default and the sentence that stands below it in the source."""
-    notes = _field_notes(config)
+    notes = field_notes(config)
     lines = []
     for item in dataclasses.fields(config):
         default = item.default
@@ -441,20 +440,6 @@ def _describe_config(config: Any) -> list[str]:
         value = "(needed)" if default is dataclasses.MISSING else repr(default)
         lines.append(f"  {item.name + ' = ' + value:<34} {notes.get(item.name, '')}".rstrip())
     return lines
-
-
-def _field_notes(config: type) -> dict[str, str]:
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    notes = {}
-    statements = getattr(body, "body", [])
-    for field, note in pairwise(statements):
-        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if is_field and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
-            notes[field.target.id] = " ".join(str(note.value.value).split())
-    return notes
 
 
 # --- how envs look in a terminal: grid worlds in color, everything else as it is

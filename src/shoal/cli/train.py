@@ -26,7 +26,7 @@ from shoal.cli.grammar import (
     show_warnings,
 )
 from shoal.cli.output import program
-from shoal.core.run_folder import read_summary
+from shoal.core.run_folder import read_summary, refuse_foreign
 
 if TYPE_CHECKING:
     from shoal.train.agent.trainer import AgentTrainer
@@ -37,7 +37,7 @@ examples:
   shoal train --seed 1 --run-dir runs/mine            another seed, another folder (seed=1 run_dir=runs/mine)
   shoal train --config-name demo algorithm.adv_estimator=gigpo trainer.iterations=80
   shoal train --config-name demo --resume             go on with the newest run of that name
-  shoal train --config-name base --cfg                print all settings and stop
+  shoal train --config-name base --cfg                print all settings with their meanings and stop
   shoal train --config-name recorded recordings=DIR   imitate recordings (recorded-grpo: learn from their rewards)
 
 Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes one.
@@ -60,7 +60,7 @@ class TrainOptions(AgentOptions):
 
     config_name: Annotated[str, config_name_of(RECORDED)] = "demo"
     cfg: Flag = False
-    """print the composed config as YAML and stop"""
+    """print the composed config as YAML, with the meaning of each setting as a comment, and stop"""
     json_events: Flag = False
     """one JSON line per durable moment on stdout"""
     resume: Flag = False
@@ -75,9 +75,9 @@ def train(options: TrainOptions) -> int:
         return train_recorded(options)
     config = composed(options, RECORDED)
     if options.cfg:
-        from shoal.core.configuration import as_yaml, to_mapping
+        from shoal.core.configuration import as_commented_yaml
 
-        print(as_yaml(to_mapping(config)), end="")
+        print(as_commented_yaml(config), end="")
         return 0
     show_warnings()
     import torch
@@ -143,6 +143,7 @@ def _resuming(options: TrainOptions, run_dir: str) -> str:
 def _run_dir(wanted: str | None, name: str, resume: bool) -> Path:
     """The folder asked for; else `runs/<name>`, numbered when taken, or the newest of that name to resume."""
     if wanted is not None:
+        refuse_foreign(Path(wanted))
         return Path(wanted)
     return newest_folder(name) if resume else new_folder(name)
 

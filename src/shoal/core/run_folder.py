@@ -94,6 +94,27 @@ def _noted_command(run: Path) -> str:
     return ""
 
 
+OF_A_RUN = {
+    ".lock", "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "trajectories", "tensorboard", UNFINISHED,
+}  # fmt: skip
+"""Files and folders of runs, of which any run folder has one."""
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuse a folder that holds files, and none of a run, as the place for a new run.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    found = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    shown = sorted(name for name in found if not name.startswith("."))
+    if shown and not found & OF_A_RUN:
+        raise ConfigError(
+            f"{path} holds other files ({', '.join(shown[:3])}{', …' if shown[3:] else ''}) and no run: name a new "
+            f"folder, such as {path / 'run'}"
+        )
+
+
 def whole_rows(data: bytes) -> list[dict[str, Any]]:
     """The JSON objects of whole lines; a last line that is still being written is left out, so are torn ones."""
     rows = []

@@ -61,6 +61,7 @@ class EnvMix:
     """How groups are spread over kinds."""
 
     tags: tuple[str, ...] = ()
+    """Names of entries of `custom_envs`."""
     n_groups: tuple[int, ...] = ()
     """As many as tags, summing to `env_groups` or to a divisor of it; empty for equal shares."""
 
@@ -73,7 +74,9 @@ class EnvGroups:
     """Groups of episodes that are played at once."""
 
     env_groups: int = 8
+    """Start states that are played at once."""
     group_size: int = 16
+    """Episodes that are played from each start state."""
     env_configs: EnvMix = EnvMix()
 
     def __post_init__(self) -> None:
@@ -112,7 +115,9 @@ class VectorConfig:
     """Where envs are stepped; it changes the speed and never the results."""
 
     backend: Backend = "auto"
+    """Where they are: `auto` tries one env and chooses; the others are named."""
     num_workers: int | None = None
+    """Workers that share the envs; as many as the backend finds best if not given."""
     step_timeout: float | None = None
     """Seconds after which an env that does not answer is given up."""
     make_timeout: float | None = None

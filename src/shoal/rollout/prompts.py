@@ -31,6 +31,7 @@ class PromptConfig:
     """Templates and what they show; `{name}` stands for a field, everything else is text."""
 
     mode: Literal["window", "append"] = "window"
+    """`window`: every turn is a fresh chat with the last `history` turns; `append`: one chat that grows."""
     history: int = 2
     """Turns before the present one that a `window` prompt shows."""
     system: str = ""

@@ -26,6 +26,7 @@ class RolloutSettings:
     max_tokens: int | Literal["auto"] = 8
     """Tokens of one response, at most. `auto`: as many as the longest action of the envs needs; 64 for free text."""
     temperature: float = 1.0
+    """Of sampling in training: 1 samples from the model's own probabilities, 0 takes the likeliest token."""
     top_p: float = 1.0
     """Sample from the fewest tokens that have this much of the probability; 1 is off."""
     top_k: int = 0

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import math
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from importlib import resources
@@ -104,7 +106,8 @@ def _known(registry: Registry[T], name: str) -> T:
     try:
         return registry[name]
     except UnknownNameError as error:
-        raise ConfigError(str(error)) from error
+        hint = " PPO with a critic is adv_estimator=gae." if name == "ppo" else ""
+        raise ConfigError(f"{error}{hint}") from error
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,13 @@ class Critic:
     """The value network of estimators that need one (`gae`, `turn_gae`, `bi_level_gae`)."""
 
     gae_lambda: float = 0.95
+    """Trace decay from token to token (`gae`) or from turn to turn (`turn_gae`, `bi_level_gae`)."""
     token_lambda: float = 1.0
     """Trace decay within a turn (`bi_level_gae`)."""
     learning_rate: float = 1e-3
+    """Of the critic."""
     value_clip: float | None = 0.5
+    """How far a value may move from that of the rollout before the loss stops pulling; null is no limit."""
     warmup: int = 0
     """Iterations at the start in which the critic learns alone: the policy's rate is 0 (verl's `critic_warmup`)."""
     whitening: Literal["population", "sample"] = "population"
@@ -176,6 +182,8 @@ class RolloutCorrection:
     """Importance weights for an engine whose log-probs differ from the trainer's."""
 
     method: Literal["none", "truncate", "mask"] = "none"
+    """`none`: weights are 1; `truncate`: larger weights than `cap` are cut to it; `mask`: tokens whose weight is
+    outside of [1 / cap, cap] are left out."""
     cap: float = 2.0
     """The largest weight; with `mask`, its inverse is the smallest."""
 
@@ -215,10 +223,13 @@ class Algorithm:
     entropy_coef: float = _BY_NAME
     """0.02 if the estimator does not say otherwise (`distillation`: 0)."""
     learning_rate: float = 1e-3
+    """Of Adam."""
     lr_schedule: Decay = "constant"
     """From `learning_rate` at the first iteration to 0 after the last."""
     weight_decay: float = 0.0
+    """Of AdamW; 0 is plain Adam."""
     epochs: int = 1
+    """Passes over each iteration's samples."""
     minibatch_size: int = 256
     """Samples of one gradient step."""
     micro_batch_tokens: int = 16384
@@ -231,6 +242,7 @@ class Algorithm:
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the arithmetic of the update (autocast); weights and optimizer keep theirs. See `logprob_gap_max`."""
     max_grad_norm: float = 1.0
+    """Longer gradients are shortened to this length."""
     overlong_filter: bool = False
     """Learn nothing from episodes in which a response was cut off at `max_tokens` or by the context (DAPO)."""
     rollout_filter_ratio: float = 1.0
@@ -317,6 +329,7 @@ class Lora:
     target_modules: str | list[str] = "all-linear"
     """Names of layers, such as `[q_proj, v_proj]`, or `all-linear`."""
     dropout: float = 0.0
+    """Share of the adapters' inputs that is set to 0 in training."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -340,6 +353,9 @@ class RewardNormalization:
     grouping: Literal["state", "inductive", "batch"] = "state"
     """Compare within a start state, within a kind of env, or within the whole batch."""
     method: Method = "mean_std"
+    """What is done to the rewards that are compared: `mean_std` subtracts their mean and divides by their standard
+    deviation, `mean` only subtracts the mean, `asym_clip` clips `mean_std` to [-1, 3], `identity` leaves them as they
+    are."""
 
 
 @dataclass(frozen=True)
@@ -376,9 +392,12 @@ class Warmup:
     """
 
     steps: int | Literal["auto"] = 0
-    """`auto`: 20, if less than half of the answers in a probe of 64 turns hold an action; else none."""
+    """Gradient steps before the first iteration; 0 for none. `auto`: 20, if less than half of the answers in a probe of
+    64 turns hold an action; else none."""
     batch_size: int = 64
+    """Samples of a step."""
     learning_rate: float = 1e-3
+    """Of the warm-up alone."""
     lr_schedule: Decay = "constant"
     """From `learning_rate` at the first step to 0 after the last."""
     max_grad_norm: float | None = None
@@ -406,11 +425,13 @@ class TrainerConfig:
     """The loop."""
 
     iterations: int = 100
+    """Rounds of playing and learning."""
     eval_every: int = 10
     """Iterations between held-out evaluations; there is always one at the end."""
     save_every: int = 5
     """Iterations between checkpoints; there is always one at the end."""
     keep_checkpoints: int = 3
+    """How many of the newest are kept, beside the best."""
     log_entropy: bool = True
     """Log the entropy also where `algorithm.entropy_coef` is 0, and nothing else needs it."""
     save_trajectories_every: int = 10
@@ -420,6 +441,7 @@ class TrainerConfig:
     wandb: bool = False
     """Send the same rows to Weights & Biases (package `wandb`; `WANDB_MODE=offline` keeps them here)."""
     wandb_project: str = "shoal"
+    """The project on Weights & Biases that gets them."""
     sharding: Literal["none", "full"] = "none"
     """With several processes: `none`, each holds all weights and optimizer state; `full`, parameters, gradients and
     optimizer state are cut into one shard a process (FSDP2). Changes memory, not results; alone it does nothing."""
@@ -439,15 +461,19 @@ class AgentConfig:
     """Everything about a run of agent training."""
 
     seed: int = 0
+    """Seed of the whole run: start states, sampling, minibatches and fresh weights follow from it."""
     run_dir: str | None = None
     """The run folder; `runs/<config name>` (or the next free number) if not given."""
     resume: bool = False
+    """Go on with the run in `run_dir` from its newest checkpoint."""
     engine: EngineConfig = EngineConfig()
     model: ModelConfig = ModelConfig()
     agent_proxy: AgentProxy = AgentProxy()
     es_manager: EsManager = EsManager()
     custom_envs: dict[str, EnvTag] = field(default_factory=dict)
+    """The kinds of env, under names of your own (tags)."""
     use_parallel_envs: bool = True
+    """Step the envs in workers, as `vector` says; false steps them one after the other in this process."""
     vector: VectorConfig = VectorConfig()
     algorithm: Algorithm = Algorithm()
     warmup: Warmup = Warmup()
@@ -762,9 +788,15 @@ def config_names() -> list[str]:
 
 
 def refuse_unknown_config(name: str, folder: Path | None = None, further: Sequence[str] = ()) -> None:
-    """Raise an `UnknownNameError` for a config that neither shoal nor `folder` has; `further` ones are named too."""
+    """Raise an `UnknownNameError` for a config that neither shoal nor `folder` has; `further` ones are named too.
+
+    Raises:
+        ConfigError: it lies in the working directory, and no folder was named.
+    """
     own = [path.stem for path in folder.glob("*.yaml")] if folder else []
     if name not in (known := [*config_names(), *own]):
+        if folder is None and Path(f"{name}.yaml").is_file():
+            raise ConfigError(f"{name}.yaml of this folder is found with --config-dir . --config-name {name}")
         raise unknown_name("config", name, [*known, *further])
 
 
@@ -788,6 +820,7 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     from omegaconf.errors import OmegaConfBaseException
 
     refuse_unknown_config(name, folder)
+    _refuse_unreadable(overrides)
     try:
         with _own_hydra():
             ConfigStore.instance().store(name="defaults", node=_defaults())
@@ -808,7 +841,32 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     kinds = values.get("custom_envs")
     if isinstance(kinds, dict):
         values["custom_envs"] = {tag: kind for tag, kind in kinds.items() if kind is not None}
+    by_word = any(word.lstrip("+").startswith("engine.train_last_layers=") for word in overrides)
+    if _has_adapters(values) and not by_word and not _chooses_layers(name, folder):
+        values["engine"]["train_last_layers"] = (
+            None  # which a config of shoal's chose for training without them
+        )
     return AgentConfig.read(_without_open(values))
+
+
+def _refuse_unreadable(overrides: Sequence[str]) -> None:
+    """Name the setting that is not in Hydra's grammar; the shell took the quotes of most that are not."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for word in overrides:
+        try:
+            parser.parse_override(word)
+        except HydraException as error:
+            key, equals, value = word.partition("=")
+            if not equals or not key.strip("+~") or value.startswith("="):
+                raise ConfigError(f"cannot read {word!r}: expected key=value, +key=value or ~key") from error
+            quoted = shlex.quote(f"{key}={json.dumps(value, ensure_ascii=False)}")
+            raise ConfigError(
+                f"cannot read the value of {key}, {value}: a text with braces, brackets, commas or quotes needs "
+                f"quotes of its own inside those of the shell: {quoted}"
+            ) from error
 
 
 @contextmanager
@@ -824,6 +882,24 @@ def _own_hydra() -> Iterator[None]:
             yield
         finally:  # there may be another instance by now
             GlobalHydra.instance().hydra, ConfigStore.instance().repo = before, stored
+
+
+def _has_adapters(values: dict[str, Any]) -> bool:
+    """Whether composed settings ask for LoRA."""
+    with suppress(KeyError, TypeError):  # other settings than those are refused when they are read
+        return bool(values["model"]["lora"]["rank"] and values["engine"]["train_last_layers"])
+    return False
+
+
+def _chooses_layers(name: str, folder: Path | None) -> bool:
+    """Whether a config of the user's, or one of the user's that it builds on, sets `engine.train_last_layers`."""
+    if folder is None or not (folder / f"{name}.yaml").is_file():
+        return False
+    values = read_settings(folder / f"{name}.yaml")
+    engine, parents = values.get("engine"), values.get("defaults") or ()
+    if isinstance(engine, dict) and "train_last_layers" in engine:
+        return True
+    return any(_chooses_layers(parent, folder) for parent in parents if isinstance(parent, str))
 
 
 def _without_open(values: dict[str, Any]) -> dict[str, Any]:
@@ -867,11 +943,6 @@ def _explain(error: Exception) -> str:
     """Hydra's first line, and the key that was probably meant."""
     first = str(error).strip().split("\n")[0]
     key = first.split("'")[1] if "Could not override" in first and "'" in first else ""
-    if not key and "LexerNoViableAlt" in first:  # signs outside of quotes
-        name, _, value = first.removeprefix("LexerNoViableAltException: ").partition("=")
-        return f"cannot read {name}={value}: a value with signs wants quotes, {name}='\"{value}\"'"
-    if first.startswith("Error parsing override"):
-        return f"{first}: expected key=value, +key=value or ~key"
     if not key:
         return first
     if _takes_own_keys(key):
