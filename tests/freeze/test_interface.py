@@ -1,4 +1,4 @@
-"""What users of the first edition call, type and write into YAML is still there; new things may stand beside it."""
+"""What users call, type and write into YAML is still there; new things may stand beside it."""
 
 from __future__ import annotations
 

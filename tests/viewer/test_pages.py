@@ -20,7 +20,6 @@ from shoal.cli.view import run_folders
 from shoal.core.data import write_advantages, write_trajectories
 from shoal.core.errors import DataError
 from shoal.core.run_folder import RunFolder
-from shoal.skills.jobs.store import Store
 from shoal.viewer.episode_pages import parting, spelling
 from shoal.viewer.export import export
 from shoal.viewer.markup import Html, Series, graph, histogram, join, line_chart, spark, tag, thinned
@@ -28,7 +27,8 @@ from shoal.viewer.pages import Site, compare, overview
 from shoal.viewer.runs import Run, whole_rows
 from shoal.viewer.server import page_for
 
-FIXTURES = Path(__file__).parents[1] / "freeze" / "fixtures"
+FIXTURES = Path(__file__).with_name("fixtures")
+"""Finished runs of four commands."""
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_torn_lines_of_metrics_are_left_out():
 
 
 @pytest.mark.parametrize("name", ["agent", "ppo-torch", "ppo-compiled", "skills"])
-def test_run_folders_of_the_first_edition_are_shown_and_left_as_they_are(name, opened):
+def test_run_folders_are_shown_and_left_as_they_are(name, opened):
     before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in (FIXTURES / name).rglob("*")}
     run = opened(FIXTURES / name)
     page = overview(Site([run]), run)
@@ -153,13 +153,10 @@ def test_run_folders_of_the_first_edition_are_shown_and_left_as_they_are(name, o
     assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in (FIXTURES / name).rglob("*")} == before
 
 
-@pytest.mark.parametrize("migrated", [False, True])
-def test_a_skill_shows_its_trainings_and_versions(migrated, opened, tmp_path):
+def test_a_skill_shows_its_trainings_and_versions(opened, tmp_path):
     folder = shutil.copytree(FIXTURES / "skills", tmp_path / "skills")
     with contextlib.closing(sqlite3.connect(folder / "state.db")) as db:
         (sha256,) = db.execute("select sha256 from version").fetchone()
-    if migrated:
-        Store(folder).close()
     run = opened(folder)
     assert "Collect Wood: completed" in overview(Site([run]), run).body
     page = page_for(Site([run]), "run/0/skill", {"name": "Collect Wood"})
