@@ -60,7 +60,8 @@ class PromptConfig:
         check_settings(self, history=0)
         if self.mode == "append" and (self.prefill or self.closing):
             raise ConfigError(
-                "prompt.prefill and prompt.closing work in window mode only: append mode keeps the model's own tokens"
+                "prompt.prefill and prompt.closing work in window mode only, since append mode keeps the model's own "
+                "tokens: set both to ''"
             )
         for name, fields in (("first", FIELDS), ("later", FIELDS), ("turn", TURN_FIELDS)):
             for field in _FIELD.findall(getattr(self, name)):

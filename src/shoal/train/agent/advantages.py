@@ -242,7 +242,8 @@ def _maxrl(played: Played) -> Array:
 
 @advantage("reinforce")
 def _reinforce(played: Played) -> Array:
-    return np.asarray(played.episode_returns, dtype=np.float64)
+    """With the mean of the batch as its baseline: without one, the successes of a solved task are all pushed alike."""
+    return group_relative(played.episode_returns, np.zeros(len(played.returns), dtype=np.int64), scale=False)
 
 
 @advantage("reinforce_pp")

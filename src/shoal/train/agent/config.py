@@ -221,7 +221,10 @@ class Algorithm:
     dual_clip: float | None = None
     """Bound on the loss of tokens with negative advantage (above 1; 3 is usual)."""
     entropy_coef: float = _BY_NAME
-    """0.02 if the estimator does not say otherwise (`distillation`: 0)."""
+    """Bonus for a nat of entropy; 0.02 if the estimator does not say otherwise (`distillation`: 0)."""
+    entropy_target: float | None = 0.4
+    """Nats a token at which the bonus has fallen to 0: it is whole for a deterministic policy, and never makes one more
+    random than this. null: `entropy_coef` always holds."""
     learning_rate: float = 1e-3
     """Of Adam."""
     lr_schedule: Decay = "constant"
@@ -265,6 +268,8 @@ class Algorithm:
         )
         if self.loss_constant != "budget":
             refuse_not_positive(self, "loss_constant")
+        if self.entropy_target is not None:
+            refuse_not_positive(self, "entropy_target")
         refuse_negative(self, "clip_ratio_low", "clip_ratio_high", "weight_decay")
         if self.clip_ratio_low > 1:
             raise ConfigError(f"clip_ratio_low must be at most 1, got {self.clip_ratio_low}")

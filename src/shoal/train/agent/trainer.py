@@ -29,7 +29,7 @@ from shoal.rollout.answers import with_room
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import EnvironmentSet, make_environments, make_roles
-from shoal.rollout.filters import filter_rollouts
+from shoal.rollout.filters import filter_rollouts, unsolved
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.worker import MAKE
 from shoal.rollout.prompts import Prompter
@@ -72,7 +72,14 @@ from shoal.train.agent.policy import (
 )
 from shoal.train.agent.probe import warmup_steps
 from shoal.train.agent.records import DEFAULT_FOLDER, Records
-from shoal.train.agent.update import Learner, advantages_of, prepare_samples, update
+from shoal.train.agent.update import (
+    Learner,
+    advantages_of,
+    bonus_of,
+    prepare_samples,
+    sampled_entropy,
+    update,
+)
 from shoal.train.agent.warmup import warm_up
 from shoal.train.agent.weights import WeightSync
 
@@ -187,7 +194,6 @@ class AgentTrainer(Closing):
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
         begun.callback(self._val_collector.close)
         self._success: float  # held out, at this iteration; 0 if not measured
-        self._warned = False
         self._rejected: Rejected | None = None  # an answer of the last iteration without a valid action
         self.resumed_at: int | None = None
         """The iteration that a resumed run goes on from, once `train` has begun; rows up to it were played before."""
@@ -248,13 +254,13 @@ class AgentTrainer(Closing):
         self._timed.lap()
         clock = time.perf_counter()
         self._doing = f"iteration {iteration + 1}", self._collector
-        trajectories, learned, rollouts = play_groups(self._collector, iteration, config)
+        trajectories, learned, share, rollouts = play_groups(self._collector, iteration, config)
         rollout_seconds = time.perf_counter() - clock
         if "engine_busy" not in rollouts:
             rollouts["engine_busy"] = round(self._timed.lap() / rollout_seconds, 4)
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
         self._doing = f"iteration {iteration + 1}, learning from {len(learned)} episodes", None
-        learning, samples = self._learn(trajectories, learned, iteration)
+        learning, samples = self._learn(trajectories, learned, share, iteration)
         row |= learning
         if samples:
             row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
@@ -279,23 +285,19 @@ class AgentTrainer(Closing):
 
     # --- parts of an iteration
     def _learn(
-        self, trajectories: list[Trajectory], learned: list[Trajectory], iteration: int
+        self, trajectories: list[Trajectory], learned: list[Trajectory], share: float, iteration: int
     ) -> tuple[dict[str, float], list[Sample]]:
         """Advantages of the groups to learn from, and one update from them; its metrics, and what it read."""
         config = self.config
         row = signal_metrics(trajectories, learned, config)
-        if row["groups_shaping_only"] > 0.5 and not self._warned:
-            self._warned = True
-            logger.warning(
-                "%.0f%% of groups differ by the format penalty alone: they teach the format and nothing of the "
-                "task. Lower agent_proxy.format_penalty or add warm-up steps.",
-                100 * row["groups_shaping_only"],
-            )
         if not learned:
             return row, []
         set_rates(self.optimizer, config.algorithm, iteration, config.trainer.iterations)
         samples = prepare_samples(learned, self._learner)
-        return (row | update(self._learner, samples, iteration) if samples else row), samples
+        if samples:
+            entropy = sampled_entropy(trajectories)
+            row |= update(self._learner, samples, iteration, share=share, entropy=entropy)
+        return row, samples
 
     # --- beginnings and ends
     def _start(self) -> dict[str, Any]:
@@ -481,8 +483,13 @@ def warmed_up(
 
 def play_groups(
     collector: SharedCollector, iteration: int, config: AgentConfig
-) -> tuple[list[Trajectory], list[Trajectory], dict[str, float]]:
-    """Groups of this iteration (with dynamic sampling, until enough differ), those to learn from, and metrics."""
+) -> tuple[list[Trajectory], list[Trajectory], float, dict[str, float]]:
+    """Play the groups of an iteration, with dynamic sampling until enough have different rewards.
+
+    Returns:
+        All episodes; those to learn from; what share of the groups that were asked for have different rewards (1 where
+        all are learned from); metrics.
+    """
     algorithm, settings = config.algorithm, config.algorithm.filter_groups
     collector.lap()
     sampling, most = config.agent_proxy.sampling(), settings.max_num_gen_batches if settings.enable else 1
@@ -493,13 +500,17 @@ def play_groups(
     if settings.max_num_gen_batches > 1 and report.with_signal < len(collector.tags):
         logger.info("iteration %d: %s", iteration + 1, report)
     row = report.metrics() | collector.lap()
-    learned = kept if settings.enable else [t for t in played if t.status == "ok"]
+    learned, share = [t for t in played if t.status == "ok"], 1.0
+    if settings.enable:
+        learned, share = kept, report.kept / len(collector.tags)
+        if bonus_of(algorithm, sampled_entropy(played), bool(kept)):
+            learned = learned + unsolved(played, kept)  # which the entropy bonus has tried in other ways
     if algorithm.rollout_filter_ratio < 1:
         learned, filtered = filter_rollouts(
             played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
         )
         row |= filtered
-    return played, learned, row
+    return played, learned, share, row
 
 
 class TimedSampler(EngineAround):

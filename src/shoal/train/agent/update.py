@@ -35,6 +35,7 @@ from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.losses import (
     Tokens,
     aggregation_weights,
+    entropy_bonus,
     kl_penalty,
     policy_losses,
     ratio_of,
@@ -118,17 +119,41 @@ class Totals:
         return row
 
 
-def update(learner: Learner, samples: Sequence[Sample], iteration: int) -> dict[str, float]:
+def update(
+    learner: Learner,
+    samples: Sequence[Sample],
+    iteration: int,
+    *,
+    share: float = 1.0,
+    entropy: float | None = None,
+) -> dict[str, float]:
     """Train on samples; the order of minibatches depends on (seed, iteration, epoch) alone.
 
     Several processes give the same samples and each work on a part of every minibatch. In the first
-    `algorithm.critic.warmup` iterations the critic learns alone, and the policy stays exactly as it is.
+    `algorithm.critic.warmup` iterations the critic learns alone, and the policy stays exactly as it is. Where nothing
+    pulls (no advantage, critic, KL penalty or entropy bonus), nothing is computed.
+
+    Args:
+        learner: what is trained.
+        samples: of `prepare_samples`.
+        iteration: names the order of minibatches.
+        share: of the groups played, those that have different rewards. Advantages are multiplied by it, so few such
+            groups make small steps: Adam divides by the size of all gradients so far.
+        entropy: nats a token of the answers that were played, for `algorithm.entropy_target`; None leaves
+            `algorithm.entropy_coef` as it is.
 
     Returns:
         Metrics of the update, see `docs/metrics.md`.
     """
     algorithm, seed, rank = learner.algorithm, learner.seed, learner.processes.rank
     totals, learns_policy = Totals(), iteration >= algorithm.critic.warmup
+    has_signal = any(sample.columns["advantages"].any() for sample in samples)
+    coef = bonus_of(algorithm, entropy, has_signal)
+    if not (has_signal or coef or algorithm.kl.coef or learner.critic is not None):
+        return {"gradient_steps": 0, "trained_tokens": 0}
+    learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef))
+    if share < 1:
+        samples = [s.with_column("advantages", share * s.columns["advantages"]) for s in samples]
     noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
     models = [learner.policy.module, *([] if learner.critic is None else [learner.critic.model])]
     with contextlib.ExitStack() as modes:
@@ -140,8 +165,27 @@ def update(learner: Learner, samples: Sequence[Sample], iteration: int) -> dict[
                 gradient_step(learner, [samples[i] for i in part], totals, learns_policy)
     learner.policy.weights_version += learns_policy
     summed = totals.over(learner.processes)
-    critic, entropy = learner.critic is not None, learner.log_entropy
-    return summed.metrics(algorithm, policy=learns_policy, critic=critic, entropy=entropy)
+    critic, tells_entropy = learner.critic is not None, learner.log_entropy
+    row = summed.metrics(learner.algorithm, policy=learns_policy, critic=critic, entropy=tells_entropy)
+    if algorithm.entropy_coef and learns_policy:
+        row["entropy_bonus"] = coef
+    return row
+
+
+def bonus_of(algorithm: Algorithm, entropy: float | None, has_signal: bool = True) -> float:
+    """The coefficient of the entropy bonus in an update, see `entropy_bonus`.
+
+    Without a target there is none where no rewards differ: alone it would make the policy ever more random.
+    """
+    if entropy is None or algorithm.entropy_target is None:
+        return algorithm.entropy_coef if has_signal else 0.0
+    return entropy_bonus(algorithm.entropy_coef, entropy, algorithm.entropy_target)
+
+
+def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
+    """Nats a token, estimated by the log-probabilities of all tokens that were sampled; 0 where there are none."""
+    logprobs = [logprob for t in trajectories for turn in t.turns for logprob in turn.logprobs]
+    return -math.fsum(logprobs) / max(1, len(logprobs))
 
 
 def minibatches(order: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
