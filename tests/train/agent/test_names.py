@@ -140,7 +140,7 @@ def test_a_file_of_the_user_registers_an_advantage_and_a_loss_and_trains_with_th
     ]  # fmt: skip
     config = compose_config("demo", settings)
     assert (config.algorithm.entropy_coef, config.algorithm.clip_ratio_low) == (
-        0.002,
+        0.03,
         0.05,
     )  # demo sets the first
     with AgentTrainer(config) as trainer:
