@@ -264,9 +264,9 @@ def test_a_run_goes_on_with_the_teacher_that_it_had(tmp_path):
 
 
 def test_an_episode_that_is_too_long_for_a_teacher_is_named(tmp_path):
-    save_tiny(tmp_path / "teacher", ACTIONS, context=24)
+    save_tiny(tmp_path / "teacher", ACTIONS, context=22)
     with pytest.raises(
-        ConfigError, match=r"an episode has \d+ tokens together, and the teacher reads at most 24"
+        ConfigError, match=r"an episode has \d+ tokens together, and the teacher reads at most 22"
     ):
         distil(tmp_path)
 
