@@ -160,11 +160,11 @@ class Bench:
             policy, optimizer, Algorithm(minibatch_size=batch, micro_batch_tokens=8192), AgentProxy()
         )
 
-    def requests(self, engine: HuggingFaceEngine, n: int, answer: int) -> list[Request]:
-        """Groups that share a prompt."""
+    def requests(self, engine: HuggingFaceEngine, n: int, answer: int, draw: int = 0) -> list[Request]:
+        """Groups that share a prompt; each `draw` has others."""
         asked = []
         for i in range(n):
-            words = stream(0, "gpu", i // GROUP).integers(100, engine.vocabulary, self.prompt)
+            words = stream(draw, "gpu", i // GROUP).integers(100, engine.vocabulary, self.prompt)
             key = Key(0, 0, i // GROUP, i % GROUP, 0)
             asked.append(Request(tuple(words.tolist()), key, Sampling(answer, 1.0, ())))
         return asked
@@ -332,22 +332,25 @@ def generation(bench: Bench) -> None:
 def generation_of(bench: Bench, n: int) -> None:
     """All three on so many requests."""
     engine = bench.engine(bench.fast, n)
-    asked = bench.requests(engine, n, bench.answer)
     for subject, generate in (
         ("shoal", by_shoal),
         ("model.generate", by_generate),
         ("generate_batch", by_generate_batch),
     ):
-        work, rates = partial(generate, bench, engine, asked), []
+        rates = []
         try:
-            for run in range(bench.runs + 1):  # the first one warms up
-                took, tokens = bench.seconds(work)
+            for run in range(
+                bench.runs + 1
+            ):  # the first one warms up; nobody knows a prompt of the one before
+                asked = bench.requests(engine, n, bench.answer, run)
+                took, tokens = bench.seconds(partial(generate, bench, engine, asked))
                 if run:
                     rates.append(tokens / took)
         except Exception as error:  # of one of three subjects: the others are still worth a row
             tell_failure(f"generation by {subject}, {n} at once", error)
         else:
             add(f"generation, {n} at once", subject, rates, "tokens/s")
+    engine.model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
 
 
 def by_shoal(bench: Bench, engine: HuggingFaceEngine, asked: list[Request]) -> int:
@@ -427,8 +430,8 @@ def pong(bench: Bench) -> None:
         return
     folder = bench.scratch / "pong"
     command = [
-        sys.executable, "-m", "shoal", "train-ppo", "--env", "ALE/Pong-v5", "--device", bench.device, "--run-dir",
-        str(folder), "--total-timesteps", "100000000", "--tensorboard", "False", "--log-every", "1",
+        sys.executable, "-m", "shoal", "train-ppo", "--env", "ale_py:ALE/Pong-v5", "--device", bench.device,
+        "--run-dir", str(folder), "--total-timesteps", "100000000", "--tensorboard", "False", "--log-every", "1",
     ]  # fmt: skip
     if bench.options.small:
         command += ["--n-envs", "2", "--n-steps", "16", "--batch-size", "16"]
