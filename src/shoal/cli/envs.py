@@ -212,7 +212,8 @@ def _show_any(command: ShowCommand) -> int:
     kind = type(env.unwrapped)
     print(f"class         {kind.__module__}:{kind.__qualname__}{inspect.signature(kind)}")
     print(f"wrapped as    {env}")
-    print(f"observations  {env.observation_space}\nactions       {env.action_space}")
+    for label, name in (("observations", "observation_space"), ("actions     ", "action_space")):
+        print(f"{label}  {getattr(env, name, '(not stated)')}")
     if env.spec is not None and env.spec.max_episode_steps is not None:
         print(f"an episode has at most {env.spec.max_episode_steps} steps")
     observation, _ = env.reset(seed=command.seed)
@@ -345,7 +346,7 @@ def _check(command: CheckCommand) -> int:
         raise ConfigError(f"--step-timeout must be above 0, got {command.step_timeout:g}")
     job = Job(_resolved(command), command.name, command.episodes, wrapped=bool(command.wrappers))
     report = run_apart(job, command.step_timeout)
-    for line in report.lines:
+    for line in "\n".join(report.lines).splitlines():
         print(harmless(line))
     if report.broken:
         print(harmless("broken  " + report.broken.replace("\n", "\n      ")))
