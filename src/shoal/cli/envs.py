@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +42,7 @@ from shoal.envs.catalogue import (
     resolve,
 )
 from shoal.envs.check import Job, run_apart
-from shoal.envs.text import TextEnv
+from shoal.envs.text import TextConfig, TextEnv
 
 Name = Annotated[
     str,
@@ -182,7 +183,8 @@ def _show_it(command: ShowCommand, kind: Any) -> int:
         return _show_any(command)
     print(f"{command.name}: {inspect.getdoc(kind)}\n\nSettings ({kind.Config.__name__}):")
     width = max(40, shutil.get_terminal_size((110, 24)).columns)
-    for line in _describe_config(kind.Config):
+    stated = {"max_steps": kind.max_steps} if kind.Config is TextConfig else {}
+    for line in _describe_config(kind.Config, stated):
         print(textwrap.fill(line, width, subsequent_indent=" " * 6, break_long_words=False))
     try:
         env = make(command.name, **arguments_of(command.settings, command.env_kwargs))
@@ -376,15 +378,15 @@ def _first_line(kind: Any) -> str:
     return (inspect.getdoc(kind) or "").split("\n")[0]
 
 
-def _describe_config(config: Any) -> list[str]:
-    """A line per setting: name, default and the sentence that stands below it in the source."""
+def _describe_config(config: Any, stated: Mapping[str, Any]) -> list[str]:
+    """A line per setting: name, default (what is `stated` goes first) and the sentence below it in the source."""
     notes = _field_notes(config)
     lines = []
     for item in dataclasses.fields(config):
         default = item.default
         if default is dataclasses.MISSING and item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
-        value = "(needed)" if default is dataclasses.MISSING else repr(default)
+        value = "(needed)" if default is dataclasses.MISSING else repr(stated.get(item.name, default))
         lines.append(f"  {item.name + ' = ' + value:<34} {notes.get(item.name, '')}".rstrip())
     return lines
 

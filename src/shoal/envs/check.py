@@ -395,7 +395,8 @@ def _play(make: Callable[[], TextEnv[Any]], seeds: list[int], at: Place, seconds
             return env
 
         env = fresh()
-        at.kind = type(getattr(env, "inner", env).unwrapped)
+        inner = getattr(env, "inner", None)  # of an adapter
+        at.kind = type((inner if isinstance(inner, gymnasium.Env) else env).unwrapped)
         at.name = at.kind.__name__
         _check_declarations(env, at)
         episodes: list[list[Any]] = []

@@ -190,7 +190,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return None
 
     def random_action(self, rng: np.random.Generator) -> str | None:
-        """A valid action drawn by lot, as the projection reads it; None where actions are free text without a rule."""
+        """A uniformly random valid action, as the projection reads it; None for free text without a rule."""
         words = self.available_actions() if self.projection.lookup else []
         return words[int(rng.integers(len(words)))] if words else None
 
