@@ -186,7 +186,7 @@ MESSAGES = {
         "in step 1 of seed 0",
     ),
     "Nothing": ("Nothing._advance() must return an Outcome, got None (wells.py:",),
-    "NoNumber": ("NoNumber._advance() must pay a finite number, got the reward nan (wells.py:",),
+    "NoNumber": ("NoNumber._advance(): the reward must be a finite number, got nan (wells.py:",),
     "Words": ("Words._advance()", "terminated must be True or False, got 'no' (wells.py:"),
     "Unseeded": (
         "Unseeded._start() uses the global generator of random; draw from the rng",

@@ -240,7 +240,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             with self._blaming("_advance"):
                 reward = reward_of(reward)
         if not math.isfinite(reward):
-            self._blame_method("_advance", f"must pay a finite number, got the reward {reward}")
+            self._blame_method("_advance", f": the reward must be a finite number, got {reward}")
         self._steps += 1
         self._success = self._success or outcome.success
         late = outcome.truncated or self._steps >= self.max_steps
