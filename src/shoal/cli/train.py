@@ -30,6 +30,8 @@ from shoal.core.run_folder import read_summary, refuse_foreign
 
 if TYPE_CHECKING:
     from shoal.train.agent.trainer import AgentTrainer
+if TYPE_CHECKING:
+    from shoal.train.agent.config import AgentConfig
 
 MORE = """\
 examples:
@@ -122,7 +124,7 @@ def train(options: TrainOptions) -> int:
                     raise
                 print(f"\ninterrupted; go on with: {_resuming(options, config.run_dir or '')}")
                 return 130
-    _say_results(Path(config.run_dir or ""), config.next_step)
+    _say_results(Path(config.run_dir or ""), config)
     if options.json:
         print_json(read_summary(Path(config.run_dir or "")))
     return 0
@@ -213,15 +215,17 @@ def _line(row: dict[str, Any], iterations: int, played: int) -> str:
     return "  ".join(parts)
 
 
-def _say_results(run: Path, next_step: str) -> None:
+def _say_results(run: Path, config: AgentConfig) -> None:
     """Where everything is, what to do next, and as the last lines what kept the run from learning."""
     summary = read_summary(run)
-    metrics = summary["metrics"]
+    metrics, next_step, enough = summary["metrics"], config.next_step, config.trainer.stop_at_success
+    early = metrics["iterations"] < config.trainer.iterations
     success = metrics.get("heldout_success")  # not there where the rows of metrics were lost
     lines = [
         "",
         f"held-out success {'unknown' if success is None else f'{success:.2f}'} after "
-        f"{count_of(metrics['iterations'], 'iteration')}, {duration(summary['seconds'])}",
+        f"{count_of(metrics['iterations'], 'iteration')}, {duration(summary['seconds'])}"
+        + (f" (ended early by trainer.stop_at_success={enough})" if early else ""),
         f"curves      {run / 'curves.png'}",
         f"episodes    {run / 'trajectories'}",
         f"checkpoint  {run / 'checkpoints'}",
