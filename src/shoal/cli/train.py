@@ -29,9 +29,8 @@ from shoal.cli.output import program
 from shoal.core.run_folder import read_summary, refuse_foreign
 
 if TYPE_CHECKING:
-    from shoal.train.agent.trainer import AgentTrainer
-if TYPE_CHECKING:
     from shoal.train.agent.config import AgentConfig
+    from shoal.train.agent.trainer import AgentTrainer
 
 MORE = """\
 examples:
