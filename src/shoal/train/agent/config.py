@@ -48,7 +48,7 @@ _PLAIN: dict[str, Any] = {
     "loss_aggregation": "token_mean",
     "clip_ratio_low": 0.2,
     "clip_ratio_high": 0.28,
-    "entropy_coef": 0.02,
+    "entropy_coef": 0.03,
     "loss_constant": 1.0,
 }
 _REAL_PROMPT = (
@@ -221,7 +221,7 @@ class Algorithm:
     dual_clip: float | None = None
     """Bound on the loss of tokens with negative advantage (above 1; 3 is usual)."""
     entropy_coef: float = _BY_NAME
-    """Bonus for a nat of entropy; 0.02 if the estimator does not say otherwise (`distillation`: 0)."""
+    """Bonus for a nat of entropy; 0.03 if the estimator does not say otherwise (`distillation`: 0)."""
     entropy_target: float | None = 0.4
     """Nats a token at which the bonus has fallen to 0: it is whole for a deterministic policy, and never makes one more
     random than this. null: `entropy_coef` always holds."""
@@ -409,6 +409,9 @@ class Warmup:
     """Longer gradients are shortened to it; None leaves them as they are."""
     expert: float = 0.0
     """Share of actions that come from the env's expert (Sokoban's solver, say), where it knows one."""
+    rehearsal: float = 0.0
+    """Weight of a supervised step after each update, on random valid actions in turns of groups that are stuck (nobody
+    succeeded, all were paid the same) and of whose answers the model is sure: it keeps trying there. 0 for none."""
     only_expert: bool = False
     """Learn the expert's actions alone: the others are played, and lead to states where it shows the way back (as
     DAgger does, Ross et al. 2011). Episodes of an env without expert are learned whole."""
@@ -417,6 +420,7 @@ class Warmup:
         if self.steps != "auto":
             refuse_negative(self, "steps")
         refuse_not_positive(self, "batch_size", "learning_rate")
+        refuse_negative(self, "rehearsal")
         if self.max_grad_norm is not None:
             refuse_not_positive(self, "max_grad_norm")
         if not 0 <= self.expert <= 1:
