@@ -12,6 +12,8 @@ from safetensors.numpy import load_file
 from shoal.core.data import read_advantages, read_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder
+from shoal.envs.frozen_lake import FrozenLakeEnv
+from shoal.envs.text import Outcome
 from shoal.train.agent import records
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import AgentConfig, compose_config, config_names
@@ -439,6 +441,32 @@ def test_a_longer_run_goes_on_unless_its_learning_rates_would_be_others(tmp_path
             continue
         with pytest.raises(DataError, match=r"trainer\.iterations was 1 and is 2"):
             train(*longer)
+
+
+class HalfHopeless(FrozenLakeEnv):
+    """One move ends an episode; in half of the lakes no move wins."""
+
+    def reset(self, *, seed=None, options=None):
+        self._wins = seed is None or seed % 2 == 0
+        return super().reset(seed=seed, options=options)
+
+    def _advance(self, action):
+        return Outcome(float(self._wins), terminated=True, success=self._wins)
+
+
+def test_nothing_is_rehearsed_while_the_critic_learns_alone(tmp_path):
+    rows, _ = train(
+        tmp_path, "algorithm.adv_estimator=gae", "algorithm.critic.warmup=1", "trainer.iterations=2",
+        "warmup.rehearsal=1", "agent_proxy.temperature=0.1", "use_parallel_envs=false", "trainer.keep_checkpoints=9",
+        "custom_envs.FrozenLakeEnv.env_type=tests.train.agent.test_trainer:HalfHopeless",
+    )  # fmt: skip
+    assert ["rehearsal_loss" in row for row in rows] == [False, False, True]
+    start, warmed, learned = (
+        load_file(folder / "engine" / "model.safetensors")
+        for folder in list_checkpoints(tmp_path / "checkpoints")
+    )
+    assert all((start[name] == warmed[name]).all() for name in start)
+    assert any((start[name] != learned[name]).any() for name in start)
 
 
 def test_in_its_warm_up_the_critic_learns_alone(tmp_path):
