@@ -87,6 +87,25 @@ def test_a_run_that_learns_nothing_warns_of_each_cause_once_and_again_at_its_end
     assert last.endswith(advice["text"])
 
 
+def test_a_run_that_succeeds_before_its_last_iteration_says_that_it_ended_early_and_why(tmp_path, capsys):
+    # every move reaches a goal, and the warm-up teaches moves
+    won = [
+        "custom_envs.FrozenLakeEnv.env_config.desc=[GGG,GSG,GGG]",
+        "warmup.steps=60",
+        "warmup.learning_rate=0.006",
+    ]
+
+    def said(name, *settings):
+        command = ["train", "--config-name", "demo", *DEAD, *won, *settings, f"run_dir={tmp_path / name}"]
+        assert shoal.main(command) == 0
+        return capsys.readouterr().out
+
+    early = said("early", "trainer.stop_at_success=0.5")
+    assert "after 0 iterations" in early
+    assert "(ended early by trainer.stop_at_success=0.5)" in early
+    assert "ended early" not in said("whole", "trainer.stop_at_success=null", "trainer.iterations=1")
+
+
 def test_a_model_that_does_not_know_the_format_is_told_with_an_answer_of_its_own(tmp_path, capsys, caplog):
     command = ["train", "--config-name", "demo", *DEAD, "warmup.steps=0", f"run_dir={tmp_path / 'run'}"]
     assert shoal.main(command) == 0

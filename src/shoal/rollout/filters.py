@@ -81,12 +81,6 @@ def filter_groups(
     return kept, FilterReport(len(groups), len(signal), solved, unsolved, few, len(chosen), batches)
 
 
-def unsolved(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> list[Trajectory]:
-    """The whole episodes of groups in which no member succeeded, but for those that are `kept`."""
-    others = {t.group for t in trajectories if t.success} | {t.group for t in kept}
-    return [t for t in trajectories if t.status == "ok" and t.group not in others]
-
-
 def discounted(trajectory: Trajectory, gamma: float) -> float:
     """The discounted return of an episode: its rewards, the one of turn `t` times `gamma**t`."""
     total = 0.0

@@ -409,6 +409,9 @@ class Warmup:
     """Longer gradients are shortened to it; None leaves them as they are."""
     expert: float = 0.0
     """Share of actions that come from the env's expert (Sokoban's solver, say), where it knows one."""
+    rehearsal: float = 0.0
+    """Weight of a supervised step after each update, on random valid actions in turns of groups that are stuck (nobody
+    succeeded, all were paid the same) and of whose answers the model is sure: it keeps trying there. 0 for none."""
     only_expert: bool = False
     """Learn the expert's actions alone: the others are played, and lead to states where it shows the way back (as
     DAgger does, Ross et al. 2011). Episodes of an env without expert are learned whole."""
@@ -417,6 +420,7 @@ class Warmup:
         if self.steps != "auto":
             refuse_negative(self, "steps")
         refuse_not_positive(self, "batch_size", "learning_rate")
+        refuse_negative(self, "rehearsal")
         if self.max_grad_norm is not None:
             refuse_not_positive(self, "max_grad_norm")
         if not 0 <= self.expert <= 1:

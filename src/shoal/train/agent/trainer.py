@@ -29,7 +29,7 @@ from shoal.rollout.answers import with_room
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import EnvironmentSet, make_environments, make_roles
-from shoal.rollout.filters import filter_rollouts, unsolved
+from shoal.rollout.filters import filter_rollouts
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.parallel.worker import MAKE
 from shoal.rollout.prompts import Prompter
@@ -72,10 +72,10 @@ from shoal.train.agent.policy import (
 )
 from shoal.train.agent.probe import warmup_steps
 from shoal.train.agent.records import DEFAULT_FOLDER, Records
+from shoal.train.agent.rehearsal import rehearse
 from shoal.train.agent.update import (
     Learner,
     advantages_of,
-    bonus_of,
     prepare_samples,
     sampled_entropy,
     update,
@@ -188,6 +188,7 @@ class AgentTrainer(Closing):
             config.trainer.log_entropy,
         )  # fmt: skip
         self.progress = Progress(0, 0.0, 0, 0)
+        self._prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
         self._timed = TimedSampler(sampler)
         self._collector = self._make_collector("train", config.seed)
         begun.callback(self._collector.close)
@@ -288,15 +289,19 @@ class AgentTrainer(Closing):
         self, trajectories: list[Trajectory], learned: list[Trajectory], share: float, iteration: int
     ) -> tuple[dict[str, float], list[Sample]]:
         """Advantages of the groups to learn from, and one update from them; its metrics, and what it read."""
-        config = self.config
+        config, samples = self.config, []
         row = signal_metrics(trajectories, learned, config)
-        if not learned:
-            return row, []
         set_rates(self.optimizer, config.algorithm, iteration, config.trainer.iterations)
-        samples = prepare_samples(learned, self._learner)
+        if learned:
+            samples = prepare_samples(learned, self._learner)
         if samples:
             entropy = sampled_entropy(trajectories)
             row |= update(self._learner, samples, iteration, share=share, entropy=entropy)
+        if config.warmup.rehearsal:
+            row |= rehearse(
+                self._learner, trajectories, self.train_envs.roles, self._prompter, config.agent_proxy.sampling(),
+                config.warmup.rehearsal, iteration,
+            )  # fmt: skip
         return row, samples
 
     # --- beginnings and ends
@@ -503,8 +508,6 @@ def play_groups(
     learned, share = [t for t in played if t.status == "ok"], 1.0
     if settings.enable:
         learned, share = kept, report.kept / len(collector.tags)
-        if bonus_of(algorithm, sampled_entropy(played), bool(kept)):
-            learned = learned + unsolved(played, kept)  # which the entropy bonus has tried in other ways
     if algorithm.rollout_filter_ratio < 1:
         learned, filtered = filter_rollouts(
             played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma

@@ -1,0 +1,113 @@
+"""Rehearsal: where groups are stuck, the random valid actions of the warm-up are trained again, so that it keeps trying.
+
+A group is stuck if nobody in it succeeded and all were paid the same: its advantages are 0, and what other groups teach
+makes the model sure of an answer there. Rehearsal (Robins 1995) keeps what was trained first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from torch import nn
+
+from shoal.core.data import Trajectory, Turn
+from shoal.core.seeding import stream
+from shoal.rollout.answers import answer_ids
+from shoal.rollout.episode import Role
+from shoal.rollout.filters import filter_groups
+from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.sampler import Sampling
+from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batches
+from shoal.train.agent.policy import score
+from shoal.train.agent.update import Learner, refuse_diverged
+
+RANDOM = 0.8
+"""Share of the entropy of uniformly random actions at which a stuck group is tried enough as it is."""
+
+
+def stuck_episodes(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The whole episodes of groups without a success and with equal rewards.
+
+    There are none where no episode at all succeeded: nothing says then that the env tells successes.
+    """
+    if not any(t.success for t in trajectories):
+        return []
+    kept, _ = filter_groups(trajectories)
+    others = {t.group for t in trajectories if t.success} | {t.group for t in kept}
+    return [t for t in trajectories if t.status == "ok" and t.group not in others]
+
+
+def rehearse(
+    learner: Learner,
+    trajectories: Sequence[Trajectory],
+    roles: Mapping[str, Role],
+    prompter: Prompter,
+    sampling: Sampling,
+    weight: float,
+    iteration: int,
+) -> dict[str, float]:
+    """One supervised step on random valid actions, in turns of stuck groups.
+
+    Args:
+        learner: whose policy takes the step.
+        trajectories: all that was played.
+        roles: of each kind of env; those whose actions are free text are left out.
+        prompter: of the prompts, whose prefill and closing an answer lies between.
+        sampling: how an answer ends.
+        weight: of the loss where answers in stuck groups are deterministic; it falls evenly to 0 where they are
+            `RANDOM`, and is multiplied by the share of the episodes that are stuck.
+        iteration: names the turns and actions that are drawn.
+
+    Returns:
+        `rehearsal_loss`, in nats a token, and `episodes_stuck`, the share; nothing where there was no step.
+    """
+    stuck = [t for t in stuck_episodes(trajectories) if len(roles[t.env].projection.words()) > 1]
+    turns = [(t, turn) for t in stuck for turn in t.turns]
+    if not turns:
+        return {}
+    uniform = [math.log(len(roles[t.env].projection.words())) for t, _ in turns]
+    found = [-math.fsum(turn.logprobs) for _, turn in turns]
+    share = len(stuck) / len(trajectories)
+    scale = weight * share * max(0.0, 1 - float(np.mean(np.divide(found, uniform))) / RANDOM)
+    if not scale:
+        return {}
+    rng, size = stream(learner.seed, "rehearsal", iteration), learner.algorithm.minibatch_size
+    samples: list[Sample] = []
+    for i in rng.permutation(len(turns))[:size]:
+        trajectory, turn = turns[i]
+        role = roles[trajectory.env]
+        words = role.projection.words()
+        word = words[int(rng.integers(len(words)))]
+        tokens = answer_ids(word, role, prompter.variant(role.prompt).config, sampling, prompter.tokenizer)
+        samples += make_samples(replace(trajectory, turns=(_answered(turn, tokens),)))
+    return {"rehearsal_loss": _step(learner, samples, scale), "episodes_stuck": share}
+
+
+def _answered(turn: Turn, tokens: tuple[int, ...]) -> Turn:
+    return replace(turn, response_ids=tokens, logprobs=(0.0,) * len(tokens))
+
+
+def _step(learner: Learner, samples: Sequence[Sample], scale: float) -> float:
+    """A step of the optimizer on the cross-entropy times `scale`, which every process takes; the mean a token."""
+    policy, algorithm, processes = learner.policy, learner.algorithm, learner.processes
+    device = str(next(policy.module.parameters()).device)
+    n_tokens = sum(len(sample.places) for sample in samples)
+    part = 1 / processes.count if processes.sharded else 1.0
+    batching: Batching = "auto" if policy.merges_equals else "bucketed"
+    learner.optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for micro in micro_batches(
+        samples, algorithm.micro_batch_tokens, policy.pad_id, device, batching, True, True, policy.costs
+    ):
+        loss = -score(policy, micro, 1.0).logprobs.sum() / n_tokens
+        (part * scale * loss).backward()  # type: ignore[no-untyped-call]
+        learner.optimizer.take_gradients()
+        total += float(loss.detach())
+    of_policy = learner.optimizer.stepped[0]
+    refuse_diverged(nn.utils.clip_grad_norm_(of_policy, algorithm.max_grad_norm), "policy in its rehearsal")
+    learner.optimizer.step()
+    policy.weights_version += 1
+    return total
