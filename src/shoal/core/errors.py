@@ -17,11 +17,14 @@ ShoalError
 from __future__ import annotations
 
 import difflib
+import functools
+import sysconfig
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 
 class ShoalError(Exception):
@@ -130,6 +133,52 @@ def in_words(error: BaseException) -> str:
     except BaseException as problem:  # SystemExit, say
         message = f"its message raises {type(problem).__name__}"
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+MOST_FRAMES = 5
+
+
+def user_frames(error: BaseException) -> list[str]:
+    """The lines of the user's own code that an error passed through, the innermost last; at most five.
+
+    Frames of shoal, Gymnasium and Python's library are left out, and those of other packages too where the user's
+    own code was involved. An error without such a frame shows those of its cause.
+
+    >>> user_frames(KeyError("never raised"))
+    []
+    """
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        frames = [
+            frame for frame in traceback.extract_tb(at.__traceback__) if owner(frame.filename) != "shoal"
+        ]
+        own = [frame for frame in frames if owner(frame.filename) == "user"]
+        if frames:
+            return [in_one_line(frame) for frame in (own or frames)[-MOST_FRAMES:]]
+        at = at.__cause__ or at.__context__
+    return []
+
+
+def in_one_line(frame: traceback.FrameSummary) -> str:
+    """Where a frame is and what stands there: `bad.py:18 in _advance: raise KeyError("garden")`."""
+    line = f": {frame.line}" if frame.line else ""
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}{line}"
+
+
+@functools.lru_cache(maxsize=1024)
+def owner(file: str) -> Literal["user", "package", "shoal"]:
+    """Whose code a file is; "shoal" stands for Gymnasium and Python's library too."""
+    paths = sysconfig.get_paths()
+    packages = {Path(paths["purelib"]), Path(paths["platlib"])}
+    ours = [Path(__file__).parents[1], *(folder / "gymnasium" for folder in packages)]
+    path = Path(file)
+    if file.startswith("<frozen") or any(map(path.is_relative_to, ours)):
+        return "shoal"
+    if any(map(path.is_relative_to, packages)):
+        return "package"
+    return "shoal" if path.is_relative_to(paths["stdlib"]) else "user"
 
 
 @contextmanager
