@@ -72,14 +72,15 @@ class Composite(TextEnv):
 
     from shoal.envs.bandit import BanditConfig as Config
 
-    projection = Projection(lookup={"go": 1})
+    instructions = "Go."
+    projection = Projection(parse=str)
     action_space = spaces.Dict(
         {"a": spaces.Discrete(5), "b": spaces.Tuple((spaces.Discrete(9), spaces.Box(0, 1)))}
     )
     observation_space = spaces.Sequence(spaces.Discrete(7))
 
     def _start(self, rng):
-        self.instructions = ""
+        pass
 
     def _advance(self, action):
         return Outcome(0.0)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import inspect
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
-import numpy as np
 import tyro
-from gymnasium import Env
-from gymnasium.spaces import Discrete
 
 from shoal.cli.command import Command, Group
 from shoal.cli.grammar import (
@@ -28,7 +23,6 @@ from shoal.cli.grammar import (
     Wrappers,
     arguments_of,
     blaming,
-    count_of,
     parse_settings,
     refuse_idle,
     wide_console,
@@ -46,10 +40,8 @@ from shoal.envs.catalogue import (
     names,
     resolve,
 )
+from shoal.envs.check import Job, run_apart
 from shoal.envs.text import TextEnv
-
-MOST_STEPS = 1000
-"""Steps after which an episode that `check` plays at random may go on for ever."""
 
 Name = Annotated[
     str,
@@ -122,8 +114,10 @@ class CheckCommand(Made):
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:CLASS")]
     """Your env: module my_package.my_env, class MyEnv, is my_package.my_env:MyEnv (or any other name)."""
-    episodes: int = 5
-    """How many to play."""
+    episodes: int = 32
+    """How many to play, each from a seed of its own."""
+    step_timeout: float = 30.0
+    """Seconds that one reset or step may take."""
 
 
 @dataclass(frozen=True)
@@ -345,66 +339,17 @@ def _draw(console: Any, env: TextEnv[Any]) -> None:
 
 
 def _check(command: CheckCommand) -> int:
-    import warnings
-
-    from gymnasium.utils.env_checker import check_env
-
-    from shoal.testing import check_text_env
-
     if command.episodes < 1:
         raise ConfigError(f"--episodes must be at least 1, got {command.episodes}")
-    make_one = _resolved(command)
-    with blaming(command.name):
-        env = make_one()
-    try:
-        with warnings.catch_warnings(record=True) as notes:
-            warnings.simplefilter("always")
-            # Gymnasium's own wrappers around a registered id only check and count.
-            check_env(env if command.wrappers else env.unwrapped, skip_render_check=True)
-        print("ok      gymnasium's check_env")
-        for note in notes:
-            print(harmless(f"  note  {note.message}"))
-        if isinstance(env, TextEnv):
-            check_text_env(cast(Callable[[], TextEnv[Any]], make_one), seeds=range(command.episodes))
-            print(f"ok      shoal's check_text_env, {command.episodes} episodes")
-        else:
-            print("skipped check_text_env: it is no TextEnv, so agents see it through the gymnasium adapter")
-            print(f"ok      {_played_at_random(env, command.episodes)}")
-        env.close()
-    except ShoalError:
-        raise
-    except Exception as error:  # an env may raise whatever it likes
-        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-        print(harmless(f"broken  {kind}{error}"))
-        with contextlib.suppress(Exception):
-            env.close()
-        return 1
-    return 0
-
-
-def _played_at_random(env: Env, episodes: int) -> str:
-    """Plays whole episodes, which Gymnasium's check does not, and says how many steps they had."""
-    steps = 0
-    for seed in range(episodes):
-        env.action_space.seed(seed)
-        _, info = env.reset(seed=seed)
-        for _ in range(MOST_STEPS):
-            _, reward, terminated, truncated, info = env.step(env.action_space.sample(_allowed(env, info)))
-            steps += 1
-            assert np.isfinite(float(reward)), (
-                f"a reward must be a finite number, got {reward!r} in step {steps}"
-            )
-            if terminated or truncated:
-                break
-    return f"{count_of(episodes, 'episode')} of random actions, {count_of(steps, 'step')} without a fault"
-
-
-def _allowed(env: Env, info: dict[str, Any]) -> Any:
-    """The mask of the actions that an env of one action allows now; None if it has none."""
-    mask = info.get("action_mask")
-    if mask is None and hasattr(env.unwrapped, "action_masks"):
-        mask = env.unwrapped.action_masks()
-    return np.asarray(mask, np.int8) if mask is not None and isinstance(env.action_space, Discrete) else None
+    if not command.step_timeout > 0:
+        raise ConfigError(f"--step-timeout must be above 0, got {command.step_timeout:g}")
+    job = Job(_resolved(command), command.name, command.episodes, wrapped=bool(command.wrappers))
+    report = run_apart(job, command.step_timeout)
+    for line in report.lines:
+        print(harmless(line))
+    if report.broken:
+        print(harmless("broken  " + report.broken.replace("\n", "\n      ")))
+    return int(bool(report.broken))
 
 
 def _serve(command: ServeCommand) -> int:

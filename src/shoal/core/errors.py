@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
@@ -147,24 +148,38 @@ def user_frames(error: BaseException) -> list[str]:
     >>> user_frames(KeyError("never raised"))
     []
     """
+    return [in_one_line(frame) for frame in frames_of(error)[-MOST_FRAMES:]]
+
+
+def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
+    """What `user_frames` writes, all of it."""
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
         seen.add(id(at))
-        frames = [
-            frame for frame in traceback.extract_tb(at.__traceback__) if owner(frame.filename) != "shoal"
-        ]
-        own = [frame for frame in frames if owner(frame.filename) == "user"]
-        if frames:
-            return [in_one_line(frame) for frame in (own or frames)[-MOST_FRAMES:]]
+        found = of_the_user(traceback.extract_tb(at.__traceback__))
+        if found:
+            return found
         at = at.__cause__ or at.__context__
     return []
+
+
+def of_the_user(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Those of a stack that lie in the user's own code, else those in packages of others."""
+    others = [frame for frame in frames if owner(frame.filename) != "shoal"]
+    return [frame for frame in others if owner(frame.filename) == "user"] or others
 
 
 def in_one_line(frame: traceback.FrameSummary) -> str:
     """Where a frame is and what stands there: `bad.py:18 in _advance: raise KeyError("garden")`."""
     line = f": {frame.line}" if frame.line else ""
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}{line}"
+
+
+def place_of(function: Any) -> str:
+    """Where a function was written, as "file.py:12"; empty where that is not known."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno}" if code is not None else ""
 
 
 @functools.lru_cache(maxsize=1024)

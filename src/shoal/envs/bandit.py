@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gymnasium.spaces import Discrete, Text
+from gymnasium.spaces import Discrete
 
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projection
+from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 
@@ -51,9 +52,10 @@ class BanditEnv(TextEnv[BanditConfig]):
     """
 
     Config = BanditConfig
+    seed_stream = "BanditEnv"
     projection = Projection(lookup={"1": 1, "2": 2})
     action_space = Discrete(2, start=1)
-    observation_space = Text(512, min_length=1, charset="".join(map(chr, range(32, 127))) + "\n")
+    observation_space = FreeText(512, min_length=1)
 
     def __init__(self, config: BanditConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)
@@ -67,8 +69,7 @@ class BanditEnv(TextEnv[BanditConfig]):
             Projection(lookup={"1": 1, "2": 2, first.strip(): 1, second.strip(): 2})
             for first, second in (names, names[::-1])
         ]
-        charset = "".join(sorted(set(f"0123456789: .-+einfa points\n{''.join(names)}")))
-        self.observation_space = Text(64 + sum(map(len, names)), min_length=1, charset=charset)
+        self.observation_space = FreeText(64 + sum(map(len, names)), min_length=1)
 
     def _start(self, rng: np.random.Generator) -> None:
         config = self.config

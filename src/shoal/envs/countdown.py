@@ -266,6 +266,7 @@ class CountdownEnv(TextEnv[CountdownConfig]):
     """
 
     Config = CountdownConfig
+    seed_stream = "CountdownEnv"
     instructions = (
         "Use each of the given numbers exactly once, with + - * / and parentheses, so that the result is "
         "the target. Answer with the expression alone, for example (1 + 2) * 3."

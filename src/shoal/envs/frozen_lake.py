@@ -88,6 +88,7 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
         "render_fps": 4,
     }
     Config = FrozenLakeConfig
+    seed_stream = "FrozenLakeEnv"
     instructions = (
         "You are P on a frozen lake. Reach the goal G. _ is ice, O is a hole: falling in ends the game. "
         "X is you in a hole, √ is you on the goal. Each turn, move Left, Down, Right or Up by one cell."

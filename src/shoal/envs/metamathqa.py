@@ -319,6 +319,7 @@ class MetaMathQAEnv(TextEnv[MetaMathQAConfig]):
     """
 
     Config = MetaMathQAConfig
+    seed_stream = "MetaMathQAEnv"
     instructions = (
         "Solve the problem and give the final answer alone: a number, fraction or expression, exact and "
         "not rounded. After a wrong answer you may try again for half the points."

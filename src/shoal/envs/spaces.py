@@ -51,6 +51,31 @@ class FreeText(Text):
         return f"FreeText({self.min_length}, {self.max_length})"
 
 
+ANY_TEXT = 65_536
+"""Characters of an observation for which there is room where an env does not say more."""
+_LETTERS = Text(1).character_set
+
+
+def free_text(space: Text) -> Text:
+    """The space with room for any text, if it is a plain `Text(n)`; one with characters of its own is left as it is.
+
+    A plain `Text` holds letters and digits only, no space and no comma, which is hardly ever meant.
+    """
+    plain = type(space) is Text and space.character_set == _LETTERS
+    return FreeText(max(ANY_TEXT, space.max_length)) if plain else space
+
+
+def why_not_in(space: Text, text: str) -> str:
+    """What is wrong with a text that a space does not hold, and what to do."""
+    name = "observation_space" if isinstance(space, FreeText) else f"observation_space {type(space).__name__}"
+    strange = sorted({repr(one) for one in text if one not in space.character_set})
+    if not isinstance(space, FreeText) and strange:
+        characters = " and ".join(filter(None, [", ".join(strange[:5][:-1]), strange[:5][-1]]))
+        return f"{name} allows no {characters}: use shoal.envs.spaces.FreeText({space.max_length})"
+    limits = f"{space.min_length} to {space.max_length} characters"
+    return f"{name} allows {limits}, and it has {len(text)}: allow more there"
+
+
 def own_space(value: S) -> S:
     """A copy of a space, and of the spaces in it, whose random generators nobody else has.
 

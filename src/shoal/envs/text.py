@@ -1,19 +1,24 @@
 """The text-environment protocol: a `gymnasium.Env` whose observations are text and whose actions have names.
 
-A subclass states a config dataclass, its words and three methods (`_start`, `_advance`, `observe`);
-this base keeps the promises that all share: own random stream from the seed, a step after the end raises,
-invalid actions count as steps, episodes are truncated at `max_steps`, and `info` always has the same keys.
+A subclass states its words and three methods (`_start`, `_advance`, `observe`), and its settings if it has any; what
+can be checked is checked when the class is made. This base keeps the promises that all share: own random stream from
+the seed, a step after the end raises, invalid actions count as steps, episodes are truncated at `max_steps`, and `info`
+always has the same keys.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import math
 import operator
-from abc import abstractmethod
-from collections.abc import Mapping
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeVar
 
 import gymnasium
 import numpy as np
@@ -21,10 +26,10 @@ from gymnasium.utils import seeding
 
 from shoal.core.configuration import convert_fields
 from shoal.core.data import MOST_REWARD, refuse_words, reward_of
-from shoal.core.errors import ConfigError, EnvError
+from shoal.core.errors import ConfigError, EnvError, owner, place_of
 from shoal.core.seeding import stream
 from shoal.envs.actions import Projection
-from shoal.envs.spaces import own_space
+from shoal.envs.spaces import ANY_TEXT, FreeText, free_text, own_space, why_not_in
 
 Action = int | str
 C = TypeVar("C")
@@ -55,6 +60,14 @@ def _in_bools(outcome: Outcome) -> Outcome:
     return outcome._replace(**yes)  # type: ignore[arg-type]
 
 
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """The settings of an env that states no `Config`."""
+
+    max_steps: int = 100
+    """Steps after which an episode is truncated."""
+
+
 class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
     """Base of shoal's text environments.
 
@@ -63,14 +76,34 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 4}  # type: ignore[misc]
-    Config: ClassVar[type]
-    """The frozen dataclass of settings; it has at least `max_steps: int`."""
+    Config: ClassVar[type] = TextConfig
+    """The frozen dataclass of settings, if the env has any; its `max_steps` goes before that of the class."""
+    max_steps: int = TextConfig.max_steps
+    """Steps after which an episode is truncated."""
     instructions: str
     """The rules as told to the model: goal, symbols, what actions mean. No line about the reply format."""
     projection: Projection
     """How model text becomes an action of this env."""
     invalid_action: ClassVar[Action] = 0
-    """What the projection gives for text without a usable action: it costs a step and changes nothing."""
+    """What the projection gives for text without a usable action: it costs a step and changes nothing.
+
+    Where the class does not state one and 0 is an action, it is the number behind the last action.
+    """
+    observation_space: gymnasium.Space[Any] = FreeText(ANY_TEXT)
+    _states_invalid: ClassVar[bool] = False
+    seed_stream: ClassVar[str] = "TextEnv"
+    """Names the random stream of a seed: it does not change where the class is renamed or has subclasses."""
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Complete what the class leaves out, and refuse what cannot work.
+
+        Raises:
+            ConfigError: names the class, its line, what is wrong and the remedy.
+        """
+        super().__init_subclass__(**more)
+        # cloudpickle makes a class without anything in it, whose parts, complete already, come later
+        if any(not name.startswith("__") for name in vars(cls)):
+            _complete(cls)
 
     def __init__(self, config: C | None = None, *, render_mode: str | None = None, **settings: Any) -> None:
         if config is not None and settings:
@@ -81,7 +114,12 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             raise ConfigError(
                 f"render_mode must be one of {self.metadata['render_modes']}, got {render_mode!r}"
             )
+        if self.Config is TextConfig:
+            settings = {"max_steps": self.max_steps, **settings}
         self.config: C = config if config is not None else build_config(self.Config, settings)
+        self.max_steps = getattr(self.config, "max_steps", self.max_steps)
+        if not _is_count(self.max_steps):
+            raise ConfigError(f"max_steps must be a whole number of at least 1, got {self.max_steps!r}")
         self.render_mode = render_mode
         for name in ("action_space", "observation_space"):
             space = getattr(type(self), name, None)
@@ -95,6 +133,8 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         self._gymnasium_rng: np.random.Generator | None = None
         self._plain_space: Any = None
         self._plain_range = range(0)
+        self._text_space: Any = None
+        self._most_characters = -1
         self._has_anchor = type(self).anchor is not TextEnv.anchor
 
     @classmethod
@@ -173,10 +213,10 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         self._np_random_seed, self._gymnasium_rng = seed, None
         self._seed, self._steps, self._over, self._success = seed, 0, True, False
         self._options = options  # for an env inside
-        self._rng = stream(seed, "env", type(self).__name__)
+        self._rng = stream(seed, "env", self.seed_stream)
         self._start(self._rng)
         self._over = False  # not before: where no world was made, there is no episode to be stepped
-        return self._observation(), self._info(_BEGINNING)
+        return self._checked_observation(closely=True), self._info(_BEGINNING)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step; raises `EnvError` when the episode is over (or was never started)."""
@@ -184,17 +224,28 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             raise EnvError(
                 f"{type(self).__name__}: the episode is over or was never started; call reset() first"
             )
-        outcome = self._advance(self._checked(action))
+        action = self._checked(action)
+        outcome = self._advance(action)
+        if type(outcome) is not Outcome:
+            self._blame_method("_advance", f"must return an Outcome, got {_kind_of(outcome)}")
         _, ended, success, effective, valid, _, cut = outcome
         if not (type(ended) is type(success) is type(effective) is type(valid) is type(cut) is bool):
-            outcome = _in_bools(outcome)
+            with self._blaming("_advance"):
+                outcome = _in_bools(outcome)
+        if outcome.valid and action == self.invalid_action:
+            outcome = outcome._replace(valid=False)
+        reward = outcome.reward
+        if type(reward) is not float:
+            with self._blaming("_advance"):
+                reward = reward_of(reward)
+        if not math.isfinite(reward):
+            self._blame_method("_advance", f"must pay a finite number, got the reward {reward}")
         self._steps += 1
         self._success = self._success or outcome.success
-        late = outcome.truncated or self._steps >= self.config.max_steps  # type: ignore[attr-defined]
+        late = outcome.truncated or self._steps >= self.max_steps
         truncated = late and not outcome.terminated
         self._over = outcome.terminated or truncated
-        reward = outcome.reward if type(outcome.reward) is float else reward_of(outcome.reward)
-        return self._observation(), reward, outcome.terminated, truncated, self._info(outcome)
+        return self._checked_observation(), reward, outcome.terminated, truncated, self._info(outcome)
 
     def close(self) -> None:
         """End the episode; what an env holds is let go by its own `close`, which calls this one."""
@@ -203,6 +254,33 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
     def render(self) -> Any:
         """The observation, for `render_mode="ansi"`."""
         return self.observe() if self.render_mode == "ansi" else None
+
+    def _checked_observation(self, *, closely: bool = False) -> Any:
+        """The observation, which is refused where it is no text and the space of observations is one of text."""
+        seen = self._observation()
+        space = self.observation_space
+        if self._text_space is not space:  # a space takes long to say what it contains
+            self._text_space = space
+            self._most_characters = space.max_length if isinstance(space, gymnasium.spaces.Text) else -1
+        if (closely or type(seen) is not str or len(seen) > self._most_characters) and isinstance(
+            space, gymnasium.spaces.Text
+        ):
+            if not isinstance(seen, str):
+                self._blame_method("observe", f"must return a string, got {_kind_of(seen)}")
+            if not space.contains(seen):
+                self._blame_method("observe", f"gave {seen!r:.80}, but {why_not_in(space, seen)}")
+        return seen
+
+    def _blame_method(self, method: str, problem: str) -> NoReturn:
+        place = place_of(getattr(type(self), method))
+        raise EnvError(f"{type(self).__name__}.{method}() {problem}{place and f' ({place})'}")
+
+    @contextlib.contextmanager
+    def _blaming(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except EnvError as error:
+            self._blame_method(method, f"gave what it must not: {error}")
 
     def _checked(self, action: Any) -> Action:
         if type(action) is int and action in self._plain_actions():
@@ -238,6 +316,120 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         if self._has_anchor:
             info["anchor"] = self.anchor()
         return info
+
+
+# --- what is checked and completed when a class is made
+_METHODS = {
+    "_start": ("rng", "begins an episode from the generator rng"),
+    "_advance": ("action", "acts and returns an Outcome"),
+    "observe": ("", "returns the present observation as text"),
+}
+
+
+def _complete(cls: type[TextEnv[Any]]) -> None:
+    """Spaces and `invalid_action` that the class leaves out; what cannot work is refused."""
+    _check_methods(cls)
+    _check_settings(cls)
+    if cls.__init__ is TextEnv.__init__ and ABC not in cls.__bases__:
+        if not hasattr(cls, "projection"):
+            words = "projection = Projection(lookup={'left': 1, 'right': 2})"
+            _refuse(cls, f"does not say what its actions are; state them, as in {words}")
+        if not getattr(cls, "instructions", None):
+            _refuse(cls, "needs instructions: the rules of the env as a text for the model")
+    if hasattr(cls, "projection"):
+        _complete_actions(cls)
+    space = cls.observation_space
+    if isinstance(space, gymnasium.spaces.Text) and (free := free_text(space)) is not space:
+        cls.observation_space = free
+
+
+def _check_methods(cls: type[TextEnv[Any]]) -> None:
+    for name, (argument, what) in _METHODS.items():
+        method, written = getattr(cls, name), f"{name}({', '.join(filter(None, ('self', argument)))})"
+        if method is getattr(TextEnv, name):
+            if ABC not in cls.__bases__:
+                _refuse(cls, f"needs a method {written}, which {what}")
+        elif inspect.isfunction(method):
+            try:
+                inspect.signature(method).bind(None, *filter(None, [argument]))
+            except TypeError:
+                given = f"{name}{inspect.signature(method)}"
+                _refuse(cls, f"must have {written}, which {what}; got {given} ({place_of(method)})")
+
+
+def _check_settings(cls: type[TextEnv[Any]]) -> None:
+    if not (isinstance(cls.Config, type) and dataclasses.is_dataclass(cls.Config)):
+        _refuse(cls, f"must have a dataclass as its Config, got {cls.Config!r:.80}")
+    if "max_steps" in vars(cls):
+        if not _is_count(cls.max_steps):
+            _refuse(cls, f"must have a whole number of at least 1 as max_steps, got {cls.max_steps!r:.80}")
+        if cls.Config is not TextConfig and "max_steps" in cls.Config.__dataclass_fields__:
+            _refuse(
+                cls,
+                f"has max_steps twice, in the class and in {cls.Config.__name__}: leave out that of the class",
+            )
+
+
+def _complete_actions(cls: type[TextEnv[Any]]) -> None:
+    projection, space = cls.projection, getattr(cls, "action_space", None)
+    if not isinstance(projection, Projection):
+        if not isinstance(projection, property):
+            example = "Projection(lookup={'left': 1, 'right': 2})"
+            _refuse(cls, f"must have a projection such as {example}, got {projection!r:.80}")
+        return
+    actions = list(projection.lookup.values())
+    if space is None or (actions and "projection" in vars(cls) and "action_space" not in vars(cls)):
+        cls.action_space = space = _space_of(cls, actions)
+    if not isinstance(space, gymnasium.Space):
+        return
+    for word, action in projection.lookup.items():
+        if not space.contains(action):
+            _refuse(cls, f"has the word {word!r} for {action!r}, which is not in action_space {space}")
+    cls._states_invalid = cls._states_invalid or "invalid_action" in vars(cls)
+    if not cls._states_invalid:
+        invalid = projection.invalid
+        if actions and isinstance(space, gymnasium.spaces.Discrete) and space.contains(invalid):
+            invalid = int(space.start + space.n)
+        cls.invalid_action = invalid
+    if actions and space.contains(cls.invalid_action):
+        _refuse(
+            cls,
+            f"has the invalid_action {cls.invalid_action!r}, which means 'no usable action' and is an action too: "
+            f"leave invalid_action out, or number the actions from 1",
+        )
+    if projection.invalid != cls.invalid_action:
+        cls.projection = dataclasses.replace(projection, invalid=cls.invalid_action)
+
+
+def _space_of(cls: type[TextEnv[Any]], actions: list[Action]) -> gymnasium.Space[Any]:
+    """The action space of a class that states none."""
+    numbers = sorted({action for action in actions if type(action) is int})
+    if not numbers:
+        return FreeText(MOST_ANSWER)
+    if len(numbers) < numbers[-1] - numbers[0] + 1 or not all(type(action) is int for action in actions):
+        _refuse(cls, f"must state its action_space: {actions!r:.80} are no row of whole numbers")
+    return gymnasium.spaces.Discrete(len(numbers), start=numbers[0])
+
+
+MOST_ANSWER = 4_096
+"""Characters of an action in free text."""
+
+
+def _refuse(cls: type, problem: str) -> NoReturn:
+    frames = [frame for frame in traceback.extract_stack() if owner(frame.filename) == "user"]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    raise ConfigError(f"{cls.__name__}{place} {problem}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _kind_of(value: Any) -> str:
+    """What came instead, in words: "a tuple of 3"."""
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else type(value).__name__
 
 
 def _whole(seed: Any) -> int:

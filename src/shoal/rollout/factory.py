@@ -195,7 +195,7 @@ def make_roles(
     for tag in dict.fromkeys(tags):
         kind = custom_envs[tag]
         with _made(tag, kind) as env:
-            limits = (max_turn, kind.max_actions_per_traj, env.config.max_steps)
+            limits = (max_turn, kind.max_actions_per_traj, env.max_steps)
             turns = min(limit for limit in limits if limit is not None)
             projection = env.projection
             if (most := kind.max_actions_per_turn) > 1:

@@ -92,6 +92,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
     """
 
     Config = GymnasiumConfig
+    seed_stream = "GymnasiumEnv"
 
     def __init__(
         self,

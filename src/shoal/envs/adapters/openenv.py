@@ -64,6 +64,7 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
     """
 
     Config = OpenEnvConfig
+    seed_stream = "OpenEnvEnv"
     instructions = "Act in the environment. Each turn, answer with one action."
     projection = Projection(parse=lambda text: text or None, invalid="")
     invalid_action = ""

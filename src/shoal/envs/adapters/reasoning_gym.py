@@ -77,6 +77,7 @@ class ReasoningGymEnv(TextEnv[ReasoningGymConfig]):
     """A question of a reasoning-gym dataset; the reward is the dataset's own score of the answer."""
 
     Config = ReasoningGymConfig
+    seed_stream = "ReasoningGymEnv"
     instructions = "Answer the question."
     projection = Projection(parse=lambda text: text[:4_096] or None, invalid="", tags=("action", "answer"))
     invalid_action = ""

@@ -42,6 +42,7 @@ class TextArenaEnv(TextEnv[TextArenaConfig]):
     """
 
     Config = TextArenaConfig
+    seed_stream = "TextArenaEnv"
     instructions = "Play the game. Write your move exactly as its rules ask, with any brackets they ask for."
     projection = Projection(parse=lambda text: text[:4_096] or None, invalid="")
     invalid_action = ""

@@ -54,6 +54,7 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
     """
 
     Config = TextWorldConfig
+    seed_stream = "TextWorldEnv"
     instructions = "You are in a text adventure. Read the objective and give one command per turn."
     projection = Projection(parse=lambda text: text[:256] or None, invalid="")
     invalid_action = ""

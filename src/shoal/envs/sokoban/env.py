@@ -97,6 +97,7 @@ class SokobanEnv(TextEnv[SokobanConfig]):
         "render_fps": 4,
     }
     Config = SokobanConfig
+    seed_stream = "SokobanEnv"
     instructions = (
         "Sokoban: push every box X onto a target O. You are P. # is a wall, _ is floor, √ is a box on a "
         "target, S is you on a target. You push one box at a time by walking against it; you cannot pull. "

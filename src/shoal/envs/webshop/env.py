@@ -134,6 +134,7 @@ class WebShopEnv(TextEnv[WebShopConfig]):
     """
 
     Config = WebShopConfig
+    seed_stream = "WebShopEnv"
     instructions = (
         "You are shopping in a web shop. Find the product that the instruction asks for, choose the options "
         "it names and buy it for less than the price limit. Actions: search[words] looks for products; "

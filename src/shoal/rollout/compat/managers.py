@@ -100,7 +100,7 @@ class EnvironmentManager(Closing):
             observations, infos = self.envs.reset()
             self._instructions = self._ask("instructions", "")
             self._lookups = self._ask("action_words", {})
-            self._limits = [self.max_turns or getattr(c, "max_steps", 0) for c in self._ask("config", None)]
+            self._limits = [self.max_turns or limit for limit in self._ask("max_steps", 0)]
             self._past = [[] for _ in observations]
             self._done = [False] * len(observations)
             return self._see(observations, infos), infos
@@ -362,7 +362,7 @@ def multi_turn_loop(
         raise ValueError(f"max_turns must be at least 1, or None, got {max_turns}")
     with envs._playing:
         pool, tag = container.envs, envs.env_name or "env"
-        limits = (max_turns, envs.max_turns, getattr(envs._ask("config", None)[0], "max_steps", None))
+        limits = (max_turns, envs.max_turns, envs._ask("max_steps", None)[0])
         if not any(limits):
             raise ConfigError("these envs have no max_steps of their own: say max_turns")
         role = _ManagersRole(

@@ -1,0 +1,634 @@
+"""Play an env and say which promise it breaks: `shoal envs check`, `check_text_env`, and a short check before training.
+
+The commands play it in a process of its own, where it may exit or hang. A fault is one message with the class, the
+method and the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import pickle
+import random
+import re
+import socket
+import sys
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Discrete, Text
+
+from shoal.core.errors import (
+    MOST_FRAMES,
+    ConfigError,
+    EnvError,
+    ShoalError,
+    WorkerDiedError,
+    frames_of,
+    in_one_line,
+    in_words,
+    of_the_user,
+    owner,
+    place_of,
+)
+from shoal.core.processes import (
+    Channel,
+    ChannelClosedError,
+    WorkerProcess,
+    describe_exit,
+    dumps,
+    settle,
+    write_stacks_on_request,
+)
+from shoal.envs.catalogue import BUILT_IN, EnvFn, Source, env_class, name_of, resolve_text
+from shoal.envs.spaces import free_text, why_not_in
+from shoal.envs.text import TextEnv
+
+Env = gymnasium.Env[Any, Any]
+INFO_KEYS = frozenset(
+    ("success", "won", "action_is_valid", "action_is_effective", "step", "seed", "available_actions")
+)
+MOST_STEPS = 300
+"""Steps after which an episode that is played at random may go on for ever."""
+INVALID_EPISODES = 5
+"""Episodes in which every action is invalid."""
+QUICK_SECONDS = 10.0
+"""After which `quick_check` begins nothing more."""
+MAKING_SECONDS = 600.0
+"""That making an env may take: it may load data or a model."""
+MOST_NOTES = 5
+WHOLE = -1
+
+
+def expect(holds: Any, promise: str) -> None:
+    """Raise an `AssertionError` that states the promise unless it holds."""
+    if not holds:
+        raise AssertionError(promise)
+
+
+# --- what is called from elsewhere
+def check_text_env(make: Callable[[], TextEnv[Any]], *, seeds: Iterable[int] = range(5)) -> None:
+    """Play a text env and compare what it does with what `TextEnv` promises.
+
+    Args:
+        make: makes a fresh env each time it is called; a class without needed arguments will do.
+        seeds: episodes to play.
+
+    Raises:
+        AssertionError: says which promise broke, and where. What the env itself raises is raised on.
+    """
+    at = Place()
+    try:
+        _play(make, list(seeds), at)
+    except (AssertionError, EnvError) as error:
+        if frames_of(error):
+            raise
+        raise AssertionError(at.message(error)) from error
+
+
+def quick_check(
+    env_type: Source, env_config: Mapping[str, Any] | None = None, *, seeds: int = 8, seconds: float = 60.0
+) -> None:
+    """Play a few episodes in a process of their own, so that a fault of an env shows before anything else begins.
+
+    It takes at most about ten seconds, unless a single call of the env takes longer; shoal's own envs take none.
+
+    Args:
+        env_type: as in `custom_envs`.
+        env_config: its settings.
+        seeds: episodes to play.
+        seconds: that one call of the env may take.
+
+    Raises:
+        EnvError: one message with the class, the method, file and line.
+        ConfigError: the env cannot be made with these settings.
+    """
+    if env_type in BUILT_IN:
+        return
+    job = Job(resolve_text(env_type, env_config), name_of(env_type), seeds, quick=True)
+    report = run_apart(job, seconds)
+    if report.broken:
+        raise EnvError(report.broken)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be played."""
+
+    make: EnvFn
+    name: str
+    seeds: int
+    quick: bool = False
+    wrapped: bool = False
+
+
+@dataclass
+class Report:
+    """What came of it: lines about what was tried, and the fault if there is one."""
+
+    lines: list[str] = field(default_factory=list)
+    broken: str = ""
+
+
+# --- the process beside
+def run_apart(job: Job, seconds: float) -> Report:
+    """Play in a process of its own; one call of the env may take so many seconds.
+
+    Raises:
+        ConfigError: the env refuses its settings.
+        EnvError: it cannot be made.
+    """
+    process = WorkerProcess("shoal.envs.check:serve")
+    process.start()
+    at, report = Place(job.name), Report()
+    asked = [time.monotonic()]
+
+    def check() -> None:
+        limit = seconds if at.seed is not None else max(seconds, MAKING_SECONDS)
+        if time.monotonic() - asked[0] > limit:
+            raise TimeoutError(f"did not return within {limit:g} s")
+        process.check()
+
+    try:
+        process.channel.send(dumps(job)[0], check)
+        while True:
+            what, value = process.channel.receive(check)
+            asked[0] = time.monotonic()
+            if what == "at":
+                at = value
+            elif what == "line":
+                report.lines.append(value)
+            elif what == "broken":
+                report.broken = value
+            elif what == "refused":
+                raise value
+            elif what == "done":
+                return report
+    except TimeoutError as error:
+        process.ask_stack()
+        process.wait(0.5)
+        report.broken = at.ended(str(error), _frames_in(process.log_text()))
+    except (ChannelClosedError, WorkerDiedError):
+        process.make_sure_it_is_gone()
+        process.reap()
+        how = f"ended its process, which {describe_exit(process.exit_code)}"
+        report.broken = report.broken or at.ended(how, _frames_in(process.log_text()))
+    finally:
+        process.kill()
+        process.release()
+    return report
+
+
+def serve(descriptor: int, log: int) -> int:
+    """What the process runs: play, tell where it is and what came of it."""
+    channel = Channel(socket.socket(fileno=descriptor))
+    write_stacks_on_request(log)
+    settle(channel.receive())
+
+    def tell(what: str, value: Any = None) -> None:
+        channel.send(dumps((what, value))[0])
+
+    at = Place(tell=lambda place: tell("at", place))
+    leave, mine = os._exit, os.getpid()
+
+    def ending(code: int) -> None:
+        if os.getpid() == mine:
+            frames = _below_check(traceback.extract_stack())
+            tell("broken", at.ended(f"ended its process: os._exit({code})", frames))
+        leave(code)
+
+    os._exit = ending  # type: ignore[assignment]  # this process is there for nothing else
+    try:
+        job = channel.receive()
+        at.name = job.name
+        _examine(job, at, tell)
+    except BaseException as error:  # an env may raise whatever it likes
+        if at.kind is not None:
+            tell("broken", at.message(error))
+        elif isinstance(error, ShoalError):
+            tell("refused", type(error)(str(error)))
+        else:
+            tell("refused", EnvError(at.message(error)))
+    os._exit = leave
+    tell("done")
+    return 0
+
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
+
+
+def _frames_in(log: str) -> list[traceback.FrameSummary]:
+    """The user's frames in what `faulthandler` wrote of the thread that plays."""
+    for thread in re.split(r"\n\s*\n", log):
+        if __file__ in thread:
+            found = _FRAME.findall(thread)
+            return _below_check(
+                [traceback.FrameSummary(file, int(line), name) for file, line, name in found[::-1]]
+            )
+    return []
+
+
+def _below_check(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """The user's frames of a stack that began in this module."""
+    begins = min(place for place, frame in enumerate(frames) if frame.filename == __file__)
+    return of_the_user(frames[begins:])
+
+
+@dataclass
+class Place:
+    """Where a check is: of which env, in which episode, in which step."""
+
+    name: str = "the env"
+    tell: Callable[[Place], None] | None = field(default=None, repr=False)
+    kind: type | None = None
+    seed: int | None = None
+    step: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is sent of it: the class is known by its name and its methods."""
+        return {**vars(self), "tell": None, "kind": None}
+
+    def goes_to(self, seed: int, step: int) -> None:
+        """Another step begins; step 0 is the reset, `WHOLE` the episode."""
+        self.seed, self.step = seed, step
+        if self.tell is not None:
+            self.tell(self)
+
+    def __str__(self) -> str:
+        if self.seed is None:
+            return "while it was made"
+        if self.step == WHOLE:
+            return f"with seed {self.seed}"
+        return f"in {f'step {self.step}' if self.step else 'the reset'} of seed {self.seed}"
+
+    def message(self, error: BaseException) -> str:
+        """One message about what was raised, with the user's own lines below."""
+        frames = frames_of(error)
+        if not frames:
+            promise = isinstance(error, AssertionError | EnvError | ConfigError)
+            first, *lines = (str(error) if promise else f"{self.name}: {in_words(error)}").split("\n")
+            return "\n".join([f"{first}, {self}", *lines])
+        return self.ended(f"raised {in_words(error)}", frames)
+
+    def ended(self, how: str, frames: list[traceback.FrameSummary]) -> str:
+        """What became of a call of the env, and the lines of the user that it was in."""
+        lines = [f"  {in_one_line(frame)}" for frame in frames[-MOST_FRAMES:]]
+        return "\n".join([f"{self.name}{f'.{frames[0].name}()' if frames else ''} {how}, {self}", *lines])
+
+
+# --- what is tried
+def _examine(job: Job, at: Place, tell: Callable[[str, Any], None]) -> None:
+    env = job.make()
+    at.kind = type(env.unwrapped)
+    at.name = at.kind.__name__
+    seeds = list(range(job.seeds))
+    make_text = _as_text(job, env)
+    if make_text is not None:
+        seen = _play(make_text, seeds, at, QUICK_SECONDS if job.quick else math.inf)
+        tell("line", f"ok      shoal's check_text_env: {seen}")
+    if job.quick:
+        env.close()
+        return
+    if not isinstance(env, TextEnv):
+        _play_at_random(env, seeds, at, tell)
+    _ask_gymnasium(env if job.wrapped else env.unwrapped, at, tell)
+    env.close()
+
+
+def _as_text(job: Job, env: Env) -> Callable[[], TextEnv[Any]] | None:
+    """What makes the env as agents see it; None for one of numbers, which PPO sees as it is."""
+    if isinstance(env, TextEnv):
+        return job.make  # type: ignore[return-value]
+    space = getattr(env, "observation_space", None)
+    if isinstance(space, gymnasium.Space) and not isinstance(space, Text | gymnasium.spaces.Sequence):
+        return None
+    return lambda: env_class("gymnasium")(id=job.name, make=job.make)
+
+
+def _ask_gymnasium(env: Env, at: Place, tell: Callable[[str, Any], None]) -> None:
+    from gymnasium.utils.env_checker import check_env
+
+    spaces = [getattr(env, name, None) for name in ("observation_space", "action_space")]
+    if not all(isinstance(space, gymnasium.Space) for space in spaces):
+        tell("line", "skipped gymnasium's check_env: the env states no spaces")
+        return
+    if isinstance(spaces[0], Text):
+        seen = env.reset(seed=0)[0]
+        if free_text(spaces[0]) is not spaces[0]:
+            env.observation_space = free_text(spaces[0])
+            tell(
+                "line", f"  note  {spaces[0]!s:.40} is read as FreeText: observations may hold any character"
+            )
+        elif isinstance(seen, str) and not spaces[0].contains(seen):
+            raise AssertionError(f"{at.name}.reset() gave {seen!r:.80}, but {why_not_in(spaces[0], seen)}")
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        check_env(env, skip_render_check=True)
+    tell("line", "ok      gymnasium's check_env")
+    said = list(dict.fromkeys(re.sub(r"\x1b\[\d*m", "", str(note.message)) for note in notes))
+    for note in said[:MOST_NOTES]:
+        tell("line", f"  note  {note}")
+    if len(said) > MOST_NOTES:
+        tell("line", f"  note  and {len(said) - MOST_NOTES} more")
+
+
+def _play_at_random(env: Env, seeds: list[int], at: Place, tell: Callable[[str, Any], None]) -> None:
+    """Whole episodes of an env that is no text, which Gymnasium's check does not play."""
+    total = 0
+    for seed in seeds:
+        env.action_space.seed(seed)
+        at.goes_to(seed, 0)
+        _, info = env.reset(seed=seed)
+        for step in range(1, MOST_STEPS + 1):
+            at.goes_to(seed, step)
+            _, reward, terminated, truncated, info = env.step(env.action_space.sample(_allowed(env, info)))
+            total += 1
+            finite = np.isfinite(float(reward))
+            expect(finite, f"{at.name}.step(): a reward must be a finite number, got {reward!r}")
+            if terminated or truncated:
+                break
+    tell("line", "skipped check_text_env: it is no TextEnv, so agents see it through the gymnasium adapter")
+    tell("line", f"ok      {len(seeds)} episodes of random actions, {total} steps without a fault")
+
+
+def _allowed(env: Env, info: dict[str, Any]) -> Any:
+    """The mask of the actions that an env of one action allows now; None if it has none."""
+    mask = info.get("action_mask")
+    if mask is None and hasattr(env.unwrapped, "action_masks"):
+        mask = env.unwrapped.action_masks()
+    return np.asarray(mask, np.int8) if mask is not None and isinstance(env.action_space, Discrete) else None
+
+
+# --- text envs
+def _play(make: Callable[[], TextEnv[Any]], seeds: list[int], at: Place, seconds: float = math.inf) -> str:
+    """Each seed in two envs, in one that has played before, and a few with invalid actions only; what was seen."""
+    expect(seeds, "seeds must name at least one episode")
+    until = time.monotonic() + seconds
+    with contextlib.ExitStack() as opened:
+
+        def fresh() -> TextEnv[Any]:
+            env = make()
+            opened.callback(env.close)
+            return env
+
+        env = fresh()
+        at.kind = type(getattr(env, "inner", env).unwrapped)
+        at.name = at.kind.__name__
+        _check_declarations(env, at)
+        episodes: list[list[Any]] = []
+        for seed in seeds:
+            if time.monotonic() > until:
+                break
+            before = _global_state()
+            first = _episode(fresh(), seed, at, until)
+            if before != _global_state():
+                _blame_line(fresh, seed, at, "the global state of random or numpy.random was changed")
+            second = _episode(fresh(), seed, at, until)
+            if difference := _first_difference(first, second):
+                _blame_line(fresh, seed, at, f"two envs gave different episodes from one seed: {difference}")
+            used = fresh()
+            at.goes_to(seed + 1, 0)
+            used.reset(seed=seed + 1)
+            third = _episode(used, seed, at, until)
+            if difference := _first_difference(first, third):
+                _blame_attribute(fresh(), used, seed, at, difference)
+            episodes.append(first)
+            opened.close()
+        for seed in seeds[:INVALID_EPISODES]:
+            if time.monotonic() < until:
+                _check_invalid_actions(fresh(), seed, at, until)
+    solved = sum(bool(episode[-1][-1]["success"]) for episode in episodes)
+    longest = max(len(shown[0]) for episode in episodes for shown in episode)
+    steps = max(len(episode) - 1 for episode in episodes)
+    return (
+        f"{len(episodes)} episodes of at most {steps} steps, observations of at most {longest:,} characters; "
+        f"random actions solved {solved}"
+    )
+
+
+def _check_declarations(env: TextEnv[Any], at: Place) -> None:
+    name = at.name
+    expect(isinstance(env, TextEnv), f"{name} must be a TextEnv")
+    expect(
+        isinstance(getattr(env, "instructions", None), str) and env.instructions, f"{name} needs instructions"
+    )
+    for word in env.projection.words():
+        projected = env.projection(f"<{env.projection.tags[0]}>{word}</{env.projection.tags[0]}>")
+        fits = projected.valid and all(env.action_space.contains(action) for action in projected.actions)
+        expect(fits, f"{name}: the word {word!r} is projected to {projected}, not into {env.action_space}")
+    nothing = env.projection("")
+    expect(
+        not nothing.valid and nothing.actions == (env.invalid_action,),
+        f"{name}: text without an action must give invalid_action {env.invalid_action!r}, got {nothing}",
+    )
+    closed = env.projection.lookup.values()
+    expect(
+        env.invalid_action not in closed,
+        f"{name}: {env.invalid_action!r} means 'invalid action' and is the action of a word too. Number the actions "
+        "from 1, or state another invalid_action",
+    )
+    _expect_refused(env, f"{name}: step() before reset()")
+
+
+def _episode(env: TextEnv[Any], seed: int, at: Place, until: float = math.inf) -> list[Any]:
+    """Everything that one episode of random words shows."""
+    choose = random.Random(seed)
+    env.action_space.seed(seed)  # for envs of free text, whose words are patterns
+    at.goes_to(seed, 0)
+    observation, info = env.reset(seed=seed)
+    expect(info.get("seed") == seed, f"{at.name}: info['seed'] must be {seed}, got {info.get('seed')!r}")
+    shown: list[Any] = [(_bytes(observation), info)]
+    over, step = False, 0
+    while not over and step < MOST_STEPS and time.monotonic() < until:
+        expect(info.keys() >= INFO_KEYS, f"{at.name}: info lacks {sorted(INFO_KEYS - info.keys())}")
+        expect(isinstance(env.observe(), str), f"{at.name}.observe() must return text")
+        space = env.observation_space
+        if isinstance(space, Text) and not space.contains(observation):
+            why = why_not_in(space, observation)
+            raise AssertionError(f"{at.name}.observe() gave {observation!r:.80}, but {why}")
+        expect(space.contains(observation), f"{at.name}: {observation!r:.200} is not in {space}")
+        expect(env.observe() == env.observe(), f"{at.name}.observe() must not change the env")
+        words = [word for word in info["available_actions"] if "<" not in word]
+        action = _action(env, choose.choice(words), at) if words else env.action_space.sample()
+        step += 1
+        at.goes_to(seed, step)
+        observation, reward, terminated, truncated, info = env.step(action)
+        kinds = type(reward), type(terminated), type(truncated)
+        expect(kinds == (float, bool, bool), f"{at.name}.step() must return float, bool, bool, got {kinds}")
+        expect(math.isfinite(reward), f"{at.name}.step(): the reward must be finite, got {reward}")
+        expect(
+            not (terminated and truncated),
+            f"{at.name}: an episode ends terminated or truncated, not both",
+        )
+        expect(info["step"] == step, f"{at.name}: info['step'] must be {step}, got {info['step']}")
+        over = terminated or truncated
+        shown.append((_bytes(observation), reward, terminated, truncated, info))
+    if over:
+        _expect_refused(env, f"{at.name}: step() after the end")
+    return shown
+
+
+def _bytes(observation: Any) -> Any:
+    """What is equal for equal arrays, which `==` compares cell by cell; anything else as it is."""
+    return observation.tobytes() if isinstance(observation, np.ndarray) else observation
+
+
+def _action(env: TextEnv[Any], word: str, at: Place) -> Any:
+    projected = env.projection(f"<{env.projection.tags[0]}>{word}</{env.projection.tags[0]}>")
+    expect(projected.valid, f"{at.name}.available_actions() offers {word!r}, which the projection refuses")
+    return projected.actions[0]
+
+
+def _check_invalid_actions(env: TextEnv[Any], seed: int, at: Place, until: float) -> None:
+    at.goes_to(seed, 0)
+    env.reset(seed=seed)
+    over, steps, most = False, 0, min(env.max_steps, MOST_STEPS)
+    while not over and steps < most and time.monotonic() < until:
+        steps += 1
+        at.goes_to(seed, steps)
+        _, _, terminated, truncated, info = env.step(env.invalid_action)
+        over = terminated or truncated
+        said = f"{at.name}: invalid_action {env.invalid_action!r} must"
+        expect(not info["action_is_valid"], f"{said} show as action_is_valid=False")
+        expect(info["step"] == steps, f"{said} count as a step")
+        expect(over or steps < env.max_steps, f"{said} not go on beyond max_steps")
+    if over:
+        _expect_refused(env, f"{at.name}: step() after the end")
+
+
+def _expect_refused(env: TextEnv[Any], what: str) -> None:
+    try:
+        env.step(env.invalid_action)
+    except EnvError:
+        return
+    raise AssertionError(f"{what} must raise EnvError")
+
+
+# --- episodes that differ though their seed is one
+def _first_difference(one: list[Any], other: list[Any]) -> str:
+    """Where two episodes differ, in words; empty if they do not, as far as both were played."""
+    names = ("observation", "reward", "terminated", "truncated", "info")
+    for step, (a, b) in enumerate(zip(one, other, strict=False)):
+        labels = names if step else ("observation", "info")
+        for label, x, y in zip(labels, a, b, strict=True):
+            if label == "info":
+                keys = [key for key in {**x, **y} if repr(x.get(key)) != repr(y.get(key))]
+                if keys:
+                    label, x, y = f"info[{keys[0]!r}]", x.get(keys[0]), y.get(keys[0])
+                else:
+                    continue
+            if x != y:
+                return f"{label} {f'of step {step}' if step else 'at reset'} is {x!r:.60} or {y!r:.60}"
+    return ""
+
+
+def _blame_line(fresh: Callable[[], TextEnv[Any]], seed: int, at: Place, promise: str) -> None:
+    """Raise for a seed that does not fix its episode, with the user's line that is to blame where it can be found."""
+    at.goes_to(seed, WHOLE)
+    found = _line_that_changes(at.kind, lambda: _episode(fresh(), seed, Place()))
+    if found is None:
+        start = place_of(getattr(at.kind, "_start", None) or getattr(at.kind, "reset", None))
+        raise AssertionError(
+            f"{at.name}: {promise}; draw all that is random from the generator of the episode ({start})"
+        )
+    what, frame = found
+    if what in _global_state():
+        how = f"uses {what}; draw from the rng that _start(self, rng) is given instead"
+    else:
+        how = f"changes {what}, which all envs share; make it anew in _start()"
+    raise AssertionError(f"{at.name}.{frame.name}() {how}: {promise}\n  {in_one_line(frame)}")
+
+
+def _blame_attribute(fresh: TextEnv[Any], used: TextEnv[Any], seed: int, at: Place, difference: str) -> None:
+    """Raise for an env whose reset does not make everything anew, with the attributes that it left."""
+    at.goes_to(seed, WHOLE)
+    for env in (fresh, used):
+        env.reset(seed=seed)
+    plain = int | float | str | list | tuple | dict | set
+    left = [
+        f"self.{name}"
+        for name, value in vars(fresh).items()
+        if name not in _OF_TEXT_ENV and isinstance(value, plain) and value != vars(used).get(name)
+    ]
+    told = f"; not as in a fresh env: {', '.join(left[:5])}: set all in _start()" if left else ""
+    raise AssertionError(
+        f"{at.name}: the episode before changed the episode after reset(): {difference}{told}"
+    )
+
+
+_OF_TEXT_ENV = frozenset(("_np_random_seed", "_seed", "_steps", "_over", "_success", "_options", "max_steps"))
+
+
+def _global_state() -> dict[str, Any]:
+    return {
+        "the global generator of random": random.getstate(),
+        "the global generator of numpy.random": pickle.dumps(np.random.get_state()),
+    }
+
+
+def _shared_state(kind: type | None) -> dict[str, Any]:
+    """What all envs of a class share and a line of the user's may change: generators, class attributes, globals."""
+    state = _global_state()
+    for owning in kind.__mro__ if kind is not None else ():
+        module = sys.modules.get(owning.__module__)
+        if owner(getattr(module, "__file__", None) or "") != "user":
+            continue
+        for where, names in ((owning.__name__, vars(owning)), (owning.__module__, vars(module))):
+            for name, value in list(names.items()):
+                if not name.startswith("__") and (shown := _content(value)) is not None:
+                    state[f"{where}.{name}"] = shown
+    return state
+
+
+def _content(value: Any) -> Any:
+    """What shows whether a shared value was changed; None where that cannot be seen."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, list | dict | set) and len(value) > 10_000:
+        return len(value)
+    known = isinstance(value, int | float | str | list | dict | set | bytearray | itertools.count)
+    return repr(value) if known else None
+
+
+def _line_that_changes(
+    kind: type | None, play: Callable[[], Any]
+) -> tuple[str, traceback.FrameSummary] | None:
+    """What shared state playing changes, and the first line of the user's that does so."""
+    found: list[tuple[str, traceback.FrameSummary]] = []
+    before = _shared_state(kind)
+    last: list[tuple[types.CodeType, int]] = []
+
+    def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
+        if found or owner(frame.f_code.co_filename) != "user":
+            return None
+        if last:
+            now = _shared_state(kind)
+            changed = [name for name in now if now[name] != before.get(name)]
+            if changed:
+                code, line = last[0]
+                found.append((changed[0], traceback.FrameSummary(code.co_filename, line, code.co_name)))
+        last[:] = [(frame.f_code, frame.f_lineno)]
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        play()
+    except Exception:  # what it does now is of no interest
+        return found[0] if found else None
+    finally:
+        sys.settrace(previous)
+    return found[0] if found else None

@@ -1,0 +1,263 @@
+"""An env with a fault is told in one message: the class, its method, the file and the line."""
+
+import sys
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.core.errors import ConfigError, EnvError
+from shoal.envs.check import quick_check
+
+FAULTY = '''
+import math
+import os
+import random
+import time
+
+import numpy as np
+
+from shoal.envs.actions import Projection
+from shoal.envs.text import Outcome, TextEnv
+
+
+class Well(TextEnv):
+    """A bucket goes up and down; water is at one of six depths."""
+
+    instructions = "Bring the bucket to the water."
+    projection = Projection(lookup={"up": 1, "down": 2})
+    max_steps = 6
+
+    def _start(self, rng):
+        self.water, self.bucket = int(rng.integers(6)), 3
+
+    def _advance(self, action):
+        self.bucket += {1: -1, 2: 1}.get(action, 0)
+        found = self.bucket == self.water
+        return Outcome(float(found), found, found)
+
+    def observe(self):
+        return f"bucket at {self.bucket}, water at {self.water}"
+
+
+class Raises(Well):
+    def _advance(self, action):
+        raise RuntimeError("the rope tore")
+
+
+class RaisesSeldom(Well):
+    def _advance(self, action):
+        if self.water == 5 and self.bucket == 4:
+            return {}["fish"]
+        return super()._advance(action)
+
+
+class Number(Well):
+    def observe(self):
+        return self.bucket
+
+
+class Triple(Well):
+    def _advance(self, action):
+        return 0.0, False, False
+
+
+class Nothing(Well):
+    def _advance(self, action):
+        super()._advance(action)
+
+
+class NoNumber(Well):
+    def _advance(self, action):
+        return Outcome(math.nan)
+
+
+class Words(Well):
+    def _advance(self, action):
+        return Outcome(0.0, "no")
+
+
+class OfNumpy(Well):
+    def _advance(self, action):
+        outcome = super()._advance(action)
+        return Outcome(np.float32(outcome.reward), np.bool_(outcome.terminated), np.bool_(outcome.success))
+
+
+class Unseeded(Well):
+    def _start(self, rng):
+        super()._start(rng)
+        self.water = random.choice([0, 1, 4, 5])
+
+
+class UnseededNumpy(Well):
+    def _advance(self, action):
+        self.bucket = np.random.randint(6)
+        return Outcome(0.0)
+
+
+class Shared(Well):
+    visits = []
+
+    def _start(self, rng):
+        super()._start(rng)
+        self.visits.append(1)
+        self.water = len(self.visits) % 3
+
+
+CALLS = {"n": 0}
+
+
+class Global(Well):
+    def observe(self):
+        return f"{self.bucket} {CALLS['n']}"
+
+    def _advance(self, action):
+        CALLS["n"] += 1
+        return super()._advance(action)
+
+
+class Clock(Well):
+    def _start(self, rng):
+        self.water, self.bucket = time.perf_counter_ns(), 3
+
+
+class Remembers(Well):
+    wells = 0
+
+    def _start(self, rng):
+        super()._start(rng)
+        self.wells += 1
+        self.bucket = self.wells
+
+
+class Sleeps(Well):
+    def _advance(self, action):
+        if self.water == 1:
+            time.sleep(1000)
+        return super()._advance(action)
+
+
+class Exits(Well):
+    def _advance(self, action):
+        if self.water == 1:
+            os._exit(3)
+        return super()._advance(action)
+
+
+class Leaves(Well):
+    def _start(self, rng):
+        raise SystemExit(4)
+
+
+class Dies(Well):
+    def _advance(self, action):
+        os.kill(os.getpid(), 9)
+
+
+class Crashes(Well):
+    def _advance(self, action):
+        import ctypes
+
+        ctypes.string_at(0)
+
+
+class NoConstructor(Well):
+    def __init__(self):
+        super().__init__()
+        self.pump = open("/no/such/pump")
+
+
+class Quiet(Well):
+    def _advance(self, action):
+        return super()._advance(action)._replace(effective=False)
+
+    def observe(self):
+        return ""
+'''
+
+MESSAGES = {
+    "Raises": (
+        "Raises._advance() raised RuntimeError: the rope tore",
+        '_advance: raise RuntimeError("the rope tore")',
+    ),
+    "RaisesSeldom": ("RaisesSeldom._advance() raised KeyError: 'fish'", 'return {}["fish"]'),
+    "Number": ("Number.observe() must return a string, got int (wells.py:",),
+    "Triple": (
+        "Triple._advance() must return an Outcome, got a tuple of 3 (wells.py:",
+        "in step 1 of seed 0",
+    ),
+    "Nothing": ("Nothing._advance() must return an Outcome, got None (wells.py:",),
+    "NoNumber": ("NoNumber._advance() must pay a finite number, got the reward nan (wells.py:",),
+    "Words": ("Words._advance()", "terminated must be True or False, got 'no' (wells.py:"),
+    "Unseeded": (
+        "Unseeded._start() uses the global generator of random; draw from the rng",
+        "_start: self.water = random.choice([0, 1, 4, 5])",
+    ),
+    "UnseededNumpy": (
+        "UnseededNumpy._advance() uses the global generator of numpy.random",
+        "_advance: self.bucket = np.random.randint(6)",
+    ),
+    "Shared": ("Shared._start() changes Shared.visits, which all envs share", "self.visits.append(1)"),
+    "Global": ("Global._advance() changes wells.CALLS, which all envs share", 'CALLS["n"] += 1'),
+    "Clock": ("Clock: two envs gave different episodes from one seed", "(wells.py:"),
+    "Remembers": (
+        "the episode before changed the episode after reset()",
+        "not as in a fresh env: self.bucket, self.wells: set all in _start()",
+    ),
+    "Sleeps": ("Sleeps._advance() did not return within 2 s", "_advance: time.sleep(1000)"),
+    "Exits": ("Exits._advance() ended its process: os._exit(3)", "_advance: os._exit(3)"),
+    "Leaves": ("Leaves._start() raised SystemExit: 4, in the reset of seed 0", "_start: raise SystemExit(4)"),
+    "Dies": ("Dies ended its process, which was killed by SIGKILL, in step 1 of seed 0",),
+    "Crashes": (
+        "Crashes._advance() ended its process, which was killed by SIGSEGV",
+        "_advance: ctypes.string_at(0)",
+    ),
+}
+
+
+@pytest.fixture
+def wells(tmp_path, monkeypatch):
+    (tmp_path / "wells.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("wells", None)
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_each_fault_is_one_message_with_class_method_file_and_line(wells, capsys, kind):
+    code = main(["envs", "check", f"wells:{kind}", "--step-timeout=2"])
+    out = capsys.readouterr().out
+    assert code == 1
+    assert out.startswith("broken  ")
+    assert len(out.splitlines()) <= 10
+    for part in MESSAGES[kind]:
+        assert part in out
+
+
+def test_an_env_that_cannot_be_made_says_in_which_line(wells, capsys):
+    assert main(["envs", "check", "wells:NoConstructor"]) == 1
+    said = capsys.readouterr().err
+    assert "wells:NoConstructor.__init__() raised FileNotFoundError" in said
+    assert 'in __init__: self.pump = open("/no/such/pump")' in said
+
+
+@pytest.mark.parametrize("kind", ["Well", "OfNumpy", "Quiet"])
+def test_an_env_without_a_fault_is_played_by_32_seeds(wells, capsys, kind):
+    assert main(["envs", "check", f"wells:{kind}"]) == 0
+    out = capsys.readouterr().out
+    assert "32 episodes of at most 6 steps" in out
+    assert "ok      gymnasium's check_env" in out
+
+
+def test_the_quick_check_raises_the_same_message(wells):
+    with pytest.raises(
+        EnvError, match=r"Exits\._advance\(\) ended its process.*\n.*wells\.py:\d+ in _advance"
+    ):
+        quick_check("wells:Exits", seeds=16)
+    quick_check("wells:Well")
+
+
+def test_the_quick_check_of_an_env_that_cannot_be_made_with_its_settings_names_the_setting(wells):
+    with pytest.raises(ConfigError, match="no setting 'depth'"):
+        quick_check("wells:Well", {"depth": 3})
+    with pytest.raises(ConfigError, match="max_steps must be a whole number of at least 1, got 0"):
+        quick_check("wells:Well", {"max_steps": 0})
