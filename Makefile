@@ -7,9 +7,12 @@ PINS := -c requirements/constraints.txt
 # Bytecode is kept, whatever the machine's default: else each of the tests' thousands of processes compiles shoal anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo demo-llm test test-slow test-browser check docs package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
+# `make bench-… QUICK=1`: a first look within two minutes, which changes no file of results.
+HASTE := $(if $(QUICK),--quick)
 
-help:             ## this list
+.PHONY: help setup demo demo-llm test test-slow test-browser test-gpu check docs settings package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
+
+help:             ## this list (every bench-… takes QUICK=1: its table within two minutes, nothing is saved)
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
 setup: $(STAMP)   ## make .venv with the pinned packages and shoal itself
@@ -37,6 +40,9 @@ test-browser: setup  ## the viewer in a headless Chromium, which is installed fr
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium
 	$(BIN)/python -m pytest tests/viewer/test_browser.py -m browser --timeout 300
 
+test-gpu:         ## the tests that need a GPU, with $(PYTHON) as it is
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/rollout/samplers/test_gpu.py -p no:cacheprovider
+
 check: setup      ## formatting, lint, types, import arrows
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -47,6 +53,9 @@ docs:             ## the site of the documents, into build/site
 	test -d .venv-docs || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+
+settings: setup   ## docs/settings.md anew, after a change to a setting, its default or its docstring
+	PYTHONPATH=src $(BIN)/python docs/make_settings.py
 
 package:          ## the wheel and the sdist, into dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
@@ -59,21 +68,21 @@ format: setup     ## apply formatting and safe fixes
 bench-envs:       ## rooms, lakes and steps a second beside other libraries (RAGEN=checkout to add it)
 	test -d .venv-bench-envs || $(PYTHON) -m venv .venv-bench-envs
 	.venv-bench-envs/bin/pip install --quiet --disable-pip-version-check -r requirements/bench-envs.txt
-	.venv-bench-envs/bin/python benchmarks/environments.py $(if $(RAGEN),--ragen $(RAGEN))
+	.venv-bench-envs/bin/python benchmarks/environments.py $(HASTE) $(if $(RAGEN),--ragen $(RAGEN))
 
 bench-text-envs: setup  ## Countdown, MetaMathQA and WebShop beside other libraries
 	test -d .venv-bench-text-envs || $(PYTHON) -m venv .venv-bench-text-envs
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 		$$(.venv-bench-text-envs/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
 	.venv-bench-text-envs/bin/pip install --quiet --disable-pip-version-check -r requirements/bench-text-envs.txt
-	.venv-bench-text-envs/bin/python benchmarks/text_envs.py
+	.venv-bench-text-envs/bin/python benchmarks/text_envs.py $(HASTE)
 bench-split: setup ## splitting beside per-window processing, results to benchmarks/results/split.json
-	$(BIN)/python benchmarks/split.py
+	$(BIN)/python benchmarks/split.py $(HASTE)
 
 bench-skills: setup  ## a graph of skills: from nothing, in parallel, hand-over, speeds
-	$(BIN)/python benchmarks/skills.py
+	$(BIN)/python benchmarks/skills.py $(HASTE)
 bench-craftax: setup  ## Craftax-Classic with 1 M env steps, about ten minutes a seed (needs the extra "craftax"; CASE="full" or "iron", SEEDS="0 1 2")
-	$(BIN)/python benchmarks/craftax_skills.py $(CASE) $(SEEDS)
+	$(BIN)/python benchmarks/craftax_skills.py $(if $(QUICK),--quick,$(CASE) $(SEEDS))
 
 RIVALS := .venv-bench-vector
 .PHONY: rivals
@@ -85,36 +94,36 @@ rivals: setup     # another environment: what shoal stands on, and the packages 
 
 bench-ppo: rivals  ## PPO beside Stable-Baselines3, sbx and a single-file PPO, fifteen minutes to an hour; CLEANRL=checkout adds its programs
 	$(RIVALS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench-ppo.txt
-	$(RIVALS)/bin/python benchmarks/ppo.py $(if $(CLEANRL),--cleanrl $(CLEANRL))
+	$(RIVALS)/bin/python benchmarks/ppo.py $(HASTE) $(if $(CLEANRL),--cleanrl $(CLEANRL))
 
+SCORES := runs/scores$(if $(QUICK),-quick)
 bench-scores: rivals  ## MuJoCo with the presets, three seeds, half an hour; CLEANRL=checkout runs CleanRL beside it, two hours
-	for seed in 1 2 3; do for env in Walker2d-v5 Hopper-v5 HalfCheetah-v5; do \
+	for seed in $(if $(QUICK),1,1 2 3); do for env in $(if $(QUICK),Hopper-v5,Walker2d-v5 Hopper-v5 HalfCheetah-v5); do \
 		PYTHONPATH=src $(RIVALS)/bin/python -m shoal train-ppo --env $$env --seed $$seed --backend serial \
-			--run-dir runs/scores/shoal-$$env-$$seed || exit 1; \
+			--run-dir $(SCORES)/shoal-$$env-$$seed $(if $(QUICK),--total-timesteps 50000) || exit 1; \
 		test -z "$(CLEANRL)" || $(RIVALS)/bin/python benchmarks/ppo_cleanrl.py "$(CLEANRL)" --env $$env --seed $$seed \
-			--out runs/scores/cleanrl-$$env-$$seed || exit 1; \
+			--out $(SCORES)/cleanrl-$$env-$$seed $(if $(QUICK),--total-timesteps 50000) || exit 1; \
 	done; done
-	$(BIN)/python benchmarks/ppo.py --scores runs/scores/*
+	$(BIN)/python benchmarks/ppo.py $(HASTE) --scores $(SCORES)/*
 
 bench-vector: rivals  ## vector environments beside Gymnasium, Stable-Baselines3, PufferLib and EnvPool, about twenty minutes
-	$(RIVALS)/bin/python benchmarks/vector.py
-	$(RIVALS)/bin/python benchmarks/vector.py --busy-core
-	PYTHONPATH=src $(RIVALS)/bin/python benchmarks/faults.py
-	$(BIN)/python benchmarks/vector_tables.py
+	$(RIVALS)/bin/python benchmarks/vector.py $(HASTE)
+	$(RIVALS)/bin/python benchmarks/vector.py $(HASTE) --busy-core
+	PYTHONPATH=src $(RIVALS)/bin/python benchmarks/faults.py $(HASTE)
+	$(if $(QUICK),,$(BIN)/python benchmarks/vector_tables.py)
 bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier
-	$(BIN)/python benchmarks/rollout.py
-	$(BIN)/python benchmarks/rollout_tables.py
+	$(BIN)/python benchmarks/rollout.py $(HASTE)
+	$(if $(QUICK),,$(BIN)/python benchmarks/rollout_tables.py)
 
 bench-llm: setup  ## tokens a second of SmolLM2 on shipped configs, beside a plain loop of transformers
 	$(BIN)/shoal model get smollm2
-	$(BIN)/python benchmarks/llm.py
+	$(BIN)/python benchmarks/llm.py $(HASTE)
 
-bench-gpu:        ## one GPU with $(PYTHON) as it is, no network: exactness, tokens/s, memory, resume
-	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py
-	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/rollout/samplers/test_gpu.py -p no:cacheprovider
+bench-gpu:        ## one GPU in eight minutes with $(PYTHON) as it is, no network: exactness, resume, tokens/s, memory, Pong
+	$(PYTHON) benchmarks/gpu.py $(HASTE)
 
 bench-update: .venv-trl/.installed  ## one update of the weights beside TRL's GRPOTrainer, about five minutes
-	.venv-trl/bin/python benchmarks/trl_update.py
+	.venv-trl/bin/python benchmarks/trl_update.py $(HASTE)
 
 # Packages that other trainers and servers pin differently; each environment has exact versions of all it needs.
 .venv-%/.installed: requirements/integrations-%.txt requirements/torch.txt
@@ -132,12 +141,12 @@ test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.
 
 bench-viewer: setup  ## a run of 100,000 episodes: its index, first paints in Chromium, shoal show
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium
-	$(BIN)/python benchmarks/viewer.py
+	$(BIN)/python benchmarks/viewer.py $(HASTE)
 
 bench-learning: setup  ## three seeds of every config that learns, about three CPU hours
-	$(BIN)/shoal model get smollm2
-	$(BIN)/python benchmarks/learning.py
-	$(BIN)/python benchmarks/learning_tables.py
+	$(if $(QUICK),,$(BIN)/shoal model get smollm2)
+	$(BIN)/python benchmarks/learning.py $(HASTE)
+	$(if $(QUICK),,$(BIN)/python benchmarks/learning_tables.py)
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-* build src/*.egg-info

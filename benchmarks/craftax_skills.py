@@ -4,13 +4,15 @@ shoal is given what the pixel and symbol learners of the field are not: the spec
 (`shoal/configs/skills/craftax-classic.yaml` and `craftax.yaml`: what each needs, uses up and gives) and the symbolic
 observation. In return it has 1 M steps, every one counted: practice, the ways to start states, and evaluations while
 training. Run by `make bench-craftax` (needs the extra "craftax"; CASE="classic", "full" or "iron", SEEDS="0 1 2");
-results go to `benchmarks/results/craftax.json`.
+results go to `benchmarks/results/craftax.json`. `--quick` trains what the wood pickaxe needs for a few steps, to see
+that all of it runs, and saves nothing.
 """
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -83,6 +85,13 @@ CASES = {
         512,
     ),
 }
+QUICK = Case(
+    "Craftax-Classic, a try",
+    "craftax-classic",
+    dict.fromkeys(("Collect Wood", "Make Wood Pickaxe"), 4e3),
+    "Make Wood Pickaxe",
+    8,
+)
 
 
 def train(case: Case, folder: Path, seed: int) -> None:
@@ -190,6 +199,12 @@ def run(case: Case, seed: int, folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     """The case and the seeds named as arguments, by default "classic" and 0; rows of others stay as they were."""
     words = sys.argv[1:]
+    if importlib.util.find_spec("craftax") is None:
+        raise SystemExit('Craftax is not installed: pip install -e ".[craftax]"')
+    if words == ["--quick"]:
+        with tempfile.TemporaryDirectory() as folder:
+            run(QUICK, 0, Path(folder))
+        return
     case = CASES[words.pop(0)] if words and words[0] in CASES else CASES["classic"]
     rows: list[dict[str, Any]] = []
     for seed in [int(word) for word in words] or [0]:

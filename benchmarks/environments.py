@@ -1,10 +1,11 @@
 """Sokoban, FrozenLake and Bandit beside other libraries: rooms, lakes, episodes and steps a second.
 
-    python benchmarks/environments.py [--ragen CHECKOUT] [--only WORD] [--seconds 0.5]
+    python benchmarks/environments.py [--ragen CHECKOUT] [--only WORD] [--seconds 0.5] [--quick]
 
 Rooms are proven solvable, and lakes passable, before time is taken. Subjects take turns, a row is the median of
 its turns, and a library that is not installed has a row that says so. `gym-sokoban==0.0.6` comes from PyPI;
-`--ragen` is a checkout of the RAGEN repository. Results go to `benchmarks/results/environments.json`.
+`--ragen` is a checkout of the RAGEN repository. Results go to `benchmarks/results/environments.json`. `--quick` takes
+one turn of a twentieth of a second and saves nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from shoal.envs.sokoban.levels import level_from_state  # noqa: E402
 RESULTS = REPO / "benchmarks" / "results" / "environments.json"
 PACKAGES = ("numpy", "gymnasium", "gym-sokoban", "reasoning_gym", "TextArena")
 ROUNDS = 5
+quick = False
 Work = Callable[[int], Any]  # does the thing number n once
 rows: list[dict[str, Any]] = []
 
@@ -52,7 +54,8 @@ def compare(case: str, subjects: dict[str, Work | None], seconds: float, unit: s
     rates: dict[str, list[float]] = {name: [] for name in there}
     cpu = dict.fromkeys(there, 0.0)
     numbers = {name: itertools.count(1) for name in there}
-    for _ in range(ROUNDS):
+    rounds = 1 if quick else ROUNDS
+    for _ in range(rounds):
         for name, work in there.items():
             used, began, done = time.process_time(), time.perf_counter(), 0
             while (passed := time.perf_counter() - began) < seconds:
@@ -68,7 +71,7 @@ def compare(case: str, subjects: dict[str, Work | None], seconds: float, unit: s
             statistics.median(rates[name]) if found else None,
             unit,
             cpu.get(name, 0.0),
-            ROUNDS * found,
+            rounds * found,
         )
 
 
@@ -300,6 +303,7 @@ def load_ragen(checkout: Path | None) -> Any:
 
 
 def main() -> int:
+    global quick
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -307,11 +311,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run the parts whose name holds this")
     parser.add_argument("--docs", action="store_true", help="only write the last results into the docs")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn of a subject")
+    parser.add_argument("--quick", action="store_true", help="one short turn, nothing saved")
     options = parser.parse_args()
+    quick = options.quick
     if options.docs:
         write_docs()
         return 0
-    ragen, turn = load_ragen(options.ragen), options.seconds
+    ragen, turn = load_ragen(options.ragen), 0.05 if quick else options.seconds
     parts: dict[str, Callable[[], None]] = {
         "rooms 6x6/1": lambda: rooms(6, 1, ragen, turn),
         "rooms 6x6/2": lambda: rooms(6, 2, ragen, turn),
@@ -327,7 +333,7 @@ def main() -> int:
     for name, part in parts.items():
         if options.only in name:
             part()
-    if not options.only:
+    if not (options.only or quick):
         save()
     return 0
 

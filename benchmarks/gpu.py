@@ -1,31 +1,44 @@
-"""One GPU, shoal's own sampler and trainer: is it exact, how fast is it, what does it hold, does it resume?
+"""One GPU in eight minutes: is shoal exact on it, does a run go on as if nothing had happened, how fast is it?
 
-    python benchmarks/gpu.py [--model FOLDER] [--device cuda] [--dtype float32] [--episodes 64]
+    python benchmarks/gpu.py [--device cuda] [--budget 450] [--only WORD] [--model FOLDER]
+    python benchmarks/gpu.py --device cpu --small        tries the script itself
 
-Needs neither network nor a virtual environment: without a model folder it makes a random network of SmolLM2-135M's
-shape. What is exact is checked before anything is timed: the words of the noise beside NumPy's generator, and tokens of
-requests alone beside those in a batch. Results go to `benchmarks/results/gpu.json`.
+Needs no network and no virtual environment: torch and a transformers from 5.17 to 5.23, and networks with random
+weights of the shapes of SmolLM2-135M (float32) and Qwen2.5-0.5B (bfloat16). Every row is printed as soon as it is
+known. A part that fails says why and the next one begins; when the budget is used up, the rest is left out and named.
+Requests come in groups of eight with one prompt, as in training. Results go to `benchmarks/results/gpu.json`.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib.util
 import json
 import logging
+import os
 import platform
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
+BEGAN = time.monotonic()
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "src"))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
 
 from shoal.core.seeding import stream, stream_key  # noqa: E402
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine  # noqa: E402
@@ -38,7 +51,7 @@ from shoal.train.agent.trainer import AgentTrainer  # noqa: E402
 from shoal.train.agent.update import Learner, update  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "gpu.json"
-PROMPT, RESPONSE, GROUP = 200, 32, 8
+GROUP = 8
 CHAT = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}<end>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -46,148 +59,243 @@ CHAT = (
 rows: list[dict[str, Any]] = []
 
 
-def add(case: str, subject: str, values: list[float], unit: str) -> None:
+def add(case: str, subject: str, values: Sequence[float], unit: str) -> None:
     value = statistics.median(values)
     rows.append(
-        {"case": case, "subject": subject, "value": round(value, 4), "unit": unit, "runs": len(values)}
+        {"case": case, "subject": subject, "value": round(value, 6), "unit": unit, "runs": len(values)}
     )
-    print(f"{case:<28} {subject:<28} {value:12.4f} {unit}", flush=True)
+    print(f"{time.monotonic() - BEGAN:5.0f} s  {case:<26} {subject:<36} {value:14,.4f} {unit}", flush=True)
 
 
-def random_model(folder: Path, small: bool) -> None:
-    """A network with random weights, and a tokenizer of characters and made-up words that fills its vocabulary."""
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
+@dataclass(frozen=True)
+class Shape:
+    """A network with random weights."""
 
-    size = 300 if small else 49_152
-    letters = ["<unk>", "<end>", *map(chr, range(32, 127)), "\n"]
-    words = [*letters, *(f"word{n}" for n in range(size - len(letters)))]
-    plain = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=plain, unk_token="<unk>", eos_token="<end>", pad_token="<end>"
-    )
-    tokenizer.chat_template = CHAT
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    if not small:
-        shape = {
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-        }
-    heads = shape["num_attention_heads"]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=size, num_key_value_heads=3 if heads == 9 else 2, max_position_embeddings=4096,
-            tie_word_embeddings=True, eos_token_id=1, pad_token_id=1, **shape,
-        )  # fmt: skip
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    name: str
+    kind: str
+    vocabulary: int
+    sizes: dict[str, int]
+    dtype: str
 
+    def save(self, folder: Path) -> None:
+        """The network, and a tokenizer of characters and made-up words that fills its vocabulary."""
+        from tokenizers import Tokenizer, models, pre_tokenizers
 
-def requests(engine: HuggingFaceEngine, n: int) -> list[Request]:
-    """Groups that share a prompt, as in training."""
-    asked = []
-    for i in range(n):
-        words = stream(0, "gpu", i // GROUP).integers(100, engine.vocabulary, PROMPT)
-        asked.append(
-            Request(tuple(words.tolist()), Key(0, 0, i // GROUP, i % GROUP, 0), Sampling(RESPONSE, 1.0, ()))
+        letters = ["<unk>", "<end>", *map(chr, range(32, 127)), "\n"]
+        words = [*letters, *(f"word{n}" for n in range(self.vocabulary - len(letters)))]
+        plain = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+        plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=plain, unk_token="<unk>", eos_token="<end>", pad_token="<end>"
         )
-    return asked
+        tokenizer.chat_template = CHAT
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{self.kind}Config")(
+                vocab_size=self.vocabulary, max_position_embeddings=4096, tie_word_embeddings=True, eos_token_id=1,
+                pad_token_id=1, **self.sizes,
+            )  # fmt: skip
+            model = getattr(transformers, f"{self.kind}ForCausalLM")(config)
+        model.to(getattr(torch, self.dtype)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
-# --- what must be so before anything is timed
-def noise_gap(device: str) -> float:
-    """How far the two logarithms of the noise are from NumPy's, in units of the last place; words must be equal."""
+SMOLLM2 = Shape(
+    "SmolLM2-135M", "Llama", 49_152,
+    {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+     "num_key_value_heads": 3}, "float32",
+)  # fmt: skip
+QWEN = Shape(
+    "Qwen2.5-0.5B", "Qwen2", 151_936,
+    {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+     "num_key_value_heads": 2}, "bfloat16",
+)  # fmt: skip
+TWO_LAYERS = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+SMALL = (
+    Shape("two layers", "Llama", 300, TWO_LAYERS, "float32"),
+    Shape("two layers", "Qwen2", 300, TWO_LAYERS, "bfloat16"),
+)
+
+
+class Bench:
+    """What all parts share: the device, the networks on disk, and how much is asked of them."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
+        self.device, self.scratch, self.options = str(options.device), scratch, options
+        self.exact, self.fast = SMALL if options.small else (SMOLLM2, QWEN)
+        # tokens of a prompt and of an answer, requests at once, timed turns, seconds of Pong
+        self.prompt, self.answer, self.counts, self.runs, self.pong_seconds = (
+            (24, 8, (8, 16), 1, 5) if options.small else (200, 128, (64, 256), 2, 45)
+        )
+
+    @cached_property
+    def exact_model(self) -> Path:
+        """The folder of the float32 network."""
+        return self._model("exact", self.exact)
+
+    @cached_property
+    def fast_model(self) -> Path:
+        """The folder of the bfloat16 network."""
+        return self._model("fast", self.fast)
+
+    def _model(self, name: str, shape: Shape) -> Path:
+        if self.options.model:
+            return Path(self.options.model)
+        shape.save(self.scratch / name)
+        return self.scratch / name
+
+    def engine(self, shape: Shape, batch: int) -> HuggingFaceEngine:
+        """A network as it is on disk, on the device."""
+        folder = self.exact_model if shape is self.exact else self.fast_model
+        return HuggingFaceEngine.load(folder, device=self.device, dtype=shape.dtype, max_batch=batch)
+
+    def learner(self, engine: HuggingFaceEngine, batch: int) -> Learner:
+        """A trainer of all weights of a network."""
+        policy = policy_of(engine)
+        optimizer = split_optimizer(trained_parameters(policy.module), None, 1e-6, 1e-6, 0.0)
+        return Learner(
+            policy, optimizer, Algorithm(minibatch_size=batch, micro_batch_tokens=8192), AgentProxy()
+        )
+
+    def requests(self, engine: HuggingFaceEngine, n: int, answer: int, draw: int = 0) -> list[Request]:
+        """Groups that share a prompt; each `draw` has others."""
+        asked = []
+        for i in range(n):
+            words = stream(draw, "gpu", i // GROUP).integers(100, engine.vocabulary, self.prompt)
+            key = Key(0, 0, i // GROUP, i % GROUP, 0)
+            asked.append(Request(tuple(words.tolist()), key, Sampling(answer, 1.0, ())))
+        return asked
+
+    def seconds(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """How long some work takes, until the device has done it, and its result."""
+        self.wait()
+        began = time.perf_counter()
+        result = work()
+        self.wait()
+        return time.perf_counter() - began, result
+
+    def time_left(self) -> float:
+        """Seconds of the budget."""
+        return float(self.options.budget - (time.monotonic() - BEGAN))
+
+    def wait(self) -> None:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Give memory of networks that nobody holds any more back."""
+        gc.collect()
+        if self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+# --- what must be so
+def noise(bench: Bench) -> None:
+    """The words of the noise are NumPy's; its two logarithms are so many units of the last place apart."""
     key, size = stream_key(1, "noise"), 10_001
     here = uniforms([key], [3], size, "cpu")[0].numpy()
-    there = uniforms([key], [3], size, device)[0].cpu().numpy()
+    there = uniforms([key], [3], size, bench.device)[0].cpu().numpy()
     assert np.array_equal(there, here), "the words of the noise differ on the device"
     assert np.array_equal(stream(1, "noise").random((4, size))[3], here), "the words are not NumPy's"
     inner = np.log(np.maximum(here, TINY))
     gaps = []
     for values, expected in ((np.maximum(here, TINY), inner), (-inner, np.log(-inner))):
-        found = torch.from_numpy(values).to(device).log().cpu().numpy()
+        found = torch.from_numpy(values).to(bench.device).log().cpu().numpy()
         gaps.append((np.abs(found - expected) / np.spacing(np.abs(expected))).max())
-    return float(max(gaps))
+    add("noise", "words equal; a logarithm apart", [float(max(gaps))], "ulp")
 
 
-def share_alone(engine: HuggingFaceEngine, n: int) -> float:
-    """Share of requests that are answered by the same tokens alone as in a batch of `n`."""
-    asked = requests(engine, n)
+def alone(bench: Bench) -> None:
+    """The share of requests that are answered by the same tokens alone as in a batch."""
+    for shape in (bench.exact, bench.fast):
+        alone_of(bench, shape)
+        bench.free()
+
+
+def alone_of(bench: Bench, shape: Shape) -> None:
+    """Eight of a batch are asked again."""
+    n = bench.counts[0]
+    engine = bench.engine(shape, n)
+    asked = bench.requests(engine, n, min(32, bench.answer))
     together = engine.generate(asked)
     equal = []
-    for i in range(0, n, max(1, n // 8)):
+    for i in range(0, n, n // 8):
         engine.prefixes.clear()
-        equal.append(engine.generate([asked[i]])[0].token_ids == together[i].token_ids)
-    return statistics.mean(map(float, equal))
-
-
-# --- speed
-def seconds(work: Callable[[], Any], device: str) -> tuple[float, Any]:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    result = work()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter() - began, result
+        equal.append(float(engine.generate([asked[i]])[0].token_ids == together[i].token_ids))
+    add("the same tokens alone", f"in a batch of {n}, {shape.dtype}", [statistics.mean(equal)], "share")
 
 
 def samples_of(asked: list[Request], answers: list[Completion]) -> list[Sample]:
+    """What an update sees of answers, half of them praised."""
     samples = []
     for i, (request, answer) in enumerate(zip(asked, answers, strict=True)):
-        n = len(answer.token_ids)
+        n, first = len(answer.token_ids), len(request.prompt_ids)
+        sample = Sample(request.prompt_ids + answer.token_ids, np.arange(first, first + n), {})
         columns = {
             "rollout_logprobs": answer.logprobs,
             "old_logprobs": answer.logprobs,
             "advantages": [(-1.0) ** i] * n,
         }
-        places = np.arange(PROMPT, PROMPT + n)
-        sample = Sample(request.prompt_ids + answer.token_ids, places, {})
         for name, column in columns.items():
             sample = sample.with_column(name, np.array(column))  # type: ignore[arg-type]
         samples.append(sample)
     return samples
 
 
-def speed(engine: HuggingFaceEngine, episodes: int, runs: int, device: str) -> None:
-    asked = requests(engine, episodes)
-    engine.generate(asked)
-    rates, times = [], []
-    for _ in range(runs):
-        engine.prefixes.clear()
-        took, answers = seconds(lambda: engine.generate(asked), device)
-        rates.append(sum(len(answer.token_ids) for answer in answers) / took)
-    add("rollout", f"{episodes} at once", rates, "tokens/s")
-    policy = policy_of(engine)
-    optimizer = split_optimizer(trained_parameters(policy.module), None, 1e-6, 1e-6, 0.0)
-    learner = Learner(
-        policy, optimizer, Algorithm(minibatch_size=episodes, micro_batch_tokens=8192), AgentProxy()
-    )
-    samples = samples_of(asked, answers)
-    for run in range(runs + 1):
-        took, row = seconds(lambda run=run: update(learner, samples, run), device)  # type: ignore[misc]
-        if run == 0:
-            add("log-probs", "greatest gap, rollout to update", [row["logprob_gap_max"]], "nats")
-        else:
-            times.append(sum(len(sample.ids) for sample in samples) / took)
-    add("update", f"{episodes} samples", times, "tokens/s")
-    if device.startswith("cuda"):
-        add("memory", "most that was allocated", [torch.cuda.max_memory_allocated() / 2**30], "GiB")
+def twice(bench: Bench) -> None:
+    """Two updates from equal weights and equal samples: their metrics and weights have equal bits.
+
+    Where they have not, the same is tried with PyTorch's deterministic algorithms, and what has none is named.
+    """
+    n = bench.counts[0]
+    engine = bench.engine(bench.exact, n)
+    asked = bench.requests(engine, n, min(32, bench.answer))
+    samples = samples_of(asked, engine.generate(asked))
+
+    def updated() -> tuple[list[dict[str, float]], list[torch.Tensor]]:
+        learner = bench.learner(bench.engine(bench.exact, n), n)
+        metrics = [update(learner, samples, iteration) for iteration in range(2)]
+        return metrics, [p.detach().cpu() for p in learner.policy.module.parameters()]
+
+    def compare(case: str) -> bool:
+        (metrics, weights), (again, other) = updated(), updated()
+        gap = max(float((a - b).abs().max()) for a, b in zip(weights, other, strict=True))
+        for name in metrics[0]:
+            if any(a[name] != b[name] for a, b in zip(metrics, again, strict=True)):
+                print(f"{case}: {name} is {[m[name] for m in metrics]} and {[m[name] for m in again]}")
+        add(case, "metrics are equal", [float(metrics == again)], "of 1")
+        add(case, "weights are equal", [float(gap == 0.0)], "of 1")
+        add(case, "largest difference of a weight", [gap], "")
+        return metrics == again and gap == 0.0
+
+    if compare("same update twice"):
+        return
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            compare("the same, deterministic")
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for text in sorted({str(warning.message).split(". ")[0] for warning in told}):
+        print(f"not deterministic: {text:.200}", flush=True)
 
 
-# --- a run
-def resumes(model: Path, device: str, folder: Path) -> None:
-    """A run of four iterations, and one that was ended after two and resumed: metrics and weights must be equal."""
+def resumed(bench: Bench) -> None:
+    """A run of four iterations, the same once more, and one that was ended after two and resumed.
+
+    Metrics and weights of the last two iterations must be equal.
+    """
 
     def run(name: str, last: int, resume: bool = False) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
         overrides = [
-            f"engine.model={model}", f"engine.device={device}", f"run_dir={folder / name}",
+            f"engine.model={bench.exact_model}", f"engine.device={bench.device}", f"run_dir={bench.scratch / name}",
             "trainer.iterations=4", "trainer.save_every=2", "trainer.eval_every=99", "trainer.tensorboard=false",
-            "es_manager.val.env_groups=2",
+            "es_manager.train.env_groups=32", "es_manager.val.env_groups=2", "warmup.steps=5",
             "use_parallel_envs=false", "engine.train_last_layers=2", f"resume={str(resume).lower()}",
         ]  # fmt: skip
         with AgentTrainer(compose_config("smollm2-bandit", overrides)) as trainer:
@@ -196,63 +304,259 @@ def resumes(model: Path, device: str, folder: Path) -> None:
                 found.append(row)
                 if row["iteration"] >= last:  # left here, as by Ctrl-C: what was saved before is there
                     break
-            return found, [p.detach().cpu().clone() for p in trainer.policy.module.parameters()]
+            return found[-2:], [p.detach().cpu().clone() for p in trainer.policy.module.parameters()]
 
-    straight, weights = run("straight", 4)
+    straight = run("straight", 4)
+    add("a run", "neither engine nor update busy", [row["share_idle"] for row in straight[0]], "share")
+
+    def compare(case: str, other: tuple[list[dict[str, Any]], list[torch.Tensor]]) -> None:
+        names = ("loss", "entropy", "reward", "grad_norm")
+        same = all(a.get(k) == b.get(k) for a, b in zip(straight[0], other[0], strict=True) for k in names)
+        equal = all(torch.equal(a, b) for a, b in zip(straight[1], other[1], strict=True))
+        add(case, "metrics are equal", [float(same)], "of 1")
+        add(case, "weights are equal", [float(equal)], "of 1")
+
+    compare("same run twice", run("again", 4))
     run("resumed", 2)
-    after, again = run("resumed", 4, resume=True)
-    kept = ("loss", "entropy", "reward", "grad_norm")
-    same = all(a.get(k) == b.get(k) for a, b in zip(straight[-2:], after[-2:], strict=True) for k in kept)
-    equal = all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
-    add("resume", "metrics and weights are equal", [float(same and equal)], "of 1")
-    add("a run", "neither engine nor update busy", [row["share_idle"] for row in straight[2:]], "share")
+    compare("resumed = not interrupted", run("resumed", 4, resume=True))
 
 
-def main(argv: list[str] | None = None) -> None:
+# --- speed
+def generation(bench: Bench) -> None:
+    """Sampled tokens a second: shoal beside `generate` and transformers' continuous batching, same weights."""
+    for n in bench.counts:
+        generation_of(bench, n)
+        bench.free()
+
+
+def generation_of(bench: Bench, n: int) -> None:
+    """All three on so many requests."""
+    engine = bench.engine(bench.fast, n)
+    for subject, generate in (
+        ("shoal", by_shoal),
+        ("model.generate", by_generate),
+        ("generate_batch", by_generate_batch),
+    ):
+        rates = []
+        try:
+            for run in range(
+                bench.runs + 1
+            ):  # the first one warms up; nobody knows a prompt of the one before
+                asked = bench.requests(engine, n, bench.answer, run)
+                took, tokens = bench.seconds(partial(generate, bench, engine, asked))
+                if run:
+                    rates.append(tokens / took)
+        except Exception as error:  # of one of three subjects: the others are still worth a row
+            tell_failure(f"generation by {subject}, {n} at once", error)
+        else:
+            add(f"generation, {n} at once", subject, rates, "tokens/s")
+    engine.model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
+
+
+def by_shoal(bench: Bench, engine: HuggingFaceEngine, asked: list[Request]) -> int:
+    engine.prefixes.clear()
+    return sum(len(answer.token_ids) for answer in engine.generate(asked))
+
+
+def by_generate(bench: Bench, engine: HuggingFaceEngine, asked: list[Request]) -> int:
+    ids = torch.tensor([request.prompt_ids for request in asked], device=bench.device)
+    with torch.inference_mode():
+        out = engine.model.generate(  # type: ignore[operator]
+            input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=sampled(bench, engine)
+        )
+    return int((out[:, bench.prompt :] != engine.pad_id).sum())
+
+
+def by_generate_batch(bench: Bench, engine: HuggingFaceEngine, asked: list[Request]) -> int:
+    from transformers.generation import ContinuousBatchingConfig
+
+    if bench.device.startswith("cuda"):
+        config = ContinuousBatchingConfig(max_memory_percent=0.5)
+    else:  # nothing is known of free memory there
+        config = ContinuousBatchingConfig(num_blocks=2 * len(asked), max_batch_tokens=1024)
+    found = engine.model.generate_batch(  # type: ignore[operator]
+        inputs=[list(request.prompt_ids) for request in asked], generation_config=sampled(bench, engine),
+        continuous_batching_config=config, persistent_manager=True,
+    )  # fmt: skip
+    if len(found) < len(asked):
+        raise RuntimeError(f"generate_batch answered {len(found)} of {len(asked)} requests")
+    return sum(len(answer.generated_tokens) for answer in found.values())
+
+
+def sampled(bench: Bench, engine: HuggingFaceEngine) -> transformers.GenerationConfig:
+    """What the rivals are asked for: plain sampling, as long as shoal's."""
+    return transformers.GenerationConfig(
+        max_new_tokens=bench.answer, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=1,
+        pad_token_id=engine.pad_id,
+    )  # fmt: skip
+
+
+def updates(bench: Bench) -> None:
+    """Tokens a second and memory of an update, and how far the rollout's log-probabilities are from the update's."""
+    for shape in (bench.exact, bench.fast):
+        updates_of(bench, shape)
+        bench.free()
+
+
+def updates_of(bench: Bench, shape: Shape) -> None:
+    """The same samples again and again."""
+    n = bench.counts[0]
+    engine = bench.engine(shape, n)
+    asked = bench.requests(engine, n, bench.answer)
+    samples = samples_of(asked, engine.generate(asked))
+    bench.free()
+    learner, rates = bench.learner(engine, n), []
+    for run in range(bench.runs + 1):
+        took, row = bench.seconds(partial(update, learner, samples, run))
+        if run == 0:
+            add(
+                "log-probs, greatest gap",
+                f"rollout to update, {shape.dtype}",
+                [row["logprob_gap_max"]],
+                "nats",
+            )
+        else:
+            rates.append(sum(len(sample.ids) for sample in samples) / took)
+    add("update", f"{n} samples, {shape.name}, {shape.dtype}", rates, "tokens/s")
+    if bench.device.startswith("cuda"):
+        most = torch.cuda.max_memory_allocated() / 2**30
+        add("update: memory", f"{shape.name}, {shape.dtype}", [most], "GiB")
+
+
+def pong(bench: Bench) -> None:
+    """Steps a second of `shoal train-ppo` on Pong, from its first update on, for a fixed time."""
+    if importlib.util.find_spec("ale_py") is None:
+        print("Pong is left out: ale_py is not installed", flush=True)
+        return
+    folder = bench.scratch / "pong"
+    command = [
+        sys.executable, "-m", "shoal", "train-ppo", "--env", "ale_py:ALE/Pong-v5", "--device", bench.device,
+        "--run-dir", str(folder), "--total-timesteps", "100000000", "--tensorboard", "False", "--log-every", "1",
+    ]  # fmt: skip
+    if bench.options.small:
+        command += ["--n-envs", "2", "--n-steps", "16", "--batch-size", "16"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment)
+        try:
+            first: dict[str, Any] | None = None
+            while True:
+                time.sleep(0.5)
+                found = metrics_of(folder)
+                first = first or (found[0] if found else None)
+                measured = found[-1]["seconds"] - first["seconds"] if first else 0.0
+                if measured >= bench.pong_seconds or (measured and bench.time_left() < 5):
+                    break
+                if process.poll() is not None:
+                    said.seek(0)
+                    raise RuntimeError(f"train-ppo ended: {said.read().strip()[-300:]}")
+        finally:
+            process.kill()
+            process.wait()
+    steps, seconds = (found[-1][name] - first[name] for name in ("steps", "seconds"))
+    add("Pong, train-ppo", f"{seconds:.0f} s on {bench.device}", [steps / seconds], "steps/s")
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of a run's metrics so far."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+# --- all parts within the budget
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "noise": noise,
+    "same update twice": twice,
+    "resumed = not interrupted": resumed,
+    "generation": generation,
+    "update": updates,
+    "the same tokens alone": alone,
+    "Pong": pong,
+}
+
+
+class OutOfTimeError(BaseException):
+    """The budget is used up; nothing in between may take it for a fault of its own."""
+
+
+def tell_failure(what: str, error: Exception) -> None:
+    """A row that says why there is no figure."""
+    reason = f"{type(error).__name__}: {error}".strip()
+    rows.append({"case": what, "subject": "failed", "value": None, "unit": reason[:500]})
+    traceback.print_exception(error)
+    print(f"{what}: FAILED: {reason.splitlines()[0]:.300}", flush=True)
+
+
+def play(bench: Bench, names: list[str]) -> list[str]:
+    """Play the parts, and return those that were left out or broken off because the time was over."""
+
+    def ring(*_: Any) -> None:
+        raise OutOfTimeError
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(0.01, bench.time_left()))
+    left = list(names)
+    try:
+        while left:
+            try:
+                PARTS[left[0]](bench)
+            except Exception as error:
+                tell_failure(left[0], error)
+            left.pop(0)
+            bench.free()
+    except OutOfTimeError:
+        pass
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return left
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="a model folder; a random network if not given")
+    parser.add_argument("--model", help="a model folder for all parts; random networks if not given")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--episodes", type=int, default=64)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=450.0, help="seconds, start included")
+    parser.add_argument("--only", default="", help=f"parts that hold this: {', '.join(PARTS)}")
     parser.add_argument(
-        "--small", action="store_true", help="a network of two layers, to try the script itself"
+        "--small", action="store_true", help="networks of two layers, to try the script itself"
     )
+    parser.add_argument("--quick", action="store_true", help="--small within two minutes, nothing saved")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise SystemExit(
-            f"PyTorch {torch.__version__} sees no GPU here; --device cpu --small tries the script itself"
-        )
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as scratch:
-        model = options.model or Path(scratch) / "model"
-        if options.model is None:
-            random_model(model, options.small)
-        add("noise", "words equal; a logarithm apart", [noise_gap(options.device)], "ulp")
-        settings = {"device": options.device, "dtype": options.dtype, "max_batch": options.episodes}
-        engine = HuggingFaceEngine.load(model, **settings)
-        for n in (8, options.episodes):
-            add("the same tokens alone", f"in a batch of {n}", [share_alone(engine, n)], "share")
-        speed(engine, options.episodes, options.runs, options.device)
-        del engine
-        resumes(model, options.device, Path(scratch))
-    import transformers
-
+        if not options.quick:
+            raise SystemExit(
+                f"PyTorch {torch.__version__} sees no GPU here; --device cpu --small tries the script itself"
+            )
+        print(f"PyTorch {torch.__version__} sees no GPU here: tried on the CPU", flush=True)
+        options.device = "cpu"
+    if options.quick:
+        options.small, options.budget = True, min(options.budget, 110.0)
+    for name in ("transformers", "ContinuousBatchingLogger"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
     gpu = torch.cuda.get_device_name() if options.device.startswith("cuda") else None
-    name = str(options.model or "random, of SmolLM2's shape")
+    print(f"{gpu or 'CPU'}, torch {torch.__version__}, transformers {transformers.__version__}", flush=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        bench = Bench(options, Path(scratch))
+        left = play(bench, [name for name in PARTS if options.only in name])
+        networks = str(options.model or f"random, of the shapes {bench.exact.name} and {bench.fast.name}")
+    if left:
+        print(f"the budget of {options.budget:g} s is used up; not done: {', '.join(left)}", flush=True)
     versions = {module.__name__: module.__version__ for module in (torch, transformers, np)}
     report = {
-        "machine": {"platform": platform.platform(), "gpu": gpu, "model": name},
+        "machine": {"platform": platform.platform(), "gpu": gpu, "model": networks},
         "versions": {"python": platform.python_version(), **versions},
-        "settings": {"dtype": options.dtype, "prompt": PROMPT, "response": RESPONSE},
+        "settings": {"prompt": bench.prompt, "answer": bench.answer, "group": GROUP, "not done": left},
         "date": time.strftime("%Y-%m-%d"),
         "rows": rows,
-    }  # fmt: skip
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    }
+    if not options.quick:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any(row["value"] is None for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,6 +4,7 @@ Every run is the user's own two commands: `shoal train` and `shoal eval`. The st
 are played on the same held-out episodes, sampled as in training and greedily, with 95% intervals. Run by
 `make bench-learning`; `python benchmarks/learning.py demo-gigpo sokoban` runs only those cases and keeps the other
 rows of `benchmarks/results/learning.json`. A run that misses its goal, or that breaks, is a row like any other.
+`--quick` runs the smallest case with one seed and saves nothing.
 """
 
 from __future__ import annotations
@@ -215,7 +216,11 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=f"some of {', '.join(CASES)}; all if not given")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--episodes", type=int, default=EPISODES)
+    parser.add_argument("--quick", action="store_true", help="the smallest case with one seed, nothing saved")
     options = parser.parse_args()
+    if options.quick:
+        say(run_case("bandit", 0, 50))
+        return
     unknown = set(options.cases) - set(CASES)
     if unknown:
         parser.error(f"no case named {', '.join(sorted(unknown))}; there are: {', '.join(CASES)}")

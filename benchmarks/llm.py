@@ -1,11 +1,12 @@
 """A real language model on a CPU: sampled tokens a second, prompts included, beside a plain `transformers` loop.
 
-    python benchmarks/llm.py [--only WORD] [--runs 3] [--threads 1]
+    python benchmarks/llm.py [--only WORD] [--runs 3] [--threads 1] [--quick]
 
 Each case is a shipped config with SmolLM2-135M after its warm-up. One rollout is played and the requests of each turn
 are kept; then the same requests are answered again, in turns, by shoal's sampler and by `model.generate` on batches
 padded on the left, both on the same weights in float32 at temperature 1. Greedy answers of both must agree before a
-time is kept. Times are CPU seconds of one thread by default, and medians of the ratios within rounds.
+time is kept. Times are CPU seconds of one thread by default, and medians of the ratios within rounds. `--quick` takes
+one turn of the last case, without its warm-up, and saves nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from shoal.train.agent.config import compose_config  # noqa: E402
 from shoal.train.agent.trainer import AgentTrainer  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "llm.json"
-QUICK = ("trainer.iterations=1", "trainer.tensorboard=false", "seed=5")
+SETTINGS = ("trainer.iterations=1", "trainer.tensorboard=false", "seed=5")
 Turns = list[list[Request]]
 
 
@@ -63,7 +64,12 @@ CASES = (
 
 def played(case: Case, folder: Path) -> tuple[Any, Turns]:
     """The sampler after the warm-up of a config, and what one rollout asks of it, turn by turn."""
-    overrides = [*QUICK, f"es_manager.val.env_groups={case.episodes}", *case.overrides, f"run_dir={folder}"]
+    overrides = [
+        *SETTINGS,
+        f"es_manager.val.env_groups={case.episodes}",
+        *case.overrides,
+        f"run_dir={folder}",
+    ]
     turns: Turns = []
     with AgentTrainer(compose_config(case.config, overrides)) as trainer:
         next(iter(trainer.train()))
@@ -161,6 +167,16 @@ def measure(case: Case, runs: int) -> list[dict[str, Any]]:
     return found
 
 
+def show(found: list[dict[str, Any]]) -> None:
+    """Print the rows of a case."""
+    for row in found:
+        goal = "" if row["goal"] is None else f"  goal {row['goal']:g}"
+        print(
+            f"{row['case']:<44} {row['subject']:<32} {row['value']:>8} {row['unit']} {row['range']}{goal}",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Measure the cases that are asked for, and keep the rows of the others."""
     parser = argparse.ArgumentParser(
@@ -169,20 +185,21 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="one turn of one case, nothing saved")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.quick:
+        show(measure(replace(CASES[-1], overrides=("warmup.steps=0",)), 1))
+        return
     kept = read_json(RESULTS)["rows"] if RESULTS.exists() else []
     rows = {(row["case"], row["subject"]): row for row in kept}
     for case in CASES:
         if options.only.lower() not in case.name.lower():
             continue
-        for row in measure(case, options.runs):
+        found = measure(case, options.runs)
+        show(found)
+        for row in found:
             rows[row["case"], row["subject"]] = row | {"threads": options.threads}
-            goal = "" if row["goal"] is None else f"  goal {row['goal']:g}"
-            print(
-                f"{row['case']:<44} {row['subject']:<32} {row['value']:>8} {row['unit']} {row['range']}{goal}",
-                flush=True,
-            )
     order = [case.name for case in CASES]
     write_json(
         RESULTS,

@@ -1,14 +1,14 @@
 """PPO beside Stable-Baselines3, sbx and a single-file PPO: steps a second and time to solve CartPole.
 
-    python benchmarks/ppo.py [--parts cartpole lunarlander solve] [--seconds 2] [--rounds 3] [--cleanrl CHECKOUT]
+    python benchmarks/ppo.py [--quick] [--parts cartpole lunarlander solve] [--seconds 2] [--rounds 3]
+                             [--cleanrl CHECKOUT]
     python benchmarks/ppo.py --scores runs/ppo-Hopper-v5 ...     notes what finished runs of `shoal train-ppo` reached,
                                                                  and those of benchmarks/ppo_cleanrl.py
 
 Same hyperparameters and threads (one) for all. Steps are counted after a first warm update; subjects
-take turns, a row is the median of its rounds. CPU seconds include worker processes. A turn without
-workers has the core to itself that was the quickest just before. One beside which the same work took 5 %
-longer than at the case's best, on a core it may use, is taken again, four times at most. The compiled path
-is checked against torch autograd before any time is taken.
+take turns, a row is the median of its rounds. CPU seconds include worker processes: on a machine that does
+other work too, compare those. The compiled path is checked against torch autograd before any time is taken.
+A rival that is not installed is left out. `--quick` takes one short turn of each and saves nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -43,7 +42,6 @@ import yaml  # noqa: E402
 
 import ppo_cleanrl  # noqa: E402
 import ppo_single_file  # noqa: E402
-from quiet import Quiet  # noqa: E402
 from shoal.core.files import read_json, write_json  # noqa: E402
 from shoal.train.ppo.envs import EnvFactory  # noqa: E402
 from shoal.train.ppo.ppo import PPO  # noqa: E402
@@ -56,7 +54,7 @@ ENVS = {
     "halfcheetah": "HalfCheetah-v5",
     "pong": "ALE/Pong-v5",
 }
-NEEDS = {"halfcheetah": "mujoco", "pong": "ale_py"}
+NEEDS = {"halfcheetah": ("mujoco",), "pong": ("ale_py", "cv2")}
 """Packages that a part is left out without."""
 COUNTS = {"cartpole": (1, 4, 8, 16), "lunarlander": (1, 4, 8, 16), "halfcheetah": (8,), "pong": (8,)}
 # The defaults of single-file PPO scripts; 4 minibatches whatever the number of environments.
@@ -225,25 +223,26 @@ def throughput(
         own = IMAGES if is_game(env) else SHOAL
         if cleanrl is not None:
             peers = (*peers, CLEANRL)
+        peers = tuple(peer for peer in peers if peer not in missing())
         subjects = [*(s for s in own if n_envs > 1 or "workers" not in s), *peers, LIMIT]
-        quiet = Quiet()
         rates: dict[str, list[tuple[float, float, float]]] = {subject: [] for subject in subjects}
         for _ in range(rounds):
             for subject in subjects:
-                if subject not in LIBRARIES or importlib.util.find_spec(LIBRARIES[subject]):
-                    turn = functools.partial(rates_of, subject, env, n_envs, seconds, cleanrl)
-                    rates[subject].append(quiet.turn(turn, one_core="workers" not in subject))
+                rates[subject].append(rates_of(subject, env, n_envs, seconds, cleanrl))
         for subject, found in rates.items():
             for place, unit in ((0, "steps/s"), (1, "steps/CPU-s")):
-                value = statistics.median(rate[place] for rate in found) if found else None
+                value = statistics.median(rate[place] for rate in found)
                 cpu = sum(rate[2] for rate in found)
                 rows.append(row(f"{env}, {n_envs} envs", subject, value, unit, cpu, len(found)))
-            if found:
-                wall, cpu = (statistics.median(rate[place] for rate in found) for place in (0, 1))
-                numbers = f"{wall:>10,.0f} steps/s {cpu:>10,.0f} steps/CPU-s"
-                print(f"{env:16} n={n_envs:<3} {subject:20} {numbers}", flush=True)
-        rows.append(noise(f"{env}, {n_envs} envs", quiet))
+            wall, cpu = (statistics.median(rate[place] for rate in found) for place in (0, 1))
+            numbers = f"{wall:>10,.0f} steps/s {cpu:>10,.0f} steps/CPU-s"
+            print(f"{env:16} n={n_envs:<3} {subject:24} {numbers}", flush=True)
     return rows
+
+
+def missing() -> list[str]:
+    """The rivals that are not installed."""
+    return [name for name, library in LIBRARIES.items() if not importlib.util.find_spec(library)]
 
 
 def rates_of(
@@ -266,14 +265,9 @@ def rates_of(
     return watch.rates
 
 
-def noise(case: str, quiet: Quiet) -> dict[str, Any]:
-    """How much longer the work took beside the noisiest turn that was kept."""
-    print(f"{case}: the same work took up to {max(quiet.kept):.1f} % longer than at best", flush=True)
-    return row(case, "calibration", max(quiet.kept), "%", 0.0, len(quiet.kept))
-
-
-def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
+def solve(quick: bool) -> list[dict[str, Any]]:
     """Time until the mean of 100 episodes reaches 475, with the same published settings for all."""
+    seeds = (1,) if quick else (1, 2, 3)
     preset = PRESETS["CartPole-v1"]
     settings, total = dict(preset.settings), preset.total_timesteps
     base = {key: settings[key] for key in ("n_steps", "batch_size", "n_epochs", "gamma", "gae_lambda")}
@@ -330,13 +324,15 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
     runs: dict[str, Callable[[str, int], int]] = {
         "shoal": shoal, "shoal, 2 workers": shoal, "shoal, torch path": shoal, SINGLE: single
     }  # fmt: skip
-    runs |= {name: peer for name, library in LIBRARIES.items() if importlib.util.find_spec(library)}
-    rows, quiet = [], Quiet()
+    runs |= {name: peer for name in LIBRARIES if name not in missing()}
+    if quick:
+        runs = {subject: play for subject, play in runs.items() if play is shoal}
+        print("solve: with --quick shoal alone, since the others take half a minute each", flush=True)
+    rows = []
     for subject, play in runs.items():
         found = []
         for seed in seeds:
-            turn = functools.partial(timed, play, subject, seed)
-            found.append(quiet.turn(turn, one_core="workers" not in subject))
+            found.append(timed(play, subject, seed))
             print(
                 f"solve CartPole  {subject:20} seed {seed}: {found[-1][0]:>7} steps, {found[-1][1]:.2f} s",
                 flush=True,
@@ -346,7 +342,7 @@ def solve(seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, Any]]:
         for place, unit in ((1, "s"), (0, "env steps")):
             value = statistics.median(f[place] for f in found) if solved else None
             rows.append(row("CartPole-v1 to 475", subject, value, unit, cpu_seconds, len(found)))
-    return [*rows, noise("CartPole-v1 to 475", quiet)]
+    return rows
 
 
 def timed(play: Callable[[str, int], int], subject: str, seed: int) -> tuple[int, float, float]:
@@ -357,10 +353,10 @@ def timed(play: Callable[[str, int], int], subject: str, seed: int) -> tuple[int
     return steps, after[0] - wall, after[1] - cpu
 
 
-def scores(runs: list[Path]) -> list[dict[str, Any]]:
+def scores(runs: list[Path], quick: bool = False) -> list[dict[str, Any]]:
     """What runs with a preset's settings reached: greedy episodes after training, and the last 100 of training.
 
-    Runs of CleanRL (benchmarks/ppo_cleanrl.py) have the latter alone.
+    Runs of CleanRL (benchmarks/ppo_cleanrl.py) have the latter alone. With `quick` a run may be shorter than a preset.
     """
     rows = []
     for run in runs:
@@ -368,12 +364,13 @@ def scores(runs: list[Path]) -> list[dict[str, Any]]:
         found, preset = summary["metrics"], preset_for(config["env"])
         # CleanRL ends with the last whole update.
         rest = preset.total_timesteps % 2048 if preset and "program" in config else 0
-        if preset is None or found["steps"] < preset.total_timesteps - rest:
+        if preset is None or (not quick and found["steps"] < preset.total_timesteps - rest):
             raise SystemExit(f"{run} is not a whole run of a preset")
         case, subject = f"score of {preset.name}", f"{config.get('program', 'shoal')}, seed {config['seed']}"
         for unit, name in (("return", "eval_return_mean"), ("return in training", "reward_mean")):
             if name in found:
                 rows.append(row(case, subject, found[name], unit, summary["cpu_seconds"], 1))
+                print(f"{case:28} {subject:20} {found[name]:12,.2f} {unit}", flush=True)
     return rows
 
 
@@ -419,7 +416,8 @@ def save(rows: list[dict[str, Any]], *, timed: bool = True) -> None:
             versions[name] = importlib.metadata.version(name)
     RESULTS.parent.mkdir(exist_ok=True)
     told = {
-        "name": "ppo", "machine": {"cpu": cpu_model(), "cores": os.cpu_count()}, "versions": versions,
+        "name": "ppo", "versions": versions,
+        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)},
         "date": datetime.date.today().isoformat(),
     } if timed else before  # fmt: skip
     write_json(RESULTS, {**told, "rows": [r for r in old if r["case"] not in cases] + rows})
@@ -440,27 +438,32 @@ def main() -> None:
     )
     parser.add_argument("--parts", nargs="+", choices=[*ENVS, "solve"], default=[*ENVS, "solve"])
     parser.add_argument("--counts", nargs="+", type=int, help="environments, in place of each part's own")
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a subject's turn")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one short turn of each, nothing is saved")
     parser.add_argument("--cleanrl", type=Path, help="a checkout of CleanRL, whose programs are measured too")
     parser.add_argument("--scores", nargs="+", type=Path, default=[])
     options = parser.parse_args()
+    keep = (lambda rows, timed=True: None) if options.quick else save
     if options.scores:
-        return save(scores(options.scores), timed=False)
+        return keep(scores(options.scores, options.quick), timed=False)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    if missing():
+        print(f"left out, since not installed: {', '.join(missing())}", flush=True)
     check_paths()
+    seconds, rounds = (0.3, 1) if options.quick else (options.seconds, options.rounds)
     for part in options.parts:
-        if part in NEEDS and not importlib.util.find_spec(NEEDS[part]):
-            print(f"{part} is left out: {NEEDS[part]} is not installed", flush=True)
+        if lacking := [name for name in NEEDS.get(part, ()) if not importlib.util.find_spec(name)]:
+            print(f"{part} is left out: {', '.join(lacking)} is not installed", flush=True)
         elif part == "solve":
-            save(solve())
+            keep(solve(options.quick))
         else:
             cleanrl = (
                 options.cleanrl / "cleanrl" / PROGRAMS[part] if options.cleanrl and part in PROGRAMS else None
             )
-            counts = tuple(options.counts or COUNTS[part])
-            save(throughput(ENVS[part], counts, options.seconds, options.rounds, cleanrl))
+            counts = tuple(options.counts or ((8,) if options.quick else COUNTS[part]))
+            keep(throughput(ENVS[part], counts, seconds, rounds, cleanrl))
 
 
 if __name__ == "__main__":

@@ -70,9 +70,7 @@ def throughput(values: dict[Any, Any], env: str) -> None:
             cells.append(f"{cpu / 1000:.{digits}f} ({wall / 1000:.{digits}f}){ratio}")
         if any(cells):
             print(f"| {subject} | " + " | ".join(cells) + " |")
-    spread = [values.get((f"{env}, {n} envs", "calibration", "%")) for n in counts]
-    told = " | ".join("not measured" if one is None else f"+{one:.0f} % at most" for one in spread)
-    print(f"| the same work beside these turns | {told} |\n")
+    print()
 
 
 def solve(values: dict[Any, Any]) -> None:

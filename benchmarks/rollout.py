@@ -1,12 +1,13 @@
 """How much of the possible speed a rollout reaches: shoal beside a lock, a worker-batched lock and a barrier.
 
-    python benchmarks/rollout.py [--only WORD] [--runs 5] [--envs 64 256]
+    python benchmarks/rollout.py [--only WORD] [--runs 5] [--envs 64 256] [--quick]
 
 The engine sleeps 20 ms + 1 ms a request, envs sleep before each request as long as seeded draws say, and an
 episode has 20 turns; all sleep, so the schedule is measured and not the CPU. Utilisation is the ideal time over
 the measured one; the ideal is the larger of all engine work in full batches and the longest env's own chain. The
 two locks are plain processes whose envs and engine lock have no transport at all, in their favour; they play fewer
-turns where a run would take minutes (the ideal is of the same number of turns).
+turns where a run would take minutes (the ideal is of the same number of turns). `--quick` takes one run of one case
+and saves nothing.
 """
 
 from __future__ import annotations
@@ -338,12 +339,15 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--envs", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--quick", action="store_true", help="one run of one case, nothing saved")
     options = parser.parse_args()
+    if options.quick:
+        options.runs, options.envs = 1, options.envs[:1]
     envs.register("bench_sleep", SleepEnv, replace=True)
     if options.only in "overhead":
         for n_clients in (1, 4):
-            overhead(n_clients)
-    for kind in CASES:
+            overhead(n_clients, **({"requests": 500, "runs": 1} if options.quick else {}))
+    for kind in CASES[: 1 if options.quick else None]:
         for n_envs in options.envs if kind == "pareto" else options.envs[:1]:
             if options.only in kind:
                 utilisation(kind, n_envs, options.runs)
@@ -354,7 +358,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "rows": rows,
     }
-    if not options.only:
+    if not (options.only or options.quick):
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -2,11 +2,13 @@
 
 Success is asserted before times are kept. Run by `make bench-skills`; results go to
 `benchmarks/results/skills.json`. The rival for hand-over is the loop that skill learning is usually driven by:
-look every so many seconds whether the session still exists.
+look every so many seconds whether the session still exists. `--quick` leaves the whole run out, times the rest once
+with less work, and saves nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import importlib.util
@@ -127,10 +129,10 @@ def graph_overhead(jobs: int = 40, chains: int = 4, seconds: float = 2.0) -> Non
     add("runner: hand-over, worst", name, 1000 * max(gaps), "ms", cpu, len(gaps))
 
 
-def branches(slots: int, runs: int) -> tuple[float, list[float]]:
+def branches(slots: int, runs: int, budget: float) -> tuple[float, list[float]]:
     """Makespan of two branches of two equal trainings each, and the times between an end and the next start."""
     config = TrainingConfig(
-        total_timesteps=2.5e5, success_state_rate=2.0, patience_frames=1e9, min_success=0.0
+        total_timesteps=budget, success_state_rate=2.0, patience_frames=1e9, min_success=0.0
     )
     walls, gaps = [], []
     for _ in range(runs):
@@ -154,10 +156,11 @@ def hand_overs(store: Store) -> list[float]:
     return [started[after] - finished[before] for before, after in pairs]
 
 
-def parallel(runs: int) -> None:
+def parallel(runs: int, budget: float = 2.5e5) -> None:
+    """The same four trainings one at a time and two at a time."""
     cpu = children_seconds()
-    one, _ = branches(1, runs)
-    two, gaps_two = branches(2, runs)
+    one, _ = branches(1, runs, budget)
+    two, gaps_two = branches(2, runs, budget)
     cpu = children_seconds() - cpu
     add("two branches: makespan", "one at a time", one, "s", cpu, runs)
     add("two branches: makespan", "shoal, two at a time", two, "s", cpu, runs)
@@ -335,11 +338,32 @@ PARTS: dict[str, Callable[[], None]] = {
     "overhead": graph_overhead,
     "whole": lambda: whole_run((0, 1, 2)),
 }
+QUICK: dict[str, Callable[[], None]] = {
+    "world": world_speed,
+    "trainer": trainer_speed,
+    "parallel": lambda: parallel(1, 2e4),
+    "polling": lambda: polling(0.5, 2),
+    "overhead": lambda: graph_overhead(8, seconds=0.5),
+}
 
 
 def main() -> None:
     """All parts, or those named as arguments; rows of the others stay as they were."""
-    for part in sys.argv[1:] or PARTS:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}; all if not given"
+    )
+    parser.add_argument("--quick", action="store_true", help="less work and no whole run, nothing saved")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no part named {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if options.quick:
+        for part in options.parts or QUICK:
+            QUICK.get(part, PARTS[part])()
+        return
+    for part in options.parts or PARTS:
         PARTS[part]()
     cases = {(row["case"], row["subject"]) for row in rows}
     if RESULTS.exists():

@@ -3,6 +3,7 @@
 Subjects, in one process on the same images: the per-window reference of the tests; shoal keeping pixels
 8-bit, as float32, and with two threads; and the floor, which is decoding and resizing every image once with
 Pillow. All tensors are asserted equal before time is taken. `--peak` runs subjects in processes of their own.
+`--quick` takes one case with fewer turns and saves nothing.
 """
 
 from __future__ import annotations
@@ -130,8 +131,8 @@ def recordings(work, steps, size):
     return root, write_gui_recordings(root, 1, steps=steps, size=size, words=(25, 70))
 
 
-def measure_cases(processor, work, rows):
-    for case, (kind, steps, size) in CASES.items():
+def measure_cases(processor, work, rows, cases, turns):
+    for case, (kind, steps, size) in cases.items():
         root, ids = recordings(work, steps, size)
         todo = subjects(processor, root, ids, kind)
         wanted = todo["reference"]()
@@ -145,7 +146,9 @@ def measure_cases(processor, work, rows):
         del batch, wanted
         seconds = {}
         times = {name: [] for name in todo}
-        for turn in range(9):  # subject after subject, so that a slow moment of the machine meets them all
+        for turn in range(
+            turns
+        ):  # subject after subject, so that a slow moment of the machine meets them all
             for name, action in todo.items():
                 if name != "reference" or turn < 3:
                     touch(pixels["reference"])
@@ -167,7 +170,7 @@ def measure_cases(processor, work, rows):
                 rows.append(row(case, name, pixels["reference"] / pixels[name], "x less pixel memory"))
 
 
-def measure_scaling(processor, work, rows, count=12, workers=2):
+def measure_scaling(processor, work, rows, count, turns, workers=2):
     """Warm workers on more trajectories than workers, in turns; all is asserted equal to serial."""
     from per_window_reference import reference_split  # noqa: F401  same import cost as in the other cases
 
@@ -205,7 +208,7 @@ def measure_scaling(processor, work, rows, count=12, workers=2):
             for _ in range(2):  # start workers, load the processor and the compiled loops in each
                 assert_equal(split(), wanted)
             splits[name] = split
-        rounds = [{name: timed_once(split) for name, split in splits.items()} for _ in range(9)]
+        rounds = [{name: timed_once(split) for name, split in splits.items()} for _ in range(turns)]
     for name in splits:
         wall, cpu = (statistics.median(times[name][k] for times in rounds) for k in (0, 1))
         ratios = [times["serial"][0] / times[name][0] for times in rounds]
@@ -217,9 +220,9 @@ def measure_scaling(processor, work, rows, count=12, workers=2):
         ray.shutdown()
 
 
-def measure_peaks(processor_folder, work, rows):
+def measure_peaks(processor_folder, work, rows, cases):
     """How far memory rises above the ready process while one subject works and its result is kept."""
-    for case, (kind, steps, size) in CASES.items():
+    for case, (kind, steps, size) in cases.items():
         root, _ = recordings(work, steps, size)
         for name in ("reference", "shoal u8", "shoal float32"):
             command = [sys.executable, __file__, "--peak", str(processor_folder), str(root), kind, name]
@@ -279,7 +282,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", choices=["cases", "peaks", "scaling"])
+    parser.add_argument("--quick", action="store_true", help="one case with fewer turns, nothing saved")
     options = parser.parse_args()
+    cases = {"stepwise 720p": ("stepwise", 6, (1280, 720))} if options.quick else CASES
+    turns, count = (2, 4) if options.quick else (9, 12)
     rows: list[dict] = []
     if options.only and options.out.exists():
         rows = [item for item in json.loads(options.out.read_text())["rows"] if part(item) != options.only]
@@ -288,11 +294,13 @@ def main():
         processor_folder = build_qwen_processor(work / "processor")
         processor = load_processor(processor_folder)
         if options.only in (None, "cases"):
-            measure_cases(processor, work, rows)
+            measure_cases(processor, work, rows, cases, turns)
         if options.only in (None, "peaks"):
-            measure_peaks(processor_folder, work, rows)
+            measure_peaks(processor_folder, work, rows, cases)
         if options.only in (None, "scaling"):
-            measure_scaling(processor, work, rows)
+            measure_scaling(processor, work, rows, count, turns)
+    if options.quick:
+        return
     packages = ("numpy", "torch", "transformers", "pillow", "numba", "ray")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     document = {

@@ -1,11 +1,13 @@
 """Countdown, MetaMathQA and WebShop beside other libraries: scores, puzzles and searches a second.
 
 Answers and rankings are asserted before time is taken; a library that is not installed has a row that says so.
-Run by `make bench-text-envs`; results go to `benchmarks/results/text_envs.json`, and `--table` prints them.
+Run by `make bench-text-envs`; results go to `benchmarks/results/text_envs.json`, and `--table` prints them. `--quick`
+takes one turn of each, searches in the small shop alone, and saves nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import datetime
 import importlib.metadata
@@ -37,12 +39,16 @@ RESULTS = REPO / "benchmarks" / "results" / "text_envs.json"
 PACKAGES = ("numpy", "reasoning_gym", "math-verify", "bm25s", "rank-bm25", "tantivy")
 RUNS = 5
 QUERIES = 100
+quick = False
 rows: list[dict[str, Any]] = []
 
 
 def measure(case: str, subject: str, work: Callable[[], int], unit: str = "1/s", runs: int = RUNS) -> None:
     """Time `work`, which returns how many things it did; keep the median rate, or the seconds of one."""
-    work()  # warm
+    if quick:
+        runs = 1
+    else:
+        work()  # warm
     rates, cpu = [], time.process_time()
     for _ in range(runs):
         start = time.perf_counter()
@@ -290,15 +296,26 @@ def table() -> str:
 
 
 def main() -> None:
-    if "--table" in sys.argv[1:]:
+    global quick
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--table", action="store_true", help="only print the last results")
+    parser.add_argument("--quick", action="store_true", help="one turn of each, nothing saved")
+    options = parser.parse_args()
+    quick = options.quick
+    if options.table:
         print(table())
         return
     countdown_scores()
     puzzles_and_questions()
     math_answers()
     searches(1000)
-    searches(50_000)
+    if not quick:
+        searches(50_000)
     shopping()
+    if quick:
+        return
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

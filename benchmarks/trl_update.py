@@ -1,6 +1,6 @@
 """CPU time of one update of the weights: shoal beside TRL's GRPOTrainer, same weights, same batch, same run.
 
-    python benchmarks/trl_update.py [--only WORD] [--threads 1]
+    python benchmarks/trl_update.py [--only WORD] [--threads 1] [--quick]
 
 The batch is one set of multi-turn episodes with their sampled log-probs and advantages; as always with GRPO, the
 members of a group share their first prompt. Clip objective, no KL term, AdamW, float32. TRL runs its own loop
@@ -8,7 +8,8 @@ members of a group share their first prompt. Clip objective, no KL term, AdamW, 
 and again; what is timed is from `on_step_begin` to `on_step_end`, so neither generation nor logging counts. TRL is
 tried with several sizes of micro-batch, without gradient checkpointing; its fastest counts. Losses of all updates and
 the weights after the last must agree before a time is kept. Times are CPU seconds, with one thread by default: what
-else the machine does hardly shows in them. Cases that were not run keep their rows in the results.
+else the machine does hardly shows in them. Cases that were not run keep their rows in the results. `--quick` does two
+updates of one case and saves nothing, and there shoal is timed alone where TRL is not installed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -25,7 +27,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +329,12 @@ def measure(case: Case) -> None:
         best["shoal"] = min(best.get("shoal", np.inf), seconds := statistics.median(result.seconds))
         add_row(case.name, f"shoal, {size} tokens at once", seconds, "CPU s/update", result)
     assert first is not None
+    if importlib.util.find_spec("trl") is None:
+        print(
+            f"{case.name:32s} TRL is left out: it is not installed (make bench-update installs it)",
+            flush=True,
+        )
+        return
     for size in case.trl_rows:
         result = run_trl(case, samples, tokenizer, size)
         agree(case, first, result)
@@ -342,16 +350,20 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", default="", help="a word that the names of the cases have")
+    parser.add_argument("--quick", action="store_true", help="two updates of one case, nothing saved")
     options = parser.parse_args()
-    try:
-        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")}
-    except importlib.metadata.PackageNotFoundError as error:
-        sys.exit(f"{error.name} is not installed: run make bench-update")
+    names = ("torch", "transformers", "trl")
+    versions = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
+    if "trl" not in versions and not options.quick:
+        sys.exit("trl is not installed: run make bench-update")
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(options.threads)
+    if options.quick:
+        measure(replace(CASES[0], updates=2, shoal_tokens=(4096,), trl_rows=(8,)))
+        return
     measured = [case for case in CASES if options.only in case.name]
     for case in measured:
         try:

@@ -5,10 +5,9 @@
 Every case has a process of its own, in which all its subjects live at once. Each is first compared with a plain loop
 over the environments; then they are timed in rounds, in turns, each round from the same seeds with the same actions.
 A ratio is taken within a round, so what slows the machine slows both sides of it; reported are the median and the
-range over the rounds. The same work on each core before and after every turn tells how quiet it was: a turn beside
-which it took 5 % longer than at best is taken again, up to three times, and the quietest is kept; before each it waits
-up to `--patience` seconds for a calm moment, so on a machine that others use, 30 and hours give quiet figures.
-`--busy-core` repeats shoal, Gymnasium's serial vector and the ideal while another process keeps one core busy.
+range over the rounds. `--busy-core` repeats shoal, Gymnasium's serial vector and the ideal while another process keeps
+one core busy. A rival or an environment that is not installed is left out. `--quick` plays eight environments of some
+cases in two short rounds and saves nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import argparse
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
@@ -36,7 +36,6 @@ import gymnasium
 import numpy as np
 
 import vector_envs
-from quiet import Quiet
 from vector_envs import CASES
 
 RESULTS = Path(__file__).parent / "results" / "vector.json"
@@ -55,6 +54,21 @@ PYTHON_PEERS = ("gymnasium", "sb3", "pufferlib")
 BEST = "shoal / best Python peer"
 DROP_IN = "shoal async / gymnasium async"
 WHOLE = "the case itself"
+RIVALS = {
+    "stable_baselines3": ("sb3 dummy", "sb3 subproc"),
+    "pufferlib": ("pufferlib 1 worker", "pufferlib 2 workers"),
+    "envpool": ("envpool",),
+}
+"""Packages, and the subjects that are left out where one is not installed."""
+NEEDS = {
+    "Box2D": ("lunarlander",),
+    "mujoco": ("halfcheetah",),
+    "minigrid": ("minigrid",),
+    "ale_py": ("pong",),
+    "cv2": ("pong",),
+}
+"""Packages, and the cases that are left out where one is not installed."""
+QUICK = ("cartpole", "text", "waiting", "lunarlander")
 SILENCE = 90.0
 """Seconds after which a subject that says nothing is taken to hang."""
 GOALS = {
@@ -395,21 +409,18 @@ def measure(name: str, n: int, options: dict[str, Any], say: Callable[..., None]
             say(failed=subject, error=f"{type(error).__name__}: {error!s:.300}")
         else:
             pause(made[subject], workers[subject], signal.SIGSTOP)
-    patience = 0.0 if options["busy"] else options["patience"]
-    quiet = Quiet(work=500_000, tries=1 if options["busy"] else 3, patience=patience)
     for number in range(options["rounds"]):
         for subject, item in list(made.items()):
             say(doing=subject)
             seconds = options["seconds"] * (2 if CASES[name].waits else 1)
-            turn = functools.partial(timed, item, workers[subject], number, seconds)
             try:
-                steps, took, cpu = quiet.turn(turn)
+                steps, took, cpu = timed(item, workers[subject], number, seconds)
             except Exception as error:
                 del made[subject]
                 say(failed=subject, error=f"{type(error).__name__}: {error!s:.300}")
             else:
                 say(subject=subject, steps=steps, seconds=took, cpu=cpu)
-    say(best=min(quiet.best.values()), noise=quiet.kept)
+    say(complete=True)
 
 
 def timed(item: Subject, workers: set[int], seed: int, seconds: float) -> tuple[int, float, float]:
@@ -432,6 +443,11 @@ def pause(subject: Subject, pids: set[int], number: int) -> None:
 
 
 # ---- all cases -------------------------------------------------------------------------------------------------
+
+
+def missing(packages: dict[str, Any]) -> list[str]:
+    """Those that are not installed."""
+    return [package for package in packages if importlib.util.find_spec(package) is None]
 
 
 def watch(name: str, n: int, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -465,7 +481,7 @@ def watch(name: str, n: int, options: dict[str, Any]) -> Iterator[dict[str, Any]
                     said = json.loads(line)
                     doing = said.get("doing", doing)
                     yield said
-                    if "noise" in said:
+                    if "complete" in said:
                         return
                 ended = process.poll() is not None and not select.select([channel], [], [], 0.2)[0]
                 if ended or not data:
@@ -483,33 +499,27 @@ def watch(name: str, n: int, options: dict[str, Any]) -> Iterator[dict[str, Any]
 
 
 def run_case(name: str, n: int, options: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Rows, ratios and calibration of a case; a subject that takes the process along is left out and named."""
+    """Rows and ratios of a case; a subject that takes the process along is left out and named."""
     case = f"{name} n={n}" + (", a core busy" if options["busy"] else "")
     failed: dict[str, str] = {}
     while True:
         rounds: dict[str, list[dict[str, Any]]] = {}
-        for said in watch(name, n, {**options, "skip": list(failed)}):
+        for said in watch(name, n, {**options, "skip": [*options["skip"], *failed]}):
             if "steps" in said:
                 rounds.setdefault(said["subject"], []).append(said)
             elif "failed" in said:
                 failed[said["failed"]] = said["error"]
                 rounds.pop(said["failed"], None)
-            elif "noise" in said:
-                return report(case, rounds, failed, said["best"], said["noise"])
+            elif "complete" in said:
+                return report(case, rounds, failed)
             elif "crashed" in said:
                 again = said["crashed"] in failed or said["crashed"] == WHOLE
                 failed[said["crashed"]] = said["error"]
                 if again:
-                    return {"rows": _failures(case, failed), "ratios": [], "calibration": []}
+                    return {"rows": _failures(case, failed), "ratios": []}
 
 
-def report(
-    case: str,
-    rounds: dict[str, list[dict[str, Any]]],
-    failed: dict[str, str],
-    best: float,
-    noise: list[float],
-) -> dict[str, Any]:
+def report(case: str, rounds: dict[str, list[dict[str, Any]]], failed: dict[str, str]) -> dict[str, Any]:
     """What is saved of a case."""
     speeds = {subject: [r["steps"] / r["seconds"] for r in said] for subject, said in rounds.items()}
     rows: list[dict[str, Any]] = []
@@ -520,15 +530,7 @@ def report(
             row["steps"] = sum(said["steps"] for said in rounds[subject])
         rows.append(row)
     rows += _failures(case, failed)
-    calibration = {
-        "case": case,
-        "date": time.strftime("%Y-%m-%d"),
-        "value": round(1000 * best, 3),
-        "unit": "ms",
-        "noise": {"median": round(statistics.median(noise), 1), "max": round(max(noise), 1), "unit": "%"},
-        "quiet": max(noise) < 5,
-    }
-    return {"rows": rows, "ratios": list(ratios(case, speeds)), "calibration": [calibration]}
+    return {"rows": rows, "ratios": list(ratios(case, speeds))}
 
 
 def _failures(case: str, failed: dict[str, str]) -> list[dict[str, Any]]:
@@ -584,14 +586,7 @@ def show(result: dict[str, Any]) -> None:
     for row in result["ratios"]:
         goal = f"goal {row['goal']:g}: {'met' if row['met'] else 'NOT MET'}" if "goal" in row else ""
         print(
-            f"{row['case']:26} {row['ratio']:42} {row['value']:6.2f} ({row['min']:.2f} to {row['max']:.2f}) {goal}"
-        )
-    for row in result["calibration"]:
-        quiet = "quiet" if row["quiet"] else "NOT QUIET"
-        noise = row["noise"]
-        print(
-            f"{row['case']:26} {quiet}: the same work took up to {noise['max']:.1f} % longer beside the turns than "
-            f"at best, {noise['median']:.1f} % in the median",
+            f"{row['case']:26} {row['ratio']:42} {row['value']:6.2f} ({row['min']:.2f} to {row['max']:.2f}) {goal}",
             flush=True,
         )
 
@@ -609,11 +604,16 @@ def save(fresh: dict[str, Any]) -> None:
             versions[package] = "not installed"
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     whole = {
-        "machine": {"cpu": cpu[0].partition(": ")[2], "cores": CORES, "system": platform.platform()},
+        "machine": {
+            "cpu": cpu[0].partition(": ")[2],
+            "cores": CORES,
+            "system": platform.platform(),
+            "load": round(os.getloadavg()[0], 1),
+        },
         "versions": versions,
         "date": time.strftime("%Y-%m-%d"),
     }
-    for part in ("rows", "ratios", "calibration"):
+    for part in ("rows", "ratios"):
         whole[part] = [row for row in old.get(part, []) if row["case"] not in ran] + fresh[part]
     RESULTS.write_text(json.dumps(whole, indent=1) + "\n")
 
@@ -627,31 +627,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default=",".join(CASES), help="some of them, with commas")
+    parser.add_argument("--cases", help=f"some of {','.join(CASES)}; all if not given")
     parser.add_argument("--counts", help="numbers of environments, with commas; default: those of the case")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.3, help="of one subject in one round")
-    parser.add_argument(
-        "--patience", type=float, default=1.0, help="seconds that a turn waits for a calm moment"
-    )
     parser.add_argument("--only", default="", help="subjects that start so, with commas")
     parser.add_argument("--busy-core", action="store_true", help="another process keeps one core busy")
-    parser.add_argument("--quick", action="store_true", help="three short rounds, nothing saved")
+    parser.add_argument("--quick", action="store_true", help="two short rounds of some cases, nothing saved")
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
-    rounds, seconds = (3, 0.1) if args.quick else (args.rounds, args.seconds)
+    rounds, seconds = (2, 0.1) if args.quick else (args.rounds, args.seconds)
     options = {
         "rounds": rounds,
         "seconds": seconds,
-        "patience": args.patience,
         "busy": args.busy_core,
         "only": args.only.split(","),
+        "skip": [subject for rival in missing(RIVALS) for subject in RIVALS[rival]],
     }
-    if unknown := set(args.cases.split(",")) - set(CASES):
+    names = args.cases.split(",") if args.cases else list(QUICK if args.quick else CASES)
+    if unknown := set(names) - set(CASES):
         parser.error(f"no case named {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    if absent := [*missing(RIVALS), *missing(NEEDS)]:
+        print(f"left out, since not installed: {', '.join(absent)}", flush=True)
+    names = [name for name in names if not any(name in NEEDS[package] for package in missing(NEEDS))]
+    if args.counts:
+        counts = {name: tuple(map(int, args.counts.split(","))) for name in names}
+    else:
+        counts = {name: CASES[name].counts[:1] if args.quick else CASES[name].counts for name in names}
     broken = False
-    for name in args.cases.split(","):
-        for n in map(int, args.counts.split(",")) if args.counts else CASES[name].counts:
+    for name in names:
+        for n in counts[name]:
             result = run_case(name, n, options)
             show(result)
             broken |= any(

@@ -68,11 +68,6 @@ def rounds_for(seconds: float) -> int:
     return int(4000 * seconds / best)
 
 
-def calibrate(n: int = 100_000) -> float:
-    """Seconds of fixed work in Python, best of three."""
-    return min(_time(lambda: burn(n)) for _ in range(3))
-
-
 def _time(function: Callable[[], Any]) -> float:
     start = time.perf_counter()
     function()

@@ -80,12 +80,11 @@ def _speed(row: dict[str, Any] | None) -> str:
 
 def ratios() -> str:
     """The median of each ratio, its range, and its goal where it has one."""
-    noise = {row["case"]: row for row in results()["calibration"]}
     lines = [
-        [case, *(_ratio(found.get(name)) for name in RATIO_COLUMNS), _noise(noise[case])]
+        [case, *(_ratio(found.get(name)) for name in RATIO_COLUMNS)]
         for case, found in by_case("ratios", "ratio").items()
     ]
-    return table(["case", *RATIO_COLUMNS, "noise"], lines)
+    return table(["case", *RATIO_COLUMNS], lines)
 
 
 def _ratio(row: dict[str, Any] | None) -> str:
@@ -93,12 +92,6 @@ def _ratio(row: dict[str, Any] | None) -> str:
         return "-"
     goal = f"; goal {row['goal']:g}{'' if row['met'] else ' **missed**'}" if "goal" in row else ""
     return f"{row['value']:.2f} ({row['min']:.2f} to {row['max']:.2f}{goal})"
-
-
-def _noise(row: dict[str, Any]) -> str:
-    if "noise" not in row:  # measured before the noise of turns was
-        return f"{row['variation']:.0%} between rounds"
-    return f"{row['noise']['max']:.0f} %, median {row['noise']['median']:.0f} %"
 
 
 def drop_in() -> str:
@@ -115,13 +108,12 @@ def drop_in() -> str:
 
 def busy_core() -> str:
     """What is left when another process keeps one core busy."""
-    noise = {row["case"]: row for row in results()["calibration"]}
     columns = ("shoal / gymnasium sync", "shoal / ideal")
     lines = [
-        [case, *(_ratio(found.get(name)) for name in columns), _noise(noise[case + BUSY])]
+        [case, *(_ratio(found.get(name)) for name in columns)]
         for case, found in by_case("ratios", "ratio", busy=True).items()
     ]
-    return table(["case", *columns, "noise"], lines)
+    return table(["case", *columns], lines)
 
 
 def faults() -> str:

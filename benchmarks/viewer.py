@@ -1,7 +1,8 @@
 """A run of 100,000 episodes is opened and paged without a wait: its index, first paints in Chromium, `shoal show`.
 
 Beside each stands what no viewer can be faster than: reading the bytes of the files, painting an empty page of the same
-server, starting Python with the packages of the command. `make bench-viewer` installs Chromium where it is missing.
+server, starting Python with the packages of the command. `make bench-viewer` installs Chromium where it is missing;
+without it first paints are left out. `--quick` takes 5,000 episodes and one turn of each, and saves nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from tests.viewer.browser import Browser  # noqa: E402
+from tests.viewer.browser import Browser, chromium  # noqa: E402
 
 from shoal.core.data import Trajectory, Turn, encode_trajectory  # noqa: E402
 from shoal.viewer.index import EpisodeIndex  # noqa: E402
@@ -119,6 +120,27 @@ def paint(browser: Browser, address: str, runs: int) -> dict[str, Any]:
     return {**value, "unit": "s", "cpu_seconds": None}
 
 
+def paints(
+    browser: Browser, address: str, episodes: int, runs: int, add: Callable[[str, str, dict[str, Any]], None]
+) -> None:
+    """First paints of the pages of a run."""
+    browser.size(1280)
+    add("first paint", "ideal: a page of nothing", paint(browser, f"{address}nothing", runs))
+    name = f"train-{FILES // 2:06d}:{episodes // FILES // 2}"
+    for what, path in (
+        ("all runs", ""),
+        ("the run", "run/0"),
+        ("episodes, unfiltered", "run/0/episodes"),
+        ("episodes, the worst that ran out of turns", "run/0/episodes?outcome=truncated&order=worst"),
+        ("episodes, the last page", f"run/0/episodes?page={episodes // 50 - 1}"),
+        ("a group", f"run/0/group?name={name}"),
+        ("an episode", f"run/0/episode?name={name}"),
+    ):
+        browser.open(address + path)
+        assert "there is no" not in str(browser.run("document.body.textContent")).lower(), path
+        add(f"first paint: {what}", "shoal view", paint(browser, address + path, runs))
+
+
 def main() -> int:
     """Measure and write `benchmarks/results/viewer.json`."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -128,7 +150,10 @@ def main() -> int:
         "--folder", type=Path, help="where the run is kept for another time; made if it is not there"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "viewer.json")
+    parser.add_argument("--quick", action="store_true", help="a small run, nothing saved")
     options = parser.parse_args()
+    if options.quick:
+        options.episodes, options.runs = 5_000, 1
     rows: list[dict[str, Any]] = []
 
     def add(case: str, subject: str, measured: dict[str, Any]) -> None:
@@ -152,22 +177,11 @@ def main() -> int:
         add("an index from nothing", "shoal", timed(index.refresh, 1))
         assert index.count() == options.episodes
         add("an index that is up to date", "shoal", timed(index.refresh, options.runs))
-        with served(folder, env) as address, Browser() as browser:
-            browser.size(1280)
-            add("first paint", "ideal: a page of nothing", paint(browser, f"{address}nothing", options.runs))
-            name = f"train-{FILES // 2:06d}:{options.episodes // FILES // 2}"
-            for what, path in (
-                ("all runs", ""),
-                ("the run", "run/0"),
-                ("episodes, unfiltered", "run/0/episodes"),
-                ("episodes, the worst that ran out of turns", "run/0/episodes?outcome=truncated&order=worst"),
-                ("episodes, the last page", f"run/0/episodes?page={options.episodes // 50 - 1}"),
-                ("a group", f"run/0/group?name={name}"),
-                ("an episode", f"run/0/episode?name={name}"),
-            ):
-                browser.open(address + path)
-                assert "there is no" not in str(browser.run("document.body.textContent")).lower(), path
-                add(f"first paint: {what}", "shoal view", paint(browser, address + path, options.runs))
+        if chromium() is None:
+            print("left out, since Chromium is not installed: first paints", flush=True)
+        else:
+            with served(folder, env) as address, Browser() as browser:
+                paints(browser, address, options.episodes, options.runs, add)
 
         def command(*words: str) -> Callable[[], None]:
             return lambda: subprocess.run(
@@ -185,6 +199,8 @@ def main() -> int:
         named = ("--file", files[FILES // 2].stem, "--episode", "17")
         add("shoal show --file --episode", "shoal", timed(command(*show, *named), options.runs))
         index.close()
+    if options.quick:
+        return 0
     result = {
         "benchmark": "viewer",
         "date": datetime.date.today().isoformat(),

@@ -15,7 +15,8 @@ import pytest
 
 from shoal.cli.command import every
 from shoal.cli.main import COMMANDS
-from shoal.train.agent.config import compose_config
+from shoal.core.configuration import to_mapping
+from shoal.train.agent.config import AgentConfig, compose_config
 from tests.freeze.record import SPLIT_COMMANDS, flags_of
 
 ROOT = Path(__file__).parents[1]
@@ -108,6 +109,21 @@ def test_episodes_of_the_demo_that_are_shown_are_those_that_it_keeps():
     for side, iteration in shown:
         every_so_many = kept.save_trajectories_every if side == "train" else kept.eval_every
         assert int(iteration) in {0, 1, *range(0, kept.iterations + 1, every_so_many)}, f"{side}-{iteration}"
+
+
+def test_the_settings_that_other_libraries_settings_become_are_settings():
+    text = (ROOT / "docs" / "how-to" / "come-from.md").read_text()
+    here = [line.split("|")[2] for line in text.splitlines() if line.startswith("| `")]
+    sections = "engine|model|agent_proxy|es_manager|algorithm|trainer"
+    named = [found for cell in here for found in re.findall(rf"`((?:{sections})\.[\w.=]+)`", cell)]
+    assert len(named) > 30
+    for name in named:
+        key, _, value = name.partition("=")
+        node = to_mapping(AgentConfig())
+        for part in key.split("."):
+            assert part in node, f"there is no setting {key}"
+            node = node[part]
+        compose_config("smollm2", [name] if value else [])
 
 
 def test_every_page_is_in_the_navigation():

@@ -142,7 +142,7 @@ BROKEN = {
     Endless: "info\\['step'\\] must be",
     Forgiving: "action_is_valid=False",
     Reopened: "must raise EnvError",
-    Wealthy: r"Wealthy._advance\(\) must pay a finite number, got the reward nan \(test_testing.py:\d+\)",
+    Wealthy: r"Wealthy._advance\(\): the reward must be a finite number, got nan \(test_testing.py:\d+\)",
     Overflowing: "info lacks \\['won'\\]",
 }
 

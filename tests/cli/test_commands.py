@@ -271,6 +271,8 @@ def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypa
         ("train --config-name demoo", "Did you mean 'demo'"),
         ("train --config-name recordd", "Did you mean 'recorded'"),
         ("train trainer.iterations==3", "'trainer.iterations==3': expected key=value"),
+        ("train agent_proxy.prompt.turn={actoin}", "the value of agent_proxy.prompt.turn, {actoin}: "),
+        ("train algorithm.adv_estimator=ppo", "PPO with a critic is adv_estimator=gae"),
         ("train-ppo CartPole-v1 --n-envs 8", "got 'CartPole-v1': did you mean --env CartPole-v1?"),
         ("view --port 0 nosuch", "nosuch is not a folder"),
         ("envs list all", "shoal envs list takes options only, got 'all'"),

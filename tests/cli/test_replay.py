@@ -60,7 +60,9 @@ def test_every_episode_of_a_run_on_workers_is_the_same_in_a_plain_loop(trained):
                 assert again.difference is None
                 assert replace(again.trajectory, weights_version=0) == replace(record, weights_version=0)
                 sampled = file.stem in ("train-000002", "heldout-000001", "heldout-000002")
-                assert again.source.startswith("sampled again" if sampled else "the recorded tokens"), file
+                assert (
+                    "sampled again with" if sampled else "the recorded tokens are replayed"
+                ) in again.source, file
                 played += 1
     assert played == 2 * 4 + 3 * 2
 
@@ -212,7 +214,7 @@ def test_pdb_stops_in_the_envs_own_code_at_the_turn(trained, monkeypatch, capsys
     assert "left the debugger" in capsys.readouterr().out
 
 
-def test_a_server_s_run_is_followed_and_compared(trained, tmp_path, capsys, monkeypatch):
+def test_a_server_s_run_is_replayed_and_compared(trained, tmp_path, capsys, monkeypatch):
     from tests.rollout.doubles import FakeServer
 
     server = FakeServer("openai")
@@ -227,7 +229,7 @@ def test_a_server_s_run_is_followed_and_compared(trained, tmp_path, capsys, monk
         server.server_close()  # the server is gone: replaying does not need it
     assert main(["replay", str(run), "rollout:3"]) == 0
     said = capsys.readouterr().out
-    assert "the recorded tokens are followed" in said
+    assert "the recorded tokens are replayed" in said
     assert "the same" in said
     file = run / "trajectories" / "rollout.jsonl"
     records = list(read_trajectories(file))
@@ -280,7 +282,7 @@ def from_vllm(tmp_path):
     return run, served
 
 
-def test_the_tokens_that_a_vllm_server_wrote_are_followed_and_compared(from_vllm, capsys):
+def test_the_tokens_that_a_vllm_server_wrote_are_replayed_and_compared(from_vllm, capsys):
     run, served = from_vllm
     file = run / "trajectories" / "rollout.jsonl"
     records = list(read_trajectories(file))
@@ -295,7 +297,7 @@ def test_the_tokens_that_a_vllm_server_wrote_are_followed_and_compared(from_vllm
     with Replay(run) as replay:
         again = replay.play(find_episode(run, "rollout:2"))
     assert again.trajectory == replace(records[2], weights_version=again.trajectory.weights_version)
-    assert "the recorded tokens are followed" in again.source
+    assert "the recorded tokens are replayed" in again.source
 
 
 @pytest.mark.parametrize("what", ["prompt token", "response", "observation"])
@@ -324,7 +326,7 @@ def test_a_record_of_a_server_that_says_otherwise_than_its_tokens_is_found(from_
         assert found["token"] == 5
 
 
-def test_what_vllm_wrote_in_process_is_followed_even_where_its_checkpoint_is(
+def test_what_vllm_wrote_in_process_is_replayed_even_where_its_checkpoint_is(
     from_vllm, trained, tmp_path, capsys
 ):
     """An engine in process records what the server does: its tokens, under the tokenizer of its model's folder."""
@@ -336,7 +338,7 @@ def test_what_vllm_wrote_in_process_is_followed_even_where_its_checkpoint_is(
     )
     assert main(["replay", str(served), "rollout:0"]) == 0
     said = capsys.readouterr().out
-    assert "the recorded tokens are followed" in said
+    assert "the recorded tokens are replayed" in said
     assert "the same" in said
     assert written.asked
     run = tmp_path / "relabelled"
@@ -345,7 +347,7 @@ def test_what_vllm_wrote_in_process_is_followed_even_where_its_checkpoint_is(
     assert "name: tiny" in config
     (run / "config.yaml").write_text(config.replace("name: tiny", "name: vllm"))
     assert main(["replay", str(run), "train-000002:0"]) == 0
-    assert "the recorded tokens are followed: vLLM wrote them" in capsys.readouterr().out
+    assert "the recorded tokens are replayed: vLLM wrote them" in capsys.readouterr().out
     assert main(["replay", str(run), "train-000002:0", "--sampler", "checkpoint"]) == 0
     assert "sampled again with checkpoints/step-000001" in capsys.readouterr().out
 

@@ -6,6 +6,7 @@ from tests.rollout.doubles import FakeServer
 
 from shoal.cli import grammar
 from shoal.cli.main import main
+from shoal.core.configuration import read_settings
 from shoal.core.data import read_trajectories, write_trajectories
 from shoal.envs.frozen_lake import FrozenLakeEnv
 
@@ -28,6 +29,16 @@ def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys, monkeypatch
     said, meanwhile = capsys.readouterr()
     assert "promised L2, held L2: 6 of 6 episodes" in said
     assert "… playing rollout.jsonl again, " in meanwhile
+
+
+def test_a_rollout_finds_out_how_many_tokens_an_action_needs(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(["rollout", *TINY, f"run_dir={run}", "agent_proxy.max_tokens=auto"]) == 0
+    assert (
+        read_settings(run / "config.yaml")["agent_proxy"]["max_tokens"] == 3
+    )  # <action>, the word, </action>
+    assert main(["rollout", "--verify", str(run)]) == 0
+    assert "held L2: 6 of 6 episodes" in capsys.readouterr().out
 
 
 def test_rollouts_without_a_folder_of_their_own_are_kept_apart(tmp_path, monkeypatch, capsys):

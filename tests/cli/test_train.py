@@ -7,6 +7,7 @@ from shoal.cli import main as shoal
 from shoal.cli import train
 from shoal.core.errors import EngineError
 from shoal.core.run_folder import read_summary
+from shoal.envs.frozen_lake import FrozenLakeEnv
 
 QUICK = [
     "trainer.iterations=2", "warmup.steps=2", "es_manager.train.env_groups=2", "es_manager.val.env_groups=2",
@@ -59,3 +60,82 @@ def test_a_run_that_was_done_and_lost_its_metrics_says_what_is_left_of_it(tmp_pa
         (tmp_path / "run" / name).unlink()
     assert shoal.main([*command, "resume=true"]) == 0
     assert "held-out success unknown after 2 iterations" in capsys.readouterr().out
+
+
+DEAD = [
+    "trainer.iterations=4", "es_manager.train.env_groups=2", "es_manager.train.group_size=2", "use_parallel_envs=false",
+    "es_manager.val.env_groups=2", "trainer.tensorboard=false",
+]  # fmt: skip
+
+
+def test_a_run_that_learns_nothing_warns_of_each_cause_once_and_again_at_its_end(tmp_path, capsys, caplog):
+    # an episode of one turn cannot reach the goal: all rewards are equal
+    impossible = [
+        "custom_envs.FrozenLakeEnv.env_config.max_steps=1",
+        "warmup.steps=60",
+        "warmup.learning_rate=0.006",
+    ]
+    command = ["train", "--config-name", "demo", *DEAD, *impossible, f"run_dir={tmp_path / 'run'}"]
+    assert shoal.main(command) == 0
+    said = [record.message for record in caplog.records if "Groups have equal rewards" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("iteration 3: ")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("WARNING: Groups have equal rewards. In 4 of 4 iterations")
+    [advice] = read_summary(tmp_path / "run")["advice"]
+    assert (advice["level"], advice["metric"]) == ("bad", "groups_with_signal")
+    assert last.endswith(advice["text"])
+
+
+def test_a_model_that_does_not_know_the_format_is_told_with_an_answer_of_its_own(tmp_path, capsys, caplog):
+    command = ["train", "--config-name", "demo", *DEAD, "warmup.steps=0", f"run_dir={tmp_path / 'run'}"]
+    assert shoal.main(command) == 0
+    [said] = [record.message for record in caplog.records if "Hardly any answer" in record.message]
+    assert "The model wrote '" in said
+    assert "allowed: Left, Down, Right, Up" in said
+    assert "raise warmup.steps, which is 0" in said
+    assert (
+        capsys.readouterr().out.splitlines()[-1].startswith("WARNING: Hardly any answer is a valid action.")
+    )
+
+
+def test_a_resumed_run_says_where_it_goes_on_and_shows_no_row_twice(tmp_path, capsys):
+    command = ["train", "--config-name", "demo-bandit", *QUICK, f"run_dir={tmp_path / 'run'}"]
+    assert shoal.main(command) == 0
+    before = read_summary(tmp_path / "run")
+    first = [line for line in capsys.readouterr().out.splitlines() if "/2 " in line]
+    assert len(first) == 3
+    assert "lr 0.002" in first[-1]
+    assert shoal.main([*command, "trainer.iterations=3", "resume=true"]) == 0
+    said = capsys.readouterr().out
+    assert f"resumed at 2 of 3 (held-out {before['metrics']['heldout_success']:.2f})" in said.splitlines()
+    assert [line.split("/")[0].strip() for line in said.splitlines() if "/3 " in line] == ["3"]
+    after = read_summary(tmp_path / "run")
+    assert after["seconds"] > before["seconds"]  # of both sessions together
+    assert after["cpu_seconds"] > before["cpu_seconds"]
+
+
+class BrokenOnSomeSeeds(FrozenLakeEnv):
+    """Raises in the first step of a third of its seeds."""
+
+    def reset(self, *, seed=None, options=None):
+        self._is_broken = seed is not None and seed % 3 == 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        if self._is_broken:
+            raise KeyError("garden")
+        return super().step(action)
+
+
+def test_failed_episodes_are_counted_in_the_line_of_their_iteration_and_at_the_end(tmp_path, capsys):
+    broken = "custom_envs.FrozenLakeEnv.env_type=tests.cli.test_train:BrokenOnSomeSeeds"
+    sizes = ["es_manager.train.env_groups=6", "es_manager.val.env_groups=6", "trainer.iterations=2"]
+    more = [*sizes, broken, "warmup.steps=0", f"run_dir={tmp_path / 'run'}"]
+    assert shoal.main(["train", "--config-name", "demo", *DEAD, *more]) == 0
+    said = capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    assert sum(row["failed_episodes"] for row in rows) > 0
+    for row, line in zip(rows, [line for line in said.splitlines() if "/2 " in line][1:], strict=True):
+        assert (f"failed {row['failed_episodes']:.0f}/12" in line) == (row["failed_episodes"] > 0)
+    assert f"{sum(row['failed_episodes'] for row in rows):.0f} of 24 training episodes failed" in said

@@ -186,7 +186,7 @@ MESSAGES = {
         "in step 1 of seed 0",
     ),
     "Nothing": ("Nothing._advance() must return an Outcome, got None (wells.py:",),
-    "NoNumber": ("NoNumber._advance() must pay a finite number, got the reward nan (wells.py:",),
+    "NoNumber": ("NoNumber._advance(): the reward must be a finite number, got nan (wells.py:",),
     "Words": ("Words._advance()", "terminated must be True or False, got 'no' (wells.py:"),
     "Unseeded": (
         "Unseeded._start() uses the global generator of random; draw from the rng",
@@ -261,3 +261,24 @@ def test_the_quick_check_of_an_env_that_cannot_be_made_with_its_settings_names_t
         quick_check("wells:Well", {"depth": 3})
     with pytest.raises(ConfigError, match="max_steps must be a whole number of at least 1, got 0"):
         quick_check("wells:Well", {"max_steps": 0})
+
+
+def test_show_tells_the_limit_that_the_class_states(wells, capsys):
+    assert main(["envs", "show", "wells:Well"]) == 0
+    assert "max_steps = 6 " in capsys.readouterr().out
+
+
+def test_a_class_that_is_refused_and_a_module_that_breaks_are_told_with_their_line(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "half_env.py").write_text(
+        "from shoal.envs.text import TextEnv\nclass Half(TextEnv):\n    max_steps = 3\n"
+    )
+    (tmp_path / "broken_module.py").write_text("depth = 3\nwater = dept + 1\n")
+    assert main(["envs", "check", "half_env:Half"]) == 2
+    assert "Half (half_env.py:2) needs a method _start(self, rng)" in capsys.readouterr().err
+    assert main(["envs", "check", "broken_module:Env"]) == 2
+    said = capsys.readouterr().err
+    assert "importing 'broken_module' failed with NameError: name 'dept' is not defined" in said
+    assert "broken_module.py:2 in <module>: water = dept + 1" in said

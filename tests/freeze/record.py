@@ -1,7 +1,6 @@
 """Write `interface.json`: names, signatures, commands and settings, as the installed shoal has them.
 
-`python tests/freeze/record.py` was run once, on commit 572a022, the last of the first edition. Users rely on what
-it wrote down; `test_interface.py` compares every later shoal with it. What came later and is to stay has joined it,
+Users rely on what it wrote down; `test_interface.py` compares every later shoal with it. What is to stay joins it,
 as the functions below tell it. When something recorded here is meant to change, change the one entry in
 `interface.json` by hand, in the commit that changes it.
 """

@@ -8,6 +8,7 @@ import pytest
 from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, EngineError, EnvError
 from shoal.envs import make
+from shoal.envs.actions import Projection
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import Episode, EpisodeId, Role, anchor_of, words_of
 from shoal.rollout.factory import make_environments
@@ -306,6 +307,17 @@ def test_actions_that_are_listed_as_numbers_are_shown():
     observation, info = env.reset(seed=0)
     episode.begin(observation, info | {"available_actions": [0, 7]})
     assert "0, 7" in ChatCodec().decode(episode.request().prompt_ids)
+
+
+def test_a_prompt_names_the_words_of_an_env_that_lists_none_and_free_text_as_any_text():
+    def asked(projection):
+        role = Role("Own", "", projection, 5)
+        episode = Episode(EpisodeId(0, 0, 0, 0, 0), role, Prompter(PromptConfig(), ChatCodec()), Sampling(8))
+        episode.begin("begin", {})
+        return ChatCodec().decode(episode.request().prompt_ids)
+
+    assert "Possible actions: go, take." in asked(Projection(lookup={"go": 1, "take": 2}))
+    assert "Possible actions: any text." in asked(Projection(parse=str))
 
 
 def test_actions_of_a_set_have_the_order_of_the_alphabet_in_every_process():

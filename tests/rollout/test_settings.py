@@ -44,7 +44,7 @@ NAN, INF = float("nan"), float("inf")
         (ParallelConfig, {"max_deaths": True}, "max_deaths: Expected `int`"),
         (RolloutSettings, {"temperature": INF}, "temperature must be a finite number, got inf"),
         (RolloutSettings, {"max_turn": 0}, "max_turn must be at least 1, or null, got 0"),
-        (RolloutSettings, {"max_tokens": "8"}, "max_tokens: Expected `int`"),
+        (RolloutSettings, {"max_tokens": "8"}, "max_tokens must be a number or 'auto', got '8'"),
         (RolloutSettings, {"max_tokens": 10**20}, "max_tokens must be a whole number of 64 bits, got 1000"),
         (VectorConfig, {"backend": "proces"}, "backend must be 'auto'"),
         (VectorConfig, {"step_timeout": np.float32("inf")}, "step_timeout must be at most"),

@@ -82,7 +82,7 @@ def run(entry: Entry, name: str, words: list[str]) -> int:
         return 0
     try:
         options = parsed(what, name, words)
-    except SystemExit as end:  # a mistake in the call, which has been told
+    except SystemExit as end:  # a usage error, which has been printed
         return int(end.code or 0)
     with only_json() if _for_a_program(options) else contextlib.nullcontext():
         return int(what.run(options) or 0)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +27,7 @@ from shoal.cli.grammar import (
     wide_console,
 )
 from shoal.cli.output import harmless
+from shoal.core.configuration import field_notes
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.envs.catalogue import (
     ADAPTERS,
@@ -41,7 +41,7 @@ from shoal.envs.catalogue import (
     resolve,
 )
 from shoal.envs.check import Job, run_apart
-from shoal.envs.text import TextEnv
+from shoal.envs.text import TextConfig, TextEnv
 
 Name = Annotated[
     str,
@@ -182,7 +182,8 @@ def _show_it(command: ShowCommand, kind: Any) -> int:
         return _show_any(command)
     print(f"{command.name}: {inspect.getdoc(kind)}\n\nSettings ({kind.Config.__name__}):")
     width = max(40, shutil.get_terminal_size((110, 24)).columns)
-    for line in _describe_config(kind.Config):
+    stated = {"max_steps": kind.max_steps} if kind.Config is TextConfig else {}
+    for line in _describe_config(kind.Config, stated):
         print(textwrap.fill(line, width, subsequent_indent=" " * 6, break_long_words=False))
     try:
         env = make(command.name, **arguments_of(command.settings, command.env_kwargs))
@@ -212,7 +213,8 @@ def _show_any(command: ShowCommand) -> int:
     kind = type(env.unwrapped)
     print(f"class         {kind.__module__}:{kind.__qualname__}{inspect.signature(kind)}")
     print(f"wrapped as    {env}")
-    print(f"observations  {env.observation_space}\nactions       {env.action_space}")
+    for label, name in (("observations", "observation_space"), ("actions     ", "action_space")):
+        print(f"{label}  {getattr(env, name, '(not stated)')}")
     if env.spec is not None and env.spec.max_episode_steps is not None:
         print(f"an episode has at most {env.spec.max_episode_steps} steps")
     observation, _ = env.reset(seed=command.seed)
@@ -345,7 +347,7 @@ def _check(command: CheckCommand) -> int:
         raise ConfigError(f"--step-timeout must be above 0, got {command.step_timeout:g}")
     job = Job(_resolved(command), command.name, command.episodes, wrapped=bool(command.wrappers))
     report = run_apart(job, command.step_timeout)
-    for line in report.lines:
+    for line in "\n".join(report.lines).splitlines():
         print(harmless(line))
     if report.broken:
         print(harmless("broken  " + report.broken.replace("\n", "\n      ")))
@@ -375,31 +377,17 @@ def _first_line(kind: Any) -> str:
     return (inspect.getdoc(kind) or "").split("\n")[0]
 
 
-def _describe_config(config: Any) -> list[str]:
-    """A line per setting: name, default and the sentence that stands below it in the source."""
-    notes = _field_notes(config)
+def _describe_config(config: Any, stated: Mapping[str, Any]) -> list[str]:
+    """A line per setting: name, default (what is `stated` goes first) and the sentence below it in the source."""
+    notes = field_notes(config)
     lines = []
     for item in dataclasses.fields(config):
         default = item.default
         if default is dataclasses.MISSING and item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
-        value = "(needed)" if default is dataclasses.MISSING else repr(default)
+        value = "(needed)" if default is dataclasses.MISSING else repr(stated.get(item.name, default))
         lines.append(f"  {item.name + ' = ' + value:<34} {notes.get(item.name, '')}".rstrip())
     return lines
-
-
-def _field_notes(config: type) -> dict[str, str]:
-    try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(config))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    notes = {}
-    statements = getattr(body, "body", [])
-    for field, note in pairwise(statements):
-        is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if is_field and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
-            notes[field.target.id] = " ".join(str(note.value.value).split())
-    return notes
 
 
 # --- how envs look in a terminal: grid worlds in color, everything else as it is

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from shoal.cli.grammar import (
     refuse_idle,
     weights_at,
 )
-from shoal.cli.output import program
+from shoal.cli.output import harmless, program
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import RunFolder, finite
 
@@ -51,8 +52,10 @@ PANELS["all"] = PANELS["core"] | {  # those of the extra "envs" too
     "reasoning_gym": {"dataset": "leg_counting", "dataset_config": {"max_animals": 3}, "dataset_seed": 1},
 }
 """Envs and their settings; never changed, since tables of one name are compared."""
+FEW = 0.2
+"""Share of answers with an action below which something is wrong with the prompts."""
 PANEL_SEED = 20_260_101
-"""Names the episodes of all panels."""
+"""Seed of the episodes of all panels."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,10 @@ class EvalOptions:
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_MODEL")]
-    """A run folder, a Hugging Face model folder, a name of `shoal model list`, or `openai:MODEL` on a server."""
+    """A run folder, a folder that `shoal export` wrote, another Hugging Face model folder, a name of
+    `shoal model list`, or `openai:MODEL` on a server."""
     env: str | None = None
-    """Env to play (`shoal envs list`); the run's own held-out envs if not given."""
+    """Env to play (`shoal envs list`); the held-out envs of the run, or of an export, if not given."""
     env_config: Annotated[dict[str, str], tyro.conf.arg(metavar="KEY VALUE …")] = field(default_factory=dict)
     """Settings of the env, as `--env-config key value …`; values are read as JSON where they can be."""
     panel: Literal["core", "all"] | None = None
@@ -73,7 +77,7 @@ class EvalOptions:
     episodes: int = 200
     """How many to play (of each env of a panel); more give a narrower interval."""
     seed: int = 0
-    """Names the episodes: the same seed plays the same ones."""
+    """Seed of the evaluation episodes."""
     temperature: float = 0.0
     """0 takes the likeliest token, 1 samples as in training; a run's `top_p`, `top_k` and `min_p` hold."""
     device: str | None = None
@@ -81,7 +85,7 @@ class EvalOptions:
     checkpoint: str = "newest"
     """Of a run: newest, best, or an iteration."""
     max_tokens: int | None = None
-    """Tokens of a response; what the run was trained with, 64 for a model folder, 512 for a server."""
+    """Tokens of a response; what the run or export was trained with, 64 for another model, 512 for a server."""
     base_url: str = "http://127.0.0.1:8000/v1"
     """Of an OpenAI-compatible server, for `openai:MODEL`; `openai:` alone takes the first model it lists."""
     api_key_env: str | None = None
@@ -105,6 +109,7 @@ MORE = """\
 examples:
   shoal eval runs/demo --episodes 400                a run, on its own held-out envs
   shoal eval runs/demo --checkpoint 0                its first weights, on the same episodes
+  shoal eval my-model                                what shoal export wrote, prompted as in its run
   shoal eval smollm2 --env bandit                    a language model that was never trained here
   shoal eval runs/demo --panel core                  pinned episodes of pinned envs, as a table
   shoal eval openai:MODEL --base-url http://127.0.0.1:8000/v1 --env countdown
@@ -142,6 +147,10 @@ def evaluate(options: EvalOptions) -> int:
         journal = _journal(options, folder, weights, {"eval": plan})
         trajectories = _play(options, engine, run, plan, journal)
         result = _result(trajectories)
+        if _lacks_play(options.model):
+            _tell_prompt(engine, trajectories)
+        if result["valid_actions"] < FEW:
+            _warn_of_invalid(options, trajectories, run, plan)
         if options.json or options.format == "json":
             print_json(result)
         else:
@@ -159,6 +168,57 @@ def evaluate(options: EvalOptions) -> int:
 
 
 COMMAND = Command(EvalOptions, evaluate, MORE, WANTED)
+
+
+def _lacks_play(model: str) -> bool:
+    """Whether a model is one that nobody says how to prompt: no run, no export of one, and no server's."""
+    from shoal.train.agent.exported import FILE
+
+    folder = Path(model)
+    return not (model.startswith(SERVER) or (folder / "checkpoints").is_dir() or (folder / FILE).is_file())
+
+
+def _tell_prompt(engine: Any, trajectories: list[Any]) -> None:
+    """Show how a model was asked that does not come with prompts of its own."""
+    turn = next((trajectory.turns[0] for trajectory in trajectories if trajectory.turns), None)
+    if turn is not None:
+        spell = getattr(engine.tokenizer, "spell", engine.tokenizer.decode)
+        print(
+            "the model says nothing of its prompts (no shoal.json); the first that it got:", file=sys.stderr
+        )
+        print(textwrap.indent(harmless(spell(turn.prompt_ids)), "    "), file=sys.stderr)
+
+
+def _warn_of_invalid(options: EvalOptions, trajectories: list[Any], run: Any, plan: _Plan) -> None:
+    """Show an answer that holds no action, the words that would be one, and what to do."""
+    from shoal.rollout.factory import make_roles
+
+    turns = [(t.env, turn) for t in trajectories if t.status == "ok" for turn in t.turns]
+    bad = [(tag, turn) for tag, turn in turns if not turn.action_is_valid]
+    if not bad:  # no turn was played: the first prompt has filled the context
+        return
+    tag, turn = bad[0]
+    role = make_roles(plan.envs.custom_envs, [tag])[tag]
+    words = ", ".join(role.projection.words()[:20]) or "any text"
+    prompt, most = replace(run.agent_proxy.prompt, **role.prompt), plan.sampling.max_tokens
+    if _lacks_play(options.model):
+        remedy = "a model that shoal trained wants the prompts of its run: evaluate the run, or shoal export RUN OUT"
+    elif turn.finish == "length" and not prompt.closing:
+        remedy = f"the answer was cut off at {most} tokens: --max-tokens {4 * most}"
+    elif "{actions}" not in prompt.first + prompt.later:
+        remedy = "the prompt does not name the actions: use {actions} in agent_proxy.prompt.first and later"
+    else:
+        remedy = "the model does not answer in the form that its prompt asks for: train it, or ask for a simpler one"
+    share = 1 - len(bad) / len(turns)
+    tags = " or ".join(f"<{name}>…</{name}>" for name in role.projection.tags)
+    said = turn.response if len(turn.response) <= 200 else f"{turn.response[:200]}…"
+    told = [
+        f"WARNING {share:.0%} of the answers held an action that {tag} knows; one that did not:",
+        f"    {said!r}",
+        f"  it takes, inside {tags}: {words}",
+        f"  {remedy}",
+    ]
+    print(harmless("\n".join(told)), file=sys.stderr)
 
 
 def _result(trajectories: list[Any]) -> dict[str, Any]:
@@ -314,20 +374,18 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
         kinds = run.custom_envs
     else:
         tags = EnvMix((options.env,))
-        kinds = {
-            options.env: EnvTag(options.env, env_config={k: _value(v) for k, v in options.env_config.items()})
-        }
+        told = {k: _value(v) for k, v in options.env_config.items()}
+        known = (kind.prompt for kind in run.custom_envs.values() if kind.env_type == options.env)
+        kinds = {options.env: EnvTag(options.env, env_config=told, prompt=next(known, {}))}
     if not tags.tags:
         raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
     shares = sum(tags.n_groups) if tags.n_groups else len(tags.tags)
     at_once = shares * max(1, min(options.episodes, 64) // shares)
     groups = EnvGroups(at_once, 1, tags)
     proxy = run.agent_proxy
-    sampling = replace(
-        proxy.sampling(greedy=not options.temperature),
-        max_tokens=options.max_tokens or proxy.max_tokens,
-        temperature=options.temperature,
-    )
+    if options.max_tokens is not None:
+        proxy = replace(proxy, max_tokens=options.max_tokens)
+    sampling = replace(proxy.sampling(greedy=not options.temperature), temperature=options.temperature)
     max_turn = proxy.max_turn if options.env is None else None  # another env has its own limit
     values = to_mapping(run)
     values["seed"], values["run_dir"], values["resume"] = options.seed, None, False
@@ -381,6 +439,7 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any, str]:
     from shoal.testing.recorded_runs import agent_config_of
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
     from shoal.train.agent.evaluation import read_checkpoint
+    from shoal.train.agent.exported import read_play
     from shoal.train.agent.policy import load_engine
 
     if options.model.startswith(SERVER):
@@ -403,16 +462,26 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any, str]:
             f"there is no run folder and no model folder {folder}, nor is it one of {', '.join(KNOWN)} "
             f"(shoal model list) or openai:MODEL; shoal runs lists the runs"
         )
-    if folder.exists() and not (folder / "config.json").is_file():
+    weights = weights_at(options.model) if asked else ""
+    device = options.device or "cpu"
+    described = (folder / "engine.json").is_file()  # as in a checkpoint, and what `export --to shoal` wrote
+    if folder.exists() and not described and not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise DataError(
+                f"{folder} is an adapter alone: export the run without --adapter, which merges it, and evaluate that"
+            )
         raise DataError(
             f"{folder} is neither a run folder (no checkpoints/) nor a model folder (no config.json)"
         )
-    hide_loading()
-    device = options.device or "cpu"
-    settings = EngineConfig(name="huggingface", model=options.model, threads=2, device=device)
-    run = AgentConfig(engine=settings, agent_proxy=AgentProxy(max_tokens=64))
-    weights = weights_at(options.model) if asked else ""
-    return make_engine(settings, (), options.seed), run, weights
+    run = read_play(folder) or AgentConfig(
+        engine=EngineConfig(name="huggingface", threads=2), agent_proxy=AgentProxy(max_tokens=64)
+    )
+    if run.engine.name == "huggingface":
+        hide_loading()
+        run = replace(run, engine=replace(run.engine, model=options.model, device=device))
+    if described:
+        return load_engine(folder, device=device, config=run.engine), run, weights
+    return make_engine(run.engine, (), options.seed), run, weights
 
 
 def _server(options: EvalOptions) -> tuple[Any, Any, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +12,10 @@ from typing import Annotated, Literal
 import tyro
 
 from shoal.cli.command import Command, Flag
+from shoal.cli.grammar import show_warnings
+from shoal.cli.output import program
 from shoal.core.errors import ConfigError
-from shoal.core.files import read_json, write_folder
+from shoal.core.files import read_json, write_folder, write_json
 
 MORE = """\
 examples:
@@ -24,7 +27,10 @@ examples:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Write the model of an agent-training run as a folder that other programs load."""
+    """Write the model of an agent-training run as a folder that other programs load.
+
+    Its shoal.json says how the run prompted the model and read its answers; `shoal eval OUT` plays it by that.
+    """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """a run folder, such as runs/smollm2-bandit"""
@@ -40,13 +46,21 @@ class ExportOptions:
 
 def export(options: ExportOptions) -> None:
     """Copy the engine of a checkpoint out of its run."""
+    from shoal.testing.recorded_runs import agent_config_of, settings_of
     from shoal.train.agent.evaluation import read_checkpoint
+    from shoal.train.agent.exported import FILE, play_of
 
     if options.out.exists():
         raise ConfigError(f"{options.out} exists already: choose a new folder")
+    show_warnings("%(levelname)s %(message)s")
     with write_folder(options.out) as folder:
         name = read_checkpoint(options.run, options.checkpoint, partial(_copy, options, folder))
+        plays = "custom_envs" in settings_of(options.run)  # a training on recordings plays nothing
+        if plays:
+            write_json(folder / FILE, play_of(agent_config_of(options.run)))
     print(f"wrote {options.out} from {name}")
+    if plays and not options.adapter:
+        print(f"evaluate it:  {program()} eval {shlex.quote(str(options.out))}")
 
 
 def _copy(options: ExportOptions, folder: Path, checkpoint: Path) -> str:

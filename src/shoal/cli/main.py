@@ -1,7 +1,7 @@
 """`shoal COMMAND …`: finds the command's file, runs it, and turns what goes wrong into one readable line.
 
 A command is `COMMAND` in a file of its own, see `command.py`, and one line in `COMMANDS`. Exit codes: 0 done,
-1 a run that failed or a check that did not hold, 2 a mistake in the call, 128 + N ended by signal N (130: Ctrl-C).
+1 a run that failed or a check that did not hold, 2 a usage error, 128 + N ended by signal N (130: Ctrl-C).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def usage() -> str:
             *lines,
             "",
             "Alike everywhere: --run-dir FOLDER  --resume  --seed N  --device NAME  --json (the result for programs)",
-            "Exit status: 0 done, 1 failed or not equal, 2 a mistake in the call, 130 Ctrl-C.",
+            "Exit status: 0 done, 1 failed or not equal, 2 a usage error, 130 Ctrl-C.",
             "SHOAL_TRACEBACK=1 shows the whole traceback of an error that is told in one line.",
         ]
     )

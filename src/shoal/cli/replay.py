@@ -23,14 +23,14 @@ examples:
   shoal replay runs/demo train-000010:17              an episode that was learned from
   shoal replay runs/demo 5 --turn 3 --pdb             stop in the env's own code at turn 3
   shoal replay runs/demo 5 --turn 3 --action Up       take another action there, and let the model play on
-  shoal replay runs/served 0                          of a server's run: its tokens are followed and compared
+  shoal replay runs/served 0                          of a server's run: its tokens are replayed and compared
   shoal replay runs/demo 5 --action Up --turn 2 --sampler openai:MODEL
   shoal replay runs/a --diff runs/b                   the first token, env answer or seed in which two runs differ
 
 Without the weights that wrote the episode (a server's, a checkpoint that was dropped) the recorded tokens are
-followed; prompts, env answers and rewards are compared all the same.
+replayed; prompts, env answers and rewards are compared all the same.
 In --json, "equal" is null where nothing was compared: after a fork, or by another sampler.
-Exit status: 0 if everything was as recorded (or was not compared), 1 if something differs, 2 for a mistake in the call.
+Exit status: 0 if everything was as recorded (or was not compared), 1 if something differs, 2 for a usage error.
 """
 
 

@@ -24,7 +24,7 @@ examples:
   shoal rescore runs/demo --scorer mine:words --file heldout-000040 --json
   shoal rescore runs/demo --scorer mine:words --out scores.jsonl      one line an episode
 
-"groups with signal" is the share of groups whose members do not all score the same: only those teach anything.
+"differing groups" is the share of groups whose members do not all score the same: only those teach anything.
 Episodes that were not played to their end are left out.
 """
 
@@ -80,7 +80,7 @@ def score(options: RescoreOptions) -> None:
     if options.json:
         print_json({"run": str(options.run), "scorer": options.scorer, "files": found})
         return
-    header = ["file", "episodes", "reward", "score", "groups with signal", "with this score"]
+    header = ["file", "episodes", "reward", "score", "differing groups", "with this score"]
     rows = [
         [str(value) if isinstance(value, str | int) else f"{value:.3f}" for value in one.values()]
         for one in found

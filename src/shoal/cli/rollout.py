@@ -122,7 +122,7 @@ def _run(options: RolloutOptions, ending: contextlib.ExitStack) -> int:
 def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     """One rollout, saved so that it can be replayed."""
     with Progress("loading the engine", sys.stderr, bar=False):
-        folder, engine, journal = prepare(config, options, ending)
+        config, folder, engine, journal = prepare(config, options, ending)
     with ParallelRolloutManager(config, engine, backend=options.backend, journal=journal) as manager:
         with Progress("playing", sys.stderr, bar=False) as progress:
             progress.doing = lambda: "playing, {} of {} episodes".format(*manager.counts)
@@ -149,10 +149,13 @@ def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> 
 
 def prepare(
     config: Any, options: RolloutOptions, ending: contextlib.ExitStack
-) -> tuple[RunFolder, Any, Journal]:
-    """The run folder with its config, the engine, saved beside it when it is small, and what was played before."""
+) -> tuple[Any, RunFolder, Any, Journal]:
+    """The config with a number of `max_tokens`, the run folder that has it, the engine and what was played before."""
     from shoal.core.configuration import as_yaml, to_mapping
     from shoal.core.files import write_folder, write_text
+    from shoal.rollout.answers import with_room
+    from shoal.rollout.factory import make_roles
+    from shoal.rollout.prompts import Prompter
     from shoal.train.agent.evaluation import read_checkpoint
     from shoal.train.agent.policy import policy_of
 
@@ -171,6 +174,10 @@ def prepare(
         weights = engine.model  # which the server may have chosen
     elif engine.weights_version:  # a sampler's own weights, of which the settings say nothing
         weights += f" version {engine.weights_version}"
+    if config.agent_proxy.max_tokens == "auto":
+        prompter = Prompter(config.agent_proxy.prompt, engine.tokenizer)
+        roles = make_roles(config.custom_envs, config.es_manager.train.group_tags())
+        config = replace(config, agent_proxy=with_room(config.agent_proxy, roles, prompter))
     folder = ending.enter_context(RunFolder(config.run_dir, "rollout", config.seed))
     asked = {"iteration": options.iteration, "settings": playing_settings(to_mapping(config))}
     journal = Journal() if options.compare else journal_of(folder, weights, asked)
@@ -178,7 +185,7 @@ def prepare(
     if config.engine.name == "tiny":
         with write_folder(folder.path / "engine") as new:
             policy_of(engine).save(new)
-    return folder, engine, journal
+    return config, folder, engine, journal
 
 
 def engine_for(config: Any, folder: Path | None, ending: contextlib.ExitStack) -> Any:
@@ -231,7 +238,7 @@ def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.E
     from shoal.rollout.settings import rollout_config
     from shoal.train.agent.trainer import lockstep_collector
 
-    folder, engine, _ = prepare(config, options, ending)
+    config, folder, engine, _ = prepare(config, options, ending)
     name = "one by one"
     ending.enter_context(Progress("comparing", sys.stderr, bar=False)).doing = lambda: f"playing {name}"
     with ParallelRolloutManager(config, engine, backend="serial") as manager:

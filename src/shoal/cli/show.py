@@ -211,7 +211,11 @@ def outcome(trajectory: Trajectory) -> str:
     """How an episode ended, in words."""
     if trajectory.status != "ok":
         return f"{trajectory.status}: {trajectory.error}"
-    return "success" if trajectory.success else "failed" if trajectory.terminated else "not solved in time"
+    if trajectory.success:
+        return "success"
+    if trajectory.finish == "context":
+        return "the prompt filled the context"
+    return "failed" if trajectory.terminated else "not solved in time"
 
 
 def print_episode(

@@ -28,10 +28,11 @@ from shoal.cli.grammar import (
 )
 from shoal.cli.output import program
 from shoal.core.errors import ConfigError, EnvError, ShoalError
-from shoal.core.run_folder import read_summary
+from shoal.core.run_folder import read_summary, refuse_foreign
 
 if TYPE_CHECKING:
     from shoal.train.agent.config import AgentConfig
+    from shoal.train.agent.trainer import AgentTrainer
 
 MORE = """\
 examples:
@@ -39,7 +40,7 @@ examples:
   shoal train --seed 1 --run-dir runs/mine            another seed, another folder (seed=1 run_dir=runs/mine)
   shoal train --config-name demo algorithm.adv_estimator=gigpo trainer.iterations=80
   shoal train --config-name demo --resume             go on with the newest run of that name
-  shoal train --config-name base --cfg                print all settings and stop
+  shoal train --config-name base --cfg                print all settings with their meanings and stop
   shoal train --config-name recorded recordings=DIR   imitate recordings (recorded-grpo: learn from their rewards)
 
 Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes one.
@@ -48,6 +49,12 @@ Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes 
 
 RECORDED = ("recorded", "recorded-grpo")
 """Configs of training on recordings, which have settings of their own."""
+LEGEND = (
+    "differing groups: the share of groups whose members got different rewards; only these teach the task"
+)
+"""Of the lines of the live view."""
+MOST_WARNINGS = 3
+"""At the end of a run."""
 
 
 CHECKED_SEEDS = 32
@@ -60,7 +67,7 @@ class TrainOptions(AgentOptions):
 
     config_name: Annotated[str, config_name_of(RECORDED)] = "demo"
     cfg: Flag = False
-    """print the composed config as YAML and stop"""
+    """print the composed config as YAML, with the meaning of each setting as a comment, and stop"""
     json_events: Flag = False
     """one JSON line per durable moment on stdout"""
     resume: Flag = False
@@ -75,9 +82,9 @@ def train(options: TrainOptions) -> int:
         return train_recorded(options)
     config = composed(options, RECORDED)
     if options.cfg:
-        from shoal.core.configuration import as_yaml, to_mapping
+        from shoal.core.configuration import as_commented_yaml
 
-        print(as_yaml(to_mapping(config)), end="")
+        print(as_commented_yaml(config), end="")
         return 0
     show_warnings()
     import torch
@@ -111,10 +118,12 @@ def train(options: TrainOptions) -> int:
     with ExitStack() as shown:
         progress = shown.enter_context(Progress(f"loading the {config.engine.name} engine"))
         with AgentTrainer(config, print_json if options.json_events else None) as trainer:
-            progress.say(f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}")
+            progress.say(
+                f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}\n{LEGEND}"
+            )
             progress.doing = trainer.doing
             try:
-                _watch(trainer.train(), config.trainer.iterations, progress)
+                _watch(trainer.train(), trainer, progress)
             except BaseException as error:
                 shown.close()
                 trainer.records.folder.fail(error)
@@ -122,7 +131,7 @@ def train(options: TrainOptions) -> int:
                     raise
                 print(f"\ninterrupted; go on with: {_resuming(options, config.run_dir or '')}")
                 return 130
-    _say_results(Path(config.run_dir or ""), config.next_step)
+    _say_results(Path(config.run_dir or ""), config)
     if options.json:
         print_json(read_summary(Path(config.run_dir or "")))
     return 0
@@ -164,6 +173,7 @@ def _resuming(options: TrainOptions, run_dir: str) -> str:
 def _run_dir(wanted: str | None, name: str, resume: bool) -> Path:
     """The folder asked for; else `runs/<name>`, numbered when taken, or the newest of that name to resume."""
     if wanted is not None:
+        refuse_foreign(Path(wanted))
         return Path(wanted)
     return newest_folder(name) if resume else new_folder(name)
 
@@ -177,42 +187,73 @@ def _finished(run: Path) -> int | None:
     return int(done) if summary.get("status") == "completed" and isinstance(done, int | float) else None
 
 
-def _watch(rows: Iterator[dict[str, Any]], iterations: int, progress: Progress) -> None:
-    """Show each row as it comes: a progress bar on a terminal, plain lines and a heartbeat elsewhere."""
+def _watch(rows: Iterator[dict[str, Any]], trainer: AgentTrainer, progress: Progress) -> None:
+    """Show each row as it comes; of those from before a resume, only where the run goes on."""
+    iterations = trainer.config.trainer.iterations
+    before: dict[str, Any] = {}  # the row before this one
+    held_out, resumed = None, False
     for row in rows:
-        line = _line(row, iterations)
-        left = progress.left()
-        known = "" if left is None or row["iteration"] >= iterations else f"  ({duration(left)} left)"
-        progress.at(row["iteration"] / max(1, iterations), line, line + known)
-        if progress.on_terminal and "heldout_success" in row:
-            progress.say(f"iteration {row['iteration']:>4}: held-out success {row['heldout_success']:.2f}")
+        at = trainer.resumed_at
+        if at is not None and row["iteration"] <= at:
+            held_out = row.get("heldout_success", held_out)
+        if at is not None and row["iteration"] >= at and not resumed:
+            resumed = True
+            known = "" if held_out is None else f" (held-out {held_out:.2f})"
+            progress.at(at / iterations)
+            progress.say(f"resumed at {at} of {iterations}{known}")
+        if at is None or row["iteration"] > at:
+            _show(row, iterations, row.get("episodes", 0) - before.get("episodes", 0), progress)
+        before = row
 
 
-def _line(row: dict[str, Any], iterations: int) -> str:
+def _show(row: dict[str, Any], iterations: int, played: int, progress: Progress) -> None:
+    """One row: below the bar of a terminal, as a line elsewhere; `played` episodes are what it is about."""
+    line = _line(row, iterations, played)
+    progress.at(row["iteration"] / iterations, line)
+    if not progress.on_terminal:
+        left = None if row["iteration"] >= iterations else progress.left()
+        progress.say(line if left is None else f"{line}  ({duration(left)} left)")
+    elif "heldout_success" in row:
+        progress.say(f"iteration {row['iteration']:>4}: held-out success {row['heldout_success']:.2f}")
+
+
+def _line(row: dict[str, Any], iterations: int, played: int) -> str:
     """One row of metrics in the words of the live view."""
     parts = [f"{row['iteration']:>4}/{iterations}"]
+    kl = row.get("kl_to_reference", row.get("kl_to_rollout"))
+    if kl is not None:
+        row = {**row, "kl": max(0.0, round(kl, 6))}  # an estimate near 0 may lie below it
     for key, label, form in (
         ("success", "success", ".2f"),
         ("reward", "reward", ".2f"),
         ("valid_actions", "valid", ".2f"),
+        ("groups_with_signal", "differing groups", ".2f"),
         ("entropy", "entropy", ".2f"),
-        ("groups_with_signal", "signal", ".2f"),
+        ("kl", "KL", ".1g"),
+        ("grad_norm", "grad", ".2g"),
+        ("learning_rate", "lr", ".2g"),
         ("tokens_per_second", "tok/s", ".0f"),
-        ("heldout_success", "| held-out success", ".2f"),
     ):
         if row.get(key) is not None:
             parts.append(f"{label} {row[key]:{form}}")
+    if row.get("failed_episodes"):
+        parts.append(f"failed {row['failed_episodes']:.0f}/{played}")
+    if row.get("heldout_success") is not None:
+        parts.append(f"| held-out {row['heldout_success']:.2f}")
     return "  ".join(parts)
 
 
-def _say_results(run: Path, next_step: str) -> None:
+def _say_results(run: Path, config: AgentConfig) -> None:
+    """Where everything is, what to do next, and as the last lines what kept the run from learning."""
     summary = read_summary(run)
-    metrics = summary["metrics"]
+    metrics, next_step, enough = summary["metrics"], config.next_step, config.trainer.stop_at_success
+    early = metrics["iterations"] < config.trainer.iterations
     success = metrics.get("heldout_success")  # not there where the rows of metrics were lost
     lines = [
         "",
         f"held-out success {'unknown' if success is None else f'{success:.2f}'} after "
-        f"{count_of(metrics['iterations'], 'iteration')}, {duration(summary['seconds'])}",
+        f"{count_of(metrics['iterations'], 'iteration')}, {duration(summary['seconds'])}"
+        + (f" (ended early by trainer.stop_at_success={enough})" if early else ""),
         f"curves      {run / 'curves.png'}",
         f"episodes    {run / 'trajectories'}",
         f"checkpoint  {run / 'checkpoints'}",
@@ -221,4 +262,8 @@ def _say_results(run: Path, next_step: str) -> None:
     if next_step:
         step = next_step.replace("shoal ", f"{program()} ", 1).replace("{run}", shlex.quote(str(run)))
         lines.append(f"try next:            {step}")
+    advice = summary.get("advice", [])
+    if advice:
+        lines.append("")
+    lines += [f"WARNING: {one['title']}. {one['text']}" for one in advice[:MOST_WARNINGS]]
     print("\n".join(lines))

@@ -17,6 +17,7 @@ import tyro
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json, refuse_device, show_warnings
 from shoal.cli.output import program
+from shoal.core.run_folder import refuse_foreign
 from shoal.train.ppo.compiled.network import kernels_cached
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.presets import preset_for
@@ -62,6 +63,8 @@ def train(call: Call) -> int:
     """Train, report."""
     show_warnings()
     refuse_device(call.run.device)
+    if call.run.run_dir is not None:
+        refuse_foreign(Path(call.run.run_dir))
     run_options = replace(call.run, run_dir=call.run.run_dir or str(new_folder(_name(call.run.env))))
     run = PPORun(run_options, call.ppo, print_json if call.json_events else None)
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.cli.grammar import hide_loading, print_json, refuse_device, refuse_twice
-from shoal.core.configuration import as_yaml, from_mapping, to_mapping
+from shoal.core.configuration import as_commented_yaml, from_mapping
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import remove_leftovers
 from shoal.core.run_folder import RunFolder
@@ -101,7 +101,7 @@ def train_recorded(options: Any) -> int:
     config = read_config(options.config_name, [*options.settings("device"), *where])
     refuse_device(config.device)
     if options.cfg:
-        print(as_yaml(to_mapping(config)), end="")
+        print(as_commented_yaml(config), end="")
         return 0
     import torch
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import math
 import re
 import sys
+import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,6 +130,54 @@ def as_yaml(values: Mapping[str, Any]) -> str:
     return told
 
 
+def field_notes(config: type) -> dict[str, str]:
+    """What stands in the source below each field of a dataclass, on one line; inherited fields are among them."""
+    notes: dict[str, str] = {}
+    for kind in reversed(config.__mro__):
+        try:
+            body: Any = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+        except (OSError, TypeError, SyntaxError):  # there is no source
+            continue
+        for item, note in pairwise(body.body):
+            is_field = isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+            if is_field and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
+                notes[item.target.id] = " ".join(str(note.value.value).split())
+    return notes
+
+
+def as_commented_yaml(config: Any) -> str:
+    """A config dataclass as `as_yaml` writes it, with the meaning of each setting as a comment above it."""
+    return "".join(f"{line}\n" for line in _commented(config))
+
+
+def _commented(config: Any) -> Iterator[str]:
+    notes, plain = field_notes(type(config)), to_mapping(config)
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        note = notes.get(item.name) or first_line(value)
+        yield from textwrap.wrap(note, 100, initial_indent="# ", subsequent_indent="# ")
+        if dataclasses.is_dataclass(value):
+            yield f"{item.name}:"
+            yield from _indented(_commented(value))
+        elif isinstance(value, dict) and value and all(map(dataclasses.is_dataclass, value.values())):
+            yield f"{item.name}:"
+            for name, inner in value.items():
+                yield from _indented([as_yaml({name: {}}).removesuffix(" {}\n")])
+                yield from _indented(_indented(_commented(inner)))
+        else:
+            yield from as_yaml({item.name: plain[item.name]}).removesuffix("\n").split("\n")
+
+
+def first_line(section: Any) -> str:
+    """What the docstring of a section of settings begins with; "" of any other value."""
+    documented = (inspect.getdoc(type(section)) or "") if dataclasses.is_dataclass(section) else ""
+    return documented.partition("\n")[0]
+
+
+def _indented(lines: Iterable[str]) -> Iterator[str]:
+    return (f"  {line}" if line else line for line in lines)
+
+
 MOST_BYTES, MOST_VALUES = 2**20, 20_000
 """Of a file of settings; more is a mistake or an attack (aliases of aliases), and takes minutes to use."""
 
@@ -217,7 +269,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     except msgspec.ValidationError as error:
         words = [repr(word) for option in (hint, *arguments) for word in _words(option)]
         if isinstance(value, str) and words:
-            raise ConfigError(f"{path} must be {_either(words)}, got {value!r}") from error
+            number = "a number or " if {int, float} & {*arguments} else ""
+            raise ConfigError(f"{path} must be {number}{_either(words)}, got {value!r}") from error
         expected = re.sub(r"(, got `[a-z]+`)?( - at `\$`)?$", "", str(error))
         raise ConfigError(f"{path}: {expected}, got {value!r}") from error
 

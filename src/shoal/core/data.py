@@ -156,6 +156,7 @@ class Trajectory:
     status: Status = "ok"
     error: str | None = None  # the cause when `status` is not "ok"
     weights_version: int = 0
+    finish: str | None = None  # "context" where the next prompt did not fit into the context; None otherwise
 
     @property
     def reward(self) -> float:

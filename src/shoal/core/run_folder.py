@@ -94,6 +94,27 @@ def _noted_command(run: Path) -> str:
     return ""
 
 
+OF_A_RUN = {
+    ".lock", "config.yaml", "metrics.jsonl", "summary.json", "checkpoints", "trajectories", "tensorboard", UNFINISHED,
+}  # fmt: skip
+"""Files and folders of runs, of which any run folder has one."""
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuse a folder that holds files, and none of a run, as the place for a new run.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    found = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    shown = sorted(name for name in found if not name.startswith("."))
+    if shown and not found & OF_A_RUN:
+        raise ConfigError(
+            f"{path} holds other files ({', '.join(shown[:3])}{', …' if shown[3:] else ''}) and no run: name a new "
+            f"folder, such as {path / 'run'}"
+        )
+
+
 def whole_rows(data: bytes) -> list[dict[str, Any]]:
     """The JSON objects of whole lines; a last line that is still being written is left out, so are torn ones."""
     rows = []
@@ -109,6 +130,15 @@ def latest(rows: Iterable[Mapping[str, Any]], x: str) -> list[Any]:
     """Rows in the order of their `x`, those that have a number there; of several of the same the last."""
     found = {row[x]: row for row in rows if type(row.get(x)) in (int, float) and row[x] == row[x]}
     return [found[place] for place in sorted(found)]
+
+
+_MOST = 1e300
+"""Larger numbers are no points of a curve."""
+
+
+def is_number(value: Any) -> bool:
+    """A number that can be drawn: the distance between two of them is finite too. False for NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
 
 
 LOOKS = 5
@@ -354,16 +384,28 @@ class RunFolder(Closing):
         """Something is added: what an earlier end said of the run is true no more, however this process ends."""
         (self.path / "summary.json").unlink(missing_ok=True)
 
-    def finish(self, metrics: Mapping[str, Any], status: str = "completed") -> dict[str, Any]:
-        """Write `summary.json`, return what it holds, and let others write the folder."""
+    def clocks(self) -> dict[str, float]:
+        """Seconds of the run so far, by the wall and of its processes, those before a resume included."""
+        return {
+            "seconds": round(time.monotonic() - self._wall, 3),
+            "cpu_seconds": round(_cpu_seconds() - self._cpu, 3),
+        }
+
+    def add_clocks(self, before: Mapping[str, Any]) -> None:
+        """Count the seconds of a row of metrics that holds `clocks()`, written before this run was resumed."""
+        self._wall -= before.get("seconds", 0.0)
+        self._cpu -= before.get("cpu_seconds", 0.0)
+
+    def finish(self, metrics: Mapping[str, Any], status: str = "completed", **more: Any) -> dict[str, Any]:
+        """Write `summary.json` (with `more` beside the metrics), return it, and let others write the folder."""
         self.hold()
         summary = {
             "command": self.command,
             "seed": self.seed,
             "status": status,
-            "seconds": round(time.monotonic() - self._wall, 3),
-            "cpu_seconds": round(_cpu_seconds() - self._cpu, 3),
+            **self.clocks(),
             "versions": installed_versions(),
+            **more,
             "metrics": finite(dict(metrics)),
         }
         write_json(self.path / "summary.json", summary)

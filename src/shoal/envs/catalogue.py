@@ -28,7 +28,15 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
 from shoal.core.data import own
-from shoal.core.errors import ConfigError, MissingExtraError, UnknownNameError, did_you_mean, explain_import
+from shoal.core.errors import (
+    ConfigError,
+    MissingExtraError,
+    UnknownNameError,
+    did_you_mean,
+    explain_import,
+    in_words,
+    user_frames,
+)
 from shoal.core.registry import SAFE_NAME, Registry, all_or_nothing
 from shoal.envs.text import TextEnv
 
@@ -320,7 +328,10 @@ def _not_imported(name: str, path: str, kind: str, error: BaseException) -> Exce
                 f"{said}: there is no module {error.name!r} here{file}; expected "
                 f"{wanted if package is None else package.written(name.partition(':')[2])}"
             )
-    return ConfigError(f"{said}: importing {path!r} failed with {type(error).__name__}: {error}")
+    if isinstance(error, ConfigError):  # a class that was refused says which, and where
+        return ConfigError(f"{said}: {error}")
+    lines = "".join(f"\n  {line}" for line in user_frames(error))
+    return ConfigError(f"{said}: importing {path!r} failed with {in_words(error)}{lines}")
 
 
 def _is_env_class(value: Any) -> bool:

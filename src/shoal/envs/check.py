@@ -49,6 +49,7 @@ from shoal.core.processes import (
     settle,
     write_stacks_on_request,
 )
+from shoal.envs.adapters.gymnasium import are_messages
 from shoal.envs.catalogue import BUILT_IN, EnvFn, Source, env_class, name_of, resolve_text
 from shoal.envs.spaces import free_text, why_not_in
 from shoal.envs.text import TextEnv
@@ -249,6 +250,7 @@ class Place:
 
     name: str = "the env"
     tell: Callable[[Place], None] | None = field(default=None, repr=False)
+    doing: str = "while it was made"
     kind: type | None = None
     seed: int | None = None
     step: int = 0
@@ -263,9 +265,15 @@ class Place:
         if self.tell is not None:
             self.tell(self)
 
+    def asks_gymnasium(self) -> None:
+        """Its check begins."""
+        self.seed, self.doing = None, "in gymnasium's check_env"
+        if self.tell is not None:
+            self.tell(self)
+
     def __str__(self) -> str:
         if self.seed is None:
-            return "while it was made"
+            return self.doing
         if self.step == WHOLE:
             return f"with seed {self.seed}"
         return f"in {f'step {self.step}' if self.step else 'the reset'} of seed {self.seed}"
@@ -298,8 +306,9 @@ def _examine(job: Job, at: Place, tell: Callable[[str, Any], None]) -> None:
     if job.quick:
         env.close()
         return
-    if not isinstance(env, TextEnv):
+    if make_text is None:
         _play_at_random(env, seeds, at, tell)
+    at.asks_gymnasium()
     _ask_gymnasium(env if job.wrapped else env.unwrapped, at, tell)
     env.close()
 
@@ -321,12 +330,17 @@ def _ask_gymnasium(env: Env, at: Place, tell: Callable[[str, Any], None]) -> Non
     if not all(isinstance(space, gymnasium.Space) for space in spaces):
         tell("line", "skipped gymnasium's check_env: the env states no spaces")
         return
-    if isinstance(spaces[0], Text):
+    if isinstance(spaces[0], Text | gymnasium.spaces.Sequence):
         seen = env.reset(seed=0)[0]
+        if are_messages(seen):
+            tell("line", "skipped gymnasium's check_env: observations are chat messages")
+            return
+    if isinstance(spaces[0], Text):
         if free_text(spaces[0]) is not spaces[0]:
             env.observation_space = free_text(spaces[0])
             tell(
-                "line", f"  note  {spaces[0]!s:.40} is read as FreeText: observations may hold any character"
+                "line",
+                f"  note  Text({spaces[0].max_length}) is read as FreeText: observations may hold any character",
             )
         elif isinstance(seen, str) and not spaces[0].contains(seen):
             raise AssertionError(f"{at.name}.reset() gave {seen!r:.80}, but {why_not_in(spaces[0], seen)}")
@@ -381,12 +395,14 @@ def _play(make: Callable[[], TextEnv[Any]], seeds: list[int], at: Place, seconds
             return env
 
         env = fresh()
-        at.kind = type(getattr(env, "inner", env).unwrapped)
+        inner = getattr(env, "inner", None)  # of an adapter
+        at.kind = type((inner if isinstance(inner, gymnasium.Env) else env).unwrapped)
         at.name = at.kind.__name__
         _check_declarations(env, at)
         episodes: list[list[Any]] = []
+        success_is_known = False
         for seed in seeds:
-            if time.monotonic() > until:
+            if episodes and time.monotonic() > until:
                 break
             before = _global_state()
             first = _episode(fresh(), seed, at, until)
@@ -402,6 +418,7 @@ def _play(make: Callable[[], TextEnv[Any]], seeds: list[int], at: Place, seconds
             if difference := _first_difference(first, third):
                 _blame_attribute(fresh(), used, seed, at, difference)
             episodes.append(first)
+            success_is_known = success_is_known or getattr(used, "success_is_known", True)
             opened.close()
         for seed in seeds[:INVALID_EPISODES]:
             if time.monotonic() < until:
@@ -409,10 +426,12 @@ def _play(make: Callable[[], TextEnv[Any]], seeds: list[int], at: Place, seconds
     solved = sum(bool(episode[-1][-1]["success"]) for episode in episodes)
     longest = max(len(shown[0]) for episode in episodes for shown in episode)
     steps = max(len(episode) - 1 for episode in episodes)
-    return (
-        f"{len(episodes)} episodes of at most {steps} steps, observations of at most {longest:,} characters; "
-        f"random actions solved {solved}"
+    seen = (
+        f"{len(episodes)} episodes of at most {steps} steps, observations of at most {longest:,} characters"
     )
+    if success_is_known:
+        return f"{seen}; random actions solved {solved}"
+    return f"{seen}\n  note  nothing says when an episode is solved: put 'success' into the info of step()"
 
 
 def _check_declarations(env: TextEnv[Any], at: Place) -> None:
@@ -536,16 +555,23 @@ def _blame_line(fresh: Callable[[], TextEnv[Any]], seed: int, at: Place, promise
     at.goes_to(seed, WHOLE)
     found = _line_that_changes(at.kind, lambda: _episode(fresh(), seed, Place()))
     if found is None:
-        start = place_of(getattr(at.kind, "_start", None) or getattr(at.kind, "reset", None))
-        raise AssertionError(
-            f"{at.name}: {promise}; draw all that is random from the generator of the episode ({start})"
-        )
+        begin, generator = _beginning(at)
+        start = place_of(getattr(at.kind, begin.removesuffix("()")))
+        raise AssertionError(f"{at.name}: {promise}; draw all that is random from {generator} ({start})")
     what, frame = found
+    begin, generator = _beginning(at)
     if what in _global_state():
-        how = f"uses {what}; draw from the rng that _start(self, rng) is given instead"
+        how = f"uses {what}; draw from {generator} instead"
     else:
-        how = f"changes {what}, which all envs share; make it anew in _start()"
+        how = f"changes {what}, which all envs share; make it anew in {begin}"
     raise AssertionError(f"{at.name}.{frame.name}() {how}: {promise}\n  {in_one_line(frame)}")
+
+
+def _beginning(at: Place) -> tuple[str, str]:
+    """The method in which an episode begins, and the generator that it has."""
+    if at.kind is not None and issubclass(at.kind, TextEnv):
+        return "_start()", "the rng that _start(self, rng) is given"
+    return "reset()", "self.np_random, which super().reset(seed=seed) makes"
 
 
 def _blame_attribute(fresh: TextEnv[Any], used: TextEnv[Any], seed: int, at: Place, difference: str) -> None:
@@ -559,7 +585,7 @@ def _blame_attribute(fresh: TextEnv[Any], used: TextEnv[Any], seed: int, at: Pla
         for name, value in vars(fresh).items()
         if name not in _OF_TEXT_ENV and isinstance(value, plain) and value != vars(used).get(name)
     ]
-    told = f"; not as in a fresh env: {', '.join(left[:5])}: set all in _start()" if left else ""
+    told = f"; not as in a fresh env: {', '.join(left[:5])}: set all in {_beginning(at)[0]}" if left else ""
     raise AssertionError(
         f"{at.name}: the episode before changed the episode after reset(): {difference}{told}"
     )

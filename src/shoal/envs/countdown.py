@@ -324,7 +324,7 @@ class CountdownEnv(TextEnv[CountdownConfig]):
         return self._puzzle.solution
 
     def random_action(self, rng: np.random.Generator) -> str:
-        """All numbers in an order drawn by lot, with signs drawn by lot between them."""
+        """All numbers in a random order, with random signs between them."""
         level = LEVELS[self.config.difficulty]
         numbers = [str(self._puzzle.numbers[i]) for i in rng.permutation(len(self._puzzle.numbers))]
         signs = [level.operations[int(i)] for i in rng.integers(len(level.operations), size=len(numbers) - 1)]

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeGuard, TypeVar
 
 import gymnasium
 import numpy as np
@@ -117,8 +117,9 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         if self.Config is TextConfig:
             settings = {"max_steps": self.max_steps, **settings}
         self.config: C = config if config is not None else build_config(self.Config, settings)
-        self.max_steps = getattr(self.config, "max_steps", self.max_steps)
-        if not _is_count(self.max_steps):
+        stated = getattr(self.config, "max_steps", None)
+        self.max_steps = self.max_steps if stated is None else stated
+        if not is_count(self.max_steps):
             raise ConfigError(f"max_steps must be a whole number of at least 1, got {self.max_steps!r}")
         self.render_mode = render_mode
         for name in ("action_space", "observation_space"):
@@ -189,7 +190,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return None
 
     def random_action(self, rng: np.random.Generator) -> str | None:
-        """A valid action drawn by lot, as the projection reads it; None where actions are free text without a rule."""
+        """A uniformly random valid action, as the projection reads it; None for free text without a rule."""
         words = self.available_actions() if self.projection.lookup else []
         return words[int(rng.integers(len(words)))] if words else None
 
@@ -239,7 +240,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             with self._blaming("_advance"):
                 reward = reward_of(reward)
         if not math.isfinite(reward):
-            self._blame_method("_advance", f"must pay a finite number, got the reward {reward}")
+            self._blame_method("_advance", f": the reward must be a finite number, got {reward}")
         self._steps += 1
         self._success = self._success or outcome.success
         late = outcome.truncated or self._steps >= self.max_steps
@@ -272,15 +273,14 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return seen
 
     def _blame_method(self, method: str, problem: str) -> NoReturn:
-        place = place_of(getattr(type(self), method))
-        raise EnvError(f"{type(self).__name__}.{method}() {problem}{place and f' ({place})'}")
+        raise EnvError(blame(type(self), method, problem))
 
     @contextlib.contextmanager
     def _blaming(self, method: str) -> Iterator[None]:
         try:
             yield
         except EnvError as error:
-            self._blame_method(method, f"gave what it must not: {error}")
+            self._blame_method(method, f": {error}")
 
     def _checked(self, action: Any) -> Action:
         if type(action) is int and action in self._plain_actions():
@@ -361,7 +361,7 @@ def _check_settings(cls: type[TextEnv[Any]]) -> None:
     if not (isinstance(cls.Config, type) and dataclasses.is_dataclass(cls.Config)):
         _refuse(cls, f"must have a dataclass as its Config, got {cls.Config!r:.80}")
     if "max_steps" in vars(cls):
-        if not _is_count(cls.max_steps):
+        if not is_count(cls.max_steps):
             _refuse(cls, f"must have a whole number of at least 1 as max_steps, got {cls.max_steps!r:.80}")
         if cls.Config is not TextConfig and "max_steps" in cls.Config.__dataclass_fields__:
             _refuse(
@@ -421,8 +421,16 @@ def _refuse(cls: type, problem: str) -> NoReturn:
     raise ConfigError(f"{cls.__name__}{place} {problem}")
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def blame(kind: type, method: str, problem: str) -> str:
+    """A message about what a method returned, with the place where the method stands."""
+    place = place_of(getattr(kind, method))
+    between = "" if problem.startswith(":") else " "
+    return f"{kind.__name__}.{method}(){between}{problem}{place and f' ({place})'}"
 
 
 def _kind_of(value: Any) -> str:

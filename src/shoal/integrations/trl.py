@@ -130,7 +130,7 @@ class TRLRollout(Closing):
                 "shoal samples from the whole distribution here, as the loss of TRL assumes: leave agent_proxy.top_p, "
                 "top_k and min_p out"
             )
-        return Sampling(proxy.max_tokens, trainer.temperature, proxy.stop)
+        return Sampling(proxy.token_limit, trainer.temperature, proxy.stop)
 
     def _assignments(self, prompts: Sequence[Any], trainer: Any) -> list[Assignment]:
         """Which episode each row is; rows of all processes count through, as TRL's groups do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -73,10 +73,9 @@ class ObservationNormalizer:
         """Copies by name, for a checkpoint."""
         return self.moments.state("obs")
 
-    def load_state(self, state: Mapping[str, Array], of_numbers: Callable[[Array], Array]) -> None:
-        """What `state` gave; `of_numbers` chooses among the columns of older checkpoints."""
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        """Take over what `state` gave."""
         self.moments.load_state("obs", state)
-        self.moments.mean, self.moments.square = map(of_numbers, (self.moments.mean, self.moments.square))
         self.refresh()
 
     def refresh(self) -> None:

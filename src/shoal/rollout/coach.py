@@ -16,6 +16,7 @@ from shoal.core.data import answer_of, info_of
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import stream
 from shoal.envs import TextEnv
+from shoal.rollout.answers import answer_ids
 from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Completion, Level, Request
@@ -128,8 +129,9 @@ class Coach:
         if request.key.turn == MAX_EPISODE_TURNS:
             return nothing
         word, learned, self.rng[i] = self._answers[i]
-        written = self._prompter.variant(self._at[i][1].prompt).config.written
-        answer = self.tokenizer.encode(written(f"<action>{word}</action>"))
+        role = self._at[i][1]
+        prompt = self._prompter.variant(role.prompt).config
+        answer = answer_ids(word, role, prompt, request.sampling, self.tokenizer)
         context = self._context
         if context is not None and len(request.prompt_ids) + len(answer) > context:
             return nothing  # later turns do not fit either

@@ -328,7 +328,7 @@ class Collector(Protocol):
 def collect_with_signal(
     collector: Collector, iteration: int, sampling: Sampling, *, max_batches: int, gamma: float = 1.0
 ) -> tuple[list[Trajectory], list[Trajectory], FilterReport]:
-    """Dynamic sampling: play whole groups until as many have signal as the collector has tags.
+    """Dynamic sampling: play whole groups until as many have different rewards as the collector has tags.
 
     Args:
         collector: plays the groups; further batches are new groups with seeds of their own.

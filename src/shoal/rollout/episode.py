@@ -31,6 +31,8 @@ class Role:
     max_turns: int
     prompt: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `PromptConfig` that this kind of env has of its own."""
+    draws_actions: bool = True
+    """Whether the env can name a valid action at random; it cannot where actions are free text without a rule."""
 
     def word(self, action: int | str) -> str:
         """The env's word for an action."""
@@ -72,7 +74,7 @@ class Episode:
         self._images: tuple[str, ...] = ()
         self._version = 0
         self._paid = 0.0
-        self._success = self._terminated = self._truncated = False
+        self._success = self._terminated = self._truncated = self._full = False
 
     def begin(self, observation: Any, info: Any) -> None:
         """The env was reset.
@@ -86,7 +88,8 @@ class Episode:
     def request(self) -> Request:
         """What to ask the engine now."""
         role, prompter, shown = self.role, self._prompter, self._image is not None
-        scene = Scene(role.instructions, self._text, self._words, self._past, role.max_turns, int(shown))
+        words = self._words or role.projection.words()
+        scene = Scene(role.instructions, self._text, words, self._past, role.max_turns, int(shown))
         self._prompt = prompter.prompt(scene, self._before)
         if prompter.config.mode == "append":
             self._check_append(prompter.message(scene))
@@ -104,14 +107,15 @@ class Episode:
     def respond(self, completion: Completion) -> list[int | str]:
         """The engine answered; returns the env actions of this turn, to be stepped one by one until the end.
 
-        There are none where the prompt has filled the context: the episode is truncated, without another turn.
+        There are none where the prompt has filled the context: the episode is truncated, without another turn, and
+        its `finish` is "context".
 
         Raises:
             EngineError: the tokenizer cannot decode the answer.
         """
         self._version = completion.weights_version
         if completion.finish == "context":
-            self._truncated = self.over = True
+            self._truncated = self.over = self._full = True
             return []
         self._completion = completion
         try:
@@ -195,6 +199,7 @@ class Episode:
             status=status,
             error=None if error is None else error.encode("utf-8", "backslashreplace").decode(),
             weights_version=self._version,
+            finish="context" if self._full else None,
         )
 
     def _check_append(self, text: str) -> None:

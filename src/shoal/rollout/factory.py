@@ -64,6 +64,7 @@ class EnvMix:
     """How groups are spread over kinds."""
 
     tags: tuple[str, ...] = ()
+    """Names of entries of `custom_envs`."""
     n_groups: tuple[int, ...] = ()
     """As many as tags, summing to `env_groups` or to a divisor of it; empty for equal shares."""
 
@@ -76,7 +77,9 @@ class EnvGroups:
     """Groups of episodes that are played at once."""
 
     env_groups: int = 8
+    """Start states that are played at once."""
     group_size: int = 16
+    """Episodes that are played from each start state."""
     env_configs: EnvMix = EnvMix()
 
     def __post_init__(self) -> None:
@@ -115,7 +118,9 @@ class VectorConfig:
     """Where envs are stepped; it changes the speed and never the results."""
 
     backend: Backend = "auto"
+    """Where they are: `auto` tries one env and chooses; the others are named."""
     num_workers: int | None = None
+    """Workers that share the envs; as many as the backend finds best if not given."""
     step_timeout: float | None = STEP_TIMEOUT
     """Seconds after which an env that does not answer is given up and its process replaced; null for no limit. Envs in
     the trainer's own process (`serial`) cannot be interrupted: there the default means nothing."""
@@ -223,7 +228,8 @@ def make_roles(
             projection = env.projection
             if (most := kind.max_actions_per_turn) > 1:
                 projection = replace(projection, separator=kind.action_sep, max_actions=most)
-            roles[tag] = Role(tag, env.instructions, projection, turns, kind.prompt)
+            draws = bool(projection.lookup) or type(env).random_action is not TextEnv.random_action
+            roles[tag] = Role(tag, env.instructions, projection, turns, kind.prompt, draws)
     return roles
 
 

@@ -1,4 +1,4 @@
-"""Which groups say something: those whose members got different returns of the task's rewards.
+"""Which groups can be learned from: those whose members got different returns of the task's rewards.
 
 The task's own reward is compared, never a shaped one, and failed episodes take no part.
 """
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from shoal.core.data import Trajectory
 
 EPSILON = 1e-6
-"""Groups whose rewards have a smaller standard deviation carry no signal."""
+"""Groups whose rewards have a smaller standard deviation count as equal."""
 FilterType = Literal["std", "max_mean"]
 
 
@@ -24,8 +24,8 @@ class FilterReport:
 
     played: int
     with_signal: int
-    all_solved: int  # without signal: every member succeeded
-    none_solved: int  # without signal: no member succeeded
+    all_solved: int  # equal rewards: every member succeeded
+    none_solved: int  # equal rewards: no member succeeded
     too_few: int  # fewer than two members ended "ok"
     kept: int
     batches: int = 1
@@ -44,7 +44,7 @@ class FilterReport:
     def __str__(self) -> str:
         return (
             f"{self.kept} groups kept of {self.played} played in {self.batches} batches: {self.with_signal} "
-            f"with signal, {self.all_solved} solved by all, {self.none_solved} by none, {self.too_few} with "
+            f"with different rewards, {self.all_solved} solved by all, {self.none_solved} by none, {self.too_few} with "
             f"fewer than two whole episodes"
         )
 
@@ -52,7 +52,7 @@ class FilterReport:
 def filter_groups(
     trajectories: Sequence[Trajectory], wanted: int | None = None, batches: int = 1, gamma: float = 1.0
 ) -> tuple[list[Trajectory], FilterReport]:
-    """The whole episodes of groups with signal, of the first `wanted` such groups, and what was left out.
+    """The whole episodes of groups with different rewards, of the first `wanted` such groups, and what was left out.
 
     Args:
         trajectories: of any number of groups.
@@ -81,6 +81,12 @@ def filter_groups(
     return kept, FilterReport(len(groups), len(signal), solved, unsolved, few, len(chosen), batches)
 
 
+def unsolved(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> list[Trajectory]:
+    """The whole episodes of groups in which no member succeeded, but for those that are `kept`."""
+    others = {t.group for t in trajectories if t.success} | {t.group for t in kept}
+    return [t for t in trajectories if t.status == "ok" and t.group not in others]
+
+
 def discounted(trajectory: Trajectory, gamma: float) -> float:
     """The discounted return of an episode: its rewards, the one of turn `t` times `gamma**t`."""
     total = 0.0
@@ -90,7 +96,7 @@ def discounted(trajectory: Trajectory, gamma: float) -> float:
 
 
 def next_refill(wanted: int, with_signal: int, played: int) -> int:
-    """How many more groups to play so that, at the present rate, `wanted` have signal; at most `wanted`.
+    """How many more groups to play so that, at the present rate, `wanted` have different rewards; at most `wanted`.
 
     >>> next_refill(8, with_signal=4, played=8)
     8

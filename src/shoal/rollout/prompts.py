@@ -31,6 +31,7 @@ class PromptConfig:
     """Templates and what they show; `{name}` stands for a field, everything else is text."""
 
     mode: Literal["window", "append"] = "window"
+    """`window`: every turn is a fresh chat with the last `history` turns; `append`: one chat that grows."""
     history: int = 2
     """Turns before the present one that a `window` prompt shows."""
     system: str = ""
@@ -48,7 +49,7 @@ class PromptConfig:
     turn: str = "Step {step}:\n{observation}\nYour action: {action}"
     """One past turn inside `{history}`."""
     prefill: str = ""
-    """Text that the answer begins with, given to the model rather than asked of it."""
+    """Text put after the prompt; the model continues from it."""
     closing: str = ""
     """Text that the answer ends with, added to what the model wrote and never asked of it: with `<action>` before and
     `</action>` after, a model that answers in one word writes one token (`max_tokens: 1`)."""
@@ -59,7 +60,8 @@ class PromptConfig:
         check_settings(self, history=0)
         if self.mode == "append" and (self.prefill or self.closing):
             raise ConfigError(
-                "prompt.prefill and prompt.closing work in window mode only: append mode keeps the model's own tokens"
+                "prompt.prefill and prompt.closing work in window mode only, since append mode keeps the model's own "
+                "tokens: set both to ''"
             )
         for name, fields in (("first", FIELDS), ("later", FIELDS), ("turn", TURN_FIELDS)):
             for field in _FIELD.findall(getattr(self, name)):
@@ -196,7 +198,7 @@ def compose(config: PromptConfig, scene: Scene) -> str:
         "instructions": scene.instructions,
         "observation": scene.observation,
         "history": history,
-        "actions": ", ".join(scene.actions),
+        "actions": ", ".join(scene.actions) or "any text",
         "step": str(len(scene.past)),
         "max_turns": str(scene.max_turns),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 from shoal.core.configuration import plain_values
 from shoal.core.errors import ConfigError
@@ -23,9 +23,10 @@ class RolloutSettings:
 
     max_turn: int | None = None
     """Turns after which an episode is truncated; what the env or its tag says if not given."""
-    max_tokens: int = 8
-    """Tokens of one response."""
+    max_tokens: int | Literal["auto"] = 8
+    """Tokens of one response, at most. `auto`: as many as the longest action of the envs needs; 64 for free text."""
     temperature: float = 1.0
+    """Of sampling in training: 1 samples from the model's own probabilities, 0 takes the likeliest token."""
     top_p: float = 1.0
     """Sample from the fewest tokens that have this much of the probability; 1 is off."""
     top_k: int = 0
@@ -45,15 +46,32 @@ class RolloutSettings:
         check_jobs(self.parallel_n_jobs, "parallel_n_jobs")
         check_settings(self, max_turn=1)
         try:
-            self.sampling()
+            Sampling(
+                1 if self.max_tokens == "auto" else self.max_tokens,
+                self.temperature, self.stop, self.top_p, self.top_k, self.min_p,
+            )  # fmt: skip
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
+    @property
+    def token_limit(self) -> int:
+        """`max_tokens` as a number.
+
+        Raises:
+            ConfigError: it is `auto`, and nobody has looked at the envs and the tokenizer yet.
+        """
+        if self.max_tokens == "auto":
+            raise ConfigError(
+                "agent_proxy.max_tokens=auto needs an engine that shoal makes: give a number of tokens"
+            )
+        return self.max_tokens
+
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """How tokens are picked, in training or greedily."""
+        limit = self.token_limit
         if greedy:
-            return Sampling(self.max_tokens, 0.0, self.stop)
-        return Sampling(self.max_tokens, self.temperature, self.stop, self.top_p, self.top_k, self.min_p)
+            return Sampling(limit, 0.0, self.stop)
+        return Sampling(limit, self.temperature, self.stop, self.top_p, self.top_k, self.min_p)
 
 
 def check_jobs(value: Any, name: str) -> None:

@@ -71,7 +71,7 @@ def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = Fal
                 return found(name, getattr(left, name), getattr(right, name), number)
     if len(one.turns) != len(other.turns):
         return found("the number of turns", len(one.turns), len(other.turns))
-    for name in ("terminated", "truncated", "success", "status", "error", "weights_version"):
+    for name in ("terminated", "truncated", "success", "status", "error", "finish", "weights_version"):
         if getattr(one, name) != getattr(other, name):
             return found(name, getattr(one, name), getattr(other, name))
     return None

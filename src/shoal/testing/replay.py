@@ -1,6 +1,6 @@
 """A recorded episode again, in a plain loop in this process, checked token for token and answer for answer.
 
-Its tokens are sampled again where the weights that wrote them are there, and followed where they are not (a server's,
+Its tokens are sampled again where the weights that wrote them are there, and replayed where they are not (a server's,
 a checkpoint that is gone): then prompts, env answers and rewards are what is compared.
 """
 
@@ -250,12 +250,12 @@ class Replay(Closing):
             if self.sampler == "checkpoint" or (self.sampler == "auto" and not elsewhere):
                 return engine, engine.tokenizer, f"sampled again with {folder.relative_to(self.run)}"
             why = ": vLLM wrote them, whose batches decide its rounding" if elsewhere else ""
-            return None, engine.tokenizer, f"the recorded tokens are followed{why}"
-        return (
-            None,
-            self._tokenizer(),
-            "the recorded tokens are followed: the weights that wrote them are not here",
-        )
+            return None, engine.tokenizer, f"the recorded tokens are replayed{why}"
+        why = "The weights that wrote these episodes are not in this run"
+        if found.recording.kind in ("train", "heldout") and self.config.engine.name != "openai":
+            why = f"Checkpoint {found.recording.weights} was not kept"
+        said = f"{why}, so nothing is sampled again; the recorded tokens are replayed"
+        return None, self._tokenizer(), said
 
     def weights_of(self, recording: Recording) -> Path | None:
         """The folder of the weights that wrote these episodes, if the run has it and they can be asked here."""
@@ -324,9 +324,9 @@ class _Writer:
 
     def _recorded(self, number: int) -> Completion | None:
         if number > len(self.record.turns):
-            # a turn that had no room in the context was not recorded; it ended the episode
-            full = self.record.truncated and self.record.status == "ok"
-            return Completion((), (), "context", self.record.weights_version) if full else None
+            if self.record.finish != "context":
+                return None
+            return Completion((), (), "context", self.record.weights_version)
         turn = self.record.turns[number - 1]
         ids, finish = turn.response_ids, turn.finish or "stop"
         written = self.prompt.written(turn.response)

@@ -17,9 +17,10 @@ from typing import Any
 from urllib.parse import urlencode
 
 from shoal.core.errors import DataError
-from shoal.viewer.advice import Advice, advise
+from shoal.core.run_folder import is_number
+from shoal.train.advice import Advice, advise
 from shoal.viewer.markup import NONE, Html, Series, counted, join, line_chart, number, spark, tag
-from shoal.viewer.runs import PICTURES, Run, is_number, metric_names, points
+from shoal.viewer.runs import PICTURES, Run, metric_names, points
 
 MOST_SETTINGS = 10_000
 EMBEDDED = 4 * 2**20
@@ -28,7 +29,7 @@ PANELS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "agent": (
         ("Success", ("success", "heldout_success")),
         ("Reward of an episode", ("reward", "heldout_reward")),
-        ("Valid actions, groups with signal", ("valid_actions", "groups_with_signal")),
+        ("Valid actions, groups with different rewards", ("valid_actions", "groups_with_signal")),
         ("Entropy (nats a token)", ("entropy",)),
         ("Turns", ("turns", "heldout_turns")),
         ("Truncated", ("truncated",)),

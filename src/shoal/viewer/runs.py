@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from shoal.core.errors import DataError
-from shoal.core.run_folder import FolderLock, latest, whole_rows
+from shoal.core.run_folder import FolderLock, is_number, latest, whole_rows
 from shoal.viewer.index import EpisodeIndex
 
 Kind = Literal["agent", "ppo", "skills", "split"]
@@ -32,8 +32,6 @@ PICTURES = {
 FILMS = {".mp4": "video/mp4", ".webm": "video/webm"}
 _LARGEST = 64 * 2**20
 """Bytes of a file of settings, and of a picture that is shown."""
-_MOST = 1e300
-"""Larger numbers are no points of a curve."""
 
 
 class Run:
@@ -180,7 +178,7 @@ class Run:
 
     # --- skills
     def skills(self) -> dict[str, list[dict[str, Any]]]:
-        """The tables of the graph's store, each row a dict under the names of its first layout; empty without one."""
+        """The tables of the graph's store, each row a dict under the names of skills; empty without one."""
         tables: dict[str, list[dict[str, Any]]] = {
             "skill": [],
             "attempt": [],
@@ -198,11 +196,12 @@ class Run:
             with contextlib.closing(sqlite3.connect(address, uri=True, timeout=5)) as db:
                 db.row_factory = sqlite3.Row
                 db.execute("begin")
-                known = {row[0] for row in db.execute("select name from sqlite_master")}
                 for name in tables:
                     order = " order by rowid desc limit 500" if name == "event" else " order by rowid"
-                    table = "job" if name == "skill" and "job" in known else name
-                    tables[name] = [_former(dict(row)) for row in db.execute(f"select * from {table}{order}")]
+                    table = "job" if name == "skill" else name
+                    tables[name] = [
+                        _of_skills(dict(row)) for row in db.execute(f"select * from {table}{order}")
+                    ]
         return tables
 
     # --- split samples
@@ -213,19 +212,19 @@ class Run:
         return [sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else []
 
 
-_FORMER = {
+_OF_SKILLS = {
     "job": "skill",
     "payload": "spec",
     "needs": "dependencies",
     "artifact": "expert",
     "steps": "frames",
 }
-"""Columns of the second layout of a graph's store, and what they were called in the first."""
+"""Columns of a store of jobs, and what the pages of skills call them."""
 
 
-def _former(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of either layout under the names of the first; what a version's note says are columns."""
-    named = {_FORMER.get(key, key): value for key, value in row.items()}
+def _of_skills(row: dict[str, Any]) -> dict[str, Any]:
+    """A row under the names of skills; what a version's note says are columns."""
+    named = {_OF_SKILLS.get(key, key): value for key, value in row.items()}
     if "note" in named:
         with contextlib.suppress(ValueError, TypeError):
             named |= {"wins": None, "episodes": None} | dict(json.loads(named["note"]))
@@ -241,11 +240,6 @@ def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[f
             xs.append(float(a))  # type: ignore[arg-type]
             ys.append(float(b))  # type: ignore[arg-type]
     return xs, ys
-
-
-def is_number(value: Any) -> bool:
-    """A number that can be drawn: the distance between two of them is finite too. False for NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
 
 
 def metric_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:

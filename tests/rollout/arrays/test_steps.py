@@ -491,9 +491,6 @@ def test_numbers_beside_a_picture_are_the_first_bytes_and_can_be_changed():
     assert rows.numbers(other).tolist() == [[1, 2, 3, 4]]
     assert (other[0, 16:] == row[0, 16:]).all()
     assert rows.numbers(row).tolist() == [[0.5, -2.0, 0.0, 1.0]]
-    columns = np.arange(64 + 4 + 72)  # as they were when each pixel had one
-    assert rows.of_numbers(columns).tolist() == [64, 65, 66, 67]
-    assert rows.of_numbers(columns[:4]).tolist() == [0, 1, 2, 3]
     plain = ObservationRows(spaces.Box(-1, 1, (3,)))
     assert plain.is_plain
     assert plain.numbers(row) is row

@@ -18,19 +18,44 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
 
 
 def bench(out, *more):
-    command = [sys.executable, SCRIPT, "--out", out, "--runs", "1", *more]
+    command = [sys.executable, SCRIPT, "--out", out, *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "is used up" not in done.stdout, done.stdout
     return {(row["case"], row["subject"]): row["value"] for row in json.loads(out.read_text())["rows"]}
 
 
 @pytest.mark.slow
 def test_the_script_of_the_gpu_benchmark_runs_and_what_it_checks_holds_on_a_cpu(tmp_path):
-    found = bench(tmp_path / "out.json", "--device", "cpu", "--small", "--episodes", "16")
+    found = bench(tmp_path / "out.json", "--device", "cpu", "--small")
     assert found["noise", "words equal; a logarithm apart"] <= 2
-    assert found["the same tokens alone", "in a batch of 16"] == 1
-    assert found["resume", "metrics and weights are equal"] == 1
-    assert found["log-probs", "greatest gap, rollout to update"] < 1e-4
+    assert found["the same tokens alone", "in a batch of 8, float32"] == 1
+    for case in ("same update twice", "same run twice", "resumed = not interrupted"):
+        assert found[case, "metrics are equal"] == found[case, "weights are equal"] == 1, case
+    assert found["log-probs, greatest gap", "rollout to update, float32"] < 1e-4
+    for subject in ("shoal", "model.generate", "generate_batch"):
+        assert found["generation, 16 at once", subject] > 0
+
+
+def test_the_gpu_benchmark_names_what_its_budget_left_out(tmp_path):
+    command = [
+        sys.executable,
+        SCRIPT,
+        "--device",
+        "cpu",
+        "--small",
+        "--budget",
+        "0",
+        "--out",
+        tmp_path / "out.json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    left = (
+        "noise, same update twice, resumed = not interrupted, generation, update, the same tokens alone, Pong"
+    )
+    assert f"the budget of 0 s is used up; not done: {left}" in done.stdout
+    assert json.loads((tmp_path / "out.json").read_text())["settings"]["not done"] == left.split(", ")
 
 
 @pytest.mark.gpu
@@ -56,6 +81,6 @@ def test_words_of_noise_are_the_same_on_a_gpu():
 @pytest.mark.gpu
 def test_the_gpu_benchmark_runs_on_a_gpu(tmp_path):
     assert torch.cuda.is_available()
-    found = bench(tmp_path / "out.json", "--device", "cuda", "--small", "--episodes", "64")
+    found = bench(tmp_path / "out.json", "--device", "cuda", "--small")
     assert found["noise", "words equal; a logarithm apart"] <= 2
-    assert found["resume", "metrics and weights are equal"] == 1
+    assert found["resumed = not interrupted", "weights are equal"] == 1

@@ -48,8 +48,7 @@ from shoal.skills.jobs.runner import (
     start_time,
     watch_process,
 )
-from shoal.skills.jobs.store import MIGRATIONS, Store, read_done, read_failure
-from shoal.skills.learning.spec import Store as SkillStore
+from shoal.skills.jobs.store import Store, read_done, read_failure
 
 REPO = Path(__file__).parents[3]
 JOBS = """
@@ -605,39 +604,15 @@ def test_what_a_worker_of_ray_ran_dies_with_it(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_database_of_the_first_edition_is_brought_up_to_date_and_a_newer_one_refused(
-    tmp_path: Path,
-) -> None:
-    fixture = REPO / "tests" / "freeze" / "fixtures" / "skills"
-    shutil.copytree(fixture, tmp_path / "old")
-    before = sqlite3.connect(tmp_path / "old" / "state.db")
-    frames, acted = before.execute("select frames, acted from version").fetchone()
-    spec = json.loads(before.execute("select spec from skill").fetchone()[0])
-    before.close()
-    store = SkillStore(tmp_path / "old")
-    row, version = store.skill("Collect Wood"), store.versions(0)[0]
-    assert (version.frames, version.acted) == (frames, acted)
-    assert row.spec.as_dict() == spec
-    assert row.result["success"] is not None
-    assert store.attempts("Collect Wood")[0].outcome == "merged"
-    assert store.head(0) == version
-    assert store._query("pragma foreign_key_check") == []
-    assert store._query("pragma user_version")[0][0] == len(MIGRATIONS)
-    made = Store(tmp_path / "new")
-    tables = "select name, sql from sqlite_master where name not like 'sqlite_%' order by name"
-
-    def columns(one: Store) -> dict[str, set[str]]:
-        return {
-            r["name"]: {c["name"] for c in one._query(f"pragma table_info({r['name']})")}
-            for r in one._query(tables)
-        }
-
-    assert columns(made) == columns(store)
-    made._db.execute("pragma user_version=99")
-    made.close()
-    with pytest.raises(DataError, match="written by a newer shoal"):
-        Store(tmp_path / "new")
-    store.close()
+@pytest.mark.parametrize("layout", [1, 99])
+def test_a_database_with_another_layout_is_refused_and_left_as_it_is(tmp_path: Path, layout: int) -> None:
+    Store(tmp_path).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "state.db")) as db:
+        db.execute(f"pragma user_version={layout}")
+    with pytest.raises(DataError, match=f"state.db has layout {layout}, and this shoal reads layout 2"):
+        Store(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "state.db")) as db:
+        assert db.execute("pragma user_version").fetchone() == (layout,)
 
 
 def test_a_packed_folder_has_what_links_lead_to_and_programs_still_run(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_reinforce_plus_plus_is_normalised_over_the_batch():
     [
         ("dr_grpo", [0.5, -0.5]),
         ("rloo", [1.0, -1.0]),
-        ("reinforce", [1.0, 0.0]),
+        ("reinforce", [0.5, -0.5]),
         ("reinforce_pp", [0.5**0.5, -(0.5**0.5)]),
     ],
 )

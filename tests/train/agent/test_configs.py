@@ -35,10 +35,10 @@ SMALL = [
     "es_manager.train.group_size=2",
     "es_manager.val.env_groups=12",
     "agent_proxy.max_turn=2",
-    "agent_proxy.max_tokens=4",
     "agent_proxy.parallel_n_jobs=2",
     "algorithm.filter_groups.enable=false",
-    "algorithm.entropy_coef=0.01",  # a gradient even where no member of a group succeeds
+    "algorithm.entropy_coef=0.01",
+    "algorithm.entropy_target=100",  # a gradient even where no member of a group succeeds
     "trainer.iterations=1",
     "trainer.tensorboard=false",
     "use_parallel_envs=false",
@@ -76,19 +76,30 @@ def test_every_shipped_config_makes_an_update(name, small_model, tmp_path, reque
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     config = shipped(name)
-    steps = min(1, config.warmup.steps)
+    auto = config.warmup.steps == "auto"
+    steps = "auto" if auto else min(1, config.warmup.steps)
     tiny = config.engine.name == "tiny"
     engine = (
-        [*TINY] if tiny else [f"engine.model={small_model}", "engine.train_last_layers=1", "engine.threads=1"]
+        [*TINY, "agent_proxy.max_tokens=4"]
+        if tiny
+        else [
+            f"engine.model={small_model}",
+            "engine.train_last_layers=1",
+            "engine.threads=1",
+            "agent_proxy.max_tokens=auto",
+        ]
     )
     groups = sum(config.es_manager.train.env_configs.n_groups) or 4
     engine.append(f"es_manager.train.env_groups={groups}")
     overrides = [*SMALL, *engine, f"warmup.steps={steps}", f"run_dir={tmp_path / 'run'}"]
+    if config.algorithm.critic.warmup:
+        overrides.append("algorithm.critic.warmup=0")  # else the policy stands still
     if name == "openenv":
         overrides.append(f"custom_envs.OpenEnv.env_config.url={request.getfixturevalue('server_url')}")
     with AgentTrainer(compose_config(name, overrides)) as trainer:
         start, row = trainer.train()
-    assert ("warmup_loss" in start) == (config.warmup.steps > 0)
+    assert ("probe_valid_actions" in start) == auto
+    assert auto or ("warmup_loss" in start) == (steps > 0)
     assert row["episodes"] == 2 * groups
     assert row["failed_episodes"] == 0
     assert row["grad_norm"] > 0
@@ -115,7 +126,9 @@ def test_a_config_with_a_pretrained_model_says_how_to_get_it():
     for name, warmup in pretrained.items():
         text = resources.files("shoal.configs").joinpath(f"{name}.yaml").read_text()
         assert "shoal model get smollm2" in text, name
-        assert warmup.steps <= 20, f"{name} is pretrained: it needs no more than the form of an answer"
+        assert warmup.steps == "auto" or warmup.steps <= 20, (
+            f"{name} is pretrained: it needs no more than the form of an answer"
+        )
         assert warmup.expert == 0, name
 
 

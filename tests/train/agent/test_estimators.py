@@ -135,7 +135,7 @@ def expected_turns(name, trajectories, algorithm, proxy):
             found.append((value - mean) / mean if deviation(group) else 0.0)
         return per_turn(trajectories, found)
     if name == "reinforce":
-        return per_turn(trajectories, first)
+        return per_turn(trajectories, [value - mean_of(first) for value in first])
     if name in ("reinforce_pp", "reinforce_pp_baseline"):
         if name.endswith("baseline"):
             first = [value - mean_of(mates(first, cells, i)) for i, value in enumerate(first)]

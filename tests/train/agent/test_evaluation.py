@@ -214,6 +214,15 @@ def test_the_model_of_a_run_is_exported(run, tmp_path, capsys):
 
     assert main(["export", str(run), str(tmp_path / "model"), "--to", "shoal"]) == 0
     assert load_engine(tmp_path / "model").tokenizer.encode("Down")
+    for folder in (run, tmp_path / "model"):
+        assert (
+            main(["eval", str(folder), "--episodes", "9", "--out", str(tmp_path / f"eval-{folder.name}")])
+            == 0
+        )
+    of_run, of_model = (
+        tmp_path / f"eval-{name}" / "trajectories" / "eval.jsonl" for name in (run.name, "model")
+    )
+    assert of_run.read_bytes() == of_model.read_bytes()
     assert main(["export", str(run), str(tmp_path / "hf")]) == 2
     assert "transformers does not know" in capsys.readouterr().err
     assert main(["export", str(run), str(tmp_path / "model"), "--to", "shoal"]) == 2

@@ -29,7 +29,7 @@ SETTINGS = [
     "engine.name=huggingface", "custom_envs.FrozenLakeEnv=null", "+custom_envs.BanditEnv={env_type: bandit}",
     "es_manager.train.env_configs.tags=[BanditEnv]", "es_manager.val.env_configs.tags=[BanditEnv]",
     "es_manager.train.env_groups=2", "es_manager.train.group_size=4", "es_manager.val.env_groups=2",
-    "agent_proxy.max_tokens=5", "warmup.steps=0", "algorithm.filter_groups.enable=false",
+    "agent_proxy.max_tokens=auto", "warmup.steps=0", "algorithm.filter_groups.enable=false",
     "agent_proxy.format_penalty=0.5", "agent_proxy.reward_normalization.grouping=batch",
     "algorithm.learning_rate=0.01", "algorithm.kl.coef=0.01", "trainer.eval_every=2", "trainer.save_every=1",
     "use_parallel_envs=false", "trainer.tensorboard=false", "algorithm.entropy_coef=0.1",

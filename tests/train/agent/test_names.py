@@ -46,12 +46,18 @@ def test_a_value_in_the_config_counts_more_than_the_name_even_if_it_is_the_plain
     assert told("adv_estimator=dr_grpo", "loss_aggregation=token_mean")[0] == "token_mean"
 
 
-def test_estimators_with_a_critic_see_all_groups_unless_the_config_filters():
+def test_groups_of_one_return_are_left_out_only_where_members_of_a_group_are_compared():
     def filters(*overrides):
         return compose_config("demo", overrides).algorithm.filter_groups.enable
 
-    assert filters()
-    assert not filters("algorithm.adv_estimator=gae")
+    for estimator in ("grpo", "rloo", "gigpo", "reinforce_pp_baseline"):
+        assert filters(f"algorithm.adv_estimator={estimator}")
+    for estimator in ("gae", "reinforce", "reinforce_pp", "reinforce_pp_tokens"):
+        assert not filters(f"algorithm.adv_estimator={estimator}")
+    across = "agent_proxy.reward_normalization.grouping=batch"
+    assert not filters(across)
+    assert filters(across, "algorithm.filter_groups.enable=true")
+    assert filters(across, "algorithm.filter_groups.max_num_gen_batches=2")
     assert filters("algorithm.adv_estimator=gae", "algorithm.filter_groups.enable=true")
     assert not filters("algorithm.filter_groups.enable=false")
 
@@ -134,7 +140,7 @@ def test_a_file_of_the_user_registers_an_advantage_and_a_loss_and_trains_with_th
     ]  # fmt: skip
     config = compose_config("demo", settings)
     assert (config.algorithm.entropy_coef, config.algorithm.clip_ratio_low) == (
-        0.002,
+        0.03,
         0.05,
     )  # demo sets the first
     with AgentTrainer(config) as trainer:
@@ -258,9 +264,9 @@ def test_a_run_goes_on_with_the_teacher_that_it_had(tmp_path):
 
 
 def test_an_episode_that_is_too_long_for_a_teacher_is_named(tmp_path):
-    save_tiny(tmp_path / "teacher", ACTIONS, context=24)
+    save_tiny(tmp_path / "teacher", ACTIONS, context=22)
     with pytest.raises(
-        ConfigError, match=r"an episode has \d+ tokens together, and the teacher reads at most 24"
+        ConfigError, match=r"an episode has \d+ tokens together, and the teacher reads at most 22"
     ):
         distil(tmp_path)
 

@@ -74,6 +74,7 @@ def test_a_batch_in_which_all_were_cut_off_changes_nothing(tmp_path):
         f"run_dir={tmp_path}", "trainer.iterations=2", "warmup.steps=0", "es_manager.train.env_groups=2",
         "es_manager.train.group_size=2", "es_manager.val.env_groups=1", "trainer.tensorboard=false",
         "agent_proxy.max_tokens=1", "algorithm.overlong_filter=true", "algorithm.filter_groups.enable=false",
+        "agent_proxy.prompt.prefill='<action>'", "agent_proxy.prompt.closing='</action>'",
     ]  # fmt: skip
     with AgentTrainer(compose_config("demo", overrides)) as trainer:
         before = [p.clone() for p in trainer.policy.module.parameters()]

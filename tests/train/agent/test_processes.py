@@ -29,7 +29,7 @@ SETTINGS = [
     "algorithm.rollout_correction.method=truncate", "agent_proxy.format_penalty=0.2", "agent_proxy.max_turn=3",
     "trainer.eval_every=2", "trainer.save_every=1", "trainer.tensorboard=false", "use_parallel_envs=false",
 ]  # fmt: skip
-TIMES = ("seconds", "tokens_per_second", "update_tokens_per_second", "share_", "engine_busy")
+TIMES = ("seconds", "cpu_seconds", "tokens_per_second", "update_tokens_per_second", "share_", "engine_busy")
 
 
 def launch(folder, n, *overrides, module="shoal", timeout=280):

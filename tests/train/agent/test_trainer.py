@@ -20,6 +20,8 @@ from shoal.train.agent.evaluation import checkpoint_of
 from shoal.train.agent.trainer import AgentTrainer, warmed_up
 
 CLOCKS = (
+    "seconds",
+    "cpu_seconds",
     "seconds_rollout",
     "seconds_update",
     "tokens_per_second",
@@ -455,6 +457,11 @@ def test_in_its_warm_up_the_critic_learns_alone(tmp_path):
 
     assert [differ(*pair) for pair in itertools.pairwise(policies)] == [False, False, True]
     assert [differ(*pair) for pair in itertools.pairwise(critics)] == [True, True, True]
+    states = [json.loads((folder / "state.json").read_text()) for folder in folders]
+    assert [state["weights_version"] for state in states] == [0, 0, 0, 1]
+    of_policy, moments = len(policies[0]), load_file(folders[2] / "optimizer.safetensors")
+    assert moments  # of the critic, whose parameters stand behind the policy's
+    assert all(int(name.split(".")[0]) >= of_policy for name in moments)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""Any `gymnasium.Env` as text: what it shows is written out, what it takes is read from words and numbers."""
+"""Any `gymnasium.Env` as text: what it shows is written out, what it takes is read from words, numbers or free text.
+
+An env that states no `observation_space` may also show chat messages, a list of `{"role": …, "content": …}`: the
+system message joins the instructions, and the others are the text of the turn.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,23 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import gymnasium
 import numpy as np
 from gymnasium import Space, spaces
 
 from shoal.core.data import answer_of, info_of, refuse_no_text, refuse_words, reward_of
-from shoal.core.errors import ConfigError, UnknownNameError
+from shoal.core.errors import ConfigError, EnvError, UnknownNameError
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve
-from shoal.envs.spaces import FreeText
-from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
+from shoal.envs.spaces import ANY_TEXT, FreeText, free_text
+from shoal.envs.text import MOST_ANSWER, Action, Outcome, TextEnv, blame, check_numbers, is_count
 
 MAX_NUMBERS = 512
 """Numbers in an observation that can still be shown as text."""
+MOST_STEPS = 1000
+"""Of an episode where neither the config nor the env has `max_steps`."""
 MAX_CHOICES = 65_536
 """Actions of a discrete space that can still be listed."""
 
@@ -68,8 +74,8 @@ class GymnasiumConfig:
     """Significant digits of the numbers that are shown."""
     success_return: float | None = None
     """Return from which an episode counts as a success; None leaves it to the env's info or threshold."""
-    max_steps: int = 1000
-    """Steps after which an episode is truncated."""
+    max_steps: int | None = None
+    """Steps after which an episode is truncated; None leaves it to the env's own `max_steps`, else it is 1000."""
     invalid_penalty: float = 0.0
     """Reward of a response without a usable action."""
 
@@ -82,8 +88,10 @@ class GymnasiumConfig:
 class GymnasiumEnv(TextEnv[GymnasiumConfig]):
     """Any Gymnasium env, as text.
 
-    Discrete actions have the numbers 1, 2, … here (0 stands for no usable action); others are given as
-    numbers in text, "0.5, -1". A response without a usable action does not reach the env.
+    Discrete actions have the numbers 1, 2, … here (0 stands for no usable action); those of a `Text` space, or of an
+    env without `action_space`, are free text; others are given as numbers in text, "0.5, -1". A response without a
+    usable action does not reach the env. The class inside may have `instructions`, `action_names` and `max_steps`,
+    which are used where the config does not say otherwise.
 
     Args:
         config: how it is shown.
@@ -93,6 +101,8 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
 
     Config = GymnasiumConfig
     seed_stream = "GymnasiumEnv"
+    success_is_known = False
+    """Whether the env, or the config, has said when an episode counts as a success."""
 
     def __init__(
         self,
@@ -126,25 +136,36 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
                     raise
                 drawn, self.inner = False, _made(make, config.id)
         self._drawn = drawn
+        inner: Any = self.inner.unwrapped
+        own = getattr(inner, "max_steps", None)
+        self.max_steps = config.max_steps or (own if is_count(own) else MOST_STEPS)
         name = config.id.rpartition(":")[2].rpartition("/")[2].rpartition("-v")[0] or config.id
         known_actions, known_numbers = NAMES.get(name, ((), ()))
         self._names = config.observation_names or known_numbers
-        self.observation_space = FreeText(65_536)
-        if not drawn:
-            _check_size(self.inner.observation_space, config.id)
-        shown = 0 if drawn else _count_of_names(self.inner.observation_space)
+        self.observation_space = FreeText(ANY_TEXT)
+        self._space: Space[Any] | None = getattr(self.inner, "observation_space", None)
+        if isinstance(self._space, spaces.Sequence):
+            self._space = None
+        self._system = ""
+        self._messages: list[Any] = []
+        if self._space is None and not drawn:
+            self._look_at_the_first_observation()
+        elif self._space is not None and not drawn:
+            _check_size(self._space, config.id)
+        shown = 0 if drawn or self._space is None else _count_of_names(self._space)
         if config.observation_names and len(config.observation_names) != shown:
             raise ConfigError(
                 f"{config.id} shows {shown} numbers to be named, but observation_names has "
                 f"{len(config.observation_names)}"
                 + ("; its drawing has none: use show='values'" if drawn else "")
             )
-        space = self.inner.action_space
+        names = config.action_names or tuple(getattr(inner, "action_names", ()))
+        space = self._action_space = getattr(self.inner, "action_space", None)
         if isinstance(space, spaces.Discrete):
             if space.n > MAX_CHOICES:
                 raise ConfigError(f"{config.id} has {space.n} actions; text can offer {MAX_CHOICES}")
             numbered = tuple(map(str, range(int(space.n))))
-            words = config.action_names or (known_actions if len(known_actions) == space.n else numbered)
+            words = names or (known_actions if len(known_actions) == space.n else numbered)
             if len(words) != space.n:
                 raise ConfigError(f"{config.id} has {space.n} actions, but action_names has {len(words)}")
             self._first = int(space.start)
@@ -155,17 +176,33 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             raise ConfigError(
                 f"action_names are for a choice of actions, but those of {config.id} are {space}"
             )
-        elif isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+        elif space is None or isinstance(
+            space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Text
+        ):
             self.invalid_action = ""  # type: ignore[misc]
-            self.action_space = FreeText(4_096)
+            self.action_space = FreeText(MOST_ANSWER)
             self.projection = Projection(parse=self._understood, invalid="")
-            self._form = describe_space(space)
+            self._form = "text" if space is None else describe_space(space)
         else:
             raise ConfigError(f"actions of {config.id} cannot be written as text: {space}")
-        self.instructions = (
+        told = [str(text) for text in (getattr(inner, "instructions", ""), self._system) if text]
+        self.instructions = "\n\n".join(told) or (
             f"You act in the environment {config.id}. An observation is {self._shown_as()}. "
             f"An action is {self._form}."
         )
+
+    def _look_at_the_first_observation(self) -> None:
+        """Find out what an env without a space of observations shows: text, or messages with a system message."""
+        with self._blaming("_start"):
+            seen, _ = answer_of(self.inner.reset(seed=0), "reset")
+        if are_messages(seen):
+            contents = [message["content"] for message in seen if message["role"] == "system"]
+            self._system = "\n\n".join(contents)
+        elif not isinstance(seen, str):
+            raise ConfigError(
+                f"observations of {self.config.id} cannot be written as text: it has no observation_space that says "
+                f"what they are, and they are no text and no chat messages, but {type(seen).__name__}"
+            )
 
     @classmethod
     def resolved(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,37 +213,47 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         return {**settings, "make": _maker(name, kwargs)}
 
     def _shown_as(self) -> str:
-        return (
-            "a drawing in text, highlighted cells in [ ]"
-            if self._drawn
-            else describe_space(self.inner.observation_space)
-        )
+        if self._drawn:
+            return "a drawing in text, highlighted cells in [ ]"
+        return "text" if self._space is None else describe_space(self._space)
 
     def _understood(self, text: str) -> str | None:
-        return None if read_numbers(self.inner.action_space, text) is None else text
+        space = self._action_space
+        if isinstance(space, spaces.Text):
+            plain = free_text(space) is not space
+            fits = space.min_length <= len(text) <= space.max_length if plain else space.contains(text)
+            return text if fits else None
+        return text if space is None or read_numbers(space, text) is not None else None
 
     def _start(self, rng: np.random.Generator) -> None:
         asked = {} if self._options is None else {"options": self._options}
         answer = self.inner.reset(seed=int(rng.integers(2**31)), **asked)
-        self._seen, _ = answer_of(answer, "reset")
-        self._return = 0.0
-        self._text = self._written()
+        self._return, self._messages = 0.0, []
+        with self._blaming("_start"):
+            self._seen, _ = answer_of(answer, "reset")
+            self._text = self._written()
 
     def _advance(self, action: Action) -> Outcome:
         config = self.config
-        if isinstance(self.inner.action_space, spaces.Discrete):
-            inner_action = None if action == self.invalid_action else int(action) - 1 + self._first
-        else:
-            inner_action = read_numbers(self.inner.action_space, str(action))
+        inner_action: Any = None
+        if action != self.invalid_action:
+            space = self._action_space
+            if isinstance(space, spaces.Discrete):
+                inner_action = int(action) - 1 + self._first
+            elif space is None or isinstance(space, spaces.Text):
+                inner_action = action
+            else:
+                inner_action = read_numbers(space, str(action))
         if inner_action is None:
             return Outcome(config.invalid_penalty, effective=False, valid=False)
-        answer = answer_of(self.inner.step(inner_action), "step")
-        self._seen, reward, terminated, truncated, info = answer
-        before, self._text = self._text, self._written()
-        refuse_words(terminated, truncated)
-        paid = reward_of(reward)
-        self._return += paid
-        success = self._succeeded(info_of(info), bool(terminated), bool(truncated))
+        answer = self.inner.step(inner_action)
+        with self._blaming("_advance"):
+            self._seen, reward, terminated, truncated, info = answer_of(answer, "step")
+            before, self._text = self._text, self._written()
+            refuse_words(terminated, truncated)
+            paid = reward_of(reward)
+            self._return += paid
+            success = self._succeeded(info_of(info), bool(terminated), bool(truncated))
         return Outcome(
             paid,
             bool(terminated),
@@ -215,22 +262,51 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             truncated=bool(truncated),
         )
 
+    def _blame_method(self, method: str, problem: str) -> NoReturn:
+        """The author of the env inside knows `reset` and `step`."""
+        first = method == "_start" or (method == "observe" and not self._steps)
+        raise EnvError(blame(type(self.inner.unwrapped), "reset" if first else "step", problem))
+
     def _succeeded(self, info: dict[str, Any], terminated: bool, truncated: bool) -> bool:
         for key in ("success", "is_success", "won"):
             if key in info and self.config.success_return is None:
+                self.success_is_known = True
                 refuse_words(terminated, truncated, **{key: info[key]})
                 return bool(info[key])
         spec = self.inner.spec
         wanted = self.config.success_return
         if wanted is None and spec is not None:
             wanted = spec.reward_threshold
-        over = terminated or truncated or self._steps + 1 >= self.config.max_steps
+        self.success_is_known = self.success_is_known or wanted is not None
+        over = terminated or truncated or self._steps + 1 >= self.max_steps
         return over and wanted is not None and self._return >= wanted
 
     def _written(self) -> str:
         if self._drawn:
             return plain_drawing(str(self.inner.render()))
-        return write_value(self.inner.observation_space, self._seen, self._names, self.config.digits)
+        if self._space is not None:
+            return write_value(self._space, self._seen, self._names, self.config.digits)
+        if isinstance(self._seen, str):
+            return self._seen
+        if not are_messages(self._seen):
+            raise EnvError(
+                "the observation must be text, or a list of messages {'role': …, 'content': …}; got "
+                f"{self._seen!r:.80}"
+            )
+        return self._new_messages(list(self._seen))
+
+    def _new_messages(self, messages: list[Any]) -> str:
+        """The text of a turn: of messages that grew by some, those; never what the agent itself said."""
+        known = len(self._messages)
+        grew = len(messages) > known and messages[:known] == self._messages
+        new = messages[known:] if grew else messages
+        self._messages = messages
+        return "\n\n".join(
+            message["content"]
+            for message in new
+            if message["role"] != "assistant"
+            and not (message["role"] == "system" and message["content"] in self._system)
+        )
 
     def available_actions(self) -> list[str]:
         """The words of discrete actions, or a pattern for numbers."""
@@ -244,6 +320,20 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         """Close the env inside."""
         super().close()
         self.inner.close()
+
+
+def are_messages(value: Any) -> bool:
+    """Whether an observation is a chat: a list of messages that have a role and a content of text."""
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in value
+        )
+    )
 
 
 def describe_space(space: Space[Any]) -> str:

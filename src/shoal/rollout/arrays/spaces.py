@@ -137,17 +137,6 @@ class ObservationRows:
         changed[..., : self._bytes] = np.ascontiguousarray(numbers, np.float32).view(np.uint8)
         return changed
 
-    def of_numbers(self, columns: Array) -> Array:
-        """Those of `columns` that are of numbers; the first edition's checkpoints have one for each pixel too."""
-        if len(columns) == self.n_numbers:
-            return columns
-        kept, at = [], 0
-        for leaf in self.leaves:
-            if not leaf.is_image:
-                kept.append(columns[at : at + leaf.stop - leaf.start])
-            at += leaf.stop - leaf.start
-        return np.concatenate(kept)
-
 
 def _alone(observation: Any) -> Any:
     """A batch of one observation."""

@@ -309,7 +309,7 @@ class HuggingFaceEngine:
                 found = model.load_adapter(str(folder), adapter_name=name)
             strange = set(getattr(found, "unexpected_keys", ()))  # transformers 4 only warns of them
             strange |= {key for key in getattr(found, "missing_keys", ()) if f".{name}." in f"{key}."}
-            if strange:  # they were left out, or drawn by lot
+            if strange:  # they were left out, or set at random
                 raise ValueError(
                     f"{len(strange)} of its weights do not fit ({', '.join(sorted(strange)[:3])})"
                 )
@@ -334,7 +334,7 @@ def read_model(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
     """The model of a folder on disk, of a class of transformers; nothing is fetched or run.
 
     Raises:
-        DataError: files are broken, or weights are not there: transformers would draw them by lot, and go on.
+        DataError: files are broken, or weights are not there: transformers would set them at random, and go on.
     """
     settings |= {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     told = {"output_loading_info": True, "ignore_mismatched_sizes": True}

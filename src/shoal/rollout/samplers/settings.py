@@ -83,11 +83,13 @@ class ReplicaConfig:
     engine: Literal["tiny", "huggingface", "vllm"] = "huggingface"
     """What each of them is; the other `engine` settings are theirs."""
     count: int = 1
+    """How many copies there are."""
     resources: dict[str, Any] = field(default_factory=lambda: {"num_cpus": 1})
     """Of each, for Ray: `num_cpus`, `num_gpus`, `resources`."""
     timeout: float | None = None
     """Seconds of one batch, after which a replica is made anew."""
     retries: int = 2
+    """Attempts after the first, when a replica dies or exceeds `timeout`."""
 
     def __post_init__(self) -> None:
         check_settings(self, ["timeout"], count=1, retries=0)
@@ -103,11 +105,15 @@ class EngineConfig:
     model: str | None = None
     """A folder, or a name that `shoal model get` knows (huggingface, vllm); the server's name for it (openai)."""
     width: int = 64
+    """Size of a token's vector (tiny engine)."""
     layers: int = 2
+    """Transformer layers (tiny engine)."""
     heads: int = 4
+    """Attention heads of a layer (tiny engine); they divide `width`."""
     context: int = 256
     """Longest prompt and response together, in tokens (tiny engine)."""
     device: str = "cpu"
+    """Where the network computes: cpu, cuda, cuda:1 or mps."""
     threads: int = 1
     """Threads of the network's arithmetic, set by `shoal train`; with 1, log-probs are bit-equal (level L2)."""
     dtype: Literal["float32", "bfloat16"] = "float32"

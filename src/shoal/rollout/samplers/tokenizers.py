@@ -293,6 +293,8 @@ class TinyTokenizer:
         words: action words that shall be one token each.
     """
 
+    end_ids = (END,)
+
     def __init__(self, words: Sequence[str] = ()) -> None:
         self.words = tuple(dict.fromkeys(word for word in words if len(word) > 1))
         self.tokens = CONTROL + TAGS + self.words + CHARACTERS

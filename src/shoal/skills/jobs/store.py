@@ -3,8 +3,7 @@
 SQLite holds what happened, content-addressed files what jobs made. What belongs together is written in one
 transaction: a job's result, its versions, the new heads, its state and the event. Files are written before it and
 never change, so a kill at any moment leaves either the old truth or the new one, and at worst a file that nothing
-refers to. `user_version` says which layout a database has; older ones are brought up to date when they are opened,
-newer ones are refused.
+refers to. `user_version` says which layout a database has; one with another layout is refused.
 """
 
 from __future__ import annotations
@@ -140,57 +139,31 @@ def slug(name: str, noun: str = "job") -> str:
     return "".join(c if c.isalnum() or c == "-" else "_" if c == " " else f"~{ord(c):02x}" for c in name)
 
 
-_FIRST = """
-create table if not exists skill (
-    name text primary key, slug text not null unique, position integer not null, spec text not null,
-    dependencies text not null, status text not null, reason text, expert integer unique,
+SCHEMA = """
+create table job (
+    name text primary key, slug text not null unique, position integer not null, payload text not null,
+    needs text not null, status text not null, reason text, artifact integer unique,
     retries integer not null default 0, rounds integer not null default 0,
     budget_total integer not null, budget_used integer not null default 0,
     allotment integer, created real not null, started real, ended real, result text,
-    cancel integer not null default 0);
-create table if not exists attempt (
-    id integer primary key autoincrement, skill text not null references skill(name), state text not null,
+    cancel integer not null default 0, fresh integer not null default 0, submitted text);
+create table attempt (
+    id integer primary key autoincrement, job text not null references job(name), state text not null,
     run_folder text not null, launcher text, handle text, log text, started real not null, ended real,
-    outcome text, reason text, peak_memory integer, frames integer);
-create table if not exists version (
-    id integer primary key autoincrement, expert integer not null, sha256 text not null, parent integer,
-    frames integer not null, acted integer not null, kind text not null, rule text, wins integer,
-    episodes integer, accepted integer not null, attempt integer, created real not null);
-create table if not exists head (expert integer primary key, version integer not null references version(id));
-create table if not exists event (
-    seq integer primary key autoincrement, time real not null, kind text not null, skill text, detail text);
-create table if not exists setting (key text primary key, value text not null);
-create index if not exists attempt_skill on attempt(skill);
-create index if not exists version_expert on version(expert)
+    outcome text, reason text, peak_memory integer, steps integer, ending text, budget integer, mark text);
+create table version (
+    id integer primary key autoincrement, artifact integer not null, sha256 text not null, parent integer,
+    steps integer not null, kind text not null, rule text, accepted integer not null, attempt integer,
+    created real not null, note text not null default '{}');
+create table head (artifact integer primary key, version integer not null references version(id));
+create table event (
+    seq integer primary key autoincrement, time real not null, kind text not null, job text, detail text);
+create table setting (key text primary key, value text not null);
+create index attempt_job on attempt(job);
+create index version_artifact on version(artifact)
 """
-
-# The second layout speaks of jobs and artifacts, says why a launch was ended and which result was merged, and
-# remembers what was submitted beside what became of it.
-_SECOND = """
-alter table skill rename to job;
-alter table job rename column spec to payload;
-alter table job rename column dependencies to needs;
-alter table job rename column expert to artifact;
-alter table job add column fresh integer not null default 0;
-alter table job add column submitted text;
-alter table attempt rename column skill to job;
-alter table attempt rename column frames to steps;
-alter table attempt add column ending text;
-alter table attempt add column budget integer;
-alter table attempt add column mark text;
-alter table version rename column expert to artifact;
-alter table version rename column frames to steps;
-alter table version add column note text not null default '{}';
-update version set note = json_object('acted', acted, 'wins', wins, 'episodes', episodes);
-alter table version drop column acted;
-alter table version drop column wins;
-alter table version drop column episodes;
-alter table head rename column expert to artifact;
-alter table event rename column skill to job;
-update job set submitted = payload where name not in (select job from event where kind = 'corrected');
-update job set fresh = 1 where name not in (select job from attempt)
-"""
-MIGRATIONS = (_FIRST, _SECOND)
+LAYOUT = 2
+"""Number of the schema above, kept as `user_version`."""
 PATIENCE = 60.0
 """Seconds for which another process that writes is waited for."""
 _JSON = ("payload", "submitted", "needs", "result", "handle", "note", "detail", "value")
@@ -242,20 +215,18 @@ class Store:
                     raise
             time.sleep(0.01)
         self._db.execute("pragma synchronous=full")
-        if self._layout() != len(MIGRATIONS):
-            self._db.execute("pragma foreign_keys=off")
+        if self._layout() == 0:
             with self.transaction() as db:
-                found = self._layout()  # again, since another process may have been faster
-                if found > len(MIGRATIONS):
-                    raise DataError(
-                        f"{self.root / 'state.db'} was written by a newer shoal (layout {found}, this one knows "
-                        f"{len(MIGRATIONS)}); use that version"
-                    )
-                for migration in MIGRATIONS[found:]:
-                    for statement in migration.split(";"):
+                if self._layout() == 0:  # again, since another process may have been faster
+                    for statement in SCHEMA.split(";"):
                         db.execute(statement)
-                db.execute(f"pragma user_version={len(MIGRATIONS)}")
+                    db.execute(f"pragma user_version={LAYOUT}")
             fsync_folder(self.root)
+        if (found := self._layout()) != LAYOUT:
+            raise DataError(
+                f"{self.root / 'state.db'} has layout {found}, and this shoal reads layout {LAYOUT}; open it with the "
+                "version of shoal that wrote it, or begin in a new folder"
+            )
         self._db.execute("pragma foreign_keys=on")
 
     def _layout(self) -> int:

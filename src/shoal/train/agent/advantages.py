@@ -190,7 +190,7 @@ def shaping_of(trajectories: Sequence[Trajectory], proxy: AgentProxy) -> list[Ar
     formats = format_shaping(trajectories, proxy.format_penalty)
     if not proxy.overlong_buffer:
         return formats
-    buffer, limit = proxy.overlong_buffer, proxy.max_tokens
+    buffer, limit = proxy.overlong_buffer, proxy.token_limit
     lengths = [np.array([len(turn.response_ids) for turn in t.turns], dtype=np.float64) for t in trajectories]
     long = _centred([proxy.overlong_penalty * overlong_shaping(own, limit, buffer) for own in lengths])
     return [a + b for a, b in zip(formats, long, strict=True)]
@@ -242,7 +242,8 @@ def _maxrl(played: Played) -> Array:
 
 @advantage("reinforce")
 def _reinforce(played: Played) -> Array:
-    return np.asarray(played.episode_returns, dtype=np.float64)
+    """With the mean of the batch as its baseline: without one, the successes of a solved task are all pushed alike."""
+    return group_relative(played.episode_returns, np.zeros(len(played.returns), dtype=np.int64), scale=False)
 
 
 @advantage("reinforce_pp")

@@ -281,8 +281,8 @@ def make_samples(trajectory: Trajectory) -> list[Sample]:
 
 
 def was_cut(trajectory: Trajectory) -> bool:
-    """Whether a response of this episode ended because its tokens were used up."""
-    return any(turn.finish == "length" for turn in trajectory.turns)
+    """Whether a response of this episode ended because its tokens were used up, or the episode with the context."""
+    return trajectory.finish == "context" or any(turn.finish == "length" for turn in trajectory.turns)
 
 
 def _sample(ids: tuple[int, ...], places: list[int], logprobs: list[float]) -> Sample:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import math
+import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from importlib import resources
+from operator import getitem
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
@@ -26,6 +29,7 @@ from shoal.envs.catalogue import package_of
 from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
+from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.samplers.settings import EngineConfig as EngineConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.agent.advantages import ESTIMATORS, Method
@@ -47,6 +51,40 @@ _PLAIN: dict[str, Any] = {
     "entropy_coef": 0.02,
     "loss_constant": 1.0,
 }
+_REAL_PROMPT = (
+    "{instructions}\nActions: {actions}. Answer with one as <action>…</action>.\n{history}\n{observation}"
+)
+ENGINE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "server": {},
+    "real": {
+        "agent_proxy.max_tokens": "auto",
+        "agent_proxy.format_penalty": 0.5,
+        "agent_proxy.reward_normalization.grouping": "batch",
+        "agent_proxy.prompt.history": 0,
+        "agent_proxy.prompt.first": _REAL_PROMPT,
+        "agent_proxy.prompt.later": _REAL_PROMPT,
+        "agent_proxy.prompt.turn": "{observation} → {action}",
+        "agent_proxy.prompt.prefill": "<action>",
+        "algorithm.gamma": 1.0,
+        "algorithm.learning_rate": 1e-5,
+        "algorithm.minibatch_size": 100_000,
+        "algorithm.micro_batch_tokens": 8192,
+        "algorithm.entropy_coef": 0.0,
+        "algorithm.kl.coef": 0.1,
+        "algorithm.filter_groups.enable": False,
+        "warmup.steps": "auto",
+        "warmup.batch_size": 32,
+        "warmup.learning_rate": 1e-4,
+        "warmup.lr_schedule": "linear",
+    },
+}
+"""By the kind of engine (`engine_kind`), what a mapping of settings has that leaves it out, or says null.
+
+What does not stand here has the default of its field. Those for real models were found with SmolLM2-135M: one gradient
+step an update, small steps, held to the start by a KL penalty, which pulls where no group has signal too. The prompt
+has first what never changes, which is computed once, and the observation last; `prompt.history` puts turns before it.
+"""
 
 
 def refuse_not_positive(settings: Any, *names: str) -> None:
@@ -68,7 +106,8 @@ def _known(registry: Registry[T], name: str) -> T:
     try:
         return registry[name]
     except UnknownNameError as error:
-        raise ConfigError(str(error)) from error
+        hint = " PPO with a critic is adv_estimator=gae." if name == "ppo" else ""
+        raise ConfigError(f"{error}{hint}") from error
 
 
 @dataclass(frozen=True)
@@ -76,10 +115,11 @@ class FilterGroups:
     """Which groups are learned from."""
 
     enable: bool = _BY_NAME
-    """Leave out groups whose members all got the same return: they say nothing to estimators that compare. On by
-    default for those without critic or teacher."""
+    """Leave out groups whose members all got the same return. On by default for estimators that compare the members of
+    a group (`grpo`, `rloo`, `gigpo`, …) while `reward_normalization.grouping` is `state`; others learn from every
+    episode."""
     max_num_gen_batches: int = 1
-    """Batches of groups to play, at most, until `env_groups` with signal are there."""
+    """Batches of groups to play, at most, until `env_groups` with different rewards are there."""
 
     def __post_init__(self) -> None:
         if self.max_num_gen_batches < 1:
@@ -91,10 +131,13 @@ class Critic:
     """The value network of estimators that need one (`gae`, `turn_gae`, `bi_level_gae`)."""
 
     gae_lambda: float = 0.95
+    """Trace decay from token to token (`gae`) or from turn to turn (`turn_gae`, `bi_level_gae`)."""
     token_lambda: float = 1.0
     """Trace decay within a turn (`bi_level_gae`)."""
     learning_rate: float = 1e-3
+    """Of the critic."""
     value_clip: float | None = 0.5
+    """How far a value may move from that of the rollout before the loss stops pulling; null is no limit."""
     warmup: int = 0
     """Iterations at the start in which the critic learns alone: the policy's rate is 0 (verl's `critic_warmup`)."""
     whitening: Literal["population", "sample"] = "population"
@@ -127,7 +170,8 @@ class KLPenalty:
     coef: float = 0.0
     """0 keeps no reference model."""
     estimator: KLEstimator = "k3"
-    """`k2` and `k3` pull; the gradient of `k1` is noise that averages to none, so it only tells the KL."""
+    """`k2` and `k3` pull towards the reference; `k1` is for logging only, its gradient is noise with
+    mean 0."""
 
     def __post_init__(self) -> None:
         refuse_negative(self, "coef")
@@ -138,6 +182,8 @@ class RolloutCorrection:
     """Importance weights for an engine whose log-probs differ from the trainer's."""
 
     method: Literal["none", "truncate", "mask"] = "none"
+    """`none`: weights are 1; `truncate`: larger weights than `cap` are cut to it; `mask`: tokens whose weight is
+    outside of [1 / cap, cap] are left out."""
     cap: float = 2.0
     """The largest weight; with `mask`, its inverse is the smallest."""
 
@@ -175,12 +221,18 @@ class Algorithm:
     dual_clip: float | None = None
     """Bound on the loss of tokens with negative advantage (above 1; 3 is usual)."""
     entropy_coef: float = _BY_NAME
-    """0.02 if the estimator does not say otherwise (`distillation`: 0)."""
+    """Bonus for a nat of entropy; 0.02 if the estimator does not say otherwise (`distillation`: 0)."""
+    entropy_target: float | None = 0.4
+    """Nats a token at which the bonus has fallen to 0: it is whole for a deterministic policy, and never makes one more
+    random than this. null: `entropy_coef` always holds."""
     learning_rate: float = 1e-3
+    """Of Adam."""
     lr_schedule: Decay = "constant"
     """From `learning_rate` at the first iteration to 0 after the last."""
     weight_decay: float = 0.0
+    """Of AdamW; 0 is plain Adam."""
     epochs: int = 1
+    """Passes over each iteration's samples."""
     minibatch_size: int = 256
     """Samples of one gradient step."""
     micro_batch_tokens: int = 16384
@@ -193,6 +245,7 @@ class Algorithm:
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the arithmetic of the update (autocast); weights and optimizer keep theirs. See `logprob_gap_max`."""
     max_grad_norm: float = 1.0
+    """Longer gradients are shortened to this length."""
     overlong_filter: bool = False
     """Learn nothing from episodes in which a response was cut off at `max_tokens` or by the context (DAPO)."""
     rollout_filter_ratio: float = 1.0
@@ -215,6 +268,8 @@ class Algorithm:
         )
         if self.loss_constant != "budget":
             refuse_not_positive(self, "loss_constant")
+        if self.entropy_target is not None:
+            refuse_not_positive(self, "entropy_target")
         refuse_negative(self, "clip_ratio_low", "clip_ratio_high", "weight_decay")
         if self.clip_ratio_low > 1:
             raise ConfigError(f"clip_ratio_low must be at most 1, got {self.clip_ratio_low}")
@@ -239,9 +294,19 @@ class Algorithm:
             object.__setattr__(self, "loss_constant", _PLAIN["loss_constant"])
         if self.filter_groups.enable is None:
             left_out = (*left_out, "filter_groups")
-            enable = estimator.needs == "nothing" or self.filter_groups.max_num_gen_batches > 1
+            enable = estimator.grouped or self.filter_groups.max_num_gen_batches > 1
             object.__setattr__(self, "filter_groups", replace(self.filter_groups, enable=enable))
         object.__setattr__(self, "_left_out", left_out)
+
+    def compared(self, rewards: RewardNormalization) -> Algorithm:
+        """These settings where rewards are compared like this: beyond a start state, groups of one return count too."""
+        groups = self.filter_groups
+        left_out = "filter_groups" in self._left_out  # type: ignore[attr-defined]
+        if not left_out or rewards.grouping == "state" or groups.max_num_gen_batches > 1 or not groups.enable:
+            return self
+        changed = replace(self, filter_groups=replace(groups, enable=False))
+        object.__setattr__(changed, "_left_out", self._left_out)  # type: ignore[attr-defined]
+        return changed
 
     def as_begun(self, begun: Mapping[str, Any]) -> Algorithm:
         """These settings for a run that goes on: what is left out is as in `begun`, the mapping it was begun with."""
@@ -269,6 +334,7 @@ class Lora:
     target_modules: str | list[str] = "all-linear"
     """Names of layers, such as `[q_proj, v_proj]`, or `all-linear`."""
     dropout: float = 0.0
+    """Share of the adapters' inputs that is set to 0 in training."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -292,6 +358,9 @@ class RewardNormalization:
     grouping: Literal["state", "inductive", "batch"] = "state"
     """Compare within a start state, within a kind of env, or within the whole batch."""
     method: Method = "mean_std"
+    """What is done to the rewards that are compared: `mean_std` subtracts their mean and divides by their standard
+    deviation, `mean` only subtracts the mean, `asym_clip` clips `mean_std` to [-1, 3], `identity` leaves them as they
+    are."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +378,12 @@ class AgentProxy(RolloutSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_negative(self, "format_penalty", "overlong_penalty")
-        if not 0 <= self.overlong_buffer <= self.max_tokens:
+        if self.max_tokens == "auto":
+            if self.overlong_buffer:
+                raise ConfigError(
+                    f"overlong_buffer={self.overlong_buffer} needs a number of max_tokens, got auto"
+                )
+        elif not 0 <= self.overlong_buffer <= self.max_tokens:
             raise ConfigError(
                 f"overlong_buffer must be in [0, max_tokens={self.max_tokens}], got {self.overlong_buffer}"
             )
@@ -322,9 +396,13 @@ class Warmup:
     With `expert: 0`, actions are uniformly random valid ones: the format is learned, and nothing of the task.
     """
 
-    steps: int = 0
+    steps: int | Literal["auto"] = 0
+    """Gradient steps before the first iteration; 0 for none. `auto`: 20, if less than half of the answers in a probe of
+    64 turns hold an action; else none."""
     batch_size: int = 64
+    """Samples of a step."""
     learning_rate: float = 1e-3
+    """Of the warm-up alone."""
     lr_schedule: Decay = "constant"
     """From `learning_rate` at the first step to 0 after the last."""
     max_grad_norm: float | None = None
@@ -336,7 +414,8 @@ class Warmup:
     DAgger does, Ross et al. 2011). Episodes of an env without expert are learned whole."""
 
     def __post_init__(self) -> None:
-        refuse_negative(self, "steps")
+        if self.steps != "auto":
+            refuse_negative(self, "steps")
         refuse_not_positive(self, "batch_size", "learning_rate")
         if self.max_grad_norm is not None:
             refuse_not_positive(self, "max_grad_norm")
@@ -351,6 +430,7 @@ class TrainerConfig:
     """The loop."""
 
     iterations: int = 100
+    """Rounds of playing and learning."""
     check_envs: bool = True
     """Play a few episodes of your own envs before anything is loaded (`shoal train`): a fault is told with its line."""
     eval_every: int = 10
@@ -358,8 +438,9 @@ class TrainerConfig:
     save_every: int = 5
     """Iterations between checkpoints; there is always one at the end."""
     keep_checkpoints: int = 3
+    """How many of the newest are kept, beside the best."""
     log_entropy: bool = True
-    """Tell the entropy also where `algorithm.entropy_coef` is 0, and nothing else needs it."""
+    """Log the entropy also where `algorithm.entropy_coef` is 0, and nothing else needs it."""
     save_trajectories_every: int = 10
     """Iterations between files in `trajectories/`."""
     tensorboard: bool = True
@@ -367,6 +448,7 @@ class TrainerConfig:
     wandb: bool = False
     """Send the same rows to Weights & Biases (package `wandb`; `WANDB_MODE=offline` keeps them here)."""
     wandb_project: str = "shoal"
+    """The project on Weights & Biases that gets them."""
     sharding: Literal["none", "full"] = "none"
     """With several processes: `none`, each holds all weights and optimizer state; `full`, parameters, gradients and
     optimizer state are cut into one shard a process (FSDP2). Changes memory, not results; alone it does nothing."""
@@ -386,15 +468,19 @@ class AgentConfig:
     """Everything about a run of agent training."""
 
     seed: int = 0
+    """Seed of the whole run: start states, sampling, minibatches and fresh weights follow from it."""
     run_dir: str | None = None
     """The run folder; `runs/<config name>` (or the next free number) if not given."""
     resume: bool = False
+    """Go on with the run in `run_dir` from its newest checkpoint."""
     engine: EngineConfig = EngineConfig()
     model: ModelConfig = ModelConfig()
     agent_proxy: AgentProxy = AgentProxy()
     es_manager: EsManager = EsManager()
     custom_envs: dict[str, EnvTag] = field(default_factory=dict)
+    """The kinds of env, under names of your own (tags)."""
     use_parallel_envs: bool = True
+    """Step the envs in workers, as `vector` says; false steps them one after the other in this process."""
     vector: VectorConfig = VectorConfig()
     algorithm: Algorithm = Algorithm()
     warmup: Warmup = Warmup()
@@ -406,6 +492,7 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "algorithm", self.algorithm.compared(self.agent_proxy.reward_normalization))
         for conflict in (*_of_model(self), *_of_algorithm(self.algorithm), *_of_rewards(self)):
             raise ConfigError(conflict)  # one setting would be ignored because of another
 
@@ -413,11 +500,13 @@ class AgentConfig:
     def read(cls, values: Mapping[str, Any]) -> AgentConfig:
         """The settings in a mapping; what its `imports` register is known by then.
 
+        What it leaves out is as in `ENGINE_DEFAULTS`, or else the default of its field.
+
         Raises:
             ConfigError: an unknown key, a value that does not fit, or an import that fails.
         """
         import_extensions(values.get("imports") or ())
-        return from_mapping(cls, values)
+        return from_mapping(cls, with_engine_defaults(values))
 
     def as_begun(self, begun: Mapping[str, Any]) -> AgentConfig:
         """These settings for a run that goes on: what is left out and set by a name is as in `begun`."""
@@ -426,6 +515,61 @@ class AgentConfig:
     def comparable(self) -> dict[str, Any]:
         """What must be equal for a run to be continued: all that can change its results."""
         return comparable(to_mapping(self))
+
+
+def engine_kind(engine: Any) -> str:
+    """By the `engine` settings: `tiny`, the network that shoal makes itself, `server`, or `real`, any other model."""
+    given = engine if isinstance(engine, Mapping) else {}
+    name, replicas = given.get("name", "tiny"), given.get("replicas")
+    if name == "ray" and isinstance(replicas, Mapping):
+        name = replicas.get("engine", "huggingface")
+    return {"tiny": "tiny", "openai": "server"}.get(name, "real")
+
+
+def engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `ENGINE_DEFAULTS` that go together with these settings, by their paths."""
+    found = dict(ENGINE_DEFAULTS[engine_kind(values.get("engine"))])
+    estimator = _at(values, "algorithm.adv_estimator")
+    if estimator in ESTIMATORS and not ESTIMATORS[estimator].grouped:
+        found.pop("agent_proxy.reward_normalization.grouping", None)  # which it does not read
+    if "agent_proxy.prompt.prefill" in found and _at(values, "agent_proxy.prompt.mode") == "append":
+        del found["agent_proxy.prompt.prefill"]  # which append mode has not
+        found["agent_proxy.prompt.later"] = "{observation}"  # the chat shows the rest
+    if (_at(values, "algorithm.filter_groups.max_num_gen_batches") or 1) > 1:
+        found.pop("algorithm.filter_groups.enable", None)  # dynamic sampling filters
+    return found
+
+
+def with_engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, nested, with the defaults of their engine where they say nothing or null."""
+    left_open = {path for known in ENGINE_DEFAULTS.values() for path in known}
+    filled = _without(values, {path for path in left_open if _at(values, path) is None})
+    for path, value in engine_defaults(values).items():
+        *parents, name = path.split(".")
+        node = filled
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                break  # the reader of the settings says what is wrong
+        else:
+            node.setdefault(name, value)
+    return filled
+
+
+def _at(values: Any, path: str) -> Any:
+    """The setting at a path of nested mappings; None if there is none."""
+    for name in path.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
+
+
+def _without(values: Mapping[str, Any], paths: Collection[str], here: str = "") -> dict[str, Any]:
+    """A copy of nested settings that lacks those at some paths."""
+    return {
+        name: _without(value, paths, f"{here}{name}.") if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if f"{here}{name}" not in paths
+    }
 
 
 def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -540,7 +684,8 @@ def refuse_without_signal(config: AgentConfig) -> None:
 
 def _refuse_other_distribution(config: AgentConfig) -> None:
     """Ratios compare the policy with what was sampled from, which is not the policy where tokens are left out."""
-    sampling = config.agent_proxy.sampling()
+    proxy = config.agent_proxy
+    sampling = Sampling(1, proxy.temperature, (), proxy.top_p, proxy.top_k, proxy.min_p)
     if sampling.restricted and config.algorithm.rollout_correction.method == "none":
         limits = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
         told = ", ".join(f"agent_proxy.{name}={value}" for name, value in limits.items())
@@ -650,9 +795,15 @@ def config_names() -> list[str]:
 
 
 def refuse_unknown_config(name: str, folder: Path | None = None, further: Sequence[str] = ()) -> None:
-    """Raise an `UnknownNameError` for a config that neither shoal nor `folder` has; `further` ones are named too."""
+    """Raise an `UnknownNameError` for a config that neither shoal nor `folder` has; `further` ones are named too.
+
+    Raises:
+        ConfigError: it lies in the working directory, and no folder was named.
+    """
     own = [path.stem for path in folder.glob("*.yaml")] if folder else []
     if name not in (known := [*config_names(), *own]):
+        if folder is None and Path(f"{name}.yaml").is_file():
+            raise ConfigError(f"{name}.yaml of this folder is found with --config-dir . --config-name {name}")
         raise unknown_name("config", name, [*known, *further])
 
 
@@ -676,6 +827,7 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     from omegaconf.errors import OmegaConfBaseException
 
     refuse_unknown_config(name, folder)
+    _refuse_unreadable(overrides)
     try:
         with _own_hydra():
             ConfigStore.instance().store(name="defaults", node=_defaults())
@@ -696,7 +848,32 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     kinds = values.get("custom_envs")
     if isinstance(kinds, dict):
         values["custom_envs"] = {tag: kind for tag, kind in kinds.items() if kind is not None}
+    by_word = any(word.lstrip("+").startswith("engine.train_last_layers=") for word in overrides)
+    if _has_adapters(values) and not by_word and not _chooses_layers(name, folder):
+        values["engine"]["train_last_layers"] = (
+            None  # which a config of shoal's chose for training without them
+        )
     return AgentConfig.read(_without_open(values))
+
+
+def _refuse_unreadable(overrides: Sequence[str]) -> None:
+    """Name the setting that is not in Hydra's grammar; the shell took the quotes of most that are not."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    for word in overrides:
+        try:
+            parser.parse_override(word)
+        except HydraException as error:
+            key, equals, value = word.partition("=")
+            if not equals or not key.strip("+~") or value.startswith("="):
+                raise ConfigError(f"cannot read {word!r}: expected key=value, +key=value or ~key") from error
+            quoted = shlex.quote(f"{key}={json.dumps(value, ensure_ascii=False)}")
+            raise ConfigError(
+                f"cannot read the value of {key}, {value}: a text with braces, brackets, commas or quotes needs "
+                f"quotes of its own inside those of the shell: {quoted}"
+            ) from error
 
 
 @contextmanager
@@ -714,6 +891,24 @@ def _own_hydra() -> Iterator[None]:
             GlobalHydra.instance().hydra, ConfigStore.instance().repo = before, stored
 
 
+def _has_adapters(values: dict[str, Any]) -> bool:
+    """Whether composed settings ask for LoRA."""
+    with suppress(KeyError, TypeError):  # other settings than those are refused when they are read
+        return bool(values["model"]["lora"]["rank"] and values["engine"]["train_last_layers"])
+    return False
+
+
+def _chooses_layers(name: str, folder: Path | None) -> bool:
+    """Whether a config of the user's, or one of the user's that it builds on, sets `engine.train_last_layers`."""
+    if folder is None or not (folder / f"{name}.yaml").is_file():
+        return False
+    values = read_settings(folder / f"{name}.yaml")
+    engine, parents = values.get("engine"), values.get("defaults") or ()
+    if isinstance(engine, dict) and "train_last_layers" in engine:
+        return True
+    return any(_chooses_layers(parent, folder) for parent in parents if isinstance(parent, str))
+
+
 def _without_open(values: dict[str, Any]) -> dict[str, Any]:
     """Settings less those that are left open for a name to set."""
     algorithm = values.get("algorithm")
@@ -728,10 +923,13 @@ def _without_open(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    """All settings with their defaults; those that a name sets are left open."""
+    """All settings with their defaults; those that a name or the engine sets are left open."""
     values = to_mapping(AgentConfig())
     values["algorithm"] |= dict.fromkeys(_PLAIN)
     values["algorithm"]["filter_groups"]["enable"] = None
+    for path in {path for known in ENGINE_DEFAULTS.values() for path in known}:
+        *parents, name = path.split(".")
+        reduce(getitem, parents, values)[name] = None
     return values
 
 
@@ -752,11 +950,6 @@ def _explain(error: Exception) -> str:
     """Hydra's first line, and the key that was probably meant."""
     first = str(error).strip().split("\n")[0]
     key = first.split("'")[1] if "Could not override" in first and "'" in first else ""
-    if not key and "LexerNoViableAlt" in first:  # signs outside of quotes
-        name, _, value = first.removeprefix("LexerNoViableAltException: ").partition("=")
-        return f"cannot read {name}={value}: a value with signs wants quotes, {name}='\"{value}\"'"
-    if first.startswith("Error parsing override"):
-        return f"{first}: expected key=value, +key=value or ~key"
     if not key:
         return first
     if _takes_own_keys(key):

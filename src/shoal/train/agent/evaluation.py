@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 from shoal.core.data import Trajectory
 from shoal.core.errors import DataError
 from shoal.core.files import restore_folders, verify_folder
+from shoal.rollout.episode import Role
 from shoal.rollout.filters import discounted
+from shoal.train.advice import Rejected
 from shoal.train.agent.advantages import has_signal
 from shoal.train.agent.batch import was_cut
 from shoal.train.agent.checkpoint import list_checkpoints, newest_checkpoint
@@ -37,11 +39,22 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "response_tokens": sum(t.n_tokens for t in whole) / n,
         "valid_actions": sum(turn.action_is_valid for turn in turns) / n_turns,
         "truncated": sum(t.truncated for t in whole) / n,
+        "context_full": sum(t.finish == "context" for t in whole) / n,
         "failed_episodes": float(len(trajectories) - len(whole)),
     }
     failures = Counter(t.status for t in trajectories if t.status != "ok")
     row |= {f"failed/{status}": float(count) for status, count in sorted(failures.items())}
     return row | success_by_kind(whole)
+
+
+def rejected_answer(trajectories: Sequence[Trajectory], roles: Mapping[str, Role]) -> Rejected | None:
+    """The first answer that held no valid action, with the words of its env; None if there is none."""
+    for trajectory in trajectories:
+        for turn in trajectory.turns:
+            if not turn.action_is_valid:
+                words = roles[trajectory.env].projection.words()
+                return Rejected(turn.response, turn.finish, tuple(words))
+    return None
 
 
 def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:
@@ -61,7 +74,7 @@ def heldout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def signal_metrics(
     trajectories: Sequence[Trajectory], learned: Sequence[Trajectory], config: AgentConfig
 ) -> dict[str, float]:
-    """How many groups of those played say something, and how many are learned from."""
+    """How many groups of those played have different rewards, and how many are learned from."""
     whole, gamma = [t for t in trajectories if t.status == "ok"], config.algorithm.gamma
     with_signal = _differing([discounted(t, gamma) for t in whole], whole)
     row = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +17,15 @@ from shoal.core.configuration import as_yaml, to_mapping
 from shoal.core.data import Trajectory, write_advantages, write_trajectories
 from shoal.core.errors import ConfigError
 from shoal.core.files import remove_leftovers, replacing, write_text
-from shoal.core.run_folder import Event, RunFolder
+from shoal.core.run_folder import Event, RunFolder, finite
+from shoal.train.advice import Advice, Rejected, advise
 from shoal.train.agent.checkpoint import Progress, drop_old, list_checkpoints, save_checkpoint
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.distributed import Processes
 from shoal.train.agent.policy import Policy
 from shoal.train.boards import TensorBoard, WandB, draw_curves
 
+logger = logging.getLogger(__name__)
 DEFAULT_FOLDER = "runs/agent"
 """Of a run whose config names none."""
 REDRAW = 10.0
@@ -42,11 +46,14 @@ class Records:
         self._writes = writes
         self.folder = RunFolder(config.run_dir or DEFAULT_FOLDER, "train", config.seed, on_event, lock=writes)
         self._checkpoints = self.folder.path / "checkpoints"
+        self._rows: list[dict[str, Any]] = []
+        self._advice: list[Advice] = []  # of the rows so far
+        self._warned: set[str] = set()  # titles of advice that was logged
         self._drawn, self._is_drawn = time.monotonic(), True
         settings = config.trainer
         self._board = TensorBoard(self.folder.path / "tensorboard", writes and settings.tensorboard)
-        wandb = writes and settings.wandb
-        self._wandb = WandB(self.folder.path, settings.wandb_project, to_mapping(config), wandb)
+        wandb, self._settings = writes and settings.wandb, to_mapping(config)
+        self._wandb = WandB(self.folder.path, settings.wandb_project, self._settings, wandb)
 
     def only_begun(self) -> bool:
         """Whether the folder holds a run that ended before its first checkpoint: there is nothing to go on from."""
@@ -78,18 +85,39 @@ class Records:
         for part in ("", "checkpoints", "trajectories", "advantages"):
             remove_leftovers(self.folder.path / part)
         drop_old(self._checkpoints, self._config.trainer.keep_checkpoints)
+        self._rows = list(kept)
+        if kept:
+            self.folder.add_clocks(kept[-1])
         return kept
 
-    def report(self, row: dict[str, Any]) -> None:
-        """Add a row of metrics; at an evaluation, draw the curves if that is long ago."""
+    def report(self, row: dict[str, Any], rejected: Rejected | None = None) -> None:
+        """Add a row of metrics, and warn of what it shows; at an evaluation, draw the curves if that is long ago.
+
+        Args:
+            row: of one iteration; the clocks of the run are added to it.
+            rejected: an answer of this iteration without a valid action.
+        """
         if not self._writes:
             return
+        row |= self.folder.clocks()
         self.folder.append_metrics(row)
+        self._rows.append(finite(row))
+        self._warn(rejected)
         self._board.add(row, row["iteration"])
         self._wandb.add(row, row["iteration"])
         self._is_drawn = self._is_drawn and "heldout_success" not in row
         if time.monotonic() - self._drawn >= REDRAW:
             self._draw()
+
+    def _warn(self, rejected: Rejected | None) -> None:
+        """Log what keeps the run from learning, each cause once."""
+        run = shlex.quote(str(self._config.run_dir or DEFAULT_FOLDER))
+        found = advise(self._rows, self._settings, rejected, run)
+        self._advice = [advice for advice in found if advice.level == "bad"]
+        for advice in self._advice:
+            if advice.title not in self._warned:
+                self._warned.add(advice.title)
+                logger.warning("iteration %d: %s. %s", self._rows[-1]["iteration"], advice.title, advice.text)
 
     def _draw(self) -> None:
         if not self._is_drawn:
@@ -135,9 +163,9 @@ class Records:
         self._draw()
         held_out = [row for row in self.folder.read_metrics() if "heldout_success" in row]
         last = held_out[-1] if held_out else {}  # somebody may have emptied the file
-        final = {key: value for key, value in last.items() if key != "iteration"}
+        final = {k: v for k, v in last.items() if k not in ("iteration", "seconds", "cpu_seconds")}
         final |= {"best_heldout_success": progress.best_success, "iterations": progress.iteration}
-        self.folder.finish(final)
+        self.folder.finish(final, advice=[advice._asdict() for advice in self._advice])
 
     def close(self) -> None:
         """Close what is open, the curves of a run that was cut short too; may be called twice."""
@@ -151,8 +179,8 @@ class Records:
 PANELS = (
     ("success rate", (("success", "training, sampled"), ("heldout_success", "held out, greedy"))),
     ("reward per episode", (("reward", "training, sampled"), ("heldout_reward", "held out, greedy"))),
-    ("valid actions, groups with signal",
-     (("valid_actions", "valid actions"), ("groups_with_signal", "groups with signal"))),
+    ("valid actions, groups with different rewards",
+     (("valid_actions", "valid actions"), ("groups_with_signal", "groups with different rewards"))),
     ("entropy per token (nats)", (("entropy", "entropy"),)),
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Training a language-model agent: play groups, compare within them, update, and keep everything on disk.
 
-The loop is a straight line: rollouts, groups with signal, advantages, update, evaluation, checkpoint.
+The loop is a straight line: rollouts, groups with different rewards, advantages, update, evaluation, checkpoint.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import resolve_text
 from shoal.maths.updates import decayed
+from shoal.rollout.answers import with_room
 from shoal.rollout.collector import FailureLog, TrajectoryCollector, collect_with_signal
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import EnvironmentSet, host_of, make_environments, make_roles
-from shoal.rollout.filters import filter_rollouts
+from shoal.rollout.filters import filter_rollouts, unsolved
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.registry import close_engine
 from shoal.rollout.samplers.sampler import Completion, EngineAround, Request, Sampler
+from shoal.train.advice import Rejected
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
 from shoal.train.agent.config import AgentConfig, Algorithm, imported, refuse_without_signal
@@ -46,7 +48,13 @@ from shoal.train.agent.distributed import (
     refuse_without_room,
     shard_critic,
 )
-from shoal.train.agent.evaluation import heldout_metrics, iteration_times, rollout_metrics, signal_metrics
+from shoal.train.agent.evaluation import (
+    heldout_metrics,
+    iteration_times,
+    rejected_answer,
+    rollout_metrics,
+    signal_metrics,
+)
 from shoal.train.agent.policy import (
     Critic,
     MasterAdamW,
@@ -61,8 +69,16 @@ from shoal.train.agent.policy import (
     trained_parameters,
     weights_sha256,
 )
+from shoal.train.agent.probe import warmup_steps
 from shoal.train.agent.records import DEFAULT_FOLDER, Records
-from shoal.train.agent.update import Learner, advantages_of, prepare_samples, update
+from shoal.train.agent.update import (
+    Learner,
+    advantages_of,
+    bonus_of,
+    prepare_samples,
+    sampled_entropy,
+    update,
+)
 from shoal.train.agent.warmup import warm_up
 from shoal.train.agent.weights import WeightSync
 
@@ -147,6 +163,8 @@ class AgentTrainer(Closing):
                 "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
                 "twice: leave it out"
             )
+        prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
+        config = replace(config, agent_proxy=with_room(config.agent_proxy, roles, prompter))
         batching = safe_batching(policy, algorithm.batching)
         if algorithm.teacher:
             teacher = load_teacher(algorithm.teacher, policy)
@@ -176,7 +194,9 @@ class AgentTrainer(Closing):
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
         begun.callback(self._val_collector.close)
         self._success: float  # held out, at this iteration; 0 if not measured
-        self._warned = False
+        self._rejected: Rejected | None = None  # an answer of the last iteration without a valid action
+        self.resumed_at: int | None = None
+        """The iteration that a resumed run goes on from, once `train` has begun; rows up to it were played before."""
         self._doing: tuple[str, SharedCollector | None] = "starting", None
 
     def close(self) -> None:
@@ -222,7 +242,7 @@ class AgentTrainer(Closing):
                     self.progress = replace(self.progress, best_success=row["heldout_success"])
                 last = last or row["heldout_success"] >= enough
             self._success = row.get("heldout_success", 0.0)
-            self.records.report(row)
+            self.records.report(row, self._rejected)
             if last or improved or self.progress.iteration % settings.save_every == 0:
                 self._save(best=improved)
             yield row
@@ -234,14 +254,17 @@ class AgentTrainer(Closing):
         self._timed.lap()
         clock = time.perf_counter()
         self._doing = f"iteration {iteration + 1}", self._collector
-        trajectories, learned, rollouts = play_groups(self._collector, iteration, config)
+        trajectories, learned, share, rollouts = play_groups(self._collector, iteration, config)
         rollout_seconds = time.perf_counter() - clock
         if "engine_busy" not in rollouts:
             rollouts["engine_busy"] = round(self._timed.lap() / rollout_seconds, 4)
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
         self._doing = f"iteration {iteration + 1}, learning from {len(learned)} episodes", None
-        learning, samples = self._learn(trajectories, learned, iteration)
+        learning, samples = self._learn(trajectories, learned, share, iteration)
         row |= learning
+        if samples:
+            row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        self._rejected = rejected_answer(trajectories, self.train_envs.roles)
         tokens = sum(t.n_tokens for t in trajectories)
         self.progress = Progress(
             iteration + 1,
@@ -262,31 +285,29 @@ class AgentTrainer(Closing):
 
     # --- parts of an iteration
     def _learn(
-        self, trajectories: list[Trajectory], learned: list[Trajectory], iteration: int
+        self, trajectories: list[Trajectory], learned: list[Trajectory], share: float, iteration: int
     ) -> tuple[dict[str, float], list[Sample]]:
         """Advantages of the groups to learn from, and one update from them; its metrics, and what it read."""
         config = self.config
         row = signal_metrics(trajectories, learned, config)
-        if row["groups_shaping_only"] > 0.5 and not self._warned:
-            self._warned = True
-            logger.warning(
-                "%.0f%% of groups differ by the format penalty alone: they teach the format and nothing of the "
-                "task. Lower agent_proxy.format_penalty or add warm-up steps.",
-                100 * row["groups_shaping_only"],
-            )
         if not learned:
             return row, []
         set_rates(self.optimizer, config.algorithm, iteration, config.trainer.iterations)
         samples = prepare_samples(learned, self._learner)
-        return (row | update(self._learner, samples, iteration) if samples else row), samples
+        if samples:
+            entropy = sampled_entropy(trajectories)
+            row |= update(self._learner, samples, iteration, share=share, entropy=entropy)
+        return row, samples
 
     # --- beginnings and ends
     def _start(self) -> dict[str, Any]:
         self.processes.together(self.records.begin)
-        row: dict[str, Any] = {"iteration": 0}
-        steps = self.config.warmup.steps
+        self._doing = "a probe of the model's answers", self._collector
+        steps, probed = warmup_steps(self.config, self._collector, self.train_envs.roles)
+        row: dict[str, Any] = {"iteration": 0, **probed}
         self._doing = f"warm-up, 0 of {steps} steps", None
-        warming = warmed_up(self.config, self.policy, self.train_envs.roles, self.processes, self._failures)
+        config = replace(self.config, warmup=replace(self.config.warmup, steps=steps))
+        warming = warmed_up(config, self.policy, self.train_envs.roles, self.processes, self._failures)
         for done, loss in enumerate(warming, start=1):
             self._doing = f"warm-up, {done} of {steps} steps", None
             row["warmup_loss"] = loss
@@ -309,6 +330,7 @@ class AgentTrainer(Closing):
         newest = self.processes.together(lambda: newest_checkpoint(folder) if self.processes.first else None)
         assert newest[0] is not None
         self.progress = load_checkpoint(newest[0], self.policy, self.critic, self.optimizer, self._settings)
+        self.resumed_at = self.progress.iteration
         self._sync.changed()
         if self._reference is not None:
             self._reference.load()
@@ -412,8 +434,6 @@ def make_optimizer(config: AgentConfig, policy: Policy, critic: Critic | None) -
 def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, iteration: int, iterations: int) -> None:
     """Learning rates by the schedule, from the finished share of the run alone."""
     rates = [algorithm.learning_rate, algorithm.critic.learning_rate]
-    if iteration < algorithm.critic.warmup:
-        rates[0] = 0.0
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
         group["lr"] = decayed(rate, algorithm.lr_schedule, iteration / iterations)
 
@@ -423,7 +443,7 @@ def token_budget(config: AgentConfig, tags: Sequence[str]) -> int:
     proxy, turns = config.agent_proxy, 1
     if proxy.prompt.mode == "append":
         turns = max(role.max_turns for role in make_roles(config.custom_envs, tags, proxy.max_turn).values())
-    return proxy.max_tokens * turns
+    return proxy.token_limit * turns
 
 
 def lockstep_collector(
@@ -455,14 +475,20 @@ def warmed_up(
     prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
     vector = host_of(config)
     yield from warm_up(
-        policy, makers, roles, prompter, config.warmup, tokens, config.seed, share, vector, failures
-    )
+        policy, makers, roles, prompter, config.warmup, tokens, config.seed, share, vector, failures,
+        config.agent_proxy.sampling(),
+    )  # fmt: skip
 
 
 def play_groups(
     collector: SharedCollector, iteration: int, config: AgentConfig
-) -> tuple[list[Trajectory], list[Trajectory], dict[str, float]]:
-    """Groups of this iteration (with dynamic sampling, until enough have signal), those to learn from, and metrics."""
+) -> tuple[list[Trajectory], list[Trajectory], float, dict[str, float]]:
+    """Play the groups of an iteration, with dynamic sampling until enough have different rewards.
+
+    Returns:
+        All episodes; those to learn from; what share of the groups that were asked for have different rewards (1 where
+        all are learned from); metrics.
+    """
     algorithm, settings = config.algorithm, config.algorithm.filter_groups
     collector.lap()
     sampling, most = config.agent_proxy.sampling(), settings.max_num_gen_batches if settings.enable else 1
@@ -473,13 +499,17 @@ def play_groups(
     if settings.max_num_gen_batches > 1 and report.with_signal < len(collector.tags):
         logger.info("iteration %d: %s", iteration + 1, report)
     row = report.metrics() | collector.lap()
-    learned = kept if settings.enable else [t for t in played if t.status == "ok"]
+    learned, share = [t for t in played if t.status == "ok"], 1.0
+    if settings.enable:
+        learned, share = kept, report.kept / len(collector.tags)
+        if bonus_of(algorithm, sampled_entropy(played), bool(kept)):
+            learned = learned + unsolved(played, kept)  # which the entropy bonus has tried in other ways
     if algorithm.rollout_filter_ratio < 1:
         learned, filtered = filter_rollouts(
             played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
         )
         row |= filtered
-    return played, learned, row
+    return played, learned, share, row
 
 
 class TimedSampler(EngineAround):

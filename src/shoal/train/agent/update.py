@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shoal.core.data import Trajectory
@@ -34,6 +35,7 @@ from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.losses import (
     Tokens,
     aggregation_weights,
+    entropy_bonus,
     kl_penalty,
     policy_losses,
     ratio_of,
@@ -88,9 +90,14 @@ class Totals:
         summed = {name: sum(getattr(one, name) for one in everyone) for name in added}
         return replace(self, largest_gap=max(one.largest_gap for one in everyone), **summed)
 
-    def metrics(self, config: Algorithm, *, critic: bool = False, entropy: bool = True) -> dict[str, float]:
-        """Means a token, and means a step for loss and gradient; with a `critic`, its loss too."""
+    def metrics(
+        self, config: Algorithm, *, policy: bool = True, critic: bool = False, entropy: bool = True
+    ) -> dict[str, float]:
+        """Means a token, and means a step for loss and gradient, of what was trained: `policy`, `critic` or both."""
         tokens, steps = max(self.tokens, 1), max(self.steps, 1)
+        if not policy:
+            counts = {"gradient_steps": self.steps, "trained_tokens": self.tokens}
+            return {"value_loss": self.value_loss / tokens, **counts}
         row = {
             "loss": self.loss / steps,
             "entropy": self.entropy / tokens,
@@ -112,16 +119,41 @@ class Totals:
         return row
 
 
-def update(learner: Learner, samples: Sequence[Sample], iteration: int) -> dict[str, float]:
+def update(
+    learner: Learner,
+    samples: Sequence[Sample],
+    iteration: int,
+    *,
+    share: float = 1.0,
+    entropy: float | None = None,
+) -> dict[str, float]:
     """Train on samples; the order of minibatches depends on (seed, iteration, epoch) alone.
 
-    Several processes give the same samples and each work on a part of every minibatch.
+    Several processes give the same samples and each work on a part of every minibatch. In the first
+    `algorithm.critic.warmup` iterations the critic learns alone, and the policy stays exactly as it is. Where nothing
+    pulls (no advantage, critic, KL penalty or entropy bonus), nothing is computed.
+
+    Args:
+        learner: what is trained.
+        samples: of `prepare_samples`.
+        iteration: names the order of minibatches.
+        share: of the groups played, those that have different rewards. Advantages are multiplied by it, so few such
+            groups make small steps: Adam divides by the size of all gradients so far.
+        entropy: nats a token of the answers that were played, for `algorithm.entropy_target`; None leaves
+            `algorithm.entropy_coef` as it is.
 
     Returns:
         Metrics of the update, see `docs/metrics.md`.
     """
     algorithm, seed, rank = learner.algorithm, learner.seed, learner.processes.rank
-    totals, size = Totals(), algorithm.minibatch_size
+    totals, learns_policy = Totals(), iteration >= algorithm.critic.warmup
+    has_signal = any(sample.columns["advantages"].any() for sample in samples)
+    coef = bonus_of(algorithm, entropy, has_signal)
+    if not (has_signal or coef or algorithm.kl.coef or learner.critic is not None):
+        return {"gradient_steps": 0, "trained_tokens": 0}
+    learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef))
+    if share < 1:
+        samples = [s.with_column("advantages", share * s.columns["advantages"]) for s in samples]
     noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
     models = [learner.policy.module, *([] if learner.critic is None else [learner.critic.model])]
     with contextlib.ExitStack() as modes:
@@ -129,14 +161,47 @@ def update(learner: Learner, samples: Sequence[Sample], iteration: int) -> dict[
             modes.enter_context(training_mode(model, algorithm.gradient_checkpointing, noise))
         for epoch in range(algorithm.epochs):
             order = stream(seed, "minibatch", iteration, epoch).permutation(len(samples))
-            for first in range(0, len(order), size):
-                gradient_step(learner, [samples[i] for i in order[first : first + size]], totals)
-    learner.policy.weights_version += 1
+            for part in minibatches(order, algorithm.minibatch_size):
+                gradient_step(learner, [samples[i] for i in part], totals, learns_policy)
+    learner.policy.weights_version += learns_policy
     summed = totals.over(learner.processes)
-    return summed.metrics(algorithm, critic=learner.critic is not None, entropy=learner.log_entropy)
+    critic, tells_entropy = learner.critic is not None, learner.log_entropy
+    row = summed.metrics(learner.algorithm, policy=learns_policy, critic=critic, entropy=tells_entropy)
+    if algorithm.entropy_coef and learns_policy:
+        row["entropy_bonus"] = coef
+    return row
 
 
-def gradient_step(learner: Learner, minibatch: Sequence[Sample], totals: Totals) -> None:
+def bonus_of(algorithm: Algorithm, entropy: float | None, has_signal: bool = True) -> float:
+    """The coefficient of the entropy bonus in an update, see `entropy_bonus`.
+
+    Without a target there is none where no rewards differ: alone it would make the policy ever more random.
+    """
+    if entropy is None or algorithm.entropy_target is None:
+        return algorithm.entropy_coef if has_signal else 0.0
+    return entropy_bonus(algorithm.entropy_coef, entropy, algorithm.entropy_target)
+
+
+def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
+    """Nats a token, estimated by the log-probabilities of all tokens that were sampled; 0 where there are none."""
+    logprobs = [logprob for t in trajectories for turn in t.turns for logprob in turn.logprobs]
+    return -math.fsum(logprobs) / max(1, len(logprobs))
+
+
+def minibatches(order: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
+    """`order` cut into as few parts of at most `size` as possible, of nearly equal length.
+
+    Each part makes one step of the optimizer, so a short rest would count as much as all others.
+
+    >>> [len(part) for part in minibatches(np.arange(257), 128)]
+    [86, 86, 85]
+    """
+    return np.array_split(order, math.ceil(len(order) / size))
+
+
+def gradient_step(
+    learner: Learner, minibatch: Sequence[Sample], totals: Totals, learns_policy: bool = True
+) -> None:
     """One step of the optimizer; the weights of all tokens of the minibatch sum to 1, over all processes.
 
     Raises:
@@ -156,17 +221,24 @@ def gradient_step(learner: Learner, minibatch: Sequence[Sample], totals: Totals)
         if micro is None:
             shortest = min(weighted, key=lambda sample: len(sample.ids))
             idle = next(micro_batches([shortest], size, policy.pad_id, device))
-            loss = idle_loss(policy, critic, idle, config.precision)
-        else:
+            loss = idle_loss(policy if learns_policy else None, critic, idle, config.precision)
+        elif learns_policy:
             temperature, told = learner.proxy.temperature, learner.log_entropy
             loss = token_loss(policy, micro, config, temperature, totals, told)
             if critic is not None:
                 loss = loss + critic_loss(critic, micro, config, totals)
+        else:
+            assert critic is not None
+            loss = critic_loss(critic, micro, config, totals)
+            totals.tokens += len(micro.samples)
         loss.backward()  # type: ignore[no-untyped-call]
         learner.optimizer.take_gradients()
     of_policy, *of_critic = learner.optimizer.stepped
-    processes.sum_gradients([*of_policy, *(p for group in of_critic for p in group)])
-    totals.grad_norm += refuse_diverged(nn.utils.clip_grad_norm_(of_policy, config.max_grad_norm), "policy")
+    summed = of_policy if learns_policy else []
+    processes.sum_gradients([*summed, *(p for group in of_critic for p in group)])
+    if learns_policy:
+        norm = nn.utils.clip_grad_norm_(of_policy, config.max_grad_norm)
+        totals.grad_norm += refuse_diverged(norm, "policy")
     for group in of_critic:
         refuse_diverged(nn.utils.clip_grad_norm_(group, config.max_grad_norm), "critic")
     totals.steps += 1
@@ -237,13 +309,18 @@ def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: To
     return (losses * columns["weights"]).sum()
 
 
-def idle_loss(policy: Policy, critic: Critic | None, micro: MicroBatch, precision: Precision) -> Tensor:
+def idle_loss(
+    policy: Policy | None, critic: Critic | None, micro: MicroBatch, precision: Precision
+) -> Tensor:
     """Zero, by way of all that is trained: the pass of a process with nothing left, while others need its shards."""
-    with autocast(policy.module, precision):
-        total = policy.logits(micro.ids, micro.lengths, micro.where, micro.begins).float().sum()
-        if critic is not None:
-            total = total + critic(micro.ids, micro.lengths, micro.where, micro.begins).sum()
-    return 0.0 * total
+    totals = []
+    if policy is not None:
+        with autocast(policy.module, precision):
+            totals.append(policy.logits(micro.ids, micro.lengths, micro.where, micro.begins).float().sum())
+    if critic is not None:
+        with autocast(critic.model, precision):
+            totals.append(critic(micro.ids, micro.lengths, micro.where, micro.begins).float().sum())
+    return 0.0 * torch.stack(totals).sum()
 
 
 # --- what an update reads

@@ -32,6 +32,7 @@ from shoal.train.agent.config import Warmup
 from shoal.train.agent.policy import MasterAdamW, Policy, score, trained_parameters
 from shoal.train.agent.update import refuse_diverged
 
+PLAIN = Sampling()
 ABREAST = 32
 """Episodes that are played at once."""
 MOST_HUNG = 8
@@ -51,20 +52,24 @@ def warm_up(
     share: float = 1.0,
     vector: VectorConfig | None = None,
     failures: FailureLog | None = None,
+    sampling: Sampling = PLAIN,
 ) -> Iterator[float]:
     """Train `policy` on random or expert play of the envs; yields the loss of each step (nats a token).
 
     `share` is this process's part of a gradient that several compute alike and sum; `vector` says where the envs
-    live, worker processes if not given; `failures` warns of episodes that fail.
+    live, worker processes if not given; `failures` warns of episodes that fail; `sampling` says how answers end.
     """
-    plays_of = warmup_samples(policy, makers, roles, prompter, config, seed, vector, failures)
+    steps = config.steps
+    if steps == "auto":
+        raise ConfigError("warmup.steps=auto must be a number by now: see shoal.train.agent.probe")
+    plays_of = warmup_samples(policy, makers, roles, prompter, config, seed, vector, failures, sampling)
     with plays_of as plays:
         parameters = trained_parameters(policy.module)
         optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
         device = str(parameters[0].device)
-        for step in range(config.steps):
+        for step in range(steps):
             for group in optimizer.param_groups:
-                group["lr"] = decayed(config.learning_rate, config.lr_schedule, step / config.steps)
+                group["lr"] = decayed(config.learning_rate, config.lr_schedule, step / steps)
             samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
             n_tokens = sum(len(sample.places) for sample in samples)
             optimizer.zero_grad(set_to_none=True)
@@ -97,6 +102,7 @@ def warmup_samples(
     seed: int,
     vector: VectorConfig | None = None,
     failures: FailureLog | None = None,
+    sampling: Sampling = PLAIN,
 ) -> Iterator[list[Iterator[Sample]]]:
     """For each kind of env, by the alphabet, what is learned from: samples without end, of one episode after another.
 
@@ -112,7 +118,7 @@ def warmup_samples(
     collector = TrajectoryCollector(coach, tags, roles, each, coach, prompter.config, seed, failures=failures)
     try:
         yield [
-            _play(collector, coach, roles[tag], range(k * each, (k + 1) * each), seed, policy)
+            _play(collector, coach, roles[tag], range(k * each, (k + 1) * each), seed, policy, sampling)
             for k, tag in enumerate(tags)
         ]
     finally:
@@ -120,7 +126,13 @@ def warmup_samples(
 
 
 def _play(
-    collector: TrajectoryCollector, coach: Coach, role: Role, envs: range, seed: int, policy: Policy
+    collector: TrajectoryCollector,
+    coach: Coach,
+    role: Role,
+    envs: range,
+    seed: int,
+    policy: Policy,
+    sampling: Sampling,
 ) -> Iterator[Sample]:
     """Samples of the episodes of one kind, which these envs play a few at a time."""
     tag, lost, hung = role.tag, 0, 0
@@ -130,7 +142,7 @@ def _play(
             env_seed = derive_seed(seed, "warmup-env", tag, number)
             places[i] = EpisodeId(seed, 0, number, envs.start, env_seed), role
         coach.expect(places)
-        played = dict(zip(envs, collector.play(places, Sampling()), strict=True))
+        played = dict(zip(envs, collector.play(places, sampling), strict=True))
         for i, trajectory in played.items():
             lost = 0 if trajectory.status == "ok" else lost + 1
             if lost == MOST_LOST:

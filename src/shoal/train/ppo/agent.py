@@ -262,7 +262,7 @@ class PPOAgent:
 
     def _load_statistics(self, statistics: dict[str, Array]) -> None:
         if self.obs_norm is not None:
-            self.obs_norm.load_state(statistics, self.obs_rows.of_numbers)
+            self.obs_norm.load_state(statistics)
         if self.reward_norm is not None:
             self.reward_norm.load_state(statistics)
         self.iteration = int(statistics["iteration"])

@@ -36,7 +36,7 @@ class Policy:
         self.norm: ObservationNormalizer | None = None
         if described["normalize_obs"]:
             self.norm = ObservationNormalizer(self.rows.n_numbers)
-            self.norm.load_state(checkpoint.statistics, self.rows.of_numbers)
+            self.norm.load_state(checkpoint.statistics)
         self._checkpoint = checkpoint
         self._network = network
         self._module: Any = None

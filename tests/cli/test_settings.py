@@ -1,0 +1,111 @@
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shoal.cli.main import main
+from shoal.core.errors import ConfigError
+from shoal.train.agent.config import AgentConfig, compose_config, config_names
+
+ROOT = Path(__file__).parents[2]
+
+
+def printed(capsys, *words):
+    assert main(["train", *words, "--cfg"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_the_settings_that_are_printed_with_comments_read_back_to_the_same_config(name, capsys):
+    values = yaml.safe_load(printed(capsys, "--config-name", name))
+    assert AgentConfig.read(values) == compose_config(name)
+
+
+def test_texts_of_several_lines_and_odd_names_read_back_too(capsys, tmp_path):
+    first = "a: '{observation}'\n\n  # b {actions}\n | \u2028 \x85 " + "long " * 60
+    own = {
+        "defaults": ["base", "_self_"],
+        "custom_envs": {"A: 1": {"env_type": "bandit", "env_config": {"a": 0.5}}, "yes": {"env_type": "bandit"}},
+        "agent_proxy": {"stop": ["#", "\n"], "prompt": {"first": first}},
+    }  # fmt: skip
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    values = yaml.safe_load(printed(capsys, "--config-dir", str(tmp_path), "--config-name", "own"))
+    config = AgentConfig.read(values)
+    assert config == compose_config("own", folder=tmp_path)
+    assert config.agent_proxy.prompt.first == own["agent_proxy"]["prompt"]["first"]
+    assert set(config.custom_envs) >= {"A: 1", "yes"}
+
+
+def test_each_setting_that_is_printed_has_its_meaning_above_it(capsys):
+    lines = printed(capsys, "--config-name", "base").splitlines()
+    assert lines[lines.index("  gamma: 0.97") - 1].strip().startswith("# Discount per turn")
+    settings = AgentConfig()
+    keys = [
+        *vars(settings),
+        *vars(settings.engine),
+        *vars(settings.algorithm.critic),
+        *vars(settings.trainer),
+    ]
+    for key in keys:
+        at = [number for number, line in enumerate(lines) if line.strip().startswith(f"{key}:")]
+        assert at, key
+        assert any(lines[number - 1].strip().startswith("# ") for number in at), f"{key} has no meaning"
+
+
+def test_the_settings_of_training_on_recordings_are_printed_with_comments_too(capsys):
+    shown = printed(capsys, "--config-name", "recorded", "recordings=here")
+    assert "# The folder or file of recordings.\nrecordings: here\n" in shown
+    assert yaml.safe_load(shown)["recordings"] == "here"
+
+
+def test_the_page_of_settings_is_what_the_source_says():
+    write = (
+        "import sys; sys.path.insert(0, 'docs'); import make_settings; sys.stdout.write(make_settings.page())"
+    )
+    done = subprocess.run([sys.executable, "-c", write], cwd=ROOT, capture_output=True, text=True, check=True)
+    stands = (ROOT / "docs" / "settings.md").read_text()
+    assert done.stdout == stands, "docs/settings.md is of another source: run make settings"
+    for setting in ("`seed`", "`gae_lambda`", "`prefill`", "`env_type`", "`api_key_env`"):
+        assert f"| {setting} |" in stands
+
+
+def test_a_value_in_the_quotes_that_the_message_shows_is_read(capsys):
+    turn = "a {action}, \"b\" 'c' [d]"
+    assert main(["train", f"agent_proxy.prompt.turn={turn}", "--cfg"]) == 2
+    [word] = shlex.split(capsys.readouterr().err.partition("of the shell: ")[2])
+    assert yaml.safe_load(printed(capsys, word))["agent_proxy"]["prompt"]["turn"] == turn
+
+
+def test_a_config_in_the_working_directory_is_found_by_the_words_that_the_message_shows(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("key.yaml").write_text("defaults: [base, _self_]\nseed: 5\n")
+    assert main(["train", "--config-name", "key", "--cfg"]) == 2
+    words = re.search(r"--config-dir \S+ --config-name key", capsys.readouterr().err)[0].split()
+    assert yaml.safe_load(printed(capsys, *words))["seed"] == 5
+
+
+@pytest.mark.parametrize("command", [["train"], ["train-ppo", "--total-timesteps", "64"]])
+def test_a_folder_with_other_files_is_no_place_for_a_run(command, capsys, tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    assert main([*command, "--run-dir", str(tmp_path)]) == 2
+    assert "holds other files (thesis.tex) and no run" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thesis.tex"]
+
+
+def test_adapters_are_put_on_all_layers_though_a_shipped_config_trains_only_some(tmp_path):
+    lora = ["model.lora.rank=4"]
+    assert compose_config("smollm2").engine.train_last_layers
+    assert compose_config("smollm2", lora).engine.train_last_layers is None
+    (tmp_path / "own.yaml").write_text("defaults: [smollm2, _self_]\nmodel: {lora: {rank: 4}}\n")
+    assert compose_config("own", folder=tmp_path).engine.train_last_layers is None
+    (tmp_path / "half.yaml").write_text("defaults: [smollm2, _self_]\nengine: {train_last_layers: 2}\n")
+    (tmp_path / "child.yaml").write_text("defaults: [half, _self_]\n")
+    for name, words in (("half", lora), ("child", lora), ("own", ["engine.train_last_layers=2"])):
+        with pytest.raises(ConfigError, match="train_last_layers=2 would do nothing"):
+            compose_config(name, words, tmp_path)

@@ -1,0 +1,144 @@
+"""A model that answers in the wrong form is warmed up without being asked to, and one that answers well is not."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from tests.train.agent.tiny_model import write_tiny_model
+
+from shoal.train.agent.checkpoint import list_checkpoints
+from shoal.train.agent.config import ENGINE_DEFAULTS, AgentConfig, compose_config
+from shoal.train.agent.trainer import AgentTrainer
+
+SMALL = [
+    "engine.train_last_layers=1", "engine.threads=1", "warmup.batch_size=4", "trainer.iterations=1",
+    "trainer.tensorboard=false", "es_manager.train.group_size=4", "es_manager.val.env_groups=2",
+    "agent_proxy.max_turn=3",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "small"
+    write_tiny_model(folder)
+    return folder
+
+
+def start(folder, model, *overrides, name="smollm2"):
+    """Row 0 of a run, and the bytes of its first checkpoint."""
+    config = compose_config(name, [*SMALL, f"engine.model={model}", f"run_dir={folder}", *overrides])
+    with AgentTrainer(config) as trainer:
+        row = next(iter(trainer.train()))
+    return row, (list_checkpoints(folder / "checkpoints")[-1] / "engine" / "model.safetensors").read_bytes()
+
+
+def probes(caplog):
+    return [record.getMessage() for record in caplog.records if "probe:" in record.getMessage()]
+
+
+def test_a_model_that_hardly_ever_names_an_action_is_warmed_up_and_the_run_says_so(
+    small_model, tmp_path, caplog
+):
+    with caplog.at_level(logging.WARNING):
+        row, weights = start(tmp_path / "one", small_model)
+    assert row["probe_valid_actions"] < 0.5
+    assert row["warmup_loss"] > 0
+    (told,) = probes(caplog)
+    assert "answers held an action" in told
+    assert "warming up 20 steps" in told
+    assert "warmup.steps=0 switches it off" in told
+    again = start(
+        tmp_path / "two",
+        small_model,
+        "agent_proxy.use_parallel_rollout=true",
+        "agent_proxy.parallel.backend=threads",
+    )
+    assert again == (row, weights)
+
+
+def test_the_warm_up_can_be_switched_off(small_model, tmp_path, caplog):
+    row, _ = start(tmp_path / "run", small_model, "warmup.steps=0")
+    assert not {"probe_valid_actions", "warmup_loss"} & row.keys()
+    assert probes(caplog) == []
+    before = load_file(small_model / "model.safetensors")
+    after = load_file(list_checkpoints(tmp_path / "run" / "checkpoints")[-1] / "engine" / "model.safetensors")
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_free_text_that_no_env_can_draw_is_not_warmed_up_and_one_warning_says_so(
+    small_model, tmp_path, caplog
+):
+    row, _ = start(tmp_path / "run", small_model, name="metamathqa")
+    assert row["probe_valid_actions"] < 0.5
+    assert "warmup_loss" not in row
+    (told,) = probes(caplog)
+    assert "no warm-up" in told
+    assert "free text" in told
+
+
+def test_a_model_that_names_actions_is_left_as_it_is(tmp_path, caplog):
+    base = [
+        "trainer.tensorboard=false", "trainer.iterations=1", "es_manager.val.env_groups=2", "engine.width=16",
+        "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
+    ]  # fmt: skip
+    taught = compose_config(
+        "demo", [*base, f"run_dir={tmp_path / 'taught'}", "warmup.steps=60", "warmup.learning_rate=0.01"]
+    )
+    with AgentTrainer(taught) as trainer:
+        list(trainer.train())
+        policy, sampler = trainer.policy, trainer.sampler
+    config = compose_config("demo", [*base, f"run_dir={tmp_path / 'run'}", "warmup.steps=auto"])
+    with AgentTrainer(config, policy=policy, sampler=sampler) as trainer:
+        row = next(iter(trainer.train()))
+    assert row["probe_valid_actions"] > 0.5
+    assert "warmup_loss" not in row
+    assert probes(caplog) == []
+
+
+# --- what a config leaves out
+def test_what_is_left_out_depends_on_the_engine_and_what_is_said_stays(tmp_path):
+    real = {"name": "huggingface", "model": "m"}
+    left_out = AgentConfig.read({"engine": real})
+    assert (left_out.warmup.steps, left_out.agent_proxy.max_tokens) == ("auto", "auto")
+    assert left_out.algorithm.kl.coef > 0
+    assert "{actions}" in left_out.agent_proxy.prompt.first
+    assert AgentConfig.read({"engine": {"name": "ray"}}).warmup == left_out.warmup
+    for tiny in (
+        {},
+        {"engine": {"name": "ray", "replicas": {"engine": "tiny"}}},
+        {"engine": {"name": "openai"}},
+    ):
+        found = AgentConfig.read(tiny)
+        assert (found.algorithm, found.warmup, found.agent_proxy) == (
+            AgentConfig().algorithm, AgentConfig().warmup, AgentConfig().agent_proxy,
+        )  # fmt: skip
+    said = {"kl": {"coef": 0.5}, "learning_rate": None}
+    mixed = AgentConfig.read({"engine": real, "algorithm": said, "warmup": {"steps": 3}})
+    assert (mixed.algorithm.kl.coef, mixed.warmup.steps) == (0.5, 3)
+    assert mixed.algorithm.learning_rate == left_out.algorithm.learning_rate
+    (tmp_path / "own.yaml").write_text("engine: {name: huggingface, model: m}\nwarmup: {batch_size: 5}\n")
+    composed = compose_config("own", ["algorithm.gamma=0.9"], tmp_path)
+    assert (composed.warmup.batch_size, composed.warmup.steps, composed.algorithm.gamma) == (5, "auto", 0.9)
+    assert json.dumps(composed.comparable())  # no setting is left open
+
+
+def test_the_page_about_real_models_names_every_default_that_they_have():
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "real-model.md").read_text()
+    for path in ENGINE_DEFAULTS["real"]:
+        section, _, name = path.rpartition(".")
+        assert f"`{path}`" in page or (section in page and f"`{name}`" in page), path
+
+
+def test_append_mode_dynamic_sampling_and_a_critic_get_no_default_that_contradicts_them():
+    real = {"name": "huggingface", "model": "m"}
+    critic = AgentConfig.read({"engine": real, "algorithm": {"adv_estimator": "gae"}})
+    assert critic.agent_proxy.reward_normalization.grouping == "state"
+    chat = AgentConfig.read(
+        {"engine": real, "agent_proxy": {"prompt": {"mode": "append"}}}
+    ).agent_proxy.prompt
+    assert (chat.prefill, chat.later) == ("", "{observation}")
+    dynamic = {"filter_groups": {"max_num_gen_batches": 3}}
+    assert AgentConfig.read({"engine": real, "algorithm": dynamic}).algorithm.filter_groups.enable
+    assert not AgentConfig.read({"engine": real}).algorithm.filter_groups.enable

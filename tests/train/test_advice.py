@@ -1,0 +1,204 @@
+"""What the metrics of a run say about how it goes."""
+
+import pytest
+
+from shoal.train.advice import Rejected, advise
+
+
+def rows(n=8, **columns):
+    return [
+        {"iteration": k, **{name: f(k) if callable(f) else f for name, f in columns.items()}}
+        for k in range(n)
+    ]
+
+
+GOOD = {
+    "groups_with_signal": 0.8,
+    "entropy": lambda k: 1 - k / 20,
+    "success": 0.5,
+    "truncated": 0.1,
+    "logprob_gap_max": 1e-5,
+    "share_idle": 0.1,
+    "valid_actions": 0.9,
+    "clip_fraction": 0.1,
+    "failed_episodes": 0,
+    "loss": 0.1,
+    "grad_norm": 1.0,
+}
+
+
+def test_a_run_that_goes_well_gets_no_advice():
+    assert advise(rows(**GOOD)) == []
+    assert advise([]) == []
+    assert advise([{"iteration": 0, "success": None, "entropy": "x", "grad_norm": True}]) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "title"),
+    [
+        ({"groups_with_signal": 0.05, "groups_none_solved": 0.95}, "Few groups have different rewards"),
+        ({"groups_with_signal": 0.0, "groups_none_solved": 0.9}, "Groups have equal rewards"),
+        ({"groups_with_signal": 0.05, "groups_all_solved": 0.95}, "The task is solved"),
+        ({"entropy": lambda k: 1 / 100**k}, "Entropy has collapsed"),
+        ({"entropy": lambda k: 1 + k}, "Entropy grows"),
+        ({"truncated": 0.8}, "Most episodes are cut off"),
+        ({"logprob_gap_max": 0.7}, "Trainer and engine disagree"),
+        ({"share_idle": 0.6}, "The engine is idle"),
+        ({"failed_episodes": 3, "episodes": 64}, "Episodes failed"),
+        ({"valid_actions": 0.3}, "Few valid actions"),
+        ({"valid_actions": 0.1}, "Hardly any answer is a valid action"),
+        ({"grad_norm": 0.0}, "The gradient is zero"),
+        ({"success": lambda k: 0.9 if k < 4 else 0.5}, "Success collapsed"),
+        ({"clip_fraction": 0.6}, "Steps are too large"),
+        ({"grad_norm": None}, "Training diverged"),
+        ({"worker_deaths": 1}, "Workers were lost"),
+        ({"heldout_success": 0.1}, "Held-out episodes lag behind"),
+        ({"approx_kl": 0.5}, "The policy moves fast"),
+    ],
+)
+def test_each_trouble_is_told_by_its_name_and_nothing_else_is(change, title):
+    assert [advice.title for advice in advise(rows(**{**GOOD, **change}))] == [title]
+
+
+def titles(*given):
+    return [advice.title for advice in advise(*given)]
+
+
+def test_groups_without_different_rewards_are_no_trouble_where_episodes_teach_alone():
+    alone = {**GOOD, "groups_with_signal": 0.0}
+    assert titles(rows(**alone, value_loss=0.05)) == []
+    assert titles(rows(**alone), {"algorithm": {"adv_estimator": "reinforce_pp"}}) == []
+    across = {"agent_proxy": {"reward_normalization": {"grouping": "inductive"}}}
+    assert titles(rows(**alone), across) == []
+    assert titles(rows(**alone), {"algorithm": {"adv_estimator": "rloo"}}) == ["Groups have equal rewards"]
+
+
+def test_a_run_that_mostly_had_no_groups_to_learn_from_is_told_until_it_succeeds():
+    now_and_then = {**GOOD, "groups_with_signal": lambda k: 0.5 if k % 3 == 2 else 0.0, "success": 0.1}
+    [found] = advise(rows(12, **now_and_then))
+    assert (found.level, found.title) == ("bad", "Groups have equal rewards")
+    assert "In 8 of 12 iterations all members of each group got the same reward" in found.text
+    assert titles(rows(12, **{**now_and_then, "success": 0.9})) == []
+
+
+def test_groups_that_differ_by_the_format_alone_still_teach():
+    found = advise(rows(**{**GOOD, "groups_with_signal": 0.0, "groups_shaping_only": 0.5}))
+    assert [(one.level, one.title) for one in found] == [("warn", "Few groups have different rewards")]
+
+
+def test_a_task_that_is_never_solved_is_told_unless_the_reward_rises():
+    dead = {**GOOD, "success": 0.0, "heldout_success": 0.0, "reward": -1.0}
+    assert titles(rows(9, **dead)) == []
+    assert titles(rows(10, **dead)) == ["Nothing is ever solved"]
+    assert titles(rows(10, **{**dead, "reward": lambda k: k / 10})) == []
+
+
+# --- answers without a valid action
+DEAD = {**GOOD, "valid_actions": 0.02, "groups_with_signal": 0.0, "grad_norm": 0.0, "success": 0.0}
+SEEN = {"first": "{observation}", "later": "{observation}"}
+NAMED = {"first": "{observation} {actions}", "later": "{observation} {actions}"}
+ALLOWED = ("up", "down")
+
+
+def test_a_run_whose_answers_are_invalid_gets_that_one_cause_and_one_of_the_answers():
+    [found] = advise(rows(**DEAD), {}, Rejected("go up!\n", "stop", ALLOWED))
+    assert (
+        "2% of the answers held a valid action. The model wrote 'go up!\\n'; allowed: up, down." in found.text
+    )
+
+
+def test_an_answer_is_shortened_and_commands_no_terminal():
+    [found] = advise(rows(**DEAD), {}, Rejected("\x1b[2J\u202e" + 500 * "x", "stop", ALLOWED))
+    assert "'\\x1b[2J\\u202exxx" in found.text
+    assert found.text.isprintable()
+    assert len(found.text) < 400
+
+
+@pytest.mark.parametrize(
+    ("config", "remedy"),
+    [
+        ({"agent_proxy": {"prompt": SEEN}}, "put {actions} into agent_proxy.prompt.first"),
+        ({"agent_proxy": {"prompt": NAMED}, "warmup": {"steps": 0}}, "set warmup.steps=20"),
+        (
+            {"agent_proxy": {"prompt": SEEN}, "engine": {"name": "tiny"}, "warmup": {"steps": 9}},
+            "raise warmup.steps, which is 9",
+        ),
+        ({"agent_proxy": {"prompt": NAMED}, "warmup": {"steps": 9}}, "Show an answer in the prompt"),
+        (
+            {"agent_proxy": {"prompt": SEEN}, "custom_envs": {"A": {"prompt": NAMED}}},
+            "Show an answer in the prompt",
+        ),
+    ],
+)
+def test_the_remedy_for_invalid_answers_follows_from_the_settings(config, remedy):
+    [found] = advise(rows(**DEAD), config, Rejected("x", "stop", ALLOWED))
+    assert remedy in found.text
+
+
+def test_free_text_has_no_words_to_name():
+    [found] = advise(rows(**DEAD), {"agent_proxy": {"prompt": SEEN}}, Rejected("x", "stop"))
+    assert "{actions}" not in found.text
+    assert "takes free text" in found.text
+
+
+LIMIT = {"turns": 2.0, "response_tokens": 19.5}
+
+
+@pytest.mark.parametrize("valid", [0.02, 0.6])
+def test_answers_at_the_limit_of_tokens_need_a_higher_one_or_with_a_closing_a_lower_one(valid):
+    told = rows(**{**DEAD, "groups_with_signal": 0.8, "grad_norm": 1.0, "valid_actions": valid, **LIMIT})
+    [raised] = advise(told, {"agent_proxy": {"max_tokens": 10}})
+    assert "raise agent_proxy.max_tokens" in raised.text
+    [lowered] = advise(told, {"agent_proxy": {"max_tokens": 10, "prompt": {"closing": "</a>"}}})
+    assert "Lower agent_proxy.max_tokens" in lowered.text
+    assert "raise agent_proxy.max_tokens" not in lowered.text
+    tiny = advise(told, {"agent_proxy": {"max_tokens": 10}, "engine": {"name": "tiny"}})
+    assert not any("max_tokens" in one.text for one in tiny)
+
+
+def test_one_row_with_few_valid_answers_is_too_little_to_judge_by_but_none_at_all_is_enough():
+    assert titles(rows(1, **{**GOOD, "valid_actions": 0.05})) == []
+    assert titles(rows(1, **{**GOOD, "valid_actions": 0.0})) == ["Hardly any answer is a valid action"]
+
+
+def test_answers_that_were_valid_before_are_no_matter_of_the_prompt():
+    told = rows(**{**GOOD, "valid_actions": lambda k: 0.95 if k < 4 else 0.0})
+    [found] = advise(told, {"agent_proxy": {"prompt": SEEN}}, Rejected("x", "stop", ALLOWED))
+    assert "It was 95% before" in found.text
+    assert "{actions}" not in found.text
+
+
+def test_a_prompt_without_the_observation_is_the_cause_of_the_rest():
+    config = {"agent_proxy": {"prompt": {"first": "Where now?", "later": "Where now?"}}}
+    assert titles(rows(**DEAD), config) == ["The prompt does not show the observation"]
+    assert titles(rows(**DEAD), {"agent_proxy": {"prompt": NAMED}}) == ["Hardly any answer is a valid action"]
+
+
+# --- a collapse
+def test_a_collapse_names_the_iteration_of_the_fall_and_the_best_checkpoint():
+    told = rows(12, **{**GOOD, "success": lambda k: 0.2 + 0.1 * k if k < 8 else 0.1})
+    for at, held_out in ((0, 0.2), (5, 0.8), (10, 0.8)):
+        told[at]["heldout_success"] = held_out
+    [found] = [one for one in advise(told, run="runs/x") if one.title == "Success collapsed"]
+    # the best mean of three is (0.7 + 0.8 + 0.9) / 3
+    assert "success fell from 0.80 to 0.10; it was first that low at iteration 8." in found.text
+    assert "The best checkpoint is that of iteration 5 (held-out success 0.80)" in found.text
+    assert "shoal eval runs/x --checkpoint best, shoal export runs/x OUT --checkpoint best" in found.text
+
+
+def test_a_collapse_of_held_out_episodes_alone_is_one_too():
+    told = rows(12, **{**GOOD, "success": 0.7})
+    for at, held_out in ((0, 0.9), (5, 0.9), (10, 0.2)):
+        told[at]["heldout_success"] = held_out
+    [found] = [one for one in advise(told) if one.title == "Success collapsed"]
+    # means of two: 0.9, then (0.9 + 0.2) / 2
+    assert "heldout_success fell from 0.90 to 0.55; it was first that low at iteration 10" in found.text
+    four = {"es_manager": {"val": {"env_groups": 4, "group_size": 1}}}
+    assert "Success collapsed" not in titles(told, four)  # they may fall by chance
+
+
+def test_one_bad_iteration_is_no_collapse_and_a_run_that_recovered_has_none():
+    once = [0.5, 0.6, 0.7, 0.5, 0.7, 0.7, 0.7]
+    assert titles(rows(7, **{**GOOD, "success": lambda k: once[k]})) == []
+    again = [0.9, 0.9, 0.9, 0.1, 0.1, 0.1, 0.9, 0.9, 0.9]
+    assert titles(rows(9, **{**GOOD, "success": lambda k: again[k]})) == []
