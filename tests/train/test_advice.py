@@ -86,6 +86,11 @@ def test_groups_that_differ_by_the_format_alone_still_teach():
     assert [(one.level, one.title) for one in found] == [("warn", "Few groups have different rewards")]
 
 
+def test_groups_that_differ_by_the_format_alone_teach_nothing_where_the_filter_leaves_them_out():
+    left_out = {"groups_with_signal": 0.0, "groups_shaping_only": 0.5, "groups_trained": 0.0}
+    assert titles(rows(**{**GOOD, **left_out})) == ["Groups have equal rewards"]
+
+
 def test_a_task_that_is_never_solved_is_told_unless_the_reward_rises():
     dead = {**GOOD, "success": 0.0, "heldout_success": 0.0, "reward": -1.0}
     assert titles(rows(9, **dead)) == []
@@ -154,6 +159,12 @@ def test_answers_at_the_limit_of_tokens_need_a_higher_one_or_with_a_closing_a_lo
     assert "raise agent_proxy.max_tokens" not in lowered.text
     tiny = advise(told, {"agent_proxy": {"max_tokens": 10}, "engine": {"name": "tiny"}})
     assert not any("max_tokens" in one.text for one in tiny)
+
+
+def test_a_limit_of_one_token_before_a_closing_is_not_to_be_lowered():
+    told = rows(**{**DEAD, "turns": 2.0, "response_tokens": 2.0})
+    [found] = advise(told, {"agent_proxy": {"max_tokens": 1, "prompt": {"closing": "</a>"}}})
+    assert "max_tokens" not in found.text
 
 
 def test_one_row_with_few_valid_answers_is_too_little_to_judge_by_but_none_at_all_is_enough():

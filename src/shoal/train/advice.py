@@ -196,6 +196,8 @@ def _at_limit(rows: Rows, known: Known) -> str:
     closing = known.setting("agent_proxy.prompt.closing")
     if known.setting("engine.name") == "tiny" and not closing:
         return ""  # the limit is as long as one answer, and what knows no form of answers fills it
+    if limit == 1 and closing:
+        return ""  # which leaves room for one action and no more
     if closing:
         return (
             f"{said} agent_proxy.prompt.closing is added wherever an answer ends, and the model fills the limit before "
@@ -214,6 +216,11 @@ def _allowed(words: Sequence[str]) -> str:
         return "the environment takes free text, and did not understand this"
     more = f", and {len(words) - 12} more" if len(words) > 12 else ""
     return f"allowed: {', '.join(words[:12])}{more}"
+
+
+def _teaches_form(row: Mapping[str, Any]) -> bool:
+    """Whether groups that differ by the format penalty alone were learned from, which a filter of groups prevents."""
+    return bool(row.get("groups_shaping_only")) and row.get("groups_trained") != 0
 
 
 def _no_signal(rows: Rows, known: Known) -> Iterator[Advice]:
@@ -238,7 +245,7 @@ def _no_signal(rows: Rows, known: Known) -> Iterator[Advice]:
         "agent_proxy.temperature, an easier task to begin with, or a reward for partial success."
     )
     played = [row for row in rows if is_number(row.get("groups_with_signal"))]
-    idle = [row for row in played if not row["groups_with_signal"] and not row.get("groups_shaping_only")]
+    idle = [row for row in played if not row["groups_with_signal"] and not _teaches_form(row)]
     now = played[-IN_A_ROW:] == idle[-IN_A_ROW:] and len(idle) >= IN_A_ROW
     mostly = (
         len(played) >= 2 * RECENT and 2 * len(idle) > len(played) and (_recent(rows, "success") or 0.0) < 0.5
