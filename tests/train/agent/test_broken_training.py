@@ -55,7 +55,7 @@ def test_envs_that_all_fail_end_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TrajectoryCollector, "_act", failing)
     with pytest.raises(EnvError, match="all 2 episodes of the evaluation failed; the first: no display"):
-        train(tmp_path / "run")
+        train(tmp_path / "run", "warmup.steps=0")
 
 
 def test_some_failed_episodes_are_counted_in_training_and_held_out(tmp_path, monkeypatch):

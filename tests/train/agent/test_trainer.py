@@ -40,9 +40,7 @@ SMALL = [
     "trainer.save_every=1",
     "trainer.save_trajectories_every=1",
     "es_manager.val.env_groups=3",
-    "es_manager.train.env_groups=8",
     "es_manager.train.group_size=8",
-    "algorithm.minibatch_size=128",
     "engine.width=32",
 ]
 
@@ -351,7 +349,8 @@ def test_groups_that_differ_by_the_format_penalty_alone_are_counted(tmp_path):
 
 
 def test_dynamic_sampling_plays_until_enough_groups_have_signal(tmp_path):
-    rows, _ = train(tmp_path / "run", "algorithm.filter_groups.max_num_gen_batches=3", "trainer.iterations=1")
+    settings = ["algorithm.filter_groups.max_num_gen_batches=3", "es_manager.train.env_groups=8"]
+    rows, _ = train(tmp_path / "run", *settings, "trainer.iterations=1")
     row = rows[-1]
     assert row["generated_batches"] > 1
     assert row["episodes"] == row["groups_played"] * 8  # whole groups
@@ -368,8 +367,8 @@ def bandit_folder(tmp_path_factory):
         "trainer.eval_every=3",
         "trainer.keep_checkpoints=1",
         "es_manager.val.env_groups=32",
-        "es_manager.train.env_groups=64",
         "es_manager.train.group_size=4",
+        "algorithm.minibatch_size=128",
         "engine.width=64",
         "warmup.learning_rate=0.001",
     ]
