@@ -92,6 +92,8 @@ def trained(tmp_path_factory):
         "es_manager.train.env_groups=3",
         "es_manager.train.group_size=4",
         "es_manager.val.env_groups=4",
+        "algorithm.filter_groups.enable=false",
+        "algorithm.entropy_target=100",  # the bonus makes a step in each iteration
     ]
     assert main(["train", *settings, f"run_dir={run}"]) == 0
     return run
@@ -215,8 +217,9 @@ def test_a_server_plays_by_its_messages_on_worker_processes(tmp_path, capsys, mo
     monkeypatch.setenv("MY_KEY", "sesame")
     run = tmp_path / "run"
     named = ["engine.name=openai", f"engine.server.url={server.url}", "engine.server.api_key_env=MY_KEY"]
+    plain = ["agent_proxy.prompt.prefill=''", "agent_proxy.prompt.closing=''"]
     try:
-        assert main(["rollout", *SMALL, *named, f"run_dir={run}"]) == 0
+        assert main(["rollout", *SMALL, *named, *plain, f"run_dir={run}"]) == 0
         played = list(read_trajectories(run / "trajectories" / "rollout.jsonl"))
         assert {t.status for t in played} == {"ok"}
         assert all(turn.response == "<action>Down</action>" for t in played for turn in t.turns)

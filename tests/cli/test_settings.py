@@ -42,7 +42,7 @@ def test_texts_of_several_lines_and_odd_names_read_back_too(capsys, tmp_path):
 
 def test_each_setting_that_is_printed_has_its_meaning_above_it(capsys):
     lines = printed(capsys, "--config-name", "base").splitlines()
-    assert lines[lines.index("  gamma: 0.97") - 1].strip().startswith("# Discount per turn")
+    assert lines[lines.index("  gamma: 1.0") - 1].strip().startswith("# Discount per turn")
     settings = AgentConfig()
     keys = [
         *vars(settings),

@@ -111,11 +111,12 @@ def test_the_example_of_contributing_keeps_its_promises_and_plays(tmp_path):
         "engine.name=first-word",
         "es_manager.train.env_groups=2",
     ]
+    words = ["Left", "Down", "Right", "Up"]
     try:
         config = compose_config("demo", overrides)
-        check_engine(lambda: make_engine(config.engine, ["Left", "Up"], 0))
+        check_engine(lambda: make_engine(config.engine, words, 0))
         with ParallelRolloutManager(
-            config, make_engine(config.engine, ["Left", "Up"], 0), backend="serial"
+            config, make_engine(config.engine, words, 0), backend="serial"
         ) as manager:
             played = manager.collect(0)
     finally:

@@ -31,6 +31,7 @@ def start(folder, model, *overrides, name="smollm2"):
     config = compose_config(name, [*SMALL, f"engine.model={model}", f"run_dir={folder}", *overrides])
     with AgentTrainer(config) as trainer:
         row = next(iter(trainer.train()))
+    row = {name: value for name, value in row.items() if name not in ("seconds", "cpu_seconds")}
     return row, (list_checkpoints(folder / "checkpoints")[-1] / "engine" / "model.safetensors").read_bytes()
 
 

@@ -151,7 +151,8 @@ def update(
     coef = bonus_of(algorithm, entropy, has_signal)
     if not (has_signal or coef or algorithm.kl.coef or learner.critic is not None):
         return {"gradient_steps": 0, "trained_tokens": 0}
-    learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef))
+    if coef != algorithm.entropy_coef:
+        learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef))
     if share < 1:
         samples = [s.with_column("advantages", share * s.columns["advantages"]) for s in samples]
     noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
