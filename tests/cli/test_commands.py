@@ -452,7 +452,17 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path
     assert rows[0] == rows[1] == [0, 1, 2]
 
 
+@pytest.fixture
+def signals_of_before():
+    """A command that was asked to end leaves its handlers to the end of its process, which here goes on."""
+    was = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in was.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.usefixtures("signals_of_before")
 def test_a_request_to_end_and_a_closed_terminal_are_like_ctrl_c(tmp_path, monkeypatch, capsys, number, code):
     from shoal.cli import train
 
@@ -461,14 +471,10 @@ def test_a_request_to_end_and_a_closed_terminal_are_like_ctrl_c(tmp_path, monkey
         os.kill(os.getpid(), number)
         time.sleep(5)
 
-    was = signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may ignore hang-ups
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(train, "_watch", killed)
-            assert main(["train", *QUICK, "--run-dir", str(tmp_path / "run")]) == code
-        assert signal.getsignal(number) == signal.SIG_DFL
-    finally:
-        signal.signal(number, was)
+    signal.signal(number, signal.SIG_DFL)  # whoever runs the tests may ignore hang-ups
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "_watch", killed)
+        assert main(["train", *QUICK, "--run-dir", str(tmp_path / "run")]) == code
     assert "go on with: shoal train" in capsys.readouterr().out
     assert not FolderLock(tmp_path / "run" / ".lock").is_taken()
 
@@ -761,9 +767,9 @@ def test_runs_are_compared_by_settings_results_and_first_token(run, tmp_path, ca
     png = tmp_path / "curves.png"
     assert "algorithm/learning_rate" in said(capsys, "compare", run, other, run, "--png", png)
     assert png.read_bytes()[:4] == b"\x89PNG"
-    said(capsys, "compare", run, other, run, "--curve", "entropy", "--png", tmp_path / "curves.svg")
+    said(capsys, "compare", run, other, run, "--curve", "reward", "--png", tmp_path / "curves.svg")
     told = re.findall("<!-- (.*) -->", (tmp_path / "curves.svg").read_text())
-    assert {"iteration", "entropy", "mean"} <= {*told}
+    assert {"iteration", "reward", "mean"} <= {*told}
     assert main(["compare", str(run), str(other), "--curve", "nonsense", "--png", str(png)]) == 2
     assert "no run has the metric 'nonsense'" in capsys.readouterr().err
 

@@ -151,6 +151,7 @@ def test_a_rollout_does_not_go_on_with_another_version_of_a_samplers_own_weights
     engine = HashEngine()
     monkeypatch.setitem(SAMPLERS._items, "own", lambda *_: engine)
     words = [*ROLLOUT, f"run_dir={tmp_path / 'run'}", "--backend", "serial", "engine.name=own"]
+    words += ["agent_proxy.max_tokens=16", "agent_proxy.prompt.prefill=''", "agent_proxy.prompt.closing=''"]
     assert broken_off(monkeypatch, words, 3) == 130
     engine.weights_version += 1
     assert main(words) == 2

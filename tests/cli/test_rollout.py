@@ -33,10 +33,10 @@ def test_a_rollout_is_saved_and_replays_to_the_bit(tmp_path, capsys, monkeypatch
 
 def test_a_rollout_finds_out_how_many_tokens_an_action_needs(tmp_path, capsys):
     run = tmp_path / "run"
-    assert main(["rollout", *TINY, f"run_dir={run}", "agent_proxy.max_tokens=auto"]) == 0
-    assert (
-        read_settings(run / "config.yaml")["agent_proxy"]["max_tokens"] == 3
-    )  # <action>, the word, </action>
+    whole = ["agent_proxy.prompt.prefill=''", "agent_proxy.prompt.closing=''", "agent_proxy.max_tokens=auto"]
+    assert main(["rollout", *TINY, f"run_dir={run}", *whole]) == 0
+    found = read_settings(run / "config.yaml")["agent_proxy"]["max_tokens"]
+    assert found == 3  # <action>, the word, </action>
     assert main(["rollout", "--verify", str(run)]) == 0
     assert "held L2: 6 of 6 episodes" in capsys.readouterr().out
 

@@ -96,12 +96,10 @@ class EveryMoveWins(FrozenLakeEnv):
 
 
 def test_a_run_that_succeeds_before_its_last_iteration_says_that_it_ended_early_and_why(tmp_path, capsys):
-    # every move reaches a goal, and the warm-up teaches moves
     won = [
-        "custom_envs.FrozenLakeEnv.env_config.desc=[GGG,GSG,GGG]",
-        "warmup.steps=60",
+        "custom_envs.FrozenLakeEnv.env_type=tests.cli.test_train:EveryMoveWins", "warmup.steps=60",
         "warmup.learning_rate=0.006",
-    ]
+    ]  # fmt: skip
 
     def said(name, *settings):
         command = ["train", "--config-name", "demo", *DEAD, *won, *settings, f"run_dir={tmp_path / name}"]

@@ -141,7 +141,7 @@ def test_the_tiny_engine_writes_the_same_tokens_on_threads_and_processes():
     [
         ("raise", r"step\(\d\) failed: KeyError: 'lost'"),
         ("exit", r"step\(\d\) failed: SystemExit: 3"),
-        ("nan", "must pay a finite number, got the reward nan"),
+        ("nan", "the reward must be a finite number, got nan"),
     ],
 )
 @pytest.mark.parametrize("backend", ["serial", "threads", "processes"])

@@ -140,7 +140,7 @@ def test_the_file_tells_another_program_all_that_it_needs(run, tmp_path):
     assert (kind["env_type"], kind["env_config"]) == ("letters:Letters", {"goal": 7})
     assert kind["prompt"] == {"later": "{history} {observation} of {max_turns}?"}
     assert list(play["custom_envs"]) == ["Letters"]
-    assert (role["max_turns"], role["tags"], role["words"]["a"], role["invalid"]) == (4, ["action"], 65, 0)
+    assert (role["max_turns"], role["tags"], role["words"]["a"], role["invalid"]) == (4, ["action"], 65, 95)
 
 
 def test_the_program_of_the_page_plays_an_exported_model_as_eval_does(run, model, tmp_path):

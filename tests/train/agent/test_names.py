@@ -137,12 +137,10 @@ def test_a_file_of_the_user_registers_an_advantage_and_a_loss_and_trains_with_th
         f"imports=[{own}]", "algorithm.adv_estimator=best_of", "algorithm.policy_loss=plain",
         "trainer.iterations=1", "warmup.steps=5", "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
         "es_manager.val.env_groups=2", "trainer.tensorboard=false", f"run_dir={tmp_path / 'run'}",
+        "algorithm.entropy_coef=0.03",
     ]  # fmt: skip
-    config = compose_config("demo", settings)
-    assert (config.algorithm.entropy_coef, config.algorithm.clip_ratio_low) == (
-        0.03,
-        0.05,
-    )  # demo sets the first
+    config = compose_config("demo", settings)  # what it says counts more than what the names bring along
+    assert (config.algorithm.entropy_coef, config.algorithm.clip_ratio_low) == (0.03, 0.05)
     with AgentTrainer(config) as trainer:
         rows = list(trainer.train())
     assert len(rows) == 2

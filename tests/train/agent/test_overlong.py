@@ -104,7 +104,8 @@ def test_the_budget_needs_constant_aggregation_as_a_number_does():
 def test_the_budget_is_that_of_a_response_or_of_a_whole_episode(tmp_path, mode, turns):
     overrides = [
         "agent_proxy.max_tokens=5", "agent_proxy.max_turn=3", f"agent_proxy.prompt.mode={mode}", f"run_dir={tmp_path}",
-        "algorithm.adv_estimator=dr_grpo", "es_manager.train.env_groups=1",
+        "algorithm.adv_estimator=dr_grpo", "es_manager.train.env_groups=1", "agent_proxy.prompt.prefill=''",
+        "agent_proxy.prompt.closing=''",
     ]  # fmt: skip
     with AgentTrainer(compose_config("demo", overrides)) as trainer:
         assert trainer._learner.token_budget == 5 * turns

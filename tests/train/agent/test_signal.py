@@ -1,19 +1,15 @@
 """Steps that fit the signal: what an update does where few groups differ, or none."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tests.train.agent.test_update import ENGINE, contrast, random_samples
 
 from shoal.core.data import Trajectory, Turn
-from shoal.rollout.collector import TrajectoryCollector
 from shoal.train.agent.advantages import turn_advantages
 from shoal.train.agent.batch import Sample
-from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, compose_config
+from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
 from shoal.train.agent.losses import PolicyLoss, policy_loss
 from shoal.train.agent.policy import Critic, split_optimizer, trained_parameters
-from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.agent.update import Learner, update
 
 
@@ -113,50 +109,6 @@ def test_the_bonus_falls_evenly_to_0_at_the_target_and_is_what_the_update_uses(e
     update(constant, contrast(ENGINE), 0)
     assert row["entropy_bonus"] == pytest.approx(bonus)
     torch.testing.assert_close(weights_of(one), weights_of(constant), atol=1e-6, rtol=0)
-
-
-SOLVED = {
-    "some groups differ": [[1, 1], [0, 0], [0, 1], [0, 0]],
-    "none differs": [[1, 1], [0, 0], [1, 1], [0, 0]],
-}
-"""Which members of four groups succeed."""
-
-
-@pytest.mark.parametrize(
-    ("solved", "target", "trained"),
-    [
-        ("some groups differ", "100", 3),  # the entropy of a random model lies below
-        ("some groups differ", "1e-9", 1),
-        ("some groups differ", "null", 3),
-        ("none differs", "100", 2),
-        ("none differs", "1e-9", 0),
-        ("none differs", "null", 0),
-    ],
-)
-def test_groups_that_nobody_solved_are_trained_on_while_the_entropy_is_below_its_target(
-    tmp_path, monkeypatch, solved, target, trained
-):
-    collect = TrajectoryCollector.collect
-
-    def paid(self, *arguments, **options):
-        return [pay(t) for t in collect(self, *arguments, **options)]
-
-    def pay(t):
-        won = bool(SOLVED[solved][t.group][t.member])
-        first, *rest = t.turns
-        turns = (replace(first, reward=float(won)), *(replace(turn, reward=0.0) for turn in rest))
-        return replace(t, turns=turns, success=won)
-
-    monkeypatch.setattr(TrajectoryCollector, "collect", paid)
-    overrides = [
-        f"run_dir={tmp_path}", "trainer.iterations=1", "warmup.steps=0", "es_manager.train.env_groups=4",
-        "es_manager.train.group_size=2", "es_manager.val.env_groups=1", "trainer.tensorboard=false",
-        f"algorithm.entropy_target={target}", "engine.width=16", "use_parallel_envs=false",
-    ]  # fmt: skip
-    with AgentTrainer(compose_config("demo", overrides)) as trainer:
-        *_, row = trainer.train()
-    assert row["groups_trained"] == trained
-    assert (row.get("entropy_bonus", 0) > 0) == (trained > 1)
 
 
 # --- reinforce

@@ -12,6 +12,8 @@ from safetensors.numpy import load_file
 from shoal.core.data import read_advantages, read_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder
+from shoal.envs.frozen_lake import FrozenLakeEnv
+from shoal.envs.text import Outcome
 from shoal.train.agent import records
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import AgentConfig, compose_config, config_names
@@ -38,9 +40,7 @@ SMALL = [
     "trainer.save_every=1",
     "trainer.save_trajectories_every=1",
     "es_manager.val.env_groups=3",
-    "es_manager.train.env_groups=8",
     "es_manager.train.group_size=8",
-    "algorithm.minibatch_size=128",
     "engine.width=32",
 ]
 
@@ -349,7 +349,8 @@ def test_groups_that_differ_by_the_format_penalty_alone_are_counted(tmp_path):
 
 
 def test_dynamic_sampling_plays_until_enough_groups_have_signal(tmp_path):
-    rows, _ = train(tmp_path / "run", "algorithm.filter_groups.max_num_gen_batches=3", "trainer.iterations=1")
+    settings = ["algorithm.filter_groups.max_num_gen_batches=3", "es_manager.train.env_groups=8"]
+    rows, _ = train(tmp_path / "run", *settings, "trainer.iterations=1")
     row = rows[-1]
     assert row["generated_batches"] > 1
     assert row["episodes"] == row["groups_played"] * 8  # whole groups
@@ -366,8 +367,8 @@ def bandit_folder(tmp_path_factory):
         "trainer.eval_every=3",
         "trainer.keep_checkpoints=1",
         "es_manager.val.env_groups=32",
-        "es_manager.train.env_groups=64",
         "es_manager.train.group_size=4",
+        "algorithm.minibatch_size=128",
         "engine.width=64",
         "warmup.learning_rate=0.001",
     ]
@@ -439,6 +440,32 @@ def test_a_longer_run_goes_on_unless_its_learning_rates_would_be_others(tmp_path
             continue
         with pytest.raises(DataError, match=r"trainer\.iterations was 1 and is 2"):
             train(*longer)
+
+
+class HalfHopeless(FrozenLakeEnv):
+    """One move ends an episode; in half of the lakes no move wins."""
+
+    def reset(self, *, seed=None, options=None):
+        self._wins = seed is None or seed % 2 == 0
+        return super().reset(seed=seed, options=options)
+
+    def _advance(self, action):
+        return Outcome(float(self._wins), terminated=True, success=self._wins)
+
+
+def test_nothing_is_rehearsed_while_the_critic_learns_alone(tmp_path):
+    rows, _ = train(
+        tmp_path, "algorithm.adv_estimator=gae", "algorithm.critic.warmup=1", "trainer.iterations=2",
+        "warmup.rehearsal=1", "agent_proxy.temperature=0.1", "use_parallel_envs=false", "trainer.keep_checkpoints=9",
+        "custom_envs.FrozenLakeEnv.env_type=tests.train.agent.test_trainer:HalfHopeless",
+    )  # fmt: skip
+    assert ["rehearsal_loss" in row for row in rows] == [False, False, True]
+    start, warmed, learned = (
+        load_file(folder / "engine" / "model.safetensors")
+        for folder in list_checkpoints(tmp_path / "checkpoints")
+    )
+    assert all((start[name] == warmed[name]).all() for name in start)
+    assert any((start[name] != learned[name]).any() for name in start)
 
 
 def test_in_its_warm_up_the_critic_learns_alone(tmp_path):

@@ -87,7 +87,10 @@ def test_the_gradient_does_not_depend_on_micro_batches_order_padding_or_packing(
 def test_the_loss_and_what_is_told_are_those_of_a_loop_over_tokens():
     samples = random_samples(5, 3)
     config = Algorithm(
-        kl=KLPenalty(0.1, "k2"), rollout_correction=RolloutCorrection("truncate"), adv_estimator="gae"
+        kl=KLPenalty(0.1, "k2"),
+        rollout_correction=RolloutCorrection("truncate"),
+        adv_estimator="gae",
+        entropy_coef=0.02,
     )
     expected, n_tokens = Counter(), sum(len(s.places) for s in samples)
     for sample in samples:

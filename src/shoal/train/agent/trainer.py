@@ -297,7 +297,7 @@ class AgentTrainer(Closing):
         if samples:
             entropy = sampled_entropy(trajectories)
             row |= update(self._learner, samples, iteration, share=share, entropy=entropy)
-        if config.warmup.rehearsal:
+        if config.warmup.rehearsal and iteration >= config.algorithm.critic.warmup:
             row |= rehearse(
                 self._learner, trajectories, self.train_envs.roles, self._prompter, config.agent_proxy.sampling(),
                 config.warmup.rehearsal, iteration,
