@@ -8,6 +8,7 @@ from shoal.cli import train
 from shoal.core.errors import EngineError
 from shoal.core.run_folder import read_summary
 from shoal.envs.frozen_lake import FrozenLakeEnv
+from shoal.envs.text import Outcome
 
 QUICK = [
     "trainer.iterations=2", "warmup.steps=2", "es_manager.train.env_groups=2", "es_manager.val.env_groups=2",
@@ -85,6 +86,13 @@ def test_a_run_that_learns_nothing_warns_of_each_cause_once_and_again_at_its_end
     [advice] = read_summary(tmp_path / "run")["advice"]
     assert (advice["level"], advice["metric"]) == ("bad", "groups_with_signal")
     assert last.endswith(advice["text"])
+
+
+class EveryMoveWins(FrozenLakeEnv):
+    """A lake that is crossed by one move, whichever."""
+
+    def _advance(self, action):
+        return Outcome(1.0, terminated=True, success=True)
 
 
 def test_a_run_that_succeeds_before_its_last_iteration_says_that_it_ended_early_and_why(tmp_path, capsys):

@@ -48,7 +48,7 @@ _PLAIN: dict[str, Any] = {
     "loss_aggregation": "token_mean",
     "clip_ratio_low": 0.2,
     "clip_ratio_high": 0.28,
-    "entropy_coef": 0.02,
+    "entropy_coef": 0.03,
     "loss_constant": 1.0,
 }
 _REAL_PROMPT = (
@@ -221,7 +221,7 @@ class Algorithm:
     dual_clip: float | None = None
     """Bound on the loss of tokens with negative advantage (above 1; 3 is usual)."""
     entropy_coef: float = _BY_NAME
-    """Bonus for a nat of entropy; 0.02 if the estimator does not say otherwise (`distillation`: 0)."""
+    """Bonus for a nat of entropy; 0.03 if the estimator does not say otherwise (`distillation`: 0)."""
     entropy_target: float | None = 0.4
     """Nats a token at which the bonus has fallen to 0: it is whole for a deterministic policy, and never makes one more
     random than this. null: `entropy_coef` always holds."""

@@ -1,4 +1,4 @@
-"""Rehearsal: where groups are stuck, the random valid actions of the warm-up are trained again, so that it keeps trying.
+"""Rehearsal: where groups are stuck, random valid actions are trained as in the warm-up, so that they are tried again.
 
 A group is stuck if nobody in it succeeded and all were paid the same: its advantages are 0, and what other groups teach
 makes the model sure of an answer there. Rehearsal (Robins 1995) keeps what was trained first.
