@@ -112,7 +112,7 @@ def test_what_is_not_said_of_a_rollout_is_this():
     assert (EsManager().val.env_groups, EsManager().val.group_size) == (64, 1)
     kind = EnvTag("bandit")
     assert (kind.max_actions_per_traj, kind.max_actions_per_turn, kind.action_sep) == (None, 1, "||")
-    assert VectorConfig() == VectorConfig("auto", None, None, None)
+    assert VectorConfig() == VectorConfig("auto", None, 60.0, None)
     assert (PromptConfig().mode, PromptConfig().history, PromptConfig().on_drift) == ("window", 2, "warn")
 
 

@@ -135,7 +135,8 @@ def test_an_exception_that_only_its_worker_knows_is_told_by_its_text_and_blames_
     _, rewards, _, truncated, infos = envs.step([9, 1])
     assert (rewards.tolist(), truncated.tolist()) == ([0.0, 11.0], [True, False])
     assert re.search(
-        r"^env 0 .*in step with action .*AfarError: what really happened$", infos["worker_error"][0]
+        r"^env 0 .*in step with action .*AfarError: what really happened \(.*:\d+ in misbehave\)$",
+        infos["worker_error"][0],
     )
     envs.close()
 

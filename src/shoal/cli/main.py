@@ -163,24 +163,31 @@ def _tell(error: Exception, command: str) -> int:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """A request to end, or a terminal that is closed, is like Ctrl-C: what was done is kept. Yields what came."""
+    """A request to end, or a terminal that is closed, is like Ctrl-C: what was done is kept. Yields what came.
+
+    A second one ends the process at once, and so do its workers.
+    """
     got: list[int] = []
 
     def end(number: int, frame: Any) -> None:
         del frame
+        if got:
+            os._exit(128 + number)
         got.append(number)
         raise KeyboardInterrupt
 
     changed = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:  # nohup and others who chose are left alone
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            usual = signal.SIG_DFL, signal.default_int_handler
+            if signal.getsignal(number) in usual:  # nohup and others who chose are left alone
                 changed[number] = signal.signal(number, end)
     try:
         yield got
     finally:
         for number, was in changed.items():
-            signal.signal(number, was)
+            if not got:  # else the process is about to end, and the next one is the second
+                signal.signal(number, was)
 
 
 if __name__ == "__main__":

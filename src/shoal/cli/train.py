@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from shoal.cli.grammar import (
     show_warnings,
 )
 from shoal.cli.output import program
+from shoal.core.errors import ConfigError, EnvError, ShoalError
 from shoal.core.run_folder import read_summary, refuse_foreign
 
 if TYPE_CHECKING:
@@ -53,6 +55,10 @@ LEGEND = (
 """Of the lines of the live view."""
 MOST_WARNINGS = 3
 """At the end of a run."""
+
+
+CHECKED_SEEDS = 32
+"""Episodes of an env that are played before training, as far as ten seconds allow."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ def train(options: TrainOptions) -> int:
         if options.json:
             print_json(read_summary(Path(run_dir)))
         return 0
+    if config.trainer.check_envs:
+        processes.together(lambda: _check_envs(config) if processes.first else None)
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":
         hide_loading()
@@ -130,6 +138,27 @@ def train(options: TrainOptions) -> int:
 
 
 COMMAND = Command(TrainOptions, train, MORE)
+
+
+def _check_envs(config: AgentConfig) -> None:
+    """Refuse envs with a fault, which would end the run later, or spoil it.
+
+    Raises:
+        EnvError: says which env breaks which promise, and where.
+    """
+    from shoal.envs.check import quick_check
+
+    sides = config.es_manager.train, config.es_manager.val
+    for tag in sorted({tag for side in sides for tag in side.group_tags()} & config.custom_envs.keys()):
+        kind = config.custom_envs[tag]
+        try:
+            limit = config.vector.step_timeout or math.inf
+            quick_check(kind.env_type, kind.env_config, seeds=CHECKED_SEEDS, seconds=limit)
+        except EnvError as error:
+            off = "trainer.check_envs=false trains all the same"
+            raise EnvError(f"custom_envs.{tag}: {error}\n{off}") from error
+        except (ShoalError, ImportError, AttributeError) as error:
+            raise ConfigError(f"custom_envs.{tag}: {error}") from error
 
 
 def _resuming(options: TrainOptions, run_dir: str) -> str:

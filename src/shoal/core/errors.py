@@ -21,7 +21,7 @@ import functools
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -168,6 +168,25 @@ def of_the_user(frames: Iterable[traceback.FrameSummary]) -> list[traceback.Fram
     """Those of a stack that lie in the user's own code, else those in packages of others."""
     others = [frame for frame in frames if owner(frame.filename) != "shoal"]
     return [frame for frame in others if owner(frame.filename) == "user"] or others
+
+
+def with_frames(error: BaseException) -> str:
+    """`in_words`, and the lines of the user's own code that the error passed through: `… (bad.py:18 in _advance)`."""
+    return in_words(error) + _in_brackets(frames_of(error))
+
+
+def where_it_hangs(stack: Iterable[traceback.FrameSummary]) -> str:
+    """The lines of the user's own code in the stack of a thread that does not come back, the innermost last."""
+    started = "<string>"  # the line that began the process
+    own = [frame for frame in stack if owner(frame.filename) == "user" and frame.filename != started]
+    return _in_brackets(own)
+
+
+def _in_brackets(frames: Sequence[traceback.FrameSummary]) -> str:
+    places = [
+        f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in frames[-MOST_FRAMES:]
+    ]
+    return f" ({', '.join(places)})" if places else ""
 
 
 def in_one_line(frame: traceback.FrameSummary) -> str:

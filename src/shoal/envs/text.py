@@ -135,7 +135,8 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         self._plain_space: Any = None
         self._plain_range = range(0)
         self._text_space: Any = None
-        self._most_characters = -1
+        self._stated_space: gymnasium.spaces.Text | None = None
+        self._most_characters: float = -1
         self._has_anchor = type(self).anchor is not TextEnv.anchor
 
     @classmethod
@@ -257,19 +258,23 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return self.observe() if self.render_mode == "ansi" else None
 
     def _checked_observation(self, *, closely: bool = False) -> Any:
-        """The observation, which is refused where it is no text and the space of observations is one of text."""
+        """The observation, refused where it is no text and should be, or is not in the space that the class states.
+
+        A space that a constructor made is not held against it: a subclass may show more.
+        """
         seen = self._observation()
         space = self.observation_space
-        if self._text_space is not space:  # a space takes long to say what it contains
-            self._text_space = space
-            self._most_characters = space.max_length if isinstance(space, gymnasium.spaces.Text) else -1
-        if (closely or type(seen) is not str or len(seen) > self._most_characters) and isinstance(
-            space, gymnasium.spaces.Text
-        ):
-            if not isinstance(seen, str):
+        if self._text_space is not space:
+            self._text_space, self._stated_space, self._most_characters = space, None, -1
+            if isinstance(space, gymnasium.spaces.Text):
+                self._stated_space = space if space == type(self).observation_space else None
+                self._most_characters = math.inf if self._stated_space is None else space.max_length
+        if closely or type(seen) is not str or len(seen) > self._most_characters:
+            stated = self._stated_space
+            if not isinstance(seen, str) and isinstance(space, gymnasium.spaces.Text):
                 self._blame_method("observe", f"must return a string, got {_kind_of(seen)}")
-            if not space.contains(seen):
-                self._blame_method("observe", f"gave {seen!r:.80}, but {why_not_in(space, seen)}")
+            if stated is not None and not stated.contains(seen):
+                self._blame_method("observe", f"gave {seen!r:.80}, but {why_not_in(stated, seen)}")
         return seen
 
     def _blame_method(self, method: str, problem: str) -> NoReturn:

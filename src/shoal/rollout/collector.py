@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from shoal.core.data import Status, Trajectory
-from shoal.core.errors import EngineError, EnvError, WorkerError, WorkerTimeoutError, in_words
+from shoal.core.errors import EngineError, EnvError, WorkerError, WorkerTimeoutError, in_words, with_frames
 from shoal.core.seeding import derive_seed
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
@@ -49,6 +50,38 @@ class Failed(NamedTuple):
     """Whether its own env failed, and not one that another episode played in the same worker."""
 
 
+class FailureLog:
+    """Warns of episodes that fail: the first failures in full, later ones as a count that comes ever more rarely."""
+
+    def __init__(self) -> None:
+        self._causes = set[str]()
+        self._failures = self._left_out = self._untold = 0
+        self._enough = 1
+
+    def add(self, what: str, why: str, then: str) -> None:
+        """An episode failed, or a worker with its episodes; `then` says what is done about it."""
+        self._failures += 1
+        self._left_out += then == LEFT_OUT
+        cause = re.sub(r"\d+", "", why.partition(" failed: ")[2] or why)
+        if cause in self._causes or len(self._causes) == MOST_CAUSES:
+            self._untold += 1
+            return
+        self._causes.add(cause)
+        logger.warning("%s: %s; %s", what, why, then)
+
+    def sum_up(self) -> None:
+        """At the end of a rollout: how many more failed, if there are four times as many as when it was last told."""
+        if self._untold and self._failures >= 4 * self._enough:
+            told = "%d more times an episode failed the same way; %d episodes are left out so far"
+            logger.warning(told, self._untold, self._left_out)
+            self._untold, self._enough = 0, self._failures
+
+
+MOST_CAUSES = 3
+"""Failures of different causes that are told in full."""
+PLAYED_AGAIN, LEFT_OUT = "it is played again", "it is left out"
+
+
 class TrajectoryCollector:
     """Plays groups of episodes and returns their trajectories.
 
@@ -62,6 +95,7 @@ class TrajectoryCollector:
         seed: of the run; episodes are named under it by iteration, group and member.
         env_retries: times an episode starts again after its env failed.
         journal: where episodes are written down as they end; those that are there are not played again.
+        failures: warns of episodes that fail.
     """
 
     def __init__(
@@ -76,6 +110,7 @@ class TrajectoryCollector:
         *,
         env_retries: int = 1,
         journal: Journal | None = None,
+        failures: FailureLog | None = None,
     ) -> None:
         self.envs = envs
         self.tags = tuple(tags)
@@ -84,6 +119,7 @@ class TrajectoryCollector:
         self.engine = engine
         self.seed, self.env_retries = seed, env_retries
         self.journal = journal or Journal()
+        self.failures = failures or FailureLog()
         self.prompter = Prompter(prompt, engine.tokenizer)
         self._playing = threading.Lock()  # its envs play one rollout at a time, whoever asks
         self.counts = 0, 0  # episodes of the latest rollout that have ended, and all of it
@@ -107,38 +143,68 @@ class TrajectoryCollector:
         if groups.start < n < groups.stop:  # from n on slots are in another order: two groups may want one
             first = self.collect(iteration, sampling, first_group=groups.start, n_groups=n - groups.start)
             return first + self.collect(iteration, sampling, first_group=n, n_groups=groups.stop - n)
-        with self._playing:
-            return self._play(iteration, sampling, groups)
-
-    def _play(self, iteration: int, sampling: Sampling, groups: range) -> list[Trajectory]:
         places: dict[int, tuple[EpisodeId, Role]] = {}
         for g in groups:
             slot = slot_of(g, self.tags)
             for member in range(self.group_size):
                 place = place_of(self.seed, iteration, g, member)
                 places[slot * self.group_size + member] = place, self.roles[self.tags[slot]]
+        return self.play(places, sampling)
+
+    def play(self, places: Mapping[int, tuple[EpisodeId, Role]], sampling: Sampling) -> list[Trajectory]:
+        """Play these episodes, each in the env of that number, in lockstep."""
+        with self._playing:
+            played = self._play(places, sampling)
+        self.failures.sum_up()
+        return [played[i] for i in places]
+
+    def _play(
+        self, places: Mapping[int, tuple[EpisodeId, Role]], sampling: Sampling
+    ) -> dict[int, Trajectory]:
         played: dict[int, Trajectory] = {}
         for i, (place, role) in places.items():
             if (before := self.journal.find(role.tag, place)) is not None:
                 played[i] = before
         todo = {i: who for i, who in places.items() if i not in played}
-        failures = Counter[int]()
+        attempts, again = Counter[int](), set[int]()
+
+        def note(i: int, why: Failed) -> None:
+            attempts[i] += why.own
+            if not why.own or (why.status == "env_error" and attempts[i] <= self.env_retries):
+                again.add(i)
+            if why.own:
+                then = PLAYED_AGAIN if i in again else LEFT_OUT
+                self.failures.add(f"episode {i} of {places[i][1].tag}", why.error, then)
+
         self.counts = len(played), len(places)
         while todo:
+            again.clear()
             episodes = {i: Episode(*who, self.prompter, sampling) for i, who in todo.items()}
-            failed = self._play_once(episodes, played)
-            failures.update(i for i, why in failed.items() if why.own)
-            again = {i for i, why in failed.items() if not why.own or why.status == "env_error"}
-            todo = {i: who for i, who in todo.items() if i in again and failures[i] <= self.env_retries}
-            for i in todo:
-                logger.warning("episode %d is played again: %s", i, failed[i].error)
+            failed = self._play_once(episodes, played, note)
+            todo = {i: who for i, who in todo.items() if i in again}
             played |= {i: episodes[i].trajectory(*why[:2]) for i, why in failed.items() if i not in todo}
-        return [played[i] for i in places]
+        return played
 
-    def _play_once(self, episodes: Mapping[int, Episode], played: dict[int, Trajectory]) -> dict[int, Failed]:
-        """Play these episodes to their ends, abreast, and add them to `played`; which of them failed."""
+    def _play_once(
+        self,
+        episodes: Mapping[int, Episode],
+        played: dict[int, Trajectory],
+        note: Callable[[int, Failed], None],
+    ) -> dict[int, Failed]:
+        """Play these episodes to their ends, abreast, and add them to `played`; which of them failed.
+
+        Each failure is noted at once: others may take long.
+        """
         failed: dict[int, Failed] = {}
+        noted = set[int]()
+
+        def note_new() -> None:
+            for i in [i for i in failed if i not in noted]:
+                noted.add(i)
+                note(i, failed[i])
+
         self._begin(episodes, failed)
+        note_new()
         live = [i for i in episodes if i not in failed]
         while live:
             asked: dict[int, Request] = {}
@@ -155,6 +221,7 @@ class TrajectoryCollector:
                     if not episodes[i].over:
                         actions[i] = todo
             self._act(actions, episodes, failed)
+            note_new()
             live = [i for i in live if i not in failed]
             for i in (i for i in live if episodes[i].over):
                 played[i] = episodes[i].trajectory()
@@ -179,6 +246,9 @@ class TrajectoryCollector:
                     }
                     failed[i] = _failure(i, "reset", getattr(error, "told", None) or plain, episodes)
         for i, (observation, info) in resets:
+            if info.get("worker_env") == i and info.get("worker_restarted"):
+                tag, why = episodes[i].role.tag, f"reset failed: {info.get('worker_summary')}"
+                self.failures.add(f"episode {i} of {tag}", why, "its env was made anew")
             with _told(i, failed, "reset"):
                 episodes[i].begin(observation, info)
 
@@ -221,7 +291,9 @@ def _failure(i: int, doing: str, told: Mapping[str, Any], episodes: Collection[i
     """What an episode ends with when an env failed, its own or one of the same worker."""
     env, summary = told.get("worker_env"), told.get("worker_summary")
     words = f"{doing} failed: {summary}" if env == i else told.get("worker_error", "its env was replaced")
-    status: Status = "timeout" if told.get("worker_timeout") else "env_error"
+    status: Status = "env_error"
+    if told.get("worker_timeout"):
+        status, words = "timeout", f"{words} (vector.step_timeout); its process was replaced"
     return Failed(status, str(words), env == i or env not in episodes)
 
 
@@ -232,7 +304,7 @@ def _told(i: int, failed: dict[int, Failed], doing: str | None = None) -> Iterat
         yield
     except Exception as error:
         if doing is not None:
-            failed[i] = Failed("env_error", f"{doing} failed: {in_words(error)}")
+            failed[i] = Failed("env_error", f"{doing} failed: {with_frames(error)}")
         else:
             status: Status = "timeout" if isinstance(error, TimeoutError) else "engine_error"
             plain = isinstance(error, TimeoutError | EngineError)

@@ -6,7 +6,7 @@ proportions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from shoal.core.configuration import from_mapping, plain_values
 from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
-from shoal.core.executors import OwnThread
+from shoal.core.executors import OwnThread, available_cpus
 from shoal.envs import TextEnv
 from shoal.envs.catalogue import resolve_text
 from shoal.rollout.collector import EnvPool
@@ -24,8 +24,11 @@ from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.settings import check_settings
 from shoal.vector import make_vec
 from shoal.vector.make import BackendName as Backend
+from shoal.vector.vector_env import VectorPool
 
 C = TypeVar("C")
+STEP_TIMEOUT = 60.0
+"""Seconds, where nobody says otherwise."""
 CLOSE_SECONDS = 10.0
 """For which the end of an env that was made to look at it is waited for."""
 
@@ -118,13 +121,19 @@ class VectorConfig:
     """Where they are: `auto` tries one env and chooses; the others are named."""
     num_workers: int | None = None
     """Workers that share the envs; as many as the backend finds best if not given."""
-    step_timeout: float | None = None
-    """Seconds after which an env that does not answer is given up."""
+    step_timeout: float | None = STEP_TIMEOUT
+    """Seconds after which an env that does not answer is given up and its process replaced; null for no limit. Envs in
+    the trainer's own process (`serial`) cannot be interrupted: there the default means nothing."""
     make_timeout: float | None = None
     """Seconds that the constructor of an env may take; `step_timeout` if not given."""
 
     def __post_init__(self) -> None:
         check_settings(self, ["step_timeout", "make_timeout"], num_workers=1)
+
+    @property
+    def limit(self) -> float | None:
+        """`step_timeout`, unless it is the default and means nothing here."""
+        return None if self.backend == "serial" and self.step_timeout == STEP_TIMEOUT else self.step_timeout
 
 
 @dataclass(frozen=True)
@@ -177,19 +186,33 @@ def make_set(config: EnvironmentConfig, groups: EnvGroups, *, with_pool: bool = 
     if not with_pool:
         return EnvironmentSet(NoEnvs(), tags, groups.group_size, make_roles(config.custom_envs, tags))
     kinds = [config.custom_envs[tag] for tag in tags for _ in range(groups.group_size)]
-    vector = config.vector if config.use_parallel_envs else VectorConfig(backend="serial")
-    pool = make_vec(
-        [resolve_text(kind.env_type, kind.env_config) for kind in kinds],
+    pool = make_pool([resolve_text(kind.env_type, kind.env_config) for kind in kinds], host_of(config))
+    return EnvironmentSet(pool, tags, groups.group_size, make_roles(config.custom_envs, tags))
+
+
+def host_of(config: Any) -> VectorConfig:
+    """Where the envs of a config are stepped."""
+    return config.vector if config.use_parallel_envs else VectorConfig(backend="serial")  # type: ignore[no-any-return]
+
+
+def make_pool(env_fns: Sequence[Callable[[], Any]], vector: VectorConfig) -> VectorPool:
+    """Envs for episodes; one that fails, hangs or ends its process is replaced, and costs its episode."""
+    n_workers = vector.num_workers
+    if n_workers is None and vector.backend in ("auto", "process"):
+        n_workers = min(available_cpus(), len(env_fns))  # not one for each env, as with a limit of its own
+    pool: VectorPool = make_vec(
+        env_fns,
         backend=vector.backend,
-        num_workers=None if vector.backend == "serial" else vector.num_workers,
-        step_timeout=vector.step_timeout,
+        num_workers=None if vector.backend == "serial" else n_workers,
+        step_timeout=vector.limit,
         make_timeout=vector.make_timeout,
         autoreset="disabled",
-        on_failure="restart",  # a failed env costs its episode
+        on_failure="restart",
         max_restarts=1000,
         check_nan=False,  # an episode looks at its rewards itself
     )
-    return EnvironmentSet(pool, tags, groups.group_size, make_roles(config.custom_envs, tags))
+    pool.warns = False  # whoever plays the episodes tells of them
+    return pool
 
 
 def make_roles(
@@ -234,13 +257,17 @@ def validate_environment_config(config: Any) -> EnvironmentConfig:
     proxy = None if isinstance(config, Mapping) else getattr(config, "agent_proxy", None)
     parallel, prompt = getattr(proxy, "parallel", None), getattr(proxy, "prompt", PromptConfig())
     checked = part_of(EnvironmentConfig, config)
-    if checked.vector.step_timeout is not None and not checked.use_parallel_envs:
+    if checked.vector.step_timeout not in (None, STEP_TIMEOUT) and not checked.use_parallel_envs:
         raise ConfigError(
             "vector.step_timeout needs use_parallel_envs=true: with false the caller steps the envs, and cannot "
             "interrupt itself"
         )
-    given = [one.make_timeout or one.step_timeout for one in (checked.vector, parallel) if one is not None]
-    seconds = max((limit for limit in given if limit is not None), default=None)
+    host = host_of(checked)
+    own = None if host.step_timeout == STEP_TIMEOUT else host.step_timeout
+    given = [host.make_timeout or own]
+    if parallel is not None:
+        given.append(parallel.make_timeout or parallel.step_timeout)
+    seconds = max((limit for limit in given if limit is not None), default=host.limit)
     tried: set[str] = set()
     for side in ("train", "val"):
         tags = getattr(checked.es_manager, side).group_tags()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import gymnasium
 
-from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError, in_words
+from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError, where_it_hangs, with_frames
 from shoal.core.processes import RemoteTraceback
 from shoal.core.seeding import derive_seed
 from shoal.vector.values import Told
@@ -55,14 +56,30 @@ class Failure:
 def from_exception(env: int, doing: str, error: BaseException, pid: int | None = None) -> Failure:
     """A failure from an exception being handled."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return Failure(env, doing, in_words(error), trace, None, pid, error)
+    return Failure(env, doing, with_frames(error), trace, None, pid, error)
+
+
+def where_it_was(stack: str) -> str:
+    r"""The lines of the user's own code in the text of a stack; of several threads, the first that has some.
+
+    >>> where_it_was('Thread 0x1 (most recent call first):\n  File "bad.py", line 18 in _advance')
+    ' (bad.py:18 in _advance)'
+    """
+    for thread in re.split(r"^(?=Thread|Current thread)", stack, flags=re.MULTILINE):
+        found = re.findall(r'^ *File "(.+)", line (\d+),? in (.+)$', thread, re.MULTILINE)
+        frames = [traceback.FrameSummary(file, int(line), name, line="") for file, line, name in found]
+        if where := where_it_hangs(reversed(frames) if "most recent call first" in thread else frames):
+            return where
+    return ""
 
 
 def error_of(failure: Failure) -> WorkerError:
     """The exception to raise: a `WorkerError` that is also of the original type where classes allow it."""
     where = f" (pid {failure.pid})" if failure.pid is not None else ""
     acted = f" with action {failure.action}" if failure.action is not None else ""
-    message = f"env {failure.env}{where} failed in {failure.doing}{acted}: {failure.summary}"
+    limit = "make_timeout, else step_timeout" if failure.doing == "make" else "step_timeout"
+    named = f" ({limit})" if failure.kind == "timeout" else ""
+    message = f"env {failure.env}{where} failed in {failure.doing}{acted}: {failure.summary}{named}"
     base = {"died": WorkerDiedError, "timeout": WorkerTimeoutError}.get(failure.kind, WorkerError)
     error = _typed(base, failure.exception, message)
     told = {"worker_restarted": True, "worker_error": message, "worker_env": failure.env}
@@ -118,6 +135,8 @@ def raise_first(failures: Sequence[Failure]) -> None:
 
 # --- what is done about it
 OnFailure = Literal["raise", "restart", "mask"]
+DEALT_WITH = {"restart": "the environment is restarted", "mask": "the environment is left out"}
+"""What an env's failure does, in messages."""
 
 
 class Owed(NamedTuple):

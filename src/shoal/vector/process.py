@@ -37,7 +37,7 @@ from shoal.vector import buffers as words
 from shoal.vector import worker as operations
 from shoal.vector.buffers import Buffers, Lines, Patience, TableBuffer, TextBuffer, read, shared_file
 from shoal.vector.env_group import EnvGroup, Rebuild, Reply, Reset, Step, Trial, even_cuts, ids_of, name_of
-from shoal.vector.failures import Failure, from_exception
+from shoal.vector.failures import Failure, from_exception, where_it_was
 from shoal.vector.worker import Attach, Close, Make, QueueBox, serve
 
 LOADING_SECONDS = 60.0
@@ -215,7 +215,8 @@ class Worker:
     def failure(self, kind: str, summary: str) -> Failure:
         """A failure of the env that it is at, with what its process said."""
         env, doing, action = self.current()
-        return Failure(env, doing, summary, self.stack(), shown(action), self.pid, None, kind)
+        stack = self.stack()
+        return Failure(env, doing, summary + where_it_was(stack), stack, shown(action), self.pid, None, kind)
 
     def unreadable(self, error: BaseException) -> Reply:
         """Its reply cannot be read here: what it told of any env is lost."""

@@ -56,6 +56,7 @@ from shoal.vector.env_group import (
     quantiles,
 )
 from shoal.vector.failures import (
+    DEALT_WITH,
     MOST_AT_ONCE,
     Failure,
     MaskedEnv,
@@ -136,6 +137,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.num_envs = buffers.n_envs
         self.workers, self.backend, self.buffers = list(workers), backend, buffers
         self.on_failure, self.max_restarts = on_failure, max_restarts
+        self.warns = True  # of failures that are dealt with, unless who steps it tells of them
         self.autoreset_mode = attach.autoreset
         self.metadata = {**description.metadata, "autoreset_mode": attach.autoreset}
         self.render_mode, self.spec = description.render_mode, description.spec
@@ -840,8 +842,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 error.add_note(f"env {failure.env} was restarted {times} before this")
                 raise error
             hurt.update(dict.fromkeys(self._lost_with(failure.env), failure))
-        for failure in failures:
-            logger.warning("%s; policy: %s", error_of(failure), self.on_failure)
+        for failure in failures if self.warns else ():
+            done = DEALT_WITH[self.on_failure]
+            logger.warning("%s; %s (on_failure=%s)", error_of(failure), done, self.on_failure)
         return hurt | {failure.env: failure for failure in failures}
 
     def _lost_with(self, i: int) -> list[int]:

@@ -261,7 +261,7 @@ def test_envs_whose_end_hangs_are_left_behind_in_time(calm, backend):
         else:
             assert (now.status, now.turns) == ("env_error", before.turns[:1])
             assert re.search(
-                r"step\(.*failed: ValueError: lost, and close failed: no answer within 0.5 s", now.error
+                r"step\(.*failed: ValueError: lost .*, and close failed: no answer within 0.5 s", now.error
             )
 
 
@@ -328,7 +328,9 @@ def test_an_env_that_hangs_after_another_failed_is_told_as_one_that_hangs(calm, 
             assert now == before
         else:
             assert (now.status, now.turns) == ("timeout", before.turns[:1])
-            assert re.fullmatch(r"step\(\d\) failed: no answer within 0.5 s", now.error)
+            assert re.fullmatch(
+                r"step\(\d\) failed: no answer within 0.5 s \(.* in fails\) \(step_timeout\)", now.error
+            )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -355,7 +357,7 @@ def test_an_episode_whose_next_try_gets_no_thread_is_told_as_failed(monkeypatch)
     env = functools.partial(FailsAndClings, every=1)
     (told,) = play("threads", env, groups=1, members=1, n_jobs=1, parallel={"step_timeout": 0.5})
     assert told.status == "env_error"
-    assert told.error.endswith("ValueError: lost, and close failed: no answer within 0.5 s")
+    assert re.search(r"ValueError: lost \(.* in step\), and close failed: no answer within 0.5 s", told.error)
 
 
 def in_folder(kind, folder, **settings):
@@ -463,11 +465,8 @@ def test_an_env_for_which_there_is_no_other_costs_its_own_episode_alone_in_locks
         if now.env_seed % 4:
             assert now == before
         else:
-            assert (now.status, now.turns, now.error) == (
-                "env_error",
-                (),
-                "reset failed: OSError: no such world",
-            )
+            assert (now.status, now.turns) == ("env_error", ())
+            assert re.fullmatch(r"reset failed: OSError: no such world \(.*:\d+ in reset\)", now.error)
 
 
 class NumpyText(CounterEnv):

@@ -1,25 +1,28 @@
 """The warm-up teaches the format from random play, or an expert's moves from the expert's."""
 
-import copy
 import itertools
 import json
 import math
-import threading
+import os
+import re
+import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from shoal.core.errors import ConfigError, DivergedError, EnvError
+from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError
 from shoal.envs import make
 from shoal.rollout.episode import Role
+from shoal.rollout.factory import VectorConfig
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import Warmup, compose_config
 from shoal.train.agent.policy import MasterAdamW, policy_of
 from shoal.train.agent.trainer import AgentTrainer
-from shoal.train.agent.warmup import Home, _play, warm_up
+from shoal.train.agent.warmup import warm_up, warmup_samples
 
 SOLVED_ENVS = [
     ("sokoban", {"max_pushes": 3}),
@@ -90,19 +93,27 @@ def test_the_experts_share_is_a_share():
         compose_config("sokoban", ["warmup.expert=2"])
 
 
-class Endless:
+FrozenLake = type(make("frozen_lake"))
+HERE = VectorConfig(backend="serial")
+
+
+class Endless(FrozenLake):
     """An env without end, whose observations grow a prompt by ever more."""
 
     def __init__(self):
-        self.inner = make("frozen_lake", desc="4x4")
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
+        super().__init__(desc="4x4")
 
     def step(self, action):
-        _, _, _, _, info = self.inner.step(action)
-        _, _ = self.inner.reset(seed=0)
+        _, _, _, _, info = super().step(action)
+        self.reset(seed=0)
         return "S F H G " * 3, 0.0, False, False, {**info, "success": False}
+
+
+def samples_of(env, n, policy, prompter, role, config=None, seed=3, vector=HERE, failures=None):
+    """The first `n` samples of the warm-up on the envs that `env` makes."""
+    kinds = {role.tag: env}, {role.tag: role}
+    with warmup_samples(policy, *kinds, prompter, config or Warmup(), seed, vector, failures) as plays:
+        return list(itertools.islice(plays[0], n))
 
 
 def test_play_that_fills_the_context_is_cut_before_the_turn_that_does_not_fit():
@@ -111,11 +122,9 @@ def test_play_that_fills_the_context_is_cut_before_the_turn_that_does_not_fit():
     def plays(context, n=6):
         policy = policy_of(TinyEngine(["Down", "Left", "Right", "Up"], TinyShape(16, 1, 2, 4096)))
         policy.module.shape = replace(policy.module.shape, context=context)
-        env = Endless()
-        role = Role("Lake", "", env.projection, 12)
+        role = Role("Lake", "", make("frozen_lake").projection, 12)
         prompter = Prompter(PromptConfig(mode="append"), policy.tokenizer)
-        samples = _play(policy, Home(lambda: env), role, prompter, Warmup(), seed=3)
-        return [next(samples) for _ in range(n)]
+        return samples_of(Endless, n, policy, prompter, role)
 
     roomy = plays(4096)
     limit = len(roomy[0].ids) // 2
@@ -131,11 +140,8 @@ def test_an_answer_is_what_the_prompt_of_its_kind_of_env_leaves_to_write():
     own = {"first": "go", "later": "go", "prefill": "<action>", "closing": "</action>"}
     role = Role("Lake", "", env.projection, 9, own)
     policy = policy_of(TinyEngine(env.projection.words()))
-    samples = _play(
-        policy, Home(lambda: env), role, Prompter(PromptConfig(), policy.tokenizer), Warmup(), seed=0
-    )
-    for _ in range(5):
-        sample = next(samples)
+    prompter = Prompter(PromptConfig(), policy.tokenizer)
+    for sample in samples_of(FrozenLake, 5, policy, prompter, role, seed=0):
         before, word = sample.ids[: sample.places[0]], sample.ids[sample.places[0] :]
         assert policy.tokenizer.decode(before) == "go<action>"
         assert policy.tokenizer.decode(word) in env.projection.words()
@@ -159,33 +165,31 @@ class Told(Endless):
         return super().step(action)
 
 
-def played(env, n, anew=None, **settings):
+def played(env, n, vector=HERE, failures=None, **settings):
     """Prompts and answers of the first `n` samples of the warm-up, in words."""
-    policy = policy_of(TinyEngine(env.projection.words(), TinyShape(16, 1, 2, 4096)))
+    projection = make("frozen_lake").projection
+    policy = policy_of(TinyEngine(projection.words(), TinyShape(16, 1, 2, 4096)))
     prompter = Prompter(PromptConfig(first="go", later="{history}", prefill="<action>"), policy.tokenizer)
-    makers = itertools.chain([lambda: env], itertools.repeat(anew))
-    home = Home(lambda: next(makers)())
-    samples = _play(policy, home, Role("Lake", "", env.projection, 8), prompter, Warmup(**settings), seed=3)
-    ids = [(sample.ids, sample.places[0]) for sample in itertools.islice(samples, n)]
+    role = Role("Lake", "", projection, 8)
+    samples = samples_of(env, n, policy, prompter, role, Warmup(**settings), vector=vector, failures=failures)
+    ids = [(sample.ids, sample.places[0]) for sample in samples]
     return [(policy.tokenizer.decode(row[:at]), policy.tokenizer.decode(row[at:])) for row, at in ids]
 
 
 def test_moves_by_lot_are_learned_with_the_experts_unless_those_alone_are_asked_for():
-    words = Counter(word.partition("<")[0] for _, word in played(Told(), 80, expert=1.0))
+    words = Counter(word.partition("<")[0] for _, word in played(Told, 80, expert=1.0))
     assert words == {"Up": 40, "Left": 40}
-    alone = played(Told(), 40, expert=1.0, only_expert=True)
+    alone = played(Told, 40, expert=1.0, only_expert=True)
     assert {word.partition("<")[0] for _, word in alone} == {"Up"}
     assert any("Left" in prompt for prompt, _ in alone)  # they were played: later prompts tell of them
 
 
 def test_where_a_prompt_goes_on_the_moves_by_lot_are_read_and_not_learned():
-    env = Told()
-    policy = policy_of(TinyEngine(env.projection.words(), TinyShape(16, 1, 2, 4096)))
+    projection = make("frozen_lake").projection
+    policy = policy_of(TinyEngine(projection.words(), TinyShape(16, 1, 2, 4096)))
     prompter = Prompter(PromptConfig(mode="append"), policy.tokenizer)
     settings = Warmup(expert=1.0, only_expert=True)
-    sample = next(
-        _play(policy, Home(lambda: env), Role("Lake", "", env.projection, 6), prompter, settings, seed=3)
-    )
+    (sample,) = samples_of(Told, 1, policy, prompter, Role("Lake", "", projection, 6), settings)
     learned = policy.tokenizer.decode(tuple(sample.ids[place] for place in sample.places))
     assert (learned.count("Up"), learned.count("Left")) == (3, 0)
     assert (
@@ -198,10 +202,10 @@ def test_of_a_share_only_what_the_expert_was_asked_for_is_learned():
         def expert_action(self):
             return "Up"
 
-    words = Counter(word.partition("<")[0] for _, word in played(Knowing(), 160, expert=0.5))
+    words = Counter(word.partition("<")[0] for _, word in played(Knowing, 160, expert=0.5))
     assert 50 <= words["Up"] <= 110
     assert words["Left"] == 160 - words["Up"]
-    alone = played(Knowing(), 40, expert=0.5, only_expert=True)
+    alone = played(Knowing, 40, expert=0.5, only_expert=True)
     assert {word.partition("<")[0] for _, word in alone} == {"Up"}
 
 
@@ -210,17 +214,18 @@ def test_an_env_without_expert_is_learned_whole_beside_one_that_has_some():
         def expert_action(self):
             return None
 
-    assert {word.partition("<")[0] for _, word in played(Unknowing(), 40, expert=1.0, only_expert=True)} == {
-        "Left"
-    }
+    alone = played(Unknowing, 40, expert=1.0, only_expert=True)
+    assert {word.partition("<")[0] for _, word in alone} == {"Left"}
 
 
-class Failing(type(make("frozen_lake"))):
+class Failing(FrozenLake):
     """Fails at the second step of some episodes, the first time or each time."""
 
-    def __init__(self, seeds=None, seen=None):
+    def __init__(self, seeds=None, seen=None, made=None):
         super().__init__()
         self.seeds, self.seen, self.closed = seeds, seen, False
+        if made is not None:
+            made.append(self)
 
     def step(self, action):
         answer = super().step(action)
@@ -236,14 +241,61 @@ class Failing(type(make("frozen_lake"))):
 
 
 def test_an_episode_whose_env_fails_is_played_again_in_another_and_then_left_out():
-    calm = played(Failing(seeds=()), 60)
-    env = Failing(seen=[])
-    assert played(env, 60, lambda: Failing(seen=env.seen)) == calm
-    assert env.closed
-    assert len(env.seen) > 3
-    bad = env.seen[:1]
-    left = played(Failing(bad), 40, lambda: Failing(bad))
+    calm = played(partial(Failing, seeds=()), 60)
+    seen, made = [], []
+    assert played(partial(Failing, seen=seen, made=made), 60) == calm
+    assert all(env.closed for env in made)
+    assert len(seen) > 3
+    bad = seen[:1]
+    left = played(partial(Failing, bad), 40)
     assert any(left == [*calm[:i], *calm[j:]][:40] for i in range(40) for j in range(i + 1, i + 9))
+
+
+def test_warm_up_in_worker_processes_plays_what_it_plays_in_the_callers(tmp_path):
+    assert played(Told, 60, VectorConfig(), expert=0.5) == played(Told, 60, expert=0.5)
+
+
+class Bad(FrozenLake):
+    """In half of the episodes its second step hangs, or ends its process."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def step(self, action):
+        answer = super().step(action)
+        if self._steps == 2 and self._seed % 2:
+            if self.fault == "hang":
+                time.sleep(1000)
+            os._exit(3)
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("exit", "exited with code 3"), ("hang", r"no answer within 2 s .*step_timeout.*replaced")],
+)
+def test_an_env_that_ends_its_process_or_hangs_in_the_warm_up_costs_its_episode_alone(fault, told, caplog):
+    """And the log says so, in few lines."""
+    calm = played(FrozenLake, 400)
+    wanted = []
+    for sample in played(partial(Bad, fault), 20, VectorConfig(step_timeout=2.0)):
+        wanted.append(sample)
+        assert sample in calm
+    assert len(set(wanted)) > 2
+    assert len(caplog.records) < 6
+    assert re.search(told, caplog.messages[0])
+    assert "left out" in caplog.text
+
+
+def test_many_failures_of_one_kind_are_told_once_and_then_counted(caplog):
+    played(Failing, 1)
+    first, *more = caplog.messages
+    assert re.search(
+        r"step\(.\) failed: SystemExit: 3 \(test_warmup.py:\d+ in step\); it is played again", first
+    )
+    assert len(more) == 1
+    assert re.match(r"\d\d more times an episode failed the same way; \d+ episodes are left out", more[0])
 
 
 def test_an_env_that_always_fails_ends_the_warm_up_with_its_reason():
@@ -254,7 +306,7 @@ def test_an_env_that_always_fails_ends_the_warm_up_with_its_reason():
     with pytest.raises(
         EnvError, match=r"on 'Lake' failed one after another; the last: reset failed: .*no world"
     ):
-        played(Lost(), 1, Lost)
+        played(Lost, 1)
 
 
 def test_the_experts_moves_alone_need_a_share_of_them():
@@ -276,7 +328,7 @@ def test_the_rate_of_the_warm_up_falls_as_it_is_told(schedule, rates, monkeypatc
     prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
     roles = {"a": Role("a", "", make("frozen_lake").projection, 9)}
     config = Warmup(steps=4, batch_size=2, learning_rate=0.004, lr_schedule=schedule)
-    assert len(list(warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0))) == 4
+    assert len(list(warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0, vector=HERE))) == 4
     assert seen == pytest.approx([0.001 * rate for rate in rates])
 
 
@@ -295,7 +347,7 @@ def test_gradients_of_the_warm_up_are_shortened_where_it_is_told(longest, monkey
     prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
     roles = {"a": Role("a", "", make("frozen_lake").projection, 9)}
     config = Warmup(steps=3, batch_size=2, max_grad_norm=longest)
-    assert len(list(warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0))) == 3
+    assert len(list(warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0, vector=HERE))) == 3
     if longest is None:
         assert min(seen) > 0.1
     else:
@@ -308,7 +360,7 @@ def test_an_infinite_gradient_of_the_warm_up_is_told_before_a_step_is_made_with_
     prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
     roles = {"a": Role("a", "", make("frozen_lake").projection, 9)}
     config = Warmup(steps=3, batch_size=2, max_grad_norm=longest)
-    steps = warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0)
+    steps = warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0, vector=HERE)
     next(steps)
     before = {name: weight.clone() for name, weight in policy.module.state_dict().items()}
     next(policy.module.parameters()).register_hook(lambda gradient: gradient * math.inf)
@@ -322,88 +374,38 @@ def test_gradients_cannot_be_shortened_to_nothing():
         compose_config("sokoban", ["warmup.max_grad_norm=0"])
 
 
-@pytest.mark.parametrize("doing", ["reset", "step", "random_action", "make"])
-def test_an_env_that_hangs_in_the_warm_up_costs_an_episode_and_always_hanging_ends_it(doing):
-    class Hanging(Endless):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            if doing == "make" and made:
-                hang.wait()
-            made.append(self)
-
-        def hang_in(self, name):
-            if name == doing and hangs():
-                hang.wait()
-
-        def reset(self, **kwargs):
-            self.hang_in("reset")
-            return self.inner.reset(**kwargs)
-
-        def step(self, action):
-            self.hang_in("step")
-            return super().step(action)
-
-        def random_action(self, rng):
-            self.hang_in("random_action")
-            return self.inner.random_action(rng)
-
-    policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))
-    prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
-    roles = {"a": Role("a", "", make("frozen_lake").projection, 9)}
-
-    def hangs():
-        return always or len(made) == 1
-
-    def losses(maker, seconds=None):
-        def limit(call):  # what answers is not to be late on a busy machine
-            return seconds if seconds is None or (doing in call and hangs()) else 100.0
-
-        config = Warmup(steps=2, batch_size=2)
-        return list(warm_up(policy, {"a": maker}, roles, prompter, config, 4096, 0, 1.0, limit))
-
-    start = copy.deepcopy(policy.module.state_dict())
-    calm = losses(Endless)
-    policy.module.load_state_dict(start)
-    made, hang, always = [], threading.Event(), False
-    try:
-        if doing != "make":
-            assert losses(Hanging, 0.05) == calm
-            always = True
-        else:
-            made.append(None)
-        with pytest.raises(EnvError, match=rf"{doing}(\(\d\))? did not answer within 0.05 s"):
-            losses(Hanging, 0.05)
-    finally:
-        hang.set()
-
-
 @pytest.mark.parametrize("steps", [1, 3])
 def test_envs_are_closed_when_the_warm_up_ends_or_is_left_or_cannot_begin(steps):
     class Counted(Endless):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
         def close(self):
             closed.append(self)
 
     def missing():
         raise ConfigError("no second env")
 
-    closed = []
+    made, closed = [], []
     policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))
     prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
     roles = {tag: Role(tag, "", make("frozen_lake").projection, 9) for tag in "ab"}
 
     def losses(second):
         makers = {"a": Counted, "b": second}
-        return warm_up(policy, makers, roles, prompter, Warmup(steps=steps, batch_size=2), 4096, 0)
+        config = Warmup(steps=steps, batch_size=2)
+        return warm_up(policy, makers, roles, prompter, config, 4096, 0, vector=HERE)
 
     assert len(list(losses(Counted))) == steps
-    assert len(closed) == 2
+    assert len(closed) == len(made) > 0
     left = losses(Counted)
     next(left)
     left.close()
-    assert len(closed) == 4
-    with pytest.raises(ConfigError, match="no second env"):
+    assert len(closed) == len(made)
+    with pytest.raises(WorkerError, match="no second env"):
         next(losses(missing))
-    assert len(closed) == 5
+    assert len(closed) == len(made)
 
 
 def test_a_context_without_room_for_one_turn_is_an_error_that_says_so(tmp_path):

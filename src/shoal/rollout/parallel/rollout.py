@@ -31,7 +31,7 @@ from shoal.core.errors import (
 )
 from shoal.core.executors import Closing, available_cpus
 from shoal.envs.catalogue import resolve_text
-from shoal.rollout.collector import group_numbers, place_of, slot_of
+from shoal.rollout.collector import LEFT_OUT, PLAYED_AGAIN, FailureLog, group_numbers, place_of, slot_of
 from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_roles, validate_environment_config
 from shoal.rollout.journal import Journal
@@ -94,6 +94,7 @@ class ParallelRolloutManager(Closing):
         seed: names the episodes; `config.seed` if not given.
         backend: "serial", "threads", "processes", "loky" or "ray"; `agent_proxy.parallel.backend` if not given.
         journal: where episodes are written down as they end; those that are there are not played again.
+        failures: warns of episodes that fail.
 
     Use it as a context manager, or call `close`, so that workers end.
     """
@@ -108,6 +109,7 @@ class ParallelRolloutManager(Closing):
         seed: int | None = None,
         backend: Backend | None = None,
         journal: Journal | None = None,
+        failures: FailureLog | None = None,
     ) -> None:
         self.config = rollout_config(config)
         proxy = self.config.agent_proxy
@@ -115,7 +117,9 @@ class ParallelRolloutManager(Closing):
         if own.step_timeout is None and own.make_timeout is None:
             # then those of the envs, whoever steps them
             limits = self.config.vector
-            self.settings = replace(own, step_timeout=limits.step_timeout, make_timeout=limits.make_timeout)
+            if (backend or own.backend) == "serial":
+                limits = replace(limits, backend="serial")
+            self.settings = replace(own, step_timeout=limits.limit, make_timeout=limits.make_timeout)
         environments = validate_environment_config(self.config)
         if side not in ("train", "val"):
             raise ConfigError(f"side must be 'train' or 'val', got {side!r}")
@@ -128,6 +132,7 @@ class ParallelRolloutManager(Closing):
         self.prompter = Prompter(proxy.prompt, engine.tokenizer)
         self.report = RolloutReport()
         self.journal = journal or Journal()
+        self.failures = failures or FailureLog()
         check_jobs(n_jobs := proxy.parallel_n_jobs if n_jobs is None else n_jobs, "n_jobs")
         self.n_jobs = int(n_jobs)
         self._workers = available_cpus() if self.n_jobs == -1 else self.n_jobs
@@ -273,6 +278,7 @@ class ParallelRolloutManager(Closing):
         if todo:
             play = self._play_here if self.backend == "serial" else self._play_on_workers
             results |= play(todo, sampling)
+            self.failures.sum_up()
         report.seconds = time.perf_counter() - clock
         if self.n_jobs == -1 and self.backend != "serial":
             self._workers = worthwhile_workers(report, available_cpus())
@@ -283,8 +289,9 @@ class ParallelRolloutManager(Closing):
         results = self._results
 
         def on_report(_: Any, data: bytes) -> None:
-            _number, index, trajectory = decode_report(data)
+            _number, index, trajectory, failed = decode_report(data)
             results[index] = trajectory
+            tell_failures(self.failures, index, trajectory, failed)
             self.journal.add(trajectory)
 
         link = LocalLink(self.engine, on_report, self.settings.engine_retries, self._at_engine)
@@ -303,7 +310,8 @@ class ParallelRolloutManager(Closing):
             inference.entered([a.place.key() for part in parts for a in part[:at_once]])
         share = self._share(assignments, sampling, self.settings.episodes_at_once)
         deaths = self.settings.max_deaths
-        rollout = _Rollout(share, self._pool, inference, self._reports, report, deaths, self.journal)
+        logs = self.journal, self.failures
+        rollout = _Rollout(share, self._pool, inference, self._reports, report, deaths, *logs)
         self._results = rollout.results
         results = rollout.run(self._workers)
         report.engine_seconds = before.engine_seconds - seconds
@@ -348,9 +356,11 @@ class _Rollout:
         report: RolloutReport,
         max_deaths: int,
         journal: Journal,
+        failures: FailureLog,
     ) -> None:
         self.whole, self.pool, self.inference = whole, pool, inference
-        self.events, self.report, self.max_deaths, self.journal = events, report, max_deaths, journal
+        self.events, self.report, self.max_deaths = events, report, max_deaths
+        self.journal, self.failures = journal, failures
         self.results: dict[int, Trajectory] = {}
         self.deaths: dict[int, int] = {}
         self.running: dict[Future[Played], Share] = {}
@@ -371,9 +381,10 @@ class _Rollout:
                     self._unreported()
                     continue
                 if kind == "report":
-                    rollout, index, trajectory = decode_report(first)
+                    rollout, index, trajectory, failed = decode_report(first)
                     if rollout == self.whole.rollout and index not in self.results:
                         self.results[index] = trajectory
+                        tell_failures(self.failures, index, trajectory, failed)
                         self.journal.add(trajectory)
                 elif kind == "closed":
                     raise WorkerError("the rollout was ended: its manager was closed")
@@ -413,8 +424,8 @@ class _Rollout:
         self.report.worker_deaths += 1
         self.report.replayed_episodes += len(left)
         gone = f"a rollout worker is gone with {len(left)} of its {len(share.assignments)} episodes open"
-        told = "%s: %s. The finished ones are kept, the open ones are played again in fresh processes"
-        logger.warning(told, gone, error)
+        then = "the finished ones are kept, the open ones are played again in fresh processes"
+        self.failures.add(gone, str(error), then)
         if len(left) > 1:  # in halves, so that an episode that kills its worker is soon alone
             half = (len(left) + 1) // 2
             self._start(left[:half], spare=True)
@@ -454,7 +465,7 @@ class _Rollout:
         prompter = Prompter(whole.prompt, whole.tokenizer)
         episode = Episode(assignment.place, whole.roles[tag], prompter, whole.sampling)
         self.results[assignment.index] = episode.trajectory(status, why)
-        logger.error("episode %d is given up: %s", assignment.index, why)
+        tell_failures(self.failures, assignment.index, self.results[assignment.index], ())
 
     def _drain(self) -> None:
         """Wait for the workers to be done, so that none still writes when the next rollout begins."""
@@ -469,6 +480,15 @@ class _Rollout:
             late = f"{len(stuck)} rollout workers are not done {DRAIN_SECONDS:g} s after their last episode"
             logger.warning("%s (an env that does not close, say) and are left behind", late)
             self.pool.abandon()
+
+
+def tell_failures(log: FailureLog, index: int, trajectory: Trajectory, failed: Sequence[str]) -> None:
+    """Tell what the tries at an episode failed with, the last one included."""
+    episode = f"episode {index} of {trajectory.env}"
+    for why in failed:
+        log.add(episode, why, PLAYED_AGAIN)
+    if trajectory.status != "ok":
+        log.add(episode, trajectory.error or trajectory.status, LEFT_OUT)
 
 
 def leave(inference: SharedLLMInferenceManager, assignments: Sequence[Assignment]) -> None:

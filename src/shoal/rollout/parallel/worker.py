@@ -24,7 +24,7 @@ import msgspec
 from gymnasium.spaces import Text
 
 from shoal.core.data import Status, Trajectory, answer_of, refuse_no_text
-from shoal.core.errors import EngineError, WorkerError, in_words
+from shoal.core.errors import EngineError, WorkerError, in_words, where_it_hangs, with_frames
 from shoal.core.executors import OwnThread
 from shoal.core.processes import STANDSTILL
 from shoal.rollout.episode import Episode, EpisodeId, Role
@@ -154,18 +154,21 @@ class Played:
     hung: int  # threads left behind in an env that does not answer
 
 
-def encode_report(rollout: int, index: int, trajectory: Trajectory) -> bytes:
-    """A finished episode as bytes; one that cannot be written is reported without its turns, and why."""
+def encode_report(rollout: int, index: int, trajectory: Trajectory, failed: Sequence[str] = ()) -> bytes:
+    """A finished episode as bytes, with what its tries before `failed` with.
+
+    One that cannot be written is reported without its turns, and why.
+    """
     try:
-        return msgspec.msgpack.encode((rollout, index, trajectory))
+        return msgspec.msgpack.encode((rollout, index, trajectory, failed))
     except (OverflowError, TypeError, ValueError, msgspec.MsgspecError) as error:
         why = f"its record cannot be written: {in_words(error)}"
         lost = replace(trajectory, turns=(), success=False, status="env_error", error=why)
-        return msgspec.msgpack.encode((rollout, index, lost))
+        return msgspec.msgpack.encode((rollout, index, lost, failed))
 
 
-decode_report: Callable[[bytes], tuple[int, int, Trajectory]]
-decode_report = msgspec.msgpack.Decoder(tuple[int, int, Trajectory]).decode
+decode_report: Callable[[bytes], tuple[int, int, Trajectory, list[str]]]
+decode_report = msgspec.msgpack.Decoder(tuple[int, int, Trajectory, list[str]]).decode
 """What `encode_report` wrote."""
 
 
@@ -256,14 +259,16 @@ class Player:
 
     assignment: Assignment | None = None
     seat: Seat = field(default_factory=partial(Seat, own=False))
-    attempt: int = 0
-    """Which of the tries at its episode, see `ParallelConfig.env_retries`."""
+    failed: list[str] = field(default_factory=list)
+    """What its tries at its episode failed with, see `ParallelConfig.env_retries`."""
     episode: Episode | None = None
     failure: str | None = None
     """Why this try has failed, while its env is closed."""
     began: float = 0.0
     inside: list[Any] | None = None
     """What the env is at, and since when."""
+    thread: int = 0
+    """In which it plays."""
     abandoned: bool = False
     in_caller: bool = True
     """Whether Ctrl-C, which comes in the main thread alone, would be the caller's."""
@@ -275,10 +280,16 @@ class Player:
         if (inside := self.inside) is not None:
             seconds = settings.seconds_for(inside[0])
             if seconds is not None and now - inside[1] > seconds:
-                return f"{inside[0]} failed: no answer within {seconds:g} s"
+                limit = "make_timeout, else step_timeout" if inside[0] == MAKE else "step_timeout"
+                return f"{inside[0]} failed: no answer within {seconds:g} s{self.place()} ({limit})"
         if settings.episode_timeout is not None and now - self.began > settings.episode_timeout:
             return f"the episode did not end within {settings.episode_timeout:g} s"
         return None
+
+    def place(self) -> str:
+        """Where in the user's own code its thread is."""
+        frame = sys._current_frames().get(self.thread)
+        return where_it_hangs(traceback.extract_stack(frame)) if frame is not None else ""
 
     def spare(self, seconds: float) -> None:
         """So much of its time does not count."""
@@ -301,7 +312,7 @@ class Player:
             main = threading.current_thread() is threading.main_thread()
             if isinstance(error, KeyboardInterrupt) and self.in_caller and main:
                 raise
-            raise EnvFailedError(f"{doing} failed: {in_words(error)}") from error
+            raise EnvFailedError(f"{doing} failed: {with_frames(error)}") from error
         finally:
             self.inside = None
             if os.getpid() != process:
@@ -494,17 +505,15 @@ class _Worker:
         status: Status = "timeout"
         if player.failure is not None:
             status, why = "env_error", f"{player.failure}, and {why}"
-            again = Player(player.assignment, attempt=player.attempt + 1)
-            if again.attempt <= self.share.settings.env_retries and self._start(again, spared=True):
-                self._log_failure(player, why)
+            again = Player(player.assignment, failed=[*player.failed, why])
+            if len(again.failed) <= self.share.settings.env_retries and self._start(again, spared=True):
                 return
-        logger.warning("episode %d is given up: %s", player.assignment.index, why)
-        self._report(player.assignment, player.episode.trajectory(status, why))
+        self._report(player.assignment, player.episode.trajectory(status, why), player.failed)
         if self.todo:
             self._start(Player())
 
     def _play_all(self, player: Player) -> None:
-        player.in_caller, seated = self.in_caller, True
+        player.in_caller, player.thread, seated = self.in_caller, threading.get_ident(), True
         try:
             assignment = player.assignment or self._next(player.seat)
             while assignment is not None:
@@ -514,17 +523,17 @@ class _Worker:
                     if player.abandoned:
                         return
                     player.episode = player.failure = None
-                    if trajectory.status == "env_error" and player.attempt < self.share.settings.env_retries:
-                        self._log_failure(player, trajectory.error)
-                        player.attempt += 1
+                    retries = self.share.settings.env_retries
+                    if trajectory.status == "env_error" and len(player.failed) < retries:
+                        player.failed.append(str(trajectory.error))
                         continue
-                    player.attempt = 0
+                    failed, player.failed = player.failed, []
                     # before the last one leaves: lockstep is to wait for it
                     following = self._next(player.seat)
                     if following is None:  # before the report: who waits for that may close what is free
                         self.shelf.put(player.seat)
                         seated = False
-                    self._report(assignment, trajectory)
+                    self._report(assignment, trajectory, failed)
                 assignment = following
         except BaseException as error:
             with self.changed:
@@ -534,10 +543,6 @@ class _Worker:
         finally:
             if seated and not player.abandoned:
                 self.shelf.put(player.seat)
-
-    def _log_failure(self, player: Player, why: str | None) -> None:
-        assert player.assignment is not None
-        logger.warning("episode %d, attempt %d: %s", player.assignment.index, player.attempt + 1, why)
 
     def _next(self, seat: Seat) -> Assignment | None:
         """The next episode to play, rather one whose env is in the seat."""
@@ -554,9 +559,9 @@ class _Worker:
             self.link.entered([assignment.place.key()])
         return assignment
 
-    def _report(self, assignment: Assignment, trajectory: Trajectory) -> None:
+    def _report(self, assignment: Assignment, trajectory: Trajectory, failed: Sequence[str]) -> None:
         self.open -= 1
-        report = encode_report(self.share.rollout, assignment.index, trajectory)
+        report = encode_report(self.share.rollout, assignment.index, trajectory, failed)
         self.link.left(assignment.place.key(), report)
         self.changed.notify_all()
 

@@ -435,6 +435,8 @@ class TrainerConfig:
 
     iterations: int = 100
     """Rounds of playing and learning."""
+    check_envs: bool = True
+    """Play a few episodes of your own envs before anything is loaded (`shoal train`): a fault is told with its line."""
     eval_every: int = 10
     """Iterations between held-out evaluations; there is always one at the end."""
     save_every: int = 5

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shoal import envs
 from shoal.core.configuration import plain_values, read_settings
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DataError
@@ -24,14 +23,14 @@ from shoal.core.executors import Closing
 from shoal.core.files import is_whole
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
+from shoal.envs.catalogue import resolve_text
 from shoal.maths.updates import decayed
 from shoal.rollout.answers import with_room
-from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
+from shoal.rollout.collector import FailureLog, TrajectoryCollector, collect_with_signal
 from shoal.rollout.episode import Role
-from shoal.rollout.factory import EnvironmentSet, make_environments, make_roles
+from shoal.rollout.factory import EnvironmentSet, host_of, make_environments, make_roles
 from shoal.rollout.filters import filter_rollouts
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.parallel.worker import MAKE
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.registry import close_engine
 from shoal.rollout.samplers.sampler import Completion, EngineAround, Request, Sampler
@@ -190,6 +189,7 @@ class AgentTrainer(Closing):
         self.progress = Progress(0, 0.0, 0, 0)
         self._prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
         self._timed = TimedSampler(sampler)
+        self._failures = FailureLog()
         self._collector = self._make_collector("train", config.seed)
         begun.callback(self._collector.close)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
@@ -312,7 +312,7 @@ class AgentTrainer(Closing):
         row: dict[str, Any] = {"iteration": 0, **probed}
         self._doing = f"warm-up, 0 of {steps} steps", None
         config = replace(self.config, warmup=replace(self.config.warmup, steps=steps))
-        warming = warmed_up(config, self.policy, self.train_envs.roles, self.processes)
+        warming = warmed_up(config, self.policy, self.train_envs.roles, self.processes, self._failures)
         for done, loss in enumerate(warming, start=1):
             self._doing = f"warm-up, {done} of {steps} steps", None
             row["warmup_loss"] = loss
@@ -366,10 +366,12 @@ class AgentTrainer(Closing):
 
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
         if self.config.agent_proxy.use_parallel_rollout:
-            manager = ParallelRolloutManager(self.config, self.sampler, side=which, seed=seed)
+            manager = ParallelRolloutManager(
+                self.config, self.sampler, side=which, seed=seed, failures=self._failures
+            )
             return SharedCollector(manager, self.processes, self._in_sync)
         side = self.train_envs if which == "train" else self.val_envs
-        collector = lockstep_collector(self.config, side, self._timed, seed)
+        collector = lockstep_collector(self.config, side, self._timed, seed, self._failures)
         return SharedCollector(collector, self.processes, self._in_sync)
 
     @contextmanager
@@ -450,38 +452,35 @@ def token_budget(config: AgentConfig, tags: Sequence[str]) -> int:
 
 
 def lockstep_collector(
-    config: AgentConfig, side: EnvironmentSet, sampler: Sampler, seed: int
+    config: AgentConfig,
+    side: EnvironmentSet,
+    sampler: Sampler,
+    seed: int,
+    failures: FailureLog | None = None,
 ) -> TrajectoryCollector:
     """Plays the envs of one side in this process."""
     proxy, tags = config.agent_proxy, side.tags
     roles, retries = make_roles(config.custom_envs, tags, proxy.max_turn), proxy.parallel.env_retries
     return TrajectoryCollector(
-        side.pool, tags, roles, side.group_size, sampler, proxy.prompt, seed, env_retries=retries
-    )
+        side.pool, tags, roles, side.group_size, sampler, proxy.prompt, seed, env_retries=retries,
+        failures=failures,
+    )  # fmt: skip
 
 
 def warmed_up(
-    config: AgentConfig, policy: Policy, roles: dict[str, Role], processes: Processes
+    config: AgentConfig, policy: Policy, roles: dict[str, Role], processes: Processes, failures: FailureLog
 ) -> Iterator[float]:
     """The supervised steps of a config, which every process takes; yields the loss of each."""
     if not config.warmup.steps:
         return
     kinds = {tag: config.custom_envs[tag] for tag in roles}
-    makers = {tag: partial(envs.make, kind.env_type, **kind.env_config) for tag, kind in kinds.items()}
+    makers = {tag: resolve_text(kind.env_type, kind.env_config) for tag, kind in kinds.items()}
     tokens = config.algorithm.micro_batch_tokens
     share = 1 / processes.count if processes.sharded else 1.0
     prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
-    limits = config.vector, config.agent_proxy.parallel
-
-    def seconds_for(doing: str) -> float | None:
-        given = [
-            one.make_timeout if doing == MAKE and one.make_timeout is not None else one.step_timeout
-            for one in limits
-        ]
-        return max((seconds for seconds in given if seconds is not None), default=None)
-
+    vector = host_of(config)
     yield from warm_up(
-        policy, makers, roles, prompter, config.warmup, tokens, config.seed, share, seconds_for,
+        policy, makers, roles, prompter, config.warmup, tokens, config.seed, share, vector, failures,
         config.agent_proxy.sampling(),
     )  # fmt: skip
 

@@ -1,0 +1,139 @@
+"""Play without a model: envs that say which answer comes next, and what passes their answers on as an engine would.
+
+The warm-up learns from it. Envs choose where they live, so this imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import gymnasium
+from numpy.random import Generator
+
+from shoal.core.data import answer_of, info_of
+from shoal.core.errors import ConfigError
+from shoal.core.seeding import stream
+from shoal.envs import TextEnv
+from shoal.rollout.answers import answer_ids
+from shoal.rollout.episode import EpisodeId, Role
+from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.sampler import Completion, Level, Request
+from shoal.vector.vector_env import VectorPool
+
+MAX_EPISODE_TURNS = 32
+"""Random play is cut here: later states of an env with few endings add nothing to the format."""
+NUMBERS, ANSWER = "warmup_numbers", "warmup_answer"
+"""Keys of the options and the infos of a `CoachedEnv`."""
+
+
+class CoachedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An env that names the next answer in its infos: a random action, or its expert's in a share of the turns.
+
+    Both are asked for where the env is, so that one that hangs or ends its process can do so.
+    """
+
+    def __init__(
+        self, make: Callable[[], TextEnv[Any]], seed: int, tag: str, expert: float, only_expert: bool
+    ) -> None:
+        super().__init__(make())
+        self._text, self._seed, self._tag = cast(TextEnv[Any], self.env), seed, tag
+        self._share, self._wants_only_expert = expert, only_expert
+        self._rng: Generator | None = None
+        self._only_expert = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
+        """Begin the episode whose number `options` have for this seed."""
+        observation, info = answer_of(self._text.reset(seed=seed), "reset")
+        number = (options or {}).get(NUMBERS, {}).get(seed)
+        self._rng = None if number is None else stream(self._seed, "warmup", self._tag, number)
+        self._only_expert = self._wants_only_expert and self._text.expert_action() is not None
+        return observation, self._with_answer(info)
+
+    def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """The env's step."""
+        observation, reward, terminated, truncated, info = answer_of(self._text.step(action), "step")
+        over = terminated or truncated
+        return observation, reward, terminated, truncated, info if over else self._with_answer(info)
+
+    def _with_answer(self, info: Any) -> Any:
+        """The info with the next answer, whether it is learned from, and the generator after it."""
+        rng = self._rng
+        if rng is None:  # an env that took the place of another: its episode is over
+            return info
+        ask = self._share and rng.random() < self._share
+        word = self._text.expert_action() if ask else None
+        learned = word is not None or not self._only_expert
+        if word is None:
+            word = self._text.random_action(rng)
+        return {**info_of(info), ANSWER: (word, learned, pickle.dumps(rng))}
+
+
+class Coach:
+    """Passes on what coached envs say: a pool and an engine at once, as a collector needs them."""
+
+    def __init__(self, pool: VectorPool, prompter: Prompter, context: int | None) -> None:
+        self._pool, self._prompter, self._context = pool, prompter, context
+        self.tokenizer = prompter.tokenizer
+        self.level: Level = "L0"
+        self.weights_version = 0
+        self._at: dict[int, tuple[EpisodeId, Role]] = {}
+        self._answers: dict[int, tuple[str, bool, bytes]] = {}
+        self.learned: dict[int, list[bool]] = {}
+        """Of each env, which turns of its episode are learned from."""
+        self.rng: dict[int, bytes] = {}
+        """Of each env, the generator after its episode."""
+
+    def expect(self, places: Mapping[int, tuple[EpisodeId, Role]]) -> None:
+        """The episodes that these envs play next."""
+        self._at = dict(places)
+
+    def reset_some(self, indices: Sequence[int], seeds: Sequence[int], /) -> Any:
+        """The pool's, which is told the numbers of the episodes."""
+        numbers = {place.env_seed: place.group for place, _ in self._at.values()}
+        results = self._pool.reset_some(indices, seeds, {NUMBERS: numbers})
+        for i, (_, info) in zip(indices, results, strict=True):
+            self.learned[i] = []
+            self._hear(i, info)
+        return results
+
+    def step_some(self, indices: Sequence[int], actions: Sequence[Any], /) -> Any:
+        """The pool's."""
+        results = self._pool.step_some(indices, actions)
+        for i, result in zip(indices, results, strict=True):
+            self._hear(i, result[4])
+        return results
+
+    def close(self) -> None:
+        """Close the pool."""
+        self._pool.close()
+
+    def _hear(self, i: int, info: Mapping[str, Any]) -> None:
+        if ANSWER not in info:
+            return
+        self._answers[i] = word, _, _ = info[ANSWER]
+        if word is None:
+            raise ConfigError(
+                f"warm-up on random play needs an env that draws actions by lot, and {self._at[i][1].tag!r} takes "
+                f"free text: set warmup.steps=0, or warmup.expert=1 where the env has an expert"
+            )
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """What the envs said, as a model would write it."""
+        asked = {(place.group, place.member): i for i, (place, _) in self._at.items()}
+        return [self._answer(asked[request.key.group, request.key.member], request) for request in requests]
+
+    def _answer(self, i: int, request: Request) -> Completion:
+        nothing = Completion((), (), "context")  # the episode ends here
+        if request.key.turn == MAX_EPISODE_TURNS:
+            return nothing
+        word, learned, self.rng[i] = self._answers[i]
+        role = self._at[i][1]
+        prompt = self._prompter.variant(role.prompt).config
+        answer = answer_ids(word, role, prompt, request.sampling, self.tokenizer)
+        context = self._context
+        if context is not None and len(request.prompt_ids) + len(answer) > context:
+            return nothing  # later turns do not fit either
+        self.learned[i].append(learned)
+        return Completion(answer, (0.0,) * len(answer), "stop")
