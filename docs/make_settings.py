@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from shoal.core.configuration import field_notes
-from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.config import ENGINE_DEFAULTS, AgentConfig
 
 PAGE = Path(__file__).with_name("settings.md")
 HEAD = """\
@@ -28,11 +28,38 @@ what holds, with these meanings as comments. A value with braces or commas needs
 
 "by name": set by another setting, such as the estimator or the loss, as its meaning tells.
 """
+REAL = """
+## Real models
+
+Where a pretrained model plays (`engine.name: huggingface`, `vllm`, or `ray` with one of them), these settings have
+other defaults. They hold where a config leaves a setting out or says `null`; `shoal train --config-name NAME --cfg`
+prints what holds. [From the tiny model to a real one](how-to/real-model.md#defaults) says why.
+
+| setting | default for real models | else |
+|---|---|---|
+"""
 
 
 def page() -> str:
     """The whole page as Markdown."""
-    return HEAD + "".join(f"\n{line}" for line in sections(AgentConfig, "")) + "\n"
+    return HEAD + "".join(f"\n{line}" for line in sections(AgentConfig, "")) + REAL + real_defaults()
+
+
+def real_defaults() -> str:
+    """The rows of the defaults that differ for real models."""
+    rows = [
+        (path, shown(value), default_of(field_at(path))) for path, value in ENGINE_DEFAULTS["real"].items()
+    ]
+    return "".join(f"| `{path}` | {real} | {plain} |\n" for path, real, plain in rows if real != plain)
+
+
+def field_at(path: str) -> Any:
+    """The field of a setting, by its path in the YAML."""
+    kind: Any = AgentConfig
+    *parents, name = path.split(".")
+    for parent in parents:
+        kind = section_in(get_type_hints(kind)[parent])
+    return next(item for item in dataclasses.fields(kind) if item.name == name)
 
 
 def sections(kind: Any, path: str) -> Iterator[str]:
@@ -76,6 +103,11 @@ def default_of(item: Any) -> str:
         value = item.default
     if value is None and "None" not in str(item.type):
         return "by name"
+    return shown(value)
+
+
+def shown(value: Any) -> str:
+    """A value as YAML writes it."""
     plain = isinstance(value, str) and value and "\n" not in value
     return f"`{cell(value if plain else json.dumps(value, ensure_ascii=False))}`"
 

@@ -19,7 +19,7 @@ from shoal.envs import TextEnv
 from shoal.rollout.answers import answer_ids
 from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.samplers.sampler import Completion, Level, Request
+from shoal.rollout.samplers.sampler import Completion, Level, Request, Sampling
 from shoal.vector.vector_env import VectorPool
 
 MAX_EPISODE_TURNS = 32
@@ -73,8 +73,8 @@ class CoachedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 class Coach:
     """Passes on what coached envs say: a pool and an engine at once, as a collector needs them."""
 
-    def __init__(self, pool: VectorPool, prompter: Prompter, context: int | None) -> None:
-        self._pool, self._prompter, self._context = pool, prompter, context
+    def __init__(self, pool: VectorPool, prompter: Prompter, sampling: Sampling, context: int | None) -> None:
+        self._pool, self._prompter, self._sampling, self._context = pool, prompter, sampling, context
         self.tokenizer = prompter.tokenizer
         self.level: Level = "L0"
         self.weights_version = 0
@@ -131,7 +131,7 @@ class Coach:
         word, learned, self.rng[i] = self._answers[i]
         role = self._at[i][1]
         prompt = self._prompter.variant(role.prompt).config
-        answer = answer_ids(word, role, prompt, request.sampling, self.tokenizer)
+        answer = answer_ids(word, role, prompt, self._sampling, self.tokenizer)
         context = self._context
         if context is not None and len(request.prompt_ids) + len(answer) > context:
             return nothing  # later turns do not fit either

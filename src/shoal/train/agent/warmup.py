@@ -33,6 +33,8 @@ from shoal.train.agent.policy import MasterAdamW, Policy, score, trained_paramet
 from shoal.train.agent.update import refuse_diverged
 
 PLAIN = Sampling()
+ANY_LENGTH = Sampling(2**20)
+"""An answer of the env's expert may be longer than those that the model may write."""
 ABREAST = 32
 """Episodes that are played at once."""
 MOST_HUNG = 8
@@ -114,11 +116,12 @@ def warmup_samples(
     tags, each = sorted(makers), max(1, ABREAST // len(makers))
     expert = config.expert, config.only_expert
     coached = [partial(CoachedEnv, makers[tag], seed, tag, *expert) for tag in tags for _ in range(each)]
-    coach = Coach(make_pool(coached, vector or VectorConfig()), prompter, policy.context)
+    pool = make_pool(coached, vector or VectorConfig())
+    coach = Coach(pool, prompter, sampling, policy.context)
     collector = TrajectoryCollector(coach, tags, roles, each, coach, prompter.config, seed, failures=failures)
     try:
         yield [
-            _play(collector, coach, roles[tag], range(k * each, (k + 1) * each), seed, policy, sampling)
+            _play(collector, coach, roles[tag], range(k * each, (k + 1) * each), seed, policy)
             for k, tag in enumerate(tags)
         ]
     finally:
@@ -132,7 +135,6 @@ def _play(
     envs: range,
     seed: int,
     policy: Policy,
-    sampling: Sampling,
 ) -> Iterator[Sample]:
     """Samples of the episodes of one kind, which these envs play a few at a time."""
     tag, lost, hung = role.tag, 0, 0
@@ -142,7 +144,7 @@ def _play(
             env_seed = derive_seed(seed, "warmup-env", tag, number)
             places[i] = EpisodeId(seed, 0, number, envs.start, env_seed), role
         coach.expect(places)
-        played = dict(zip(envs, collector.play(places, sampling), strict=True))
+        played = dict(zip(envs, collector.play(places, ANY_LENGTH), strict=True))
         for i, trajectory in played.items():
             lost = 0 if trajectory.status == "ok" else lost + 1
             if lost == MOST_LOST:
