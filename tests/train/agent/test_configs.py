@@ -80,7 +80,7 @@ def test_every_shipped_config_makes_an_update(name, small_model, tmp_path, reque
     steps = "auto" if auto else min(1, config.warmup.steps)
     tiny = config.engine.name == "tiny"
     engine = (
-        list(TINY)
+        [*TINY, "agent_proxy.max_tokens=4"]
         if tiny
         else [
             f"engine.model={small_model}",
