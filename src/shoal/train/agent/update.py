@@ -65,6 +65,8 @@ class Learner:
     """Tokens that a sample may have, for `algorithm.loss_constant=budget`."""
     log_entropy: bool = True
     """Compute the entropy also where it is not trained."""
+    entropy_coef: float | None = None
+    """Of this update; that of `algorithm` if not given."""
 
 
 @dataclass
@@ -108,7 +110,7 @@ class Totals:
             "gradient_steps": self.steps,
             "trained_tokens": self.tokens,
         }
-        if not entropy and not config.entropy_coef:
+        if not entropy:
             del row["entropy"]
         if config.kl.coef:
             row["kl_to_reference"] = self.kl_to_reference / tokens
@@ -152,7 +154,7 @@ def update(
     if not (has_signal or coef or algorithm.kl.coef or learner.critic is not None):
         return {"gradient_steps": 0, "trained_tokens": 0}
     if coef != algorithm.entropy_coef:
-        learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef))
+        learner = replace(learner, entropy_coef=coef)
     if share < 1:
         samples = [s.with_column("advantages", share * s.columns["advantages"]) for s in samples]
     noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
@@ -166,8 +168,8 @@ def update(
                 gradient_step(learner, [samples[i] for i in part], totals, learns_policy)
     learner.policy.weights_version += learns_policy
     summed = totals.over(learner.processes)
-    critic, tells_entropy = learner.critic is not None, learner.log_entropy
-    row = summed.metrics(learner.algorithm, policy=learns_policy, critic=critic, entropy=tells_entropy)
+    critic, tells_entropy = learner.critic is not None, learner.log_entropy or bool(coef)
+    row = summed.metrics(algorithm, policy=learns_policy, critic=critic, entropy=tells_entropy)
     if algorithm.entropy_coef and learns_policy:
         row["entropy_bonus"] = coef
     return row
@@ -225,7 +227,7 @@ def gradient_step(
             loss = idle_loss(policy if learns_policy else None, critic, idle, config.precision)
         elif learns_policy:
             temperature, told = learner.proxy.temperature, learner.log_entropy
-            loss = token_loss(policy, micro, config, temperature, totals, told)
+            loss = token_loss(policy, micro, config, temperature, totals, told, learner.entropy_coef)
             if critic is not None:
                 loss = loss + critic_loss(critic, micro, config, totals)
         else:
@@ -268,9 +270,11 @@ def token_loss(
     temperature: float,
     totals: Totals,
     told: bool = True,
+    entropy_coef: float | None = None,
 ) -> Tensor:
     """The weighted sum of the policy's loss over a micro-batch; adds to `totals`, the entropy if it is to be told."""
-    how: Literal["none", "told", "trained"] = "trained" if config.entropy_coef else "told" if told else "none"
+    coef = config.entropy_coef if entropy_coef is None else entropy_coef
+    how: Literal["none", "told", "trained"] = "trained" if coef else "told" if told else "none"
     logprobs, entropy = score(policy, micro, temperature, config.precision, how)
     columns = micro.columns
     tokens = Tokens(logprobs, columns["old_logprobs"], columns["advantages"], micro.samples)
@@ -278,8 +282,8 @@ def token_loss(
     if "correction" in columns:
         losses = losses * columns["correction"]
         totals.correction += float(columns["correction"].sum())
-    if config.entropy_coef and entropy is not None:
-        losses = losses - config.entropy_coef * entropy
+    if coef and entropy is not None:
+        losses = losses - coef * entropy
     if config.kl.coef:
         kl = kl_penalty(logprobs, columns["reference_logprobs"], config.kl.estimator)
         losses = losses + config.kl.coef * kl
