@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -18,7 +17,7 @@ from torch import nn
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows, picture_of
-from shoal.train.ppo.checkpoint import load_checkpoint, save_checkpoint
+from shoal.train.ppo.checkpoint import load_checkpoint
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.envs import AtariScreen, EnvFactory, _area
 from shoal.train.ppo.networks import CNNActorCritic
@@ -244,26 +243,6 @@ def test_beside_pictures_the_numbers_alone_are_normalised(tmp_path):
         policy = load_policy(tmp_path)
         mine = ppo.network.policy(torch.from_numpy(seen)).detach()
         np.testing.assert_allclose(policy.parameters(row), mine, atol=1e-6)
-
-
-def test_statistics_of_the_first_edition_which_had_pixels_among_them_are_read(tmp_path):
-    """They stood in the order of the dict: camera, then mode, then speed."""
-    with PPO(DictEnv, normalize_obs=True, **TINY) as ppo:
-        ppo.learn(32)
-        now = ppo.checkpoint()
-        order = [leaf.is_image for leaf in ppo.obs_rows.leaves]
-        assert order == [True, False, False]
-        old = {
-            name: np.concatenate([np.full(192, 7.0), now.statistics[name]])
-            for name in ("obs.mean", "obs.square")
-        }
-        folder = save_checkpoint(
-            tmp_path / "step_000000000032", replace(now, statistics={**now.statistics, **old})
-        )
-        mean = ppo.agent.obs_norm.moments.mean
-    with PPO.load(folder, DictEnv, backend="serial") as ppo:
-        np.testing.assert_array_equal(ppo.agent.obs_norm.moments.mean, mean)
-    np.testing.assert_array_equal(load_policy(folder).norm.moments.mean, mean)
 
 
 def test_a_nan_among_numbers_beside_pictures_is_named():
