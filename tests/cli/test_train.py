@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 
 from shoal.cli import main as shoal
 from shoal.cli import train
@@ -164,3 +165,45 @@ def test_failed_episodes_are_counted_in_the_line_of_their_iteration_and_at_the_e
     for row, line in zip(rows, [line for line in said.splitlines() if "/2 " in line][1:], strict=True):
         assert (f"failed {row['failed_episodes']:.0f}/12" in line) == (row["failed_episodes"] > 0)
     assert f"{sum(row['failed_episodes'] for row in rows):.0f} of 24 training episodes failed" in said
+
+
+OWN_ENV = '''
+from shoal.envs.actions import Projection
+from shoal.envs.text import Outcome, TextEnv
+
+
+class Coin(TextEnv):
+    """Say heads."""
+
+    instructions = "Say heads."
+    projection = Projection(lookup={"heads": 1, "tails": 2})
+    max_steps = 1
+
+    def _start(self, rng):
+        pass
+
+    def _advance(self, action):
+        return Outcome(float(action == 1), True, action == 1)
+
+    def observe(self):
+        return "?"
+'''
+
+
+def test_an_env_may_lie_beside_its_config_in_another_folder(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "coin_of_a_test.py").write_text(OWN_ENV)
+    (folder / "coin.yaml").write_text(
+        "defaults: [base, _self_]\ncustom_envs: {FrozenLakeEnv: null, Coin: {env_type: 'coin_of_a_test:Coin'}}\n"
+        "es_manager:\n  train: {env_configs: {tags: [Coin]}}\n  val: {env_configs: {tags: [Coin]}}\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    small = [
+        "trainer.iterations=1",
+        "warmup.steps=2",
+        "trainer.tensorboard=false",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    assert shoal.main(["train", "--config-dir", str(folder), "--config-name", "coin", *small]) == 0
+    assert "held-out success" in capsys.readouterr().out

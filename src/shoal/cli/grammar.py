@@ -337,7 +337,7 @@ class AgentOptions:
     """settings to change, as in Hydra: +key=value adds one, ~key removes one"""
     config_name: Annotated[str, ConfigName] = "demo"
     config_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """folder with your own YAML configs"""
+    """folder with your own YAML configs, and with the Python files of the envs that they name"""
     run_dir: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """run_dir=FOLDER: where the run goes"""
     seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -372,6 +372,8 @@ def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
 
     if options.config_dir is not None and not options.config_dir.is_dir():
         raise ConfigError(f"--config-dir must be a folder, got {options.config_dir}")
+    if options.config_dir is not None and (folder := str(options.config_dir.resolve())) not in sys.path:
+        sys.path.append(folder)  # an env of "module:Class" may lie beside its config
     for word in options.overrides:
         if "=" not in word and not word.startswith("~"):
             raise ConfigError(
