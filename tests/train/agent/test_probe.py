@@ -143,3 +143,15 @@ def test_append_mode_dynamic_sampling_and_a_critic_get_no_default_that_contradic
     dynamic = {"filter_groups": {"max_num_gen_batches": 3}}
     assert AgentConfig.read({"engine": real, "algorithm": dynamic}).algorithm.filter_groups.enable
     assert not AgentConfig.read({"engine": real}).algorithm.filter_groups.enable
+
+
+def test_after_the_warm_up_answers_come_from_the_warmed_up_weights(small_model, tmp_path):
+    """The probe asks the same prompts before; what was kept of them must not be used again."""
+    config = compose_config(
+        "smollm2",
+        [*SMALL, f"engine.model={small_model}", f"run_dir={tmp_path / 'run'}", "warmup.learning_rate=0.01"],
+    )
+    with AgentTrainer(config) as trainer:
+        start, row = (next(rows) for rows in [trainer.train()] for _ in range(2))
+    assert start["warmup_loss"] > 0
+    assert row["logprob_gap_max"] < 1e-3

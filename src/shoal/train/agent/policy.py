@@ -736,7 +736,10 @@ class MasterAdamW(AdamW):
     def step(self, closure: Any = None) -> Any:
         """Step the masters by the network's gradients, and round them into the network."""
         self.take_gradients()
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         result = super().step(closure)
+        # the fused kernel leaves versions as they are, by which samplers know that what they kept is out of date
+        torch.autograd.graph.increment_version([p for p in stepped if not hasattr(p, "full_tensor")])
         for parameter, master in self._rounded:
             parameter.copy_(master)
             master.grad = None
