@@ -32,7 +32,7 @@ from shoal.train.agent.batch import Batching, Row, plan_batches
 from shoal.train.agent.config import Algorithm, refuse_negative, refuse_not_positive
 from shoal.train.agent.losses import LOSSES, Aggregation, Tokens, aggregation_weights, policy_losses
 from shoal.train.agent.policy import MasterAdamW, trained_parameters
-from shoal.train.agent.update import refuse_diverged
+from shoal.train.agent.update import minibatches, refuse_diverged
 from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
 
 Objective = Literal["supervised", "grpo"]
@@ -313,8 +313,8 @@ class RecordedTrainer:
         while self.step < self.steps:
             epoch, place = divmod(self.step, a_pass)
             order = stream(self.seed, "recorded", epoch).permutation(len(self.samples))
-            size = self.config.minibatch_size
-            row = self.gradient_step([self.samples[i] for i in order[place * size : (place + 1) * size]])
+            part = minibatches(order, self.config.minibatch_size)[place]
+            row = self.gradient_step([self.samples[i] for i in part])
             self.step += 1
             yield {"iteration": self.step, "epoch": epoch + 1, **row}
 

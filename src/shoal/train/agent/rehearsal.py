@@ -20,9 +20,9 @@ from shoal.rollout.episode import Role
 from shoal.rollout.filters import filter_groups
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Sampling
-from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batches
-from shoal.train.agent.policy import score
+from shoal.train.agent.batch import Sample, make_samples
 from shoal.train.agent.update import Learner, refuse_diverged
+from shoal.train.agent.warmup import imitation_gradient
 
 RANDOM = 0.8
 """Share of the entropy of uniformly random actions at which a stuck group is tried enough as it is."""
@@ -92,22 +92,11 @@ def _answered(turn: Turn, tokens: tuple[int, ...]) -> Turn:
 
 def _step(learner: Learner, samples: Sequence[Sample], scale: float) -> float:
     """A step of the optimizer on the cross-entropy times `scale`, which every process takes; the mean a token."""
-    policy, algorithm, processes = learner.policy, learner.algorithm, learner.processes
-    device = str(next(policy.module.parameters()).device)
-    n_tokens = sum(len(sample.places) for sample in samples)
-    part = 1 / processes.count if processes.sharded else 1.0
-    batching: Batching = "auto" if policy.merges_equals else "bucketed"
-    learner.optimizer.zero_grad(set_to_none=True)
-    total = 0.0
-    for micro in micro_batches(
-        samples, algorithm.micro_batch_tokens, policy.pad_id, device, batching, True, True, policy.costs
-    ):
-        loss = -score(policy, micro, 1.0).logprobs.sum() / n_tokens
-        (part * scale * loss).backward()  # type: ignore[no-untyped-call]
-        learner.optimizer.take_gradients()
-        total += float(loss.detach())
-    of_policy = learner.optimizer.stepped[0]
-    refuse_diverged(nn.utils.clip_grad_norm_(of_policy, algorithm.max_grad_norm), "policy in its rehearsal")
-    learner.optimizer.step()
-    policy.weights_version += 1
+    algorithm, processes, optimizer = learner.algorithm, learner.processes, learner.optimizer
+    part = scale / processes.count if processes.sharded else scale
+    total = imitation_gradient(learner.policy, optimizer, samples, algorithm.micro_batch_tokens, part)
+    norm = nn.utils.clip_grad_norm_(optimizer.stepped[0], algorithm.max_grad_norm)
+    refuse_diverged(norm, "policy in its rehearsal")
+    optimizer.step()
+    learner.policy.weights_version += 1
     return total

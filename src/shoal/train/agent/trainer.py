@@ -163,8 +163,8 @@ class AgentTrainer(Closing):
                 "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
                 "twice: leave it out"
             )
-        prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
-        config = replace(config, agent_proxy=with_room(config.agent_proxy, roles, prompter))
+        self._prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
+        config = replace(config, agent_proxy=with_room(config.agent_proxy, roles, self._prompter))
         batching = safe_batching(policy, algorithm.batching)
         if algorithm.teacher:
             teacher = load_teacher(algorithm.teacher, policy)
@@ -187,7 +187,6 @@ class AgentTrainer(Closing):
             config.trainer.log_entropy,
         )  # fmt: skip
         self.progress = Progress(0, 0.0, 0, 0)
-        self._prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
         self._timed = TimedSampler(sampler)
         self._failures = FailureLog()
         self._collector = self._make_collector("train", config.seed)

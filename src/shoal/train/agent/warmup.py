@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -68,21 +68,11 @@ def warm_up(
     with plays_of as plays:
         parameters = trained_parameters(policy.module)
         optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
-        device = str(parameters[0].device)
         for step in range(steps):
             for group in optimizer.param_groups:
                 group["lr"] = decayed(config.learning_rate, config.lr_schedule, step / steps)
             samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
-            n_tokens = sum(len(sample.places) for sample in samples)
-            optimizer.zero_grad(set_to_none=True)
-            total = 0.0
-            how: Batching = "auto" if policy.merges_equals else "bucketed"
-            sharing = (True, True, policy.costs)
-            for micro in micro_batches(samples, micro_batch_tokens, policy.pad_id, device, how, *sharing):
-                loss = -score(policy, micro, 1.0).logprobs.sum() / n_tokens
-                (share * loss).backward()  # type: ignore[no-untyped-call]
-                optimizer.take_gradients()
-                total += float(loss.detach())
+            total = imitation_gradient(policy, optimizer, samples, micro_batch_tokens, share)
             if not math.isfinite(total):
                 raise DivergedError(
                     f"the loss of warm-up step {step + 1} is {total}: lower warmup.learning_rate"
@@ -92,6 +82,24 @@ def warm_up(
             refuse_diverged(norm, f"policy in warm-up step {step + 1}")
             optimizer.step()
             yield total
+
+
+def imitation_gradient(
+    policy: Policy, optimizer: MasterAdamW, samples: Sequence[Sample], micro_batch_tokens: int, scale: float
+) -> float:
+    """Put the gradient of the cross-entropy times `scale` in place of any other; gives the mean in nats a token."""
+    device = str(next(policy.module.parameters()).device)
+    n_tokens = sum(len(sample.places) for sample in samples)
+    how: Batching = "auto" if policy.merges_equals else "bucketed"
+    sharing = (True, True, policy.costs)
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for micro in micro_batches(samples, micro_batch_tokens, policy.pad_id, device, how, *sharing):
+        loss = -score(policy, micro, 1.0).logprobs.sum() / n_tokens
+        (scale * loss).backward()  # type: ignore[no-untyped-call]
+        optimizer.take_gradients()
+        total += float(loss.detach())
+    return total
 
 
 @contextmanager
