@@ -138,6 +138,23 @@ def test_a_step_is_the_same_however_the_minibatch_is_cut(processor, batch, objec
     assert weights[0] == pytest.approx(weights[2], rel=1e-4)
 
 
+def test_the_steps_of_a_pass_are_of_nearly_equal_size(processor, batch):
+    """A rest of one sample would make a whole step of the optimizer."""
+    samples = (recorded_samples(batch.samples(), "supervised") * 9)[:9]
+    model = tiny_model(len(processor.tokenizer), processor.image_token_id, 0, width=32, layers=1)
+    sizes = []
+
+    class Counting(RecordedTrainer):
+        def gradient_step(self, minibatch):
+            sizes.append(len(minibatch))
+            return super().gradient_step(minibatch)
+
+    config = RecordedTraining(minibatch_size=4, epochs=1)
+    rows = list(Counting(model, samples, config, processor.tokenizer.pad_token_id).train())
+    assert sizes == [3, 3, 3]
+    assert len(rows) == 3
+
+
 def test_gradients_of_bfloat16_weights_are_summed_in_float32(processor, tmp_path):
     """Equal samples, each a pass of its own: their gradients add up to that of one."""
     sample = recorded_samples(text_batch(processor.tokenizer, tmp_path).samples()[:1], "supervised")
