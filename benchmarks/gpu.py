@@ -498,7 +498,7 @@ def play(bench: Bench, names: list[str]) -> list[str]:
     signal.setitimer(signal.ITIMER_REAL, max(0.01, bench.time_left()))
     left = list(names)
     try:
-        while left:
+        while left and bench.time_left() > 0:
             try:
                 PARTS[left[0]](bench)
             except Exception as error:

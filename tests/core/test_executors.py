@@ -315,7 +315,7 @@ def test_a_ray_of_somebody_else_is_left_alone(fake_ray):
 
 def test_a_session_of_ray_ends_with_the_head_of_its_cluster(fake_ray, monkeypatch, caplog):
     monkeypatch.setattr(executors, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(executors, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(executors, "HEAD_SECONDS", 1.0)
     ended = threading.Event()
     monkeypatch.setattr(fake_ray, "shutdown", lambda: (FakeRay.shutdown(fake_ray), ended.set()))
     with socket.create_server(("127.0.0.1", 0)) as head:
