@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from shoal.core.data import Status, Trajectory
-from shoal.core.errors import EngineError, EnvError, WorkerError, WorkerTimeoutError, in_words, with_frames
+from shoal.core.errors import EngineError, WorkerError, WorkerTimeoutError, in_words, with_frames
 from shoal.core.seeding import derive_seed
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
@@ -234,12 +234,12 @@ class TrajectoryCollector:
         """Reset all envs; where one fails, each alone."""
         try:
             resets = self._reset(list(episodes), episodes)
-        except (WorkerError, EnvError):
+        except Exception:
             resets = []
             for i in episodes:
                 try:
                     resets += self._reset([i], episodes)
-                except (WorkerError, EnvError) as error:
+                except Exception as error:
                     plain = {
                         "worker_error": str(error),
                         "worker_timeout": isinstance(error, WorkerTimeoutError),
