@@ -82,7 +82,7 @@ def test_processes_give_the_serial_batch(processor, damaged, workers):
 def test_a_running_ray_is_joined_with_the_cpus_it_has(monkeypatch):
     joined = []
 
-    def init(num_cpus=None, **rest):
+    def init(address, num_cpus=None, **rest):
         if num_cpus is not None:
             raise ValueError("When connecting to an existing cluster, num_cpus must not be provided.")
         joined.append(rest)
@@ -91,7 +91,7 @@ def test_a_running_ray_is_joined_with_the_cpus_it_has(monkeypatch):
         is_initialized=lambda: False, init=init, cluster_resources=lambda: {"CPU": 8.0}
     )
     monkeypatch.setitem(sys.modules, "ray", running)
-    monkeypatch.setattr(executors, "find_ray_cluster", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(executors, "ray_address", lambda: "10.0.0.1:6379")
     assert _start_ray(2) == 2
     assert len(joined) == 1
 

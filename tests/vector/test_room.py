@@ -32,7 +32,6 @@ from shoal.vector.buffers import (
     Patience,
     RowWriter,
     TextBuffer,
-    available_memory,
     of_group,
     read,
     shared_file,
@@ -102,37 +101,6 @@ def test_a_place_that_was_handed_out_is_written_again_only_when_nobody_looks_at_
     assert observations.next_place(place) == 0  # all others are looked at: place 0 is copied
     del kept[2]
     assert observations.next_place(place) == 3
-
-
-CGROUPS = {
-    "v2": ("sys/fs/cgroup", "memory.max", "memory.current", "file", "shmem"),
-    "v1": (
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_cache",
-        "total_shmem",
-    ),
-}
-
-
-@pytest.mark.parametrize("version", CGROUPS)
-def test_files_that_the_kernel_caches_do_not_count_as_memory_in_use(tmp_path: Path, version: str) -> None:
-    folder, most, used, cache, shared = CGROUPS[version]
-    root = tmp_path / folder
-    root.mkdir(parents=True)
-    (root / most).write_text("1000\n")
-    (root / used).write_text("900\n")
-    assert available_memory(tmp_path) == 100
-    (root / "memory.stat").write_text(f"{cache} 600\n")
-    assert available_memory(tmp_path) == 1000 - (900 - 600)
-    (root / "memory.stat").write_text(f"anon 200\n{cache} 600\n{shared} 50\n")
-    assert available_memory(tmp_path) == 1000 - (900 - (600 - 50))  # shared memory cannot be given back
-    (root / most).write_text("max\n" if version == "v2" else "nonsense\n")
-    assert available_memory(tmp_path) == 1 << 62
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       7 kB\n")
-    assert available_memory(tmp_path) == 7 * 1024
 
 
 def test_restart_seeds_are_numbers_that_every_generator_takes_and_never_twice_the_same() -> None:

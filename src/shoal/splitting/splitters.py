@@ -453,7 +453,7 @@ SPLITTERS: dict[str, type[TrajectorySplitter]] = {
 
 def _start_ray(num_cpus: int) -> int:
     """Start a local Ray if none is running; returns how many tasks may be submitted ahead."""
-    ray, _ = connect_ray(num_cpus, wanted_by="split_parallel")
+    ray = connect_ray(num_cpus, wanted_by="split_parallel")
     # Where Ray has more CPUs than asked for, what is submitted is what runs.
     return num_cpus if ray.cluster_resources().get("CPU", 0) > num_cpus else 2 * num_cpus
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shoal.core.errors import ConfigError, did_you_mean
-from shoal.core.executors import enter_ray, leave_ray, ray_lives
+from shoal.core.executors import connect_ray
 from shoal.core.processes import dumps
 from shoal.envs.catalogue import EnvFn
 from shoal.vector.buffers import LOADING
@@ -304,7 +304,7 @@ class RayBackend(Backend):
         self._losses: dict[
             str, tuple[float, int]
         ] = {}  # by reason: when it was told, and how often it came since
-        self.ray, self.session = enter_ray()
+        self.ray, self.open = connect_ray(), True
         try:
             fixed = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"look": 1}}
             self._kind = self.ray.remote(**fixed, **options)(Host)
@@ -320,14 +320,13 @@ class RayBackend(Backend):
             for lo, hi in even_cuts(len(env_fns), max(1, min(int(room), len(env_fns)))):
                 self.workers.append(RayWorker(self, lo, env_fns[lo:hi], limits))
         except BaseException as error:
-            leave_ray(self.session)
             if isinstance(error, ValueError | TypeError):
                 raise ConfigError(f"Ray refuses ray_options={dict(options)}: {error}") from error
             raise
 
     def connected(self) -> bool:
         """The session in which the actors live goes on."""
-        return ray_lives(self.ray, self.session)
+        return bool(self.ray.is_initialized())
 
     def is_there(self, reference: Any) -> bool:
         """Its value, or an error in place of it, can be had at once."""
@@ -433,15 +432,14 @@ class RayBackend(Backend):
 
     def close(self, seconds: float) -> None:
         """Have the actors close their envs, kill them, and end a Ray that was started for vector envs."""
-        if self.session is not None and self.connected():
+        if self.open and self.connected():
             told = [worker.actor for worker in self.workers if worker.lost is None and worker.placed]
             replies = [actor.run.remote(dumps(Close())[0]) for actor in told]
             if replies:
                 self.ray.wait(replies, num_returns=len(replies), timeout=seconds)
             for worker in self.workers:
                 worker.give_up()
-        leave_ray(self.session)
-        self.session = None
+        self.open = False
 
 
 def _amounts(amounts: Mapping[str, float]) -> str:

@@ -611,7 +611,7 @@ def refuse_without_room(replicas: ReplicaConfig, processes: Processes) -> None:
     Raises:
         ConfigError: the replicas of the processes on one cluster need more than it has; raised in all processes.
     """
-    ray, _ = connect_ray()
+    ray = connect_ray()
     own = str(ray.get_runtime_context().gcs_address)
     places = processes.together(lambda: (own, dict(ray.cluster_resources())))
     for address, there in places:
