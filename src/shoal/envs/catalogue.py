@@ -37,7 +37,7 @@ from shoal.core.errors import (
     in_words,
     user_frames,
 )
-from shoal.core.registry import SAFE_NAME, Registry, all_or_nothing
+from shoal.core.registry import SAFE_NAME, Registry
 from shoal.envs.text import TextEnv
 
 logger = logging.getLogger(__name__)
@@ -305,8 +305,7 @@ def attribute_named(name: str, kind: str) -> tuple[Any, Any]:
             f"{kind} must be 'module:Name' with the module as Python imports it ('package.module:Name'), got {name!r}"
         )
     try:
-        with all_or_nothing():
-            module = found = importlib.import_module(path)
+        module = found = importlib.import_module(path)
         for part in rest.split("."):
             found = getattr(found, part, None)  # type: ignore[assignment]
     except (Exception, SystemExit) as error:  # a module may raise whatever it likes; its name must be told
