@@ -173,11 +173,13 @@ def park(value: T, folder: str) -> T | Parked[T]:
 @contextlib.contextmanager
 def parking_place() -> Iterator[str]:
     """A folder for results on their way between processes, in memory where there is such a place."""
+    import psutil
+
     memory = Path("/dev/shm")
     base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     for left in base.glob("shoal-parked-*-*"):  # of a run that was killed
         number = left.name.split("-")[2]
-        if number.isdecimal() and not Path(f"/proc/{number}").exists():
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
             shutil.rmtree(left, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=f"shoal-parked-{os.getpid()}-", dir=base)
     try:
