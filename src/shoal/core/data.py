@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from shoal.core.errors import DataError, EnvError, shown
+from shoal.core.files import write_bytes
 
 Status = Literal["ok", "env_error", "engine_error", "timeout"]
 MOST_REWARD = 3.4028235e38
@@ -184,8 +185,6 @@ def decode_trajectory(line: bytes) -> Trajectory:
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Write a JSONL file in one atomic replacement."""
-    from shoal.core.files import write_bytes
-
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, b"".join(map(encode_trajectory, trajectories)))
 
@@ -213,8 +212,6 @@ def write_advantages(path: Path, episodes: Iterable[Sequence[Sequence[float]] | 
         episodes: for each turn one number a token; None for an episode that was not learned from. A turn whose tokens
             all have the same is written as that one number.
     """
-    from shoal.core.files import write_bytes
-
     lines = []
     for turns in episodes:
         short = [turn[0] if len(set(turn)) == 1 else list(turn) for turn in turns or ()]

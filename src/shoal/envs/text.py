@@ -295,7 +295,13 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         named = isinstance(action, int | str) and not isinstance(action, bool)
         if named and (action == self.invalid_action or self.action_space.contains(action)):
             return action  # type: ignore[no-any-return]
-        raise EnvError(f"{type(self).__name__}: action must be in {self.action_space}, got {action!r}")
+        if isinstance(action, str) and (found := self.projection.action_of(action)) is not None:
+            return found
+        words = ", ".join(self.projection.words())
+        raise EnvError(
+            f"{type(self).__name__}: action must be in {self.action_space}{words and f', or one of {words}'}; "
+            f"got {action!r}"
+        )
 
     def _plain_actions(self) -> range:
         """The whole numbers of a discrete space, kept because a space takes long to say what it contains."""
