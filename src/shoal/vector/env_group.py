@@ -24,7 +24,6 @@ from gymnasium.vector import AutoresetMode
 from shoal.core.data import UNCHANGING, answer_of, info_of, own, refuse_no_text, refuse_words, reward_of
 from shoal.core.errors import EnvError, shown
 from shoal.envs.catalogue import EnvFn
-from shoal.envs.spaces import ask_quickly
 from shoal.vector.buffers import BUCKETS, LOADING, Array, Buffers, Loose, RowWriter, read, reader
 from shoal.vector.failures import Failure, from_exception
 from shoal.vector.values import CELLS, IN_BUFFER, Info, Noted, Schema, Table, Told
@@ -195,8 +194,6 @@ class EnvGroup:
 
     def take_steps(self) -> None:
         """Look up the step functions of the environments anew."""
-        for env in self.envs:
-            ask_quickly(env)
         self._steps = [env.step for env in self.envs]
         self._times.wrap(self._steps)
 

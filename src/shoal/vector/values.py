@@ -20,7 +20,6 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from shoal.core.data import NUMBERS
 from shoal.core.errors import EnvError
-from shoal.envs.spaces import QuickDiscrete
 
 OBJECT = np.dtype(object)
 Info = dict[str, Any]
@@ -106,7 +105,7 @@ def _walk(space: Space[Any], leaves: list[Leaf]) -> Node:
 
 def _leaf(space: Space[Any]) -> Leaf:
     # Exact types only: a user's subclass of Box may mean something else by its values. Of Text it is still str.
-    if type(space) in (spaces.Box, spaces.Discrete, QuickDiscrete, spaces.MultiDiscrete, spaces.MultiBinary):
+    if type(space) in (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary):
         assert space.shape is not None
         assert space.dtype is not None
         return Leaf("fixed", tuple(space.shape), np.dtype(space.dtype))
