@@ -545,24 +545,18 @@ def _nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     alike: dict[str, list[str]] = {}
     for one in known:
         alike.setdefault(_plain(one), []).append(one)
-    close = difflib.get_close_matches(_plain(name), list(alike), n=most, cutoff=0.7)
-    best = difflib.get_close_matches(_plain(name), close, n=most, cutoff=0.95) or close
-    space, version = name.rpartition("/")[0], _version(name)
+    plain = _plain(name)
+    close = difflib.get_close_matches(plain, alike, n=most, cutoff=0.95)
+    close = close or difflib.get_close_matches(plain, alike, n=most, cutoff=0.7)
 
-    def preference(one: str) -> tuple[bool, bool, bool, int]:
-        theirs = one.rpartition("/")[0]
-        return theirs == space, not theirs, (_version(one) < 0) == (version < 0), _version(one)
+    def likeness(one: str) -> tuple[float, str]:
+        return difflib.SequenceMatcher(None, one, name).ratio(), one
 
-    return [max(alike[plain], key=preference) for plain in best]
+    return [max(alike[found], key=likeness) for found in close]
 
 
 def _plain(name: str) -> str:
     return re.sub(r"-v\d+$", "", name.rpartition("/")[2]).replace("_", "").replace("-", "").casefold()
-
-
-def _version(name: str) -> int:
-    found = re.search(r"-v(\d+)$", name)
-    return int(found[1]) if found else -1
 
 
 def _or(near: Sequence[str]) -> str:

@@ -18,9 +18,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,11 @@ from shoal.core.errors import (
     of_the_user,
     place_of,
 )
+from shoal.core.files import write_bytes
 from shoal.envs.adapters.gymnasium import are_messages
 from shoal.envs.catalogue import BUILT_IN, EnvFn, Source, env_class, name_of, resolve_text
 from shoal.envs.spaces import free_text, why_not_in
-from shoal.envs.text import TextEnv
+from shoal.envs.text import MOST_SECONDS, TextEnv
 
 Env = gymnasium.Env[Any, Any]
 INFO_KEYS = frozenset(
@@ -128,6 +128,8 @@ class Report:
 
     lines: list[str] = field(default_factory=list)
     broken: str = ""
+    refused: Exception | None = None  # the env cannot be made
+    done: bool = False
 
 
 # --- the process beside
@@ -138,80 +140,58 @@ def run_apart(job: Job, seconds: float) -> Report:
         ConfigError: the env refuses its settings.
         EnvError: it cannot be made.
     """
-    context, report, at = multiprocessing.get_context("spawn"), Report(), Place(job.name)
-    pipe, theirs = context.Pipe()
     with tempfile.TemporaryDirectory(prefix="shoal-check-") as folder:
-        log = Path(folder) / "stacks"
-        process = context.Process(target=_serve, args=(theirs, cloudpickle.dumps(job), str(log), seconds))
+        log, result = Path(folder, "log"), Path(folder, "report")
+        process = multiprocessing.get_context("spawn").Process(
+            target=_serve, args=(job.name, cloudpickle.dumps(job), log, result, seconds)
+        )
         process.start()
-        theirs.close()
         try:
-            for what, value in _messages(pipe, process):
-                if what == "at":
-                    at = value
-                elif what == "line":
-                    report.lines.append(value)
-                elif what == "broken":
-                    report.broken = value
-                elif what == "refused":
-                    raise value
-                else:  # done
-                    return report
             process.join()
-            code: Any = process.exitcode
-            stacks = log.read_text(errors="replace") if log.exists() else ""
-            signaled = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-            how = f"ended its process, which {signaled or f'exited with code {code}'}"
-            if stacks.startswith("Timeout"):
-                how = f"did not return within {at.limit(seconds):g} s"
-            report.broken = report.broken or at.ended(how, _frames_in(stacks))
-            return report
         finally:
             process.kill()
             process.join()
-            process.close()
-            pipe.close()
+        report: Report = pickle.loads(result.read_bytes()) if result.exists() else Report()
+        if report.refused is not None:
+            raise report.refused
+        if not report.done and not report.broken:
+            name, where, stacks = log.read_text(errors="replace").split("\n", 2)
+            code: Any = process.exitcode
+            signaled = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+            how = f"ended its process, which {signaled or f'exited with code {code}'}"
+            if stacks.startswith("Timeout"):
+                how = f"did not return within {seconds:g} s"
+            report.broken = _ended(name, where, how, _frames_in(stacks))
+        return report
 
 
-def _messages(pipe: Any, process: Any) -> Iterator[Any]:
-    """What the process says until it ends, however it does."""
-    while True:
-        connection.wait([pipe, process.sentinel])
-        alive = process.is_alive()
-        with contextlib.suppress(EOFError, OSError):
-            while pipe.poll():
-                yield pipe.recv()
-        if not alive:
-            return
-
-
-def _serve(pipe: Any, packed: bytes, log: str, seconds: float) -> None:
-    """What the process runs: play, tell where it is and what came of it.
+def _serve(name: str, packed: bytes, log: Path, result: Path, seconds: float) -> None:
+    """What the process runs: play, and note where it is and what came of it.
 
     A crash, and a call that takes too long, write their stack into the log and end the process.
     """
-    with open(log, "w") as stacks:
-        faulthandler.enable(stacks)
+    report = Report()
 
-        def goes_to(at: Place) -> None:
-            pipe.send(("at", at))
-            if (limit := at.limit(seconds)) < 1e9:
-                faulthandler.dump_traceback_later(limit, exit=True, file=stacks)
+    def tell(line: str) -> None:
+        report.lines.append(line)
+        write_bytes(result, pickle.dumps(report))
 
-        at = Place(tell=goes_to)
+    with open(log, "w") as notes:
+        faulthandler.enable(notes)
+        at = Place(name, log=notes, seconds=seconds)
+        at.goes_to(None, doing="while it was made")
         try:
-            job = pickle.loads(packed)
-            at.name = job.name
-            goes_to(at)
-            _examine(job, at, lambda line: pipe.send(("line", line)))
+            _examine(pickle.loads(packed), at, tell)
         except BaseException as error:  # an env may raise whatever it likes
             if at.kind is not None:
-                pipe.send(("broken", at.message(error)))
+                report.broken = at.message(error)
             else:
-                refused = isinstance(error, ShoalError)
-                pipe.send(("refused", type(error)(str(error)) if refused else EnvError(at.message(error))))
+                message = str(error) if isinstance(error, ShoalError) else at.message(error)
+                report.refused = (type(error) if isinstance(error, ShoalError) else EnvError)(message)
         faulthandler.cancel_dump_traceback_later()
-        pipe.send(("done", None))
+        faulthandler.disable()
+    report.done = True
+    write_bytes(result, pickle.dumps(report))
 
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
@@ -233,25 +213,25 @@ class Place:
     """Where a check is: of which env, in which episode, in which step."""
 
     name: str = "the env"
-    tell: Callable[[Place], None] | None = field(default=None, repr=False)
-    doing: str = "while it was made"
     kind: type | None = None
     seed: int | None = None
     step: int = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is sent of it: the class is known by its name and its methods."""
-        return {**vars(self), "tell": None, "kind": None}
-
-    def limit(self, seconds: float) -> float:
-        """Seconds that the call which begins may take."""
-        return seconds if self.seed is not None else max(seconds, MAKING_SECONDS)
+    doing: str = ""
+    log: Any = None
+    """In a process of its own: where it is noted, and where the stack of a call that takes too long goes."""
+    seconds: float = math.inf
 
     def goes_to(self, seed: int | None, step: int = 0, doing: str = "") -> None:
         """Another step begins; step 0 is the reset, `WHOLE` the episode."""
         self.seed, self.step, self.doing = seed, step, doing
-        if self.tell is not None:
-            self.tell(self)
+        if self.log is not None:
+            self.log.seek(0)
+            self.log.truncate()
+            self.log.write(f"{self.name}\n{self}\n")
+            self.log.flush()
+            limit = max(self.seconds, 0.0 if seed is not None else MAKING_SECONDS)
+            if limit < MOST_SECONDS:
+                faulthandler.dump_traceback_later(limit, exit=True, file=self.log)
 
     def __str__(self) -> str:
         if self.seed is None:
@@ -267,12 +247,13 @@ class Place:
             promise = isinstance(error, AssertionError | EnvError | ConfigError)
             first, *lines = (str(error) if promise else f"{self.name}: {in_words(error)}").split("\n")
             return "\n".join([f"{first}, {self}", *lines])
-        return self.ended(f"raised {in_words(error)}", frames)
+        return _ended(self.name, self, f"raised {in_words(error)}", frames)
 
-    def ended(self, how: str, frames: list[traceback.FrameSummary]) -> str:
-        """What became of a call of the env, and the lines of the user that it was in."""
-        lines = [f"  {in_one_line(frame)}" for frame in frames[-MOST_FRAMES:]]
-        return "\n".join([f"{self.name}{f'.{frames[0].name}()' if frames else ''} {how}, {self}", *lines])
+
+def _ended(name: str, where: object, how: str, frames: list[traceback.FrameSummary]) -> str:
+    """What became of a call of the env, and the lines of the user that it was in."""
+    lines = [f"  {in_one_line(frame)}" for frame in frames[-MOST_FRAMES:]]
+    return "\n".join([f"{name}{f'.{frames[0].name}()' if frames else ''} {how}, {where}", *lines])
 
 
 # --- what is tried
