@@ -113,9 +113,9 @@ def test_ray_workers_of_other_machines_get_the_processor_through_ray(processor, 
             future.set_result(function(*args))
             return future
 
-    shared, places, parking_place = [], [], splitters.parking_place
+    shared, places, spill_folder = [], [], splitters.spill_folder
     monkeypatch.setattr(splitters, "shared_by_ray", lambda plan: shared.append(plan) or Shared(plan))
-    monkeypatch.setattr(splitters, "parking_place", lambda: places.append(0) or parking_place())
+    monkeypatch.setattr(splitters, "spill_folder", lambda: places.append(0) or spill_folder())
     root, ids = make_root(1, steps=1, size=(60, 60))
     splitter = StepwiseTrajectorySplitter(processor, root)
     for other in ({"Alive": True}, {"Alive": False}):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from shoal.core.errors import DataError, EnvError, shown
+from shoal.core.errors import DataError, EnvError, safe_repr
 from shoal.core.files import write_bytes
 
 Status = Literal["ok", "env_error", "engine_error", "timeout"]
@@ -30,13 +30,13 @@ def reward_of(value: Any) -> float:
     if isinstance(value, np.ndarray):
         number = value.item() if value.size == 1 else None
     if isinstance(number, NO_NUMBER) or not hasattr(number, "__float__"):
-        raise EnvError(f"the reward must be a number, got {shown(value)!s:.80}")
+        raise EnvError(f"the reward must be a number, got {safe_repr(value)!s:.80}")
     try:
         return float(number)
     except OverflowError as error:
         raise EnvError("the reward must fit into a float, got a whole number too large for one") from error
     except Exception as error:  # a tensor of several numbers
-        raise EnvError(f"the reward must be a number, got {shown(value)!s:.80}") from error
+        raise EnvError(f"the reward must be a number, got {safe_repr(value)!s:.80}") from error
 
 
 def info_of(info: Any) -> Any:
@@ -49,7 +49,7 @@ def info_of(info: Any) -> Any:
 PARTS = {"reset": "observation, info", "step": "observation, reward, terminated, truncated, info"}
 
 
-def answer_of(given: Any, call: str) -> Any:
+def check_step_result(given: Any, call: str) -> Any:
     """What an env's `reset` or `step` (the `call`) gave; an `EnvError` if it has not the parts that Gymnasium names."""
     parts = PARTS[call]
     if isinstance(given, tuple | list) and len(given) == parts.count(",") + 1:
@@ -66,7 +66,7 @@ def refuse_no_text(observation: Any) -> None:
         raise EnvError(f"the observation must be str in a Text space, got {type(observation).__name__}")
 
 
-def refuse_words(terminated: Any, truncated: Any, where: str = "", **more: Any) -> None:
+def check_flags(terminated: Any, truncated: Any, where: str = "", **more: Any) -> None:
     """An `EnvError` where an env tells the end of an episode, or `more` by name, in what is true and means no yes.
 
     "False" is true, and so are NaN, `[False]` and `{"__all__": False}`.
@@ -81,7 +81,7 @@ NUMBERS = {np.dtype(code).type for code in "bBhHiIlLqQefdgFD"} | {int, float, bo
 UNCHANGING = frozenset({str, bytes, type(None), np.bool_} | NUMBERS)
 
 
-def own(value: Any) -> Any:
+def deep_copy(value: Any) -> Any:
     """A value that whoever gave it cannot change any more: arrays, tensors and Python's own containers are copies.
 
     In another process all of it is a copy; here it is as far as that costs little.

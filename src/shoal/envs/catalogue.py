@@ -27,14 +27,14 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
-from shoal.core.data import own
+from shoal.core.data import deep_copy
 from shoal.core.errors import (
     ConfigError,
     MissingExtraError,
     UnknownNameError,
     did_you_mean,
     explain_import,
-    in_words,
+    format_error,
     user_frames,
 )
 from shoal.core.registry import SAFE_NAME, Registry
@@ -204,7 +204,7 @@ def _own_arguments(env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
             kept[name] = value.view()
             kept[name].flags.writeable = False
         else:
-            kept[name] = own(value)
+            kept[name] = deep_copy(value)
     return kept
 
 
@@ -330,7 +330,7 @@ def _not_imported(name: str, path: str, kind: str, error: BaseException) -> Exce
     if isinstance(error, ConfigError):  # a class that was refused says which, and where
         return ConfigError(f"{said}: {error}")
     lines = "".join(f"\n  {line}" for line in user_frames(error))
-    return ConfigError(f"{said}: importing {path!r} failed with {in_words(error)}{lines}")
+    return ConfigError(f"{said}: importing {path!r} failed with {format_error(error)}{lines}")
 
 
 def _is_env_class(value: Any) -> bool:

@@ -33,9 +33,9 @@ from shoal.core.errors import (
     ConfigError,
     EnvError,
     ShoalError,
+    format_error,
     frames_of,
     in_one_line,
-    in_words,
     of_the_user,
     place_of,
 )
@@ -245,9 +245,9 @@ class Place:
         frames = frames_of(error)
         if not frames:
             promise = isinstance(error, AssertionError | EnvError | ConfigError)
-            first, *lines = (str(error) if promise else f"{self.name}: {in_words(error)}").split("\n")
+            first, *lines = (str(error) if promise else f"{self.name}: {format_error(error)}").split("\n")
             return "\n".join([f"{first}, {self}", *lines])
-        return _ended(self.name, self, f"raised {in_words(error)}", frames)
+        return _ended(self.name, self, f"raised {format_error(error)}", frames)
 
 
 def _ended(name: str, where: object, how: str, frames: list[traceback.FrameSummary]) -> str:

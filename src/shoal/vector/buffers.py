@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.data import own
+from shoal.core.data import deep_copy
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.executors import available_memory
 from shoal.vector.values import Layout, Leaf, Schema, Table, refuse_loss
@@ -316,7 +316,7 @@ class Observations:
         columns: list[Any] = []
         for i, rows in enumerate(self.buffers.obs):
             if i in self.values:
-                columns.append(tuple(map(own, self.values[i]) if copy else self.values[i]))
+                columns.append(tuple(map(deep_copy, self.values[i]) if copy else self.values[i]))
             else:
                 columns.append(self._copied(i, rows[place]) if copy else rows[place])
         return self.layout.rebuild(columns)
@@ -340,7 +340,7 @@ class Observations:
         """The observations of some environments, each at its place, a column for each leaf; always copies."""
         where = np.asarray(places, dtype=np.intp), np.asarray(ids, dtype=np.intp)
         return [
-            tuple(own(self.values[leaf][i]) for i in ids) if leaf in self.values else rows[where]
+            tuple(deep_copy(self.values[leaf][i]) for i in ids) if leaf in self.values else rows[where]
             for leaf, rows in enumerate(self.buffers.obs)
         ]
 
@@ -445,7 +445,7 @@ def write_batch(buffers: Buffers, columns: Sequence[Any]) -> Loose:
     loose: Loose = {}
     for i, (target, column) in enumerate(zip(buffers.act, columns, strict=True)):
         if target is None or not _same(column, target):
-            loose[i] = dict(enumerate(own(column)))
+            loose[i] = dict(enumerate(deep_copy(column)))
         else:
             target[...] = column
     return loose
@@ -471,7 +471,7 @@ def write_some(buffers: Buffers, ids: Sequence[int], actions: Sequence[Any]) -> 
         if target is not None and _fits(action, target.shape[1:], target.dtype):
             target[i] = action
         else:
-            loose.setdefault(WHOLE, {})[i] = own(action)
+            loose.setdefault(WHOLE, {})[i] = deep_copy(action)
     return loose
 
 

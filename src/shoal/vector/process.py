@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, WorkerDiedError, shown
+from shoal.core.errors import ConfigError, WorkerDiedError, safe_repr
 from shoal.core.processes import (
     SLICE,
     STANDSTILL,
@@ -216,7 +216,9 @@ class Worker:
         """A failure of the env that it is at, with what its process said."""
         env, doing, action = self.current()
         stack = self.stack()
-        return Failure(env, doing, summary + where_it_was(stack), stack, shown(action), self.pid, None, kind)
+        return Failure(
+            env, doing, summary + where_it_was(stack), stack, safe_repr(action), self.pid, None, kind
+        )
 
     def unreadable(self, error: BaseException) -> Reply:
         """Its reply cannot be read here: what it told of any env is lost."""

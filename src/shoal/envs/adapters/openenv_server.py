@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shoal import __version__
-from shoal.core.errors import EnvError, ShoalError, in_words, needs_extra
+from shoal.core.errors import EnvError, ShoalError, format_error, needs_extra
 from shoal.core.executors import OwnThread
 from shoal.core.ports import LOCAL, listening
 from shoal.envs.text import TextEnv
@@ -73,7 +73,7 @@ class Session:
             try:
                 return call()
             except (StopIteration, SystemExit, KeyboardInterrupt) as error:  # of which no task can end
-                raise EnvError(in_words(error)) from error
+                raise EnvError(format_error(error)) from error
 
         return self._thread.submit(run)
 

@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from shoal.core.data import refuse_words, reward_of
+from shoal.core.data import check_flags, reward_of
 from shoal.core.errors import EnvError, ShoalError
 from shoal.core.seeding import derive_seed
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
@@ -241,7 +241,7 @@ class EnvSlice:
                     rewards.append(reward if type(reward) is not array else reward.copy())
                     if terminated or truncated:
                         where = f"env {self.first_index + i}, step {t} of the rollout: "
-                        refuse_words(terminated, truncated, where)
+                        check_flags(terminated, truncated, where)
                         if terminated:
                             rollout.terminated[t, i] = True
                         else:

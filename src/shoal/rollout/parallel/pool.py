@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
-from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError, in_words
+from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError, format_error
 from shoal.core.executors import OwnThread, RayExecutor, available_cpus, make_executor
 from shoal.core.processes import (
     STANDSTILL,
@@ -62,7 +62,7 @@ class Sent(Exception):  # noqa: N818  (it arrives as what it carries)
     """
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(in_words(error))
+        super().__init__(format_error(error))
         try:
             self._data = cloudpickle.dumps(error, protocol=5)
             pickle.loads(self._data)  # what harms whoever reads it does so here
