@@ -52,10 +52,7 @@ def test_lines_that_are_no_rows_are_named_and_passed_over(tmp_path, caplog):
     run.metrics_path.write_bytes(b'{"i": 0}\n{"i": 1, "x"{"i": 2}\n\xff\n{"i": 3}\n7\n{"i": 4')
     with caplog.at_level(logging.WARNING):
         assert [row["i"] for row in run.read_metrics()] == [0, 3]
-    assert told(caplog) == [
-        *(f"{run.metrics_path}, line {n} was written by half; it is passed over" for n in (2, 3, 5)),
-        f"{run.metrics_path} ends amid a line, which is passed over",
-    ]
+    assert told(caplog) == [f"{run.metrics_path}: 4 half-written lines are passed over"]
     caplog.clear()
     run.keep_metrics("i", 9)
     assert run.metrics_path.read_bytes() == b'{"i": 0}\n{"i": 3}\n'
@@ -212,7 +209,6 @@ def test_where_files_cannot_be_locked_a_run_goes_on_and_says_so(tmp_path, monkey
     [
         ("file", "must be a folder"),
         ("file/run", "must be a folder"),
-        ("na\udcefve", "must have a name in UTF-8"),
     ],
 )
 def test_a_run_folder_that_cannot_be_one_is_refused(tmp_path, place, told):

@@ -40,7 +40,7 @@ def reward_of(value: Any) -> float:
 
 
 def info_of(info: Any) -> Any:
-    """The info that an env gave; an `EnvError` if it is no dict."""
+    """The info that an env returned; an `EnvError` if it is no dict."""
     if isinstance(info, dict | Mapping):
         return info
     raise EnvError(f"the info must be a dict, got {type(info).__name__}")
@@ -50,7 +50,7 @@ PARTS = {"reset": "observation, info", "step": "observation, reward, terminated,
 
 
 def check_step_result(given: Any, call: str) -> Any:
-    """What an env's `reset` or `step` (the `call`) gave; an `EnvError` if it has not the parts that Gymnasium names."""
+    """What an env's `reset` or `step` (the `call`) returned; an `EnvError` if it lacks parts that Gymnasium names."""
     parts = PARTS[call]
     if isinstance(given, tuple | list) and len(given) == parts.count(",") + 1:
         return given
@@ -67,9 +67,9 @@ def refuse_no_text(observation: Any) -> None:
 
 
 def check_flags(terminated: Any, truncated: Any, where: str = "", **more: Any) -> None:
-    """An `EnvError` where an env tells the end of an episode, or `more` by name, in what is true and means no yes.
+    """An `EnvError` where the end of an episode, or `more` by name, is given as a value that is no truth value.
 
-    "False" is true, and so are NaN, `[False]` and `{"__all__": False}`.
+    Python takes "False" for true, and so NaN, `[False]` and `{"__all__": False}`.
     """
     for name, value in (("terminated", terminated), ("truncated", truncated), *more.items()):
         known = type(value) in (bool, np.bool_)
@@ -87,37 +87,30 @@ def deep_copy(value: Any) -> Any:
     In another process all of it is a copy; here it is as far as that costs little.
 
     Raises:
-        RecursionError: it is too deep.
+        RecursionError: it is too deep, or holds itself.
     """
-    try:
-        return _own(value)
-    except RecursionError:  # it may hold itself
-        return copy.deepcopy(value)
-
-
-def _own(value: Any) -> Any:
     kind, still = type(value), UNCHANGING
     if kind in still:
         return value
     if kind is dict:
         if still.issuperset(map(type, value.values())):
             return dict(value)
-        return {key: item if type(item) in still else _own(item) for key, item in value.items()}
+        return {key: item if type(item) in still else deep_copy(item) for key, item in value.items()}
     if kind is list:
-        return list(value) if still.issuperset(map(type, value)) else list(map(_own, value))
+        return list(value) if still.issuperset(map(type, value)) else list(map(deep_copy, value))
     if isinstance(value, np.ndarray):
         twin = value.copy()
         for place, item in np.ndenumerate(value) if value.dtype == object and value.ndim else ():
-            twin[place] = _own(item)
+            twin[place] = deep_copy(item)
         return twin
     if kind is tuple or kind is set:
-        return kind(map(_own, value))
+        return kind(map(deep_copy, value))
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(_own, value))
+        return value._make(map(deep_copy, value))
     if isinstance(value, dict | list | deque):  # OrderedDict, defaultdict, …
         kept = copy.copy(value)
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            kept[key] = _own(item)
+            kept[key] = deep_copy(item)
         return kept
     if isinstance(value, bytearray):
         return value[:]
@@ -233,27 +226,19 @@ def read_advantages(path: Path, trajectories: Mapping[int, Trajectory]) -> dict[
     found: dict[int, Advantages | None] = {}
     if not path.exists():
         return found
-    with path.open("rb") as file:
-        for row, line in enumerate(file):
-            if row not in trajectories:
-                continue
-            turns = trajectories[row].turns
-            try:
-                told = msgspec.json.decode(line, type=list[float | list[float]] | None)
-            except (msgspec.MsgspecError, RecursionError) as error:
-                raise DataError(f"{path}, line {row + 1}: no advantages: {error}") from error
-            if told is None:
-                found[row] = None
-                continue
-            counts = [len(turn.response_ids) for turn in turns]
-            whole = [
-                one if isinstance(one, list) else [one] * n for one, n in zip(told, counts, strict=False)
-            ]
-            if len(told) != len(turns) or [len(turn) for turn in whole] != counts:
-                raise DataError(
-                    f"{path}, line {row + 1}: these are not the advantages of this episode's tokens"
-                )
-            found[row] = whole
-            if len(found) == len(trajectories):
-                break
+    for row, line in enumerate(path.read_bytes().splitlines()):
+        if row not in trajectories:
+            continue
+        try:
+            values = msgspec.json.decode(line, type=list[float | list[float]] | None)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise DataError(f"{path}, line {row + 1}: no advantages: {error}") from error
+        if values is None:
+            found[row] = None
+            continue
+        counts = [len(turn.response_ids) for turn in trajectories[row].turns]
+        whole = [one if isinstance(one, list) else [one] * n for one, n in zip(values, counts, strict=False)]
+        if len(values) != len(counts) or [len(turn) for turn in whole] != counts:
+            raise DataError(f"{path}, line {row + 1}: these are not the advantages of this episode's tokens")
+        found[row] = whole
     return found

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import DataError, ShoalError
+from shoal.core.errors import DataError, ShoalError, reading
 
 MANIFEST = "manifest.json"
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.(?P<kind>tmp|old)", re.DOTALL)
@@ -281,13 +281,9 @@ def verify_folder(folder: Path | str) -> Path:
             f"{folder / MANIFEST} must hold an object with 'sha256', which holds one of name: sum"
         )
     for name, expected in sums.items():
-        try:
+        # NUL, a name too long, a loop of links, no permission
+        with reading(folder / MANIFEST, f"names {name!r}, which cannot be read"):
             _verify_file(folder, name, expected)
-        except (OSError, ValueError, RuntimeError) as error:
-            # NUL, a name too long, a loop of links, no permission
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{folder / MANIFEST} names {name!r}, which cannot be read: {error}") from error
     for path in _files_in(folder):
         inside = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in inside.parts)
@@ -310,6 +306,6 @@ def _verify_file(folder: Path, name: str, expected: object) -> None:
     if not path.resolve().is_relative_to(folder.resolve()):
         raise DataError(f"{folder / MANIFEST} names {name!r}, which leaves the folder")
     if not path.is_file():
-        raise DataError(f"{path} is listed in {MANIFEST} but missing")
+        raise DataError(f"{folder / MANIFEST} lists {path}, which is missing")
     if sha256_of(path) != expected:
-        raise DataError(f"{path} was altered or truncated: its sha256 is not the one in {MANIFEST}")
+        raise DataError(f"{path} was altered or truncated: its sha256 is not that of {folder / MANIFEST}")

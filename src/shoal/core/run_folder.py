@@ -271,7 +271,7 @@ class RunFolder(Closing):
 
     Raises:
         WorkerError: another run is writing there.
-        ConfigError: `path` cannot be a folder, has a name that is no UTF-8, or holds the run of another command.
+        ConfigError: `path` cannot be a folder, or holds the run of another command.
     """
 
     def __init__(
@@ -289,13 +289,7 @@ class RunFolder(Closing):
         self._on_event = on_event
         self._wall, self._cpu = time.monotonic(), _cpu_seconds()
         try:
-            str(self.path).encode()  # others that write there (safetensors, TensorBoard) take UTF-8 alone
             self.path.mkdir(parents=True, exist_ok=True)
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"a run folder must have a name in UTF-8, got {str(self.path)!r}: choose another, or, if it is, "
-                "a locale of UTF-8 (such as LC_ALL=C.UTF-8)"
-            ) from error
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"a run folder must be a folder, got {self.path}: {error.strerror}") from error
         self._lock = FolderLock(self.path / ".lock") if lock else None
@@ -339,23 +333,10 @@ class RunFolder(Closing):
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The whole rows written so far; half-written ones are passed over with a warning."""
-        if not self.metrics_path.exists():
-            return []
-        *lines, last = self.metrics_path.read_bytes().split(b"\n")
-        rows = []
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if isinstance(row, dict):
-                rows.append(row)
-            else:
-                logger.warning(
-                    "%s, line %d was written by half; it is passed over", self.metrics_path, number
-                )
-        if last:
-            logger.warning("%s ends amid a line, which is passed over", self.metrics_path)
+        data = self.metrics_path.read_bytes() if self.metrics_path.exists() else b""
+        rows = whole_rows(data)
+        if torn := len(data.splitlines()) - len(rows):
+            logger.warning("%s: %d half-written lines are passed over", self.metrics_path, torn)
         return rows
 
     def keep_metrics(self, x: str, upto: float, *more: Mapping[str, Any]) -> list[dict[str, Any]]:
