@@ -7,7 +7,6 @@ counted is the time of its processor, so that an answer is no more wrong on a bu
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
@@ -81,7 +80,7 @@ class MathVerifier:
     def _start(self) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(item for item in sys.path if item and isinstance(item, str))
         process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.envs.math_verifier", str(os.getpid())],
+            [sys.executable, "-m", "shoal.envs.math_verifier"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -113,16 +112,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 continue
 
 
-def _serve(parent: int) -> None:
-    """Answer questions from standard input, one JSON pair a line, until it ends."""
+def _serve() -> None:
+    """Answer questions from standard input, one JSON pair a line, until it ends, as it does with its parent."""
     import resource
 
     import math_verify
 
-    if sys.platform == "linux":  # die with the parent even when it is killed in the middle of a question
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:
-            return
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     # The first question of each kind loads half of sympy: that is not the asker's time.
     for given, wanted in ((r"\frac{x}{2}", "(x+1)(x-1)"), ("0.5", "50"), (r"\sqrt{2}", "2^{10}")):
@@ -153,4 +148,4 @@ def _reply(value: object) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve()
