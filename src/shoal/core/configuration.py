@@ -269,15 +269,12 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     except msgspec.ValidationError as error:
         words = [repr(word) for option in (hint, *arguments) for word in _words(option)]
         if isinstance(value, str) and words:
-            number = "a number or " if {int, float} & {*arguments} else ""
-            raise ConfigError(f"{path} must be {number}{_either(words)}, got {value!r}") from error
+            words = ["a number"] * bool({int, float} & {*arguments}) + words
+            choices = f"{', '.join(words[:-1])} or {words[-1]}"
+            raise ConfigError(f"{path} must be {choices}, got {value!r}") from error
         expected = re.sub(r"(, got `[a-z]+`)?( - at `\$`)?$", "", str(error))
         raise ConfigError(f"{path}: {expected}, got {value!r}") from error
 
 
 def _words(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-
-
-def _either(words: list[str]) -> str:
-    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

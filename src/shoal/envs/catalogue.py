@@ -27,17 +27,17 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
-from shoal.core.data import own
+from shoal.core.data import deep_copy
 from shoal.core.errors import (
     ConfigError,
     MissingExtraError,
     UnknownNameError,
     did_you_mean,
     explain_import,
-    in_words,
+    format_error,
     user_frames,
 )
-from shoal.core.registry import SAFE_NAME, Registry, all_or_nothing
+from shoal.core.registry import SAFE_NAME, Registry
 from shoal.envs.text import TextEnv
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ def _own_arguments(env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
             kept[name] = value.view()
             kept[name].flags.writeable = False
         else:
-            kept[name] = own(value)
+            kept[name] = deep_copy(value)
     return kept
 
 
@@ -305,8 +305,7 @@ def attribute_named(name: str, kind: str) -> tuple[Any, Any]:
             f"{kind} must be 'module:Name' with the module as Python imports it ('package.module:Name'), got {name!r}"
         )
     try:
-        with all_or_nothing():
-            module = found = importlib.import_module(path)
+        module = found = importlib.import_module(path)
         for part in rest.split("."):
             found = getattr(found, part, None)  # type: ignore[assignment]
     except (Exception, SystemExit) as error:  # a module may raise whatever it likes; its name must be told
@@ -331,7 +330,7 @@ def _not_imported(name: str, path: str, kind: str, error: BaseException) -> Exce
     if isinstance(error, ConfigError):  # a class that was refused says which, and where
         return ConfigError(f"{said}: {error}")
     lines = "".join(f"\n  {line}" for line in user_frames(error))
-    return ConfigError(f"{said}: importing {path!r} failed with {in_words(error)}{lines}")
+    return ConfigError(f"{said}: importing {path!r} failed with {format_error(error)}{lines}")
 
 
 def _is_env_class(value: Any) -> bool:
@@ -546,24 +545,18 @@ def _nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     alike: dict[str, list[str]] = {}
     for one in known:
         alike.setdefault(_plain(one), []).append(one)
-    close = difflib.get_close_matches(_plain(name), list(alike), n=most, cutoff=0.7)
-    best = difflib.get_close_matches(_plain(name), close, n=most, cutoff=0.95) or close
-    space, version = name.rpartition("/")[0], _version(name)
+    plain = _plain(name)
+    close = difflib.get_close_matches(plain, alike, n=most, cutoff=0.95)
+    close = close or difflib.get_close_matches(plain, alike, n=most, cutoff=0.7)
 
-    def preference(one: str) -> tuple[bool, bool, bool, int]:
-        theirs = one.rpartition("/")[0]
-        return theirs == space, not theirs, (_version(one) < 0) == (version < 0), _version(one)
+    def likeness(one: str) -> tuple[float, str]:
+        return difflib.SequenceMatcher(None, one, name).ratio(), one
 
-    return [max(alike[plain], key=preference) for plain in best]
+    return [max(alike[found], key=likeness) for found in close]
 
 
 def _plain(name: str) -> str:
     return re.sub(r"-v\d+$", "", name.rpartition("/")[2]).replace("_", "").replace("-", "").casefold()
-
-
-def _version(name: str) -> int:
-    found = re.search(r"-v(\d+)$", name)
-    return int(found[1]) if found else -1
 
 
 def _or(near: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 from gymnasium.utils import seeding
 
 from shoal.core.configuration import convert_fields
-from shoal.core.data import MOST_REWARD, refuse_words, reward_of
+from shoal.core.data import MOST_REWARD, check_flags, reward_of
 from shoal.core.errors import ConfigError, EnvError, owner, place_of
 from shoal.core.seeding import stream
 from shoal.envs.actions import Projection
@@ -55,7 +55,7 @@ def _in_bools(outcome: Outcome) -> Outcome:
     said = {
         name: getattr(outcome, name) for name in ("terminated", "truncated", "success", "effective", "valid")
     }
-    refuse_words(**said)
+    check_flags(**said)
     yes = {name: bool(value) for name, value in said.items()}
     return outcome._replace(**yes)  # type: ignore[arg-type]
 
@@ -209,7 +209,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             if self._seed is None:
                 self._rng = np.random.default_rng()
             seed = int(self._rng.integers(2**63))
-        seed = _whole(seed)
+        seed = operator.index(seed)
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
         self._np_random_seed, self._gymnasium_rng = seed, None
@@ -295,7 +295,13 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         named = isinstance(action, int | str) and not isinstance(action, bool)
         if named and (action == self.invalid_action or self.action_space.contains(action)):
             return action  # type: ignore[no-any-return]
-        raise EnvError(f"{type(self).__name__}: action must be in {self.action_space}, got {action!r}")
+        if isinstance(action, str) and (found := self.projection.action_of(action)) is not None:
+            return found
+        words = ", ".join(self.projection.words())
+        raise EnvError(
+            f"{type(self).__name__}: action must be in {self.action_space}{words and f', or one of {words}'}; "
+            f"got {action!r}"
+        )
 
     def _plain_actions(self) -> range:
         """The whole numbers of a discrete space, kept because a space takes long to say what it contains."""
@@ -443,15 +449,6 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     return "None" if value is None else type(value).__name__
-
-
-def _whole(seed: Any) -> int:
-    if type(seed) is int:
-        return seed
-    if not isinstance(seed, bool):
-        with contextlib.suppress(TypeError):
-            return operator.index(seed)
-    raise TypeError(f"seed must be a whole number or None, got {seed!r:.80}")
 
 
 def build_config(kind: type[C], settings: Mapping[str, Any]) -> C:

@@ -15,7 +15,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from shoal.core.data import Status, Trajectory
-from shoal.core.errors import EngineError, WorkerError, WorkerTimeoutError, in_words, with_frames
+from shoal.core.errors import (
+    EngineError,
+    WorkerError,
+    WorkerTimeoutError,
+    format_error,
+    with_frames,
+)
 from shoal.core.seeding import derive_seed
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
@@ -308,7 +314,7 @@ def _told(i: int, failed: dict[int, Failed], doing: str | None = None) -> Iterat
         else:
             status: Status = "timeout" if isinstance(error, TimeoutError) else "engine_error"
             plain = isinstance(error, TimeoutError | EngineError)
-            failed[i] = Failed(status, str(error) if plain else in_words(error))
+            failed[i] = Failed(status, str(error) if plain else format_error(error))
 
 
 class Collector(Protocol):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.data import own
+from shoal.core.data import deep_copy
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.executors import available_memory
 from shoal.vector.arguments import one_each
@@ -203,11 +203,11 @@ class Observations:
         """For each leaf the values of some environments, as a list of ids or a slice; copies."""
         if isinstance(which, slice):
             return [
-                tuple(map(own, column[which])) if isinstance(column, list) else column[which].copy()
+                tuple(map(deep_copy, column[which])) if isinstance(column, list) else column[which].copy()
                 for column in self.columns
             ]
         return [
-            tuple(own(column[i]) for i in which) if isinstance(column, list) else column[which]
+            tuple(deep_copy(column[i]) for i in which) if isinstance(column, list) else column[which]
             for column in self.columns
         ]
 
@@ -258,7 +258,7 @@ def write_actions(buffers: Buffers, batch: Any) -> Loose:
     for i, (leaf, part) in enumerate(zip(layout.leaves, layout.flatten(batch), strict=True)):
         column, target = _column(leaf, part, buffers.n_envs), buffers.act[i]
         if target is None or not _same(column, target):
-            loose[i] = dict(enumerate(own(column)))
+            loose[i] = dict(enumerate(deep_copy(column)))
         else:
             target[...] = column
     return loose
@@ -298,7 +298,7 @@ def write_some(buffers: Buffers, ids: Sequence[int], actions: Sequence[Any]) -> 
         if target is not None and _fits(action, target.shape[1:], target.dtype):
             target[i] = action
         else:
-            loose.setdefault(WHOLE, {})[i] = own(action)
+            loose.setdefault(WHOLE, {})[i] = deep_copy(action)
     return loose
 
 

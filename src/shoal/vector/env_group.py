@@ -20,8 +20,16 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from shoal.core.data import UNCHANGING, answer_of, info_of, own, refuse_no_text, refuse_words, reward_of
-from shoal.core.errors import EnvError, shown
+from shoal.core.data import (
+    UNCHANGING,
+    check_flags,
+    check_step_result,
+    deep_copy,
+    info_of,
+    refuse_no_text,
+    reward_of,
+)
+from shoal.core.errors import EnvError, safe_repr
 from shoal.envs.catalogue import EnvFn
 from shoal.vector.buffers import NOTHING_LOOSE, Array, Buffers, Loose, RowWriter, read, reader
 from shoal.vector.failures import Failure, from_exception
@@ -189,7 +197,7 @@ class EnvGroup:
                 work = self._rebuild
             case Apply(function=function, args=args, members=members):
                 given = dict(zip(members, args, strict=True))
-                work = lambda j: own(function(self.envs[j], *given[j]))  # noqa: E731
+                work = lambda j: deep_copy(function(self.envs[j], *given[j]))  # noqa: E731
             case _:
                 raise TypeError(f"a group cannot do {command!r:.200}")
         reply = self._each(command.members, command.doing, work)
@@ -277,8 +285,8 @@ class EnvGroup:
             self.rewards[j], self.terminated[j], self.truncated[j] = 0.0, False, False
             try:
                 # What one env takes out of the options is there for the next; without any, it need not know of them.
-                asked = {} if command.options is None else {"options": own(command.options)}
-                obs, info = answer_of(self.envs[j].reset(seed=seed, **asked), "reset")
+                asked = {} if command.options is None else {"options": deep_copy(command.options)}
+                obs, info = check_step_result(self.envs[j].reset(seed=seed, **asked), "reset")
                 if self._checks_observations:
                     self._check(obs)
                 self._put(j, obs, columns)
@@ -327,7 +335,7 @@ class EnvGroup:
         if not (columns or told or failures):
             return NOTHING
         for failure in failures:
-            failure.action = shown(actions[chosen.index(failure.env - self.first)])
+            failure.action = safe_repr(actions[chosen.index(failure.env - self.first)])
         return self._reply(columns, told, failures, chosen)
 
     def _reply(
@@ -370,7 +378,7 @@ class EnvGroup:
                 try:
                     obs, reward, terminated, truncated, info = answer
                 except (TypeError, ValueError):  # (a try costs nothing where nothing is raised)
-                    obs, reward, terminated, truncated, info = answer_of(answer, "step")
+                    obs, reward, terminated, truncated, info = check_step_result(answer, "step")
                 if over := terminated or truncated:
                     ended[j] = True  # first: whatever comes before its next episode has begun
                 rewards[j] = reward.copy() if type(reward) is array else reward  # as with infos, see `_kept`
@@ -389,7 +397,7 @@ class EnvGroup:
         """The step after an end, under next-step autoreset: the first observation of a new episode."""
         if self.autoreset is not AutoresetMode.NEXT_STEP:
             raise EnvError(OVER)
-        obs, info = answer_of(self.envs[j].reset(), "reset")
+        obs, info = check_step_result(self.envs[j].reset(), "reset")
         self._ended[j] = False
         if info := _kept(info):
             told.append(EnvInfo(self.first + j, None, None, info))
@@ -397,7 +405,7 @@ class EnvGroup:
 
     def _end(self, j: int, obs: Any, terminated: Any, truncated: Any, info: Info, told: list[EnvInfo]) -> Any:
         """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
-        refuse_words(terminated, truncated)
+        check_flags(terminated, truncated)
         info = _kept(info)  # in the same step, reset may change what it holds
         if self.autoreset is not AutoresetMode.SAME_STEP:
             self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
@@ -420,7 +428,7 @@ class EnvGroup:
             final = copy.deepcopy(obs)  # the env may reuse its buffers in reset
         self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
         self._ending = final, info
-        obs, first_info = answer_of(self.envs[j].reset(), "reset")
+        obs, first_info = check_step_result(self.envs[j].reset(), "reset")
         first_info = _kept(first_info)
         self._ending, self._ended[j] = None, False
         told.append(EnvInfo(self.first + j, final, info, first_info))
@@ -445,7 +453,7 @@ class EnvGroup:
                 continue
             if self.layout.leaves[i].kind == "text":
                 refuse_no_text(value)
-            columns[i][j] = own(value)
+            columns[i][j] = deep_copy(value)
 
     def _write_rewards(self, rewards: list[Any], members: Sequence[int], failures: list[Failure]) -> None:
         """Write the rewards of a step at once; one by one where that shows a wrong one."""
@@ -521,7 +529,7 @@ def _kept(info: Any) -> Info:
     try:
         info = info if type(info) is dict else dict(info_of(info))
         still = UNCHANGING.issuperset(map(type, info.values()))
-        return info.copy() if still else own(info)  # type: ignore[no-any-return]
+        return info.copy() if still else deep_copy(info)  # type: ignore[no-any-return]
     except EnvError:
         raise
     except Exception as error:

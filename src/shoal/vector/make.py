@@ -237,9 +237,9 @@ def open_workers(
     """Make the environments where the plan says; `describe` may refuse or change what they say of their spaces."""
     share = plan.caller_share
     workers = [Worker(0, env_fns[:share], made=plan.made)] if share else []
-    closers: list[Callable[[], None]] = []
+    release = functools.partial(_release, None)
     try:
-        workers += _workers(env_fns[share:], share, plan, options, closers)
+        workers += _workers(env_fns[share:], share, plan, options)
         for worker in sorted(workers, key=lambda worker: worker.inline):
             worker.start()
         replies = collect(workers)  # the caller makes its own while the workers make theirs
@@ -255,19 +255,17 @@ def open_workers(
         if any(isinstance(worker, ProcessWorker) for worker in workers):
             nbytes = Buffers(len(env_fns), *layouts, text=True, memory=False).nbytes
             block = shared_block(nbytes)
-            closers.append(functools.partial(_release, block))
+            release = functools.partial(_release, block)
             attach.memory = block.name
             buffers = attach.buffers(block.buf)
         raise_first(attach_all(workers, attach, buffers))
     except BaseException:
-        close_all(workers, functools.partial(_call_all, closers), 0.0)
+        close_all(workers, release, 0.0)
         raise
-    return Opened(workers, buffers, attach, description, functools.partial(_call_all, closers))
+    return Opened(workers, buffers, attach, description, release)
 
 
-def _workers(
-    env_fns: Sequence[EnvFn], first: int, plan: Plan, options: Options, closers: list[Callable[[], None]]
-) -> list[Worker]:
+def _workers(env_fns: Sequence[EnvFn], first: int, plan: Plan, options: Options) -> list[Worker]:
     """The workers for environments that the caller does not step itself."""
     if not env_fns:
         return []
@@ -275,9 +273,7 @@ def _workers(
     if plan.backend == "ray":
         from shoal.vector.ray import RayCluster
 
-        cluster = RayCluster(options.ray_options or {})
-        closers.append(cluster.leave)
-        return [*cluster.workers(env_fns, plan.workers, limits)]
+        return [*RayCluster(options.ray_options or {}).workers(env_fns, plan.workers, limits)]
     parts = [(first + lo, env_fns[lo:hi]) for lo, hi in even_cuts(len(env_fns), plan.workers or len(env_fns))]
     if plan.backend == "thread":
         done = threading.Semaphore(0)
@@ -289,16 +285,13 @@ def _workers(
 
 
 def _release(block: Any) -> None:
-    """Remove shared memory; arrays over it live on until the last one goes."""
+    """Remove shared memory, if there is some; arrays over it live on until the last one goes."""
+    if block is None:
+        return
     with contextlib.suppress(FileNotFoundError):  # a worker that could not open it removed it
         block.unlink()
     block._buf = block._mmap = None
     block.close()
-
-
-def _call_all(functions: Sequence[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
 
 
 def _check_distinct(identities: Sequence[Any]) -> None:

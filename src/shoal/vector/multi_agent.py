@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from shoal.core.data import answer_of, info_of, refuse_words, reward_of
+from shoal.core.data import check_flags, check_step_result, info_of, reward_of
 from shoal.core.errors import ConfigError, EnvError
 from shoal.vector.arguments import check_options
 from shoal.vector.native import tree
@@ -188,7 +188,7 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         return self.agents, self.single, self.act
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        obs, infos = answer_of(self.env.reset(seed=seed, options=options), "reset")
+        obs, infos = check_step_result(self.env.reset(seed=seed, options=options), "reset")
         self.active = self._left()
         if not self.active.any():
             raise EnvError("expected agents in play after reset, got none")
@@ -199,7 +199,7 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         """Step the agents in play; over when none is left."""
         each = zip(self.agents, iterate(self.action_space, actions), self.active, strict=True)
         acts = {agent: action for agent, action, here in each if here}
-        obs, paid, ends, cuts, infos = answer_of(self.env.step(acts), "step")
+        obs, paid, ends, cuts, infos = check_step_result(self.env.step(acts), "step")
         answer, left = self._answer(obs, paid, ends, cuts), self._left()
         ended = (answer["end"] | answer["cut"]).astype(np.bool_)
         gone = [agent for agent, lost in zip(self.agents, self.active & ~left & ~ended, strict=True) if lost]
@@ -221,7 +221,7 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         room: Any = create_empty_array(self.single, len(rows))
         seen = concatenate(self.single, rows, room)
         for a in here:
-            refuse_words(ends.get(a, False), cuts.get(a, False), f"agent {a!r}: ")
+            check_flags(ends.get(a, False), cuts.get(a, False), f"agent {a!r}: ")
         flags = {
             name: np.array([a in here and bool(told.get(a, False)) for a in self.agents], np.int8)
             for name, told in (("end", ends), ("cut", cuts))

@@ -23,7 +23,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from shoal.core.data import answer_of, own
+from shoal.core.data import check_step_result, deep_copy
 from shoal.core.errors import ConfigError, EnvError, ShoalError, missing_extra
 from shoal.core.seeding import derive_seed
 from shoal.envs.adapters.library import library
@@ -286,7 +286,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         ended = terminated | truncated
         self._examine("step", obs, rewards)
         if self._adapts and ended.any():
-            final, infos = _column(obs, self.num_envs, ended), own(infos)  # reset may write into both
+            final, infos = _column(obs, self.num_envs, ended), deep_copy(infos)  # reset may write into both
             given = {"reset_mask": ended.copy()}
             obs, told = self._run("reset", lambda: self._pair(self.batch.reset(options=given)))
             self._examine("reset", obs)
@@ -443,7 +443,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.Box | spaces.MultiBinary):
             if not batch_space(space, len(ids)).contains(actions):
                 raise ValueError(f"expected {len(ids)} actions of {space}, got {actions!r}")
-            return own(actions)
+            return deep_copy(actions)
         array, shape = np.asarray(actions), (len(ids), *(space.shape or ()))
         if array.shape != shape or not np.can_cast(array.dtype, space.dtype, "same_kind"):
             raise ValueError(f"expected actions {shape} of {space.dtype}, got {array.shape} of {array.dtype}")
@@ -473,16 +473,16 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             )
 
     def _mine(self, obs: Any) -> Any:
-        return own(obs) if self._copies else obs
+        return deep_copy(obs) if self._copies else obs
 
     def _pair(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        obs, infos = answer_of(result, "reset")
+        obs, infos = check_step_result(result, "reset")
         if not isinstance(infos, dict):
             raise ValueError(f"expected infos as a dict, got {infos!r:.80}")
         return _rows(obs, self.single_observation_space, self.num_envs), infos
 
     def _five(self, result: Any) -> tuple[Any, ...]:
-        obs, paid, terminated, truncated, infos = answer_of(result, "step")
+        obs, paid, terminated, truncated, infos = check_step_result(result, "step")
         rewards, *flags = map(np.asarray, (paid, terminated, truncated))
         kinds = [rewards.dtype.kind in "biuf", *(flag.dtype.kind in "biu" for flag in flags)]
         if kinds != [True] * 3 or any(column.shape != (self.num_envs,) for column in (rewards, *flags)):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.core.errors import ConfigError, did_you_mean
-from shoal.core.executors import enter_ray, leave_ray
+from shoal.core.executors import connect_ray
 from shoal.core.workers import dumps
 from shoal.envs.catalogue import EnvFn
 from shoal.vector.env_group import Attach, Close, EnvGroup, Make, Rebuild, Reply, Reset, Step, even_cuts
@@ -168,7 +168,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class RayCluster:
-    """Where actors live; Ray is started here, locally, where it does not run yet.
+    """Where actors live; where Ray does not run yet it is started, locally, and stays until the program ends.
 
     Args:
         options: of the actors, as Ray names them.
@@ -187,12 +187,11 @@ class RayCluster:
                 f"scheduling_strategy must be one of {STRATEGIES} or an object of Ray's, got {strategy!r}."
                 f"{did_you_mean(strategy, STRATEGIES)}"
             )
-        self.ray, self._session = enter_ray()
+        self.ray = connect_ray()
         self._cpus = float(options.get("num_cpus") or 1)
         try:
             self.kind = self.ray.remote(max_restarts=0, max_task_retries=0, **options)(EnvActor)
         except (ValueError, TypeError) as error:
-            self.leave()
             raise ConfigError(f"Ray refuses ray_options={dict(options)}: {error}") from error
 
     def workers(self, env_fns: Sequence[EnvFn], n_workers: int, limits: Limits) -> list[RayWorker]:
@@ -200,7 +199,3 @@ class RayCluster:
         room = n_workers or int(self.ray.cluster_resources().get("CPU", 1) / self._cpus)
         cuts = even_cuts(len(env_fns), max(1, min(room, len(env_fns))))
         return [RayWorker(self, lo, env_fns[lo:hi], limits) for lo, hi in cuts]
-
-    def leave(self) -> None:
-        """End a Ray that was started for vector envs, with the last of them."""
-        leave_ray(self._session)

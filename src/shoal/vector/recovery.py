@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from shoal.core.data import own
+from shoal.core.data import deep_copy
 from shoal.core.errors import WorkerError
 from shoal.vector.buffers import Buffers, Observations
 from shoal.vector.env_group import Attach, Rebuild, Reply, Reset, Step
@@ -223,7 +223,7 @@ class FailurePolicy:
             flags = bool(buffers.terminated[i]), bool(buffers.truncated[i])
             return End(float(buffers.rewards[i]), *flags, final, info)
         last = buffers.observations.rebuild([column[i] for column in self._last])
-        return End(0.0, False, True, own(last), {})
+        return End(0.0, False, True, deep_copy(last), {})
 
     def _ended(self, i: int, end: End, *, in_reset: bool = False) -> EnvInfo:
         """Show the end of an episode in the flags, and as what the env reported."""

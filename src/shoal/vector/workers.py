@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from shoal.core.errors import ConfigError, shown
+from shoal.core.errors import ConfigError, safe_repr
 from shoal.core.workers import (
     StartMethod,
     WorkerProcess,
@@ -203,7 +203,7 @@ class Worker:
         if self.side_by_side and self.count > 1:
             others = [str(i) for i in self.ids if i != env]
             summary += f" (or it was the fault of env {', '.join(others[:8])}, at work at the same time)"
-        action = shown(self._action_of(env))
+        action = safe_repr(self._action_of(env))
         return Failure(env, doing, summary + where_it_was(stack), stack, action, self.pid, None, kind)
 
     def _action_of(self, env: int) -> Any:

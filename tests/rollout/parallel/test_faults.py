@@ -4,15 +4,14 @@ import os
 import socket
 import threading
 import time
-from concurrent.futures import Executor, Future
+from concurrent.futures import BrokenExecutor, Executor, Future
 from types import SimpleNamespace
 
 import pytest
 from tests.rollout.doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
-from shoal.core.errors import EngineError, WorkerTimeoutError
-from shoal.core.executors import RayDiedError
+from shoal.core.errors import EngineError, WorkerDiedError, WorkerTimeoutError
 from shoal.rollout.parallel import pool
 from shoal.rollout.parallel.ray import Mailbox
 from shoal.rollout.parallel.rollout import ParallelRolloutManager
@@ -378,6 +377,10 @@ def _named_file(made):
 
 
 # --- a Ray whose node here is gone
+class RayDiedError(WorkerDiedError, BrokenExecutor):
+    pass
+
+
 class GoneRay(Executor):
     """A Ray whose part on this machine was killed: each task ends so."""
 

@@ -1,8 +1,7 @@
 """Serves a text env on this machine in the OpenEnv convention: each WebSocket session has its own env.
 
 It binds to 127.0.0.1 and answers only requests that were made to that name and that no page of another site
-sent, so that a web page in somebody's browser cannot play; connections, sessions, message sizes, idle time and
-the time a request may take to arrive are limited.
+sent, so that a web page in somebody's browser cannot play. Sessions, message sizes and idle time are limited.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shoal import __version__
-from shoal.core.errors import EnvError, ShoalError, in_words, needs_extra
+from shoal.core.errors import EnvError, ShoalError, format_error, needs_extra
 from shoal.core.executors import OwnThread
 from shoal.core.ports import LOCAL, listening
 from shoal.envs.text import TextEnv
@@ -27,11 +26,8 @@ Make = Callable[[], TextEnv[Any]]
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
-MAX_CONNECTIONS = 512
 MAX_MESSAGE = 1024 * 1024
 IDLE_SECONDS = 3600.0
-REQUEST_SECONDS = 10.0
-"""From the first byte of a request, or the connection, to the last byte of its body."""
 CLOSE_SECONDS = 3
 """How long the end of the server waits for envs that are at something, and as long for them to close."""
 
@@ -77,7 +73,7 @@ class Session:
             try:
                 return call()
             except (StopIteration, SystemExit, KeyboardInterrupt) as error:  # of which no task can end
-                raise EnvError(in_words(error)) from error
+                raise EnvError(format_error(error)) from error
 
         return self._thread.submit(run)
 
@@ -143,8 +139,6 @@ class _Answers:
         from starlette.responses import JSONResponse
 
         kind = request.url.path.strip("/")
-        if not _says_json(request):
-            return _refusal("a request with a body must say content-type: application/json")
         try:
             data = await _read(request)
             self._shared = self._shared or Session(self._make)
@@ -246,7 +240,6 @@ def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], 
     settings = uvicorn.Config(
         app,
         log_level="warning",
-        http=_impatient_protocol(),
         ws_max_size=MAX_MESSAGE,
         ws="websockets-sansio",
         timeout_graceful_shutdown=CLOSE_SECONDS,
@@ -335,7 +328,10 @@ class _LocalPages:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await _refusal("only programs and pages of this machine may ask")(scope, receive, send)
+            from starlette.responses import JSONResponse
+
+            reason = {"detail": "only programs and pages of this machine may ask"}
+            await JSONResponse(reason, status_code=403)(scope, receive, send)
 
 
 def _is_local(origin: str) -> bool:
@@ -343,69 +339,6 @@ def _is_local(origin: str) -> bool:
         return urlsplit(origin).hostname in (LOCAL, "localhost")
     except ValueError:
         return False
-
-
-def _says_json(request: Any) -> bool:
-    """Whether the body is called JSON, which a browser sends to another site only if that agrees; or is none."""
-    kind = request.headers.get("content-type")
-    if kind is None:
-        has_length = request.headers.get("content-length", "0") != "0"
-        return not has_length and "transfer-encoding" not in request.headers
-    return bool(kind.partition(";")[0].strip().lower() == "application/json")
-
-
-def _refusal(reason: str) -> Any:
-    from starlette.responses import JSONResponse
-
-    return JSONResponse({"detail": reason}, status_code=403)
-
-
-def _impatient_protocol() -> Any:
-    """Uvicorn's HTTP, which closes connections that are too many or whose request does not arrive in time."""
-    import h11
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class Impatient(H11Protocol):
-        _deadline: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > MAX_CONNECTIONS:
-                transport.close()
-            else:
-                self._wait()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if not self._taken_over() and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
-                self._wait()
-            else:
-                self._wait_no_more()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.conn.trailing_data[0] and not self.transport.is_closing() and not self._taken_over():
-                self._wait()  # the next request had begun to arrive
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._wait_no_more()
-            super().connection_lost(exc)
-
-        def _taken_over(self) -> bool:
-            """Whether the connection is a WebSocket session's by now."""
-            return self.transport.get_protocol() is not self
-
-        def _wait(self) -> None:
-            """Give the request its time; a further byte of it gives no more."""
-            if self._deadline is None:
-                self._deadline = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
-
-        def _wait_no_more(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-    return Impatient
 
 
 def _schema(**properties: str | dict[str, Any]) -> dict[str, Any]:

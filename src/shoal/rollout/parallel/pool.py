@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import cloudpickle
 
-from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError
-from shoal.core.executors import OwnThread, RayExecutor, Sent, available_cpus, make_executor
+from shoal.core.errors import ConfigError, WorkerDiedError, WorkerError, WorkerTimeoutError, format_error
+from shoal.core.executors import OwnThread, RayExecutor, available_cpus, make_executor
 from shoal.core.processes import (
     STANDSTILL,
     Channel,
@@ -53,6 +53,32 @@ CLOSE_SECONDS = 5.0
 GRACE = 5.0
 """Seconds beyond what an env may take, after which a worker that gives no sign of life is killed."""
 logger = logging.getLogger(__name__)
+
+
+class Sent(Exception):  # noqa: N818  (it arrives as what it carries)
+    """An exception on its way out of a process: it arrives as itself, or as a `WorkerError` in its words.
+
+    Pools give up all their tasks at an exception that cannot be read.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(format_error(error))
+        try:
+            self._data = cloudpickle.dumps(error, protocol=5)
+            pickle.loads(self._data)  # what harms whoever reads it does so here
+        except BaseException:
+            self._data = b""
+
+    def __reduce__(self) -> Any:
+        return _arrived, (self._data, *self.args)
+
+
+def _arrived(data: bytes, words: str) -> BaseException:
+    with contextlib.suppress(BaseException):
+        error = pickle.loads(data)
+        if isinstance(error, BaseException):
+            return error
+    return WorkerError(words)
 
 
 class Pool:

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from shoal.core.errors import needs_extra
-from shoal.core.executors import ray_lives, ray_session
 from shoal.rollout.parallel.server import SharedLLMInferenceManager
 from shoal.rollout.parallel.transport import (
     Answer,
@@ -93,7 +92,7 @@ class Mailbox:
         with needs_extra("a rollout on Ray", "parallel"):
             import ray
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-        self._ray, self._session = ray, ray_session(ray)
+        self._ray = ray
         self._inference = inference
         # Beside the engine: elsewhere, the loss of a node that holds some workers could end the whole rollout.
         # (Ray 2.60 heeds a soft wish only for actors that take a CPU.)
@@ -153,7 +152,7 @@ class Mailbox:
         self._closed = True
         # The thread looks up a few times a second. If it were inside Ray when Ray ends, the process would crash.
         self._thread.join(5.0)
-        if ray_lives(self._ray, self._session):
+        if self._ray.is_initialized():
             with contextlib.suppress(Exception):
                 self._ray.kill(self.actor)
         self._thread.join(5.0)

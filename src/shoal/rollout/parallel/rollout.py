@@ -27,7 +27,7 @@ from shoal.core.errors import (
     WorkerError,
     WorkerTimeoutError,
     did_you_mean,
-    in_words,
+    format_error,
 )
 from shoal.core.executors import Closing, available_cpus
 from shoal.envs.catalogue import resolve_text
@@ -414,7 +414,7 @@ class _Rollout:
             self._played(future.result())
             return
         if not isinstance(error, WorkerDiedError | WorkerTimeoutError | BrokenExecutor):
-            raise WorkerError(f"a rollout worker failed: {in_words(error)}") from error
+            raise WorkerError(f"a rollout worker failed: {format_error(error)}") from error
         if isinstance(error, BrokenExecutor):
             self.pool.forget()
         left = [a for a in share.assignments if a.index not in self.results]

@@ -21,7 +21,7 @@ from typing import get_args
 
 import msgspec
 
-from shoal.core.errors import EngineError, did_you_mean, in_words
+from shoal.core.errors import EngineError, did_you_mean, format_error
 from shoal.core.executors import Closing, OwnThread
 from shoal.core.processes import STANDSTILL
 from shoal.rollout.parallel.transport import (
@@ -313,12 +313,12 @@ class _Answerer:
                 self.engine, requests, retries=self.retries, on_failure=self._failed, given_up=given_up
             )
         except BaseException as error:  # SystemExit, say: it must not end the thread that everybody waits for
-            return [EngineError(f"the engine failed: {in_words(error)}")] * len(requests)
+            return [EngineError(f"the engine failed: {format_error(error)}")] * len(requests)
 
     def _failed(self, requests: int, error: BaseException | None) -> Engine:
         self.statistics.failures += requests
         if error is not None and not isinstance(error, EngineError):
-            self.restart(f"it raised {in_words(error)}")
+            self.restart(f"it raised {format_error(error)}")
         return self.engine
 
     def replace(self, why: str) -> None:

@@ -23,8 +23,8 @@ from typing import Any, Literal, NoReturn, Protocol
 import msgspec
 from gymnasium.spaces import Text
 
-from shoal.core.data import Status, Trajectory, answer_of, refuse_no_text
-from shoal.core.errors import EngineError, WorkerError, in_words, where_it_hangs, with_frames
+from shoal.core.data import Status, Trajectory, check_step_result, refuse_no_text
+from shoal.core.errors import EngineError, WorkerError, format_error, where_it_hangs, with_frames
 from shoal.core.executors import OwnThread
 from shoal.core.processes import STANDSTILL
 from shoal.rollout.episode import Episode, EpisodeId, Role
@@ -162,7 +162,7 @@ def encode_report(rollout: int, index: int, trajectory: Trajectory, failed: Sequ
     try:
         return msgspec.msgpack.encode((rollout, index, trajectory, failed))
     except (OverflowError, TypeError, ValueError, msgspec.MsgspecError) as error:
-        why = f"its record cannot be written: {in_words(error)}"
+        why = f"its record cannot be written: {format_error(error)}"
         lost = replace(trajectory, turns=(), success=False, status="env_error", error=why)
         return msgspec.msgpack.encode((rollout, index, lost, failed))
 
@@ -335,7 +335,7 @@ def _end_forked(error: BaseException | None) -> NoReturn:
 
 def step_env(player: Player, episode: Episode, env: Any, action: int | str) -> bool:
     """Step the env and tell the episode; whether that was the end of it."""
-    observation, reward, terminated, truncated, info = answer_of(env.step(action), "step")
+    observation, reward, terminated, truncated, info = check_step_result(env.step(action), "step")
     _refuse_no_text(env, observation)
     if not player.abandoned:
         episode.observe(observation, reward, terminated, truncated, info)
@@ -344,7 +344,7 @@ def step_env(player: Player, episode: Episode, env: Any, action: int | str) -> b
 
 def reset_env(episode: Episode, env: Any) -> None:
     """Reset the env for an episode, and tell the episode."""
-    observation, info = answer_of(env.reset(seed=episode.place.env_seed), "reset")
+    observation, info = check_step_result(env.reset(seed=episode.place.env_seed), "reset")
     _refuse_no_text(env, observation)
     episode.begin(observation, info)
 
@@ -591,7 +591,7 @@ class _Worker:
         except EngineError as error:
             status, why = "engine_error", str(error)
         except Exception as error:  # of the tokenizer or a template, say: the env has no part in it
-            status, why = "engine_error", in_words(error)
+            status, why = "engine_error", format_error(error)
             logger.warning("episode %d ends: %s", assignment.index, why, exc_info=True)
         finally:
             if env is not None and status != "env_error" and not player.abandoned:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shoal.core.data import MOST_REWARD, Trajectory, own
+from shoal.core.data import MOST_REWARD, Trajectory, deep_copy
 from shoal.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def teacher_advantages(
     """Advantages per trajectory and turn `[tokens]` from log-probabilities: the policy's (`known`), the teacher's."""
     compute, found = ESTIMATORS[algorithm.adv_estimator].compute, []
     for ours, theirs, bonuses in zip(known, told, shaping_of(trajectories, proxy), strict=True):
-        given = [own(compute(*pair)) for pair in zip(ours, theirs, strict=True)]
+        given = [deep_copy(compute(*pair)) for pair in zip(ours, theirs, strict=True)]
         turns = _by_token(algorithm, "advantages", given, ours)
         found.append([tokens + bonus for tokens, bonus in zip(turns, bonuses, strict=True)])
     return found
