@@ -406,34 +406,6 @@ def test_the_largest_numbers_are_observations_also_where_numpy_is_told_to_raise(
     envs.close()
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
-def test_an_info_that_holds_itself_is_told_and_one_without_bottom_is_a_failure_of_its_env(
-    backend: Any,
-) -> None:
-    class Env(CountEnv):
-        def step(self, action: Any) -> Any:
-            *results, info = super().step(action)
-            info["list"], info["dict"] = [self.t], {"t": self.t}
-            info["list"].append(info["list"])
-            info["dict"]["itself"] = info["dict"]
-            for _ in range(5000 if action == 9 else 0):
-                info = {"info": info}
-            return *results, info
-
-    options = {} if backend == "serial" else {"num_workers": 1}
-    envs = make_vec(functools.partial(Env, 1000), 2, backend=backend, **options)
-    for _ in range(2):
-        envs.reset(seed=0)
-        infos = envs.step([1, 1])[4]
-        for told in infos["list"]:
-            assert told[0] == 1
-            assert told[1] is told
-        for told in infos["dict"]:
-            assert told["t"] == 1
-            assert told["itself"] is told
-        with pytest.raises(Exception, match=r"env 1 .*(copying|sending) its info.*recursion"):
-            envs.step([1, 9])
-    envs.close()
 
 
 class BornSpoiled(CountEnv):

@@ -146,7 +146,8 @@ class WorkerProcess:
         taken_over = dumps(process_state() if state is None else state)
         with explain_file_limit():
             # One tracker for all: that of a worker alone would remove shared memory at the worker's end.
-            resource_tracker.ensure_running()
+            if os.name == "posix":
+                resource_tracker.ensure_running()
             self.pipe, theirs = context.Pipe()
             self._stacks, log = context.Pipe(duplex=False)
             # Linux ends a process with the thread that started it, so only where that one stays.
