@@ -106,14 +106,10 @@ def installed() -> dict[str, Installed]:
     for entry in importlib.metadata.entry_points(group=GROUP):
         package = package_of(entry)
         where = entry.value.partition("[")[0].strip()  # behind it stand the extras that it needs
-        if not SAFE_NAME.fullmatch(entry.name):
-            logger.warning("package %s names an env %r, which is no usable name", package, entry.name)
-        elif entry.name in found and found[entry.name].where != where:
-            logger.warning(
-                "the env %r of package %s is hidden by that of %s", entry.name, package, found[entry.name].package
-            )  # fmt: skip
-        else:
+        if SAFE_NAME.fullmatch(entry.name):
             found.setdefault(entry.name, Installed(package, where))
+        else:
+            logger.warning("package %s names an env %r, which is no usable name", package, entry.name)
     return found
 
 
