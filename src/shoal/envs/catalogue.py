@@ -258,7 +258,7 @@ def make(env_type: str, **config: Any) -> TextEnv[Any]:
 
 
 def _shown_as_text(make: EnvFn, name: str) -> TextEnv[Any]:
-    """What a function makes, of which nobody knows beforehand whether it is a `TextEnv`."""
+    """What a function makes, as text if it is no `TextEnv`, which is known only then."""
     env = make()
     if isinstance(env, TextEnv):
         return env
@@ -304,7 +304,7 @@ def attribute_named(name: str, kind: str) -> tuple[Any, Any]:
         module = found = importlib.import_module(path)
         for part in rest.split("."):
             found = getattr(found, part, None)  # type: ignore[assignment]
-    except (Exception, SystemExit) as error:  # a module may raise whatever it likes; its name must be told
+    except (Exception, SystemExit) as error:  # a module may raise anything; the message names it
         raise _not_imported(name, path, kind, error) from error
     return module, found
 
@@ -469,7 +469,7 @@ def _make_wrapped(make: EnvFn, /, *wrappers: Callable[[Any], Env]) -> Env:
         for wrapper in wrappers:
             env = _wrapped(env, wrapper)
     except BaseException:
-        with contextlib.suppress(Exception):  # what went wrong before is what is told
+        with contextlib.suppress(Exception):  # the error before it is raised
             env.close()
         raise
     return env

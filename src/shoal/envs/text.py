@@ -81,7 +81,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
     max_steps: int = TextConfig.max_steps
     """Steps after which an episode is truncated."""
     instructions: str
-    """The rules as told to the model: goal, symbols, what actions mean. No line about the reply format."""
+    """The rules for the model: goal, symbols, what actions mean. No line about the reply format."""
     projection: Projection
     """How model text becomes an action of this env."""
     invalid_action: ClassVar[Action] = 0
@@ -146,7 +146,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
 
     @property
     def _np_random(self) -> np.random.Generator | None:  # type: ignore[override]
-        """Gymnasium's own generator, which shoal's envs never use: seeded when somebody looks at it."""
+        """Gymnasium's own generator, which shoal's envs never use: seeded when it is first read."""
         if self._gymnasium_rng is None and self._np_random_seed is not None and self._np_random_seed >= 0:
             self._gymnasium_rng, _ = seeding.np_random(self._np_random_seed)
         return self._gymnasium_rng
@@ -184,7 +184,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return self.projection.words()
 
     def expert_action(self) -> str | None:
-        """What somebody who knows the answer would do now, as the projection reads it.
+        """The action of an expert, which knows the answer, in words that the projection reads.
 
         None where the env has no expert, or where nothing leads to success any more.
         """

@@ -1,7 +1,7 @@
 """Serves a text env on this machine in the OpenEnv convention: each WebSocket session has its own env.
 
 It binds to 127.0.0.1 and answers only requests that were made to that name and that no page of another site
-sent, so that a web page in somebody's browser cannot play. Sessions, message sizes and idle time are limited.
+sent, so that a web page in a browser cannot play. Sessions, message sizes and idle time are limited.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Answers:
             if kind == "step":
                 data = data.get("action", data) if isinstance(data.get("action"), dict) else data
             return JSONResponse(await self._shared.answer(kind, data))
-        except Exception as error:  # a border: whatever an env raises is told to who plays it
+        except Exception as error:  # a border: the client gets whatever an env raises
             refused = isinstance(error, ValueError | ShoalError)
             return JSONResponse({"detail": _told(error)}, status_code=422 if refused else 500)
 
@@ -203,7 +203,7 @@ def create_app(name: str, make: Make) -> Any:
         from starlette.routing import Route, WebSocketRoute
     answers = _Answers(name, make)
 
-    def told(path: str, answer: Callable[[], dict[str, Any]]) -> Any:
+    def route(path: str, answer: Callable[[], dict[str, Any]]) -> Any:
         async def endpoint(request: Any) -> Any:
             return JSONResponse(answer())
 
@@ -211,10 +211,10 @@ def create_app(name: str, make: Make) -> Any:
 
     return Starlette(
         routes=[
-            told("/health", lambda: {"status": "healthy"}),
+            route("/health", lambda: {"status": "healthy"}),
             Route("/metadata", answers.metadata),
-            told("/schema", lambda: SCHEMA),
-            told("/state", answers.state),
+            route("/schema", lambda: SCHEMA),
+            route("/state", answers.state),
             Route("/reset", answers.over_http, methods=["POST"]),
             Route("/step", answers.over_http, methods=["POST"]),
             WebSocketRoute("/ws", answers.over_websocket),
@@ -228,7 +228,7 @@ def create_app(name: str, make: Make) -> Any:
 
 
 def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], None] | None = None) -> None:
-    """Serve until interrupted; `on_ready` is told the port (port 0 takes a free one)."""
+    """Serve until interrupted; `on_ready` gets the port (port 0 takes a free one)."""
     with needs_extra("serving envs", "web"):
         import uvicorn
 
@@ -329,8 +329,8 @@ def _is_local(origin: str) -> bool:
 
 def _schema(**properties: str | dict[str, Any]) -> dict[str, Any]:
     """An object's schema; a property that is only a type is named by it."""
-    told = {name: {"type": what} if isinstance(what, str) else what for name, what in properties.items()}
-    return {"type": "object", "properties": told}
+    typed = {name: {"type": what} if isinstance(what, str) else what for name, what in properties.items()}
+    return {"type": "object", "properties": typed}
 
 
 SCHEMA = {
