@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import (
     EngineError,
-    EnvError,
     WorkerError,
     WorkerTimeoutError,
     format_error,
@@ -241,12 +240,12 @@ class TrajectoryCollector:
         """Reset all envs; where one fails, each alone."""
         try:
             resets = self._reset(list(episodes), episodes)
-        except (WorkerError, EnvError):
+        except Exception:
             resets = []
             for i in episodes:
                 try:
                     resets += self._reset([i], episodes)
-                except (WorkerError, EnvError) as error:
+                except Exception as error:
                     plain = {
                         "worker_error": str(error),
                         "worker_timeout": isinstance(error, WorkerTimeoutError),

@@ -15,8 +15,8 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 
 from shoal.core.data import check_flags, check_step_result, info_of, reward_of
 from shoal.core.errors import ConfigError, EnvError
+from shoal.vector.arguments import check_options
 from shoal.vector.native import tree
-from shoal.vector.values import reset_options
 
 MULTI_AGENT = "shoal.vector.PettingZooVectorEnv(function_that_makes_it, num_copies)"
 
@@ -62,6 +62,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
             raise TypeError(f"expected a function that makes a parallel environment, got {make!r}")
         if options.get("autoreset", "same_step") not in ("same_step", AutoresetMode.SAME_STEP):
             raise ConfigError(f"PettingZooVectorEnv has autoreset='same_step', got {options['autoreset']!r}")
+        options["autoreset"] = "same_step"
         self.pool = make_vec(functools.partial(TeamEnv, make, env_kwargs or {}), num_copies, **options)
         self.agents, single, act = self.pool.call("team")[0]
         self.num_copies, self.n_agents = num_copies, len(self.agents)
@@ -80,7 +81,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
 
         Of a list with one for each slot a copy takes that of its first agent.
         """
-        if "reset_mask" in (reset_options(options) or {}):
+        if "reset_mask" in (check_options(options) or {}):
             raise ConfigError("PettingZooVectorEnv resets all copies; leave options['reset_mask'] out")
         if isinstance(seed, Sequence | np.ndarray) and len(seed) == self.num_envs:
             seed = seed[:: self.n_agents]

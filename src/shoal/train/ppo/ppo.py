@@ -18,8 +18,8 @@ from torch import nn
 from shoal.core.data import check_flags, reward_of
 from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, EnvError, reading
 from shoal.core.executors import Closing
-from shoal.core.processes import StartMethod
 from shoal.core.seeding import stream
+from shoal.core.workers import StartMethod
 from shoal.envs.catalogue import Wrapper, wrapper_name
 from shoal.rollout.arrays.spaces import AS_FLOAT32
 from shoal.rollout.arrays.steps import SeededEpisodes, mask_of
