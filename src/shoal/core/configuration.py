@@ -126,8 +126,8 @@ def as_yaml(values: Mapping[str, Any]) -> str:
     import yaml
 
     dumper = type("NoAliases", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
-    told: str = yaml.dump(dict(values), Dumper=dumper, sort_keys=False, allow_unicode=True)
-    return told
+    text: str = yaml.dump(dict(values), Dumper=dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def field_notes(config: type) -> dict[str, str]:
@@ -225,7 +225,7 @@ def first_change(old: Any, new: Any, path: str = "") -> str:
 
 def plain_values(config: Any) -> Any:
     """What a config of Hydra's (OmegaConf) holds, in Python's mappings and lists; anything else as it is."""
-    omegaconf = sys.modules.get("omegaconf")  # imported by whoever has one
+    omegaconf = sys.modules.get("omegaconf")  # a config of it exists only where it is imported
     if omegaconf is not None and omegaconf.OmegaConf.is_config(config):
         return omegaconf.OmegaConf.to_container(config, resolve=True)
     return config

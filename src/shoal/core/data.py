@@ -56,7 +56,7 @@ def check_step_result(given: Any, call: str) -> Any:
         return given
     came = f"{len(given)} values" if isinstance(given, tuple | list) else type(given).__name__
     if call == "step" and came == "4 values":
-        came += " as in the old Gym API: tell apart in `done` what terminated and what was truncated"
+        came += " as in the old Gym API: split `done` into terminated and truncated"
     raise EnvError(f"{call} must return ({parts}), as Gymnasium has it; got {came}")
 
 
@@ -82,9 +82,9 @@ UNCHANGING = frozenset({str, bytes, type(None), np.bool_} | NUMBERS)
 
 
 def deep_copy(value: Any) -> Any:
-    """A value that whoever gave it cannot change any more: arrays, tensors and Python's own containers are copies.
+    """A copy that later changes to the original do not reach: of arrays, tensors and Python's own containers.
 
-    In another process all of it is a copy; here it is as far as that costs little.
+    Other objects are shared, as a copy of them could cost much.
 
     Raises:
         RecursionError: it is too deep, or holds itself.

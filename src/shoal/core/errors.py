@@ -118,9 +118,9 @@ def needs_extra(feature: str, extra: str) -> Iterator[None]:
 
 
 def format_error(error: BaseException) -> str:
-    r"""The type and the message of what somebody else's code raised, also where its message raises.
+    r"""The type and message of an exception, also where its `__str__` raises.
 
-    Half characters (lone surrogates) are spelled: a log in UTF-8 could not hold them.
+    Lone surrogates are escaped: a log in UTF-8 could not hold them.
 
     >>> format_error(KeyError("lost"))
     "KeyError: 'lost'"
@@ -217,9 +217,9 @@ def owner(file: str) -> Literal["user", "package", "shoal"]:
 
 @contextmanager
 def reading(path: Path | str, wrong: str, advice: str = "") -> Iterator[None]:
-    """Whatever somebody's file makes others raise is a `DataError` that names it, says what is wrong, and advises.
+    """Raise a `DataError` that names the file, the problem and the remedy for any exception that reading it causes.
 
-    What is not of the file goes on: another process is gone, a package or room is missing.
+    Errors that are not of the file pass: a process that died, a missing package, too little memory.
     """
     try:
         yield

@@ -73,7 +73,7 @@ class OwnThread:
                 continue
             try:
                 future.set_result(call())
-            except BaseException as error:  # SystemExit too: whoever waits hears of it
+            except BaseException as error:  # SystemExit too: it ends the call, not the thread
                 future.set_exception(error)
             del item, future, call  # what they hold ends with them
 
@@ -186,7 +186,7 @@ class LokyExecutor(Executor):
 RAY_ANSWERS_SECONDS = 10.0
 """How long a Ray cluster that is named has to take a connection; `ray.init` itself would try for twenty minutes."""
 MOST_RAY_TASKS = 256
-"""Tasks of an executor that are on Ray at a time where nobody says how many."""
+"""Tasks that are on Ray at a time where `workers` is not given."""
 
 
 def connect_ray(num_cpus: int | None = None, *, wanted_by: str = "Ray") -> Any:
@@ -279,7 +279,7 @@ class RayExecutor(Executor):
                 f"workers must be at least 1, or None for as many as the cluster has room for, got {workers}"
             )
         self._ray = connect_ray()
-        # A task that ran half must not run again behind our back: who submitted it decides.
+        # A task that ran in part must not run again by itself: the caller decides.
         self._task = self._ray.remote(_call).options(**{"num_cpus": 1, "max_retries": 0, **(options or {})})
         self._threads = concurrent.futures.ThreadPoolExecutor(workers or MOST_RAY_TASKS, "shoal-ray")
         self._running: set[Any] = set()

@@ -2,7 +2,7 @@
 
 A folder is committed as a whole by its manifest: `write_folder` builds it under a temporary name, lists the
 sha256 of every file in `manifest.json`, renames the old folder aside and the new one into its place. After a crash
-between the two, whoever reads or cleans up puts the old one back.
+between the two, the next reader or clean-up puts the old one back.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def fsync_folder(folder: Path) -> None:
 def write_bytes(path: Path | str, data: bytes) -> None:
     """Replace `path` by `data` so that a reader, or a crash, sees the old bytes or the new, never a mix.
 
-    A new file may be read by whom the umask lets, as one of `open`; one that is replaced keeps its mode.
+    A new file has the mode that `open` gives it; one that is replaced keeps its mode.
     """
     path = Path(path)
     with replacing(path) as temporary, open(temporary, "xb") as file:
@@ -75,13 +75,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _name(error: BaseException, path: Path | str) -> None:
-    """Have what the disk says of a write into an open file tell which file it is of."""
+    """Add the name of the file to an error of the disk that lacks it, as after a write to an open file."""
     if isinstance(error, OSError) and error.filename is None and error.errno in _DISK:
         error.filename = str(path)
 
 
 def _beside(path: Path, kind: str = "tmp") -> Path:
-    """A name that nobody has, for what is to take the place of `path`."""
+    """An unused name beside `path`, for its replacement."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}")
 
 
@@ -162,7 +162,7 @@ def write_folder(folder: Path | str) -> Iterator[Path]:
     If `folder` exists it is replaced, and its mode kept. On an exception the temporary folder is removed and `folder`
     stays; an error of the disk in the message of safetensors or shutil is raised as an `OSError`. Several may write
     the same folder at a time: the last one's stays, whole. A file that a library wrote for its owner alone, as
-    safetensors does, may be read by whom the umask lets.
+    safetensors does, gets the mode that the umask allows.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -268,7 +268,7 @@ def verify_folder(folder: Path | str) -> Path:
     Every file must be listed; hidden ones need not be, since file browsers and network file systems leave some.
     """
     folder = Path(folder)
-    with contextlib.suppress(OSError):  # only reading is allowed here: it is told as missing
+    with contextlib.suppress(OSError):  # only reading is allowed here: it counts as missing
         restore_folder(folder)
     if not folder.is_dir():
         raise DataError(f"{folder} does not exist or is not a folder")
@@ -293,7 +293,7 @@ def verify_folder(folder: Path | str) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether `verify_folder` finds nothing: it is neither altered nor half removed by who was killed."""
+    """Whether `verify_folder` accepts it: it is neither altered nor removed in part."""
     try:
         verify_folder(folder)
     except DataError:

@@ -72,7 +72,7 @@ def read_summary(run: Path) -> dict[str, Any]:
 
 
 def command_of(run: Path) -> str:
-    """The command that made a run folder, as far as its files tell, also of one that has not come to its end."""
+    """The command that made a run folder, also of an unfinished run, by its files."""
     if command := _noted_command(run):
         return command
     if (run / "state.db").exists():
@@ -139,7 +139,7 @@ def is_number(value: Any) -> bool:
 
 
 LOOKS = 5
-"""Attempts at a lock, some hundredths of a second apart: who just looks whether it is taken holds it for a moment."""
+"""Attempts at a lock, 20 ms apart: a process that looks whether it is taken holds it for a moment."""
 
 
 class FolderLock:
@@ -147,7 +147,7 @@ class FolderLock:
 
     Args:
         path: a file in the folder; made if it is not there, and left there.
-        holder: what takes it, as others are told.
+        holder: what takes it, for the message to others.
     """
 
     def __init__(self, path: Path, holder: str = "another run") -> None:
@@ -165,7 +165,7 @@ class FolderLock:
             try:
                 same = os.path.samestat(os.fstat(self._descriptor), self.path.stat())
             except FileNotFoundError:
-                self.release()  # it is taken anew, if the folder is there
+                self.release()  # it is taken again below, if the folder is there
             else:
                 if not same:
                     raise WorkerError(
@@ -194,12 +194,12 @@ class FolderLock:
         self.note(_note_in(descriptor)[1])
 
     def note(self, command: str) -> None:
-        """Write down who holds the lock, and for which command: what a folder without a summary is of."""
+        """Write down the process and the command that hold the lock: they name a run without a summary."""
         try:
             os.ftruncate(self._descriptor, 0)
             os.lseek(self._descriptor, 0, os.SEEK_SET)
             os.write(self._descriptor, f"{os.getpid()}\n{command}".rstrip().encode())
-        except BaseException:  # a full disk: who tries again later must not find it taken
+        except BaseException:  # a full disk: a later attempt must not find it taken
             self.release()
             raise
 
@@ -219,7 +219,7 @@ class FolderLock:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
-            descriptor = os.open(self.path, os.O_RDONLY)  # somebody else's run
+            descriptor = os.open(self.path, os.O_RDONLY)  # the run of another user
         try:
             return not locked(descriptor, self.path, shared=True)
         finally:
@@ -239,7 +239,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def locked(descriptor: int, path: Path, *, shared: bool = False) -> bool:
-    """Whether nobody else holds a lock on this file, which is now held here."""
+    """Lock this file; False where another process holds it."""
     if sys.platform == "win32":
         import msvcrt
 
@@ -342,7 +342,7 @@ class RunFolder(Closing):
     def keep_metrics(self, x: str, upto: float, *more: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Drop the rows beyond, and half-written ones: what a resumed run will write again; returns those that stay.
 
-        They stand in the order of `x`; of several of the same the last stays. Rows that are told anew (`more`) are
+        They stand in the order of `x`; of several of the same the last stays. Rows to be added (`more`) are
         written in the same moment, so that none is lost with a run that is killed.
 
         Raises:

@@ -106,14 +106,10 @@ def installed() -> dict[str, Installed]:
     for entry in importlib.metadata.entry_points(group=GROUP):
         package = package_of(entry)
         where = entry.value.partition("[")[0].strip()  # behind it stand the extras that it needs
-        if not SAFE_NAME.fullmatch(entry.name):
-            logger.warning("package %s names an env %r, which is no usable name", package, entry.name)
-        elif entry.name in found and found[entry.name].where != where:
-            logger.warning(
-                "the env %r of package %s is hidden by that of %s", entry.name, package, found[entry.name].package
-            )  # fmt: skip
-        else:
+        if SAFE_NAME.fullmatch(entry.name):
             found.setdefault(entry.name, Installed(package, where))
+        else:
+            logger.warning("package %s names an env %r, which is no usable name", package, entry.name)
     return found
 
 
@@ -262,7 +258,7 @@ def make(env_type: str, **config: Any) -> TextEnv[Any]:
 
 
 def _shown_as_text(make: EnvFn, name: str) -> TextEnv[Any]:
-    """What a function makes, of which nobody knows beforehand whether it is a `TextEnv`."""
+    """What a function makes, as text if it is no `TextEnv`, which is known only then."""
     env = make()
     if isinstance(env, TextEnv):
         return env
@@ -308,7 +304,7 @@ def attribute_named(name: str, kind: str) -> tuple[Any, Any]:
         module = found = importlib.import_module(path)
         for part in rest.split("."):
             found = getattr(found, part, None)  # type: ignore[assignment]
-    except (Exception, SystemExit) as error:  # a module may raise whatever it likes; its name must be told
+    except (Exception, SystemExit) as error:  # a module may raise anything; the message names it
         raise _not_imported(name, path, kind, error) from error
     return module, found
 
@@ -473,7 +469,7 @@ def _make_wrapped(make: EnvFn, /, *wrappers: Callable[[Any], Env]) -> Env:
         for wrapper in wrappers:
             env = _wrapped(env, wrapper)
     except BaseException:
-        with contextlib.suppress(Exception):  # what went wrong before is what is told
+        with contextlib.suppress(Exception):  # the error before it is raised
             env.close()
         raise
     return env

@@ -513,7 +513,7 @@ def _refuse_seed(seed: int, at: Place, problem: str) -> None:
     begin, generator = _beginning(at)
     start = place_of(getattr(at.kind, begin.removesuffix("()")))
     raise AssertionError(
-        f"{at.name}: {problem}; draw all that is random from {generator}, and make all that changes anew in "
+        f"{at.name}: {problem}; draw all that is random from {generator}, and set all that changes in "
         f"{begin} ({start}): what stands in the class or module is shared by all envs"
     )
 

@@ -255,7 +255,7 @@ class CountdownConfig:
             raise unknown_name("Countdown difficulty", self.difficulty, LEVELS)
         check_numbers(self, max_steps=1)
         if self.source == "generated" and self.split != "all":
-            raise ConfigError("split is for files; generated puzzles are told apart by their seeds")
+            raise ConfigError("split is for files; generated puzzles differ by their seeds")
 
 
 class CountdownEnv(TextEnv[CountdownConfig]):

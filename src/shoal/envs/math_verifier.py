@@ -126,9 +126,9 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         seconds, given, wanted = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of user and system; its signal ends the process
-        told = _verify(math_verify, given, wanted)
+        equal = _verify(math_verify, given, wanted)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _reply(told)
+        _reply(equal)
 
 
 def _verify(math_verify: Any, given: str, wanted: str) -> bool:

@@ -308,7 +308,7 @@ class MetaMathQAConfig:
         if not 0 <= self.decay <= 1:
             raise ConfigError(f"decay must be in [0, 1], got {self.decay}")
         if self.source == "generated" and self.split != "all":
-            raise ConfigError("split is for files; generated questions are told apart by their seeds")
+            raise ConfigError("split is for files; generated questions differ by their seeds")
 
 
 class MetaMathQAEnv(TextEnv[MetaMathQAConfig]):

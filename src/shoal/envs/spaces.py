@@ -76,9 +76,9 @@ def why_not_in(space: Text, text: str) -> str:
 
 
 def own_space(value: S) -> S:
-    """A copy of a space, and of the spaces in it, whose random generators nobody else has.
+    """A copy of a space, and of the spaces in it, with random generators of its own.
 
-    Spaces that stand on a class are told to all its envs; a generator must belong to one. Whatever is no
+    All envs of a class share the spaces that it states; a generator must belong to one env. Whatever is no
     space, or holds none, is returned as it is.
     """
     if isinstance(value, Space):

@@ -185,8 +185,8 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             self._form = "text" if space is None else describe_space(space)
         else:
             raise ConfigError(f"actions of {config.id} cannot be written as text: {space}")
-        told = [str(text) for text in (getattr(inner, "instructions", ""), self._system) if text]
-        self.instructions = "\n\n".join(told) or (
+        texts = [str(text) for text in (getattr(inner, "instructions", ""), self._system) if text]
+        self.instructions = "\n\n".join(texts) or (
             f"You act in the environment {config.id}. An observation is {self._shown_as()}. "
             f"An action is {self._form}."
         )
