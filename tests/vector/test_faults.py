@@ -406,8 +406,6 @@ def test_the_largest_numbers_are_observations_also_where_numpy_is_told_to_raise(
     envs.close()
 
 
-
-
 class BornSpoiled(CountEnv):
     """The first observation of its second episode with seed 8 holds NaN."""
 
