@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import VectorEnv
-from gymnasium.vector.utils import batch_space, create_empty_array
+from gymnasium.vector.utils import batch_space
 
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import derive_seed
@@ -48,7 +48,7 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._layout = Layout.of(self.single_observation_space)
-        self._last = self._layout.flatten(create_empty_array(self.single_observation_space, num_envs))
+        self._last: list[Any] = []  # the leaves of the present observations
 
     def _make(self, seed: int | list[int]) -> None:
         make = self._envpool.make_gymnasium
@@ -71,8 +71,19 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
             self._receive()
         ids = np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
         obs, told = self._pool.reset(ids.astype(np.int32))
-        obs, infos = self._placed(told["env_id"], obs, _columns(told))
-        return obs, infos if mask is None else infos | {f"_{key}": np.array(mask) for key in infos}
+        rows = _sorted(told["env_id"], self._layout.flatten(obs))
+        infos = dict(zip(_columns(told), _sorted(told["env_id"], _columns(told).values()), strict=True))
+        if mask is None:
+            self._last = rows
+            return self._layout.rebuild(rows), infos
+        self._last = [leaf.copy() for leaf in self._last]
+        for leaf, new in zip(self._last, rows, strict=True):
+            leaf[ids] = new
+        whole: dict[str, Any] = {}
+        for key, column in infos.items():
+            whole[key] = np.zeros((self.num_envs, *column.shape[1:]), column.dtype)
+            whole[key][ids], whole[f"_{key}"] = column, np.array(mask)
+        return self._layout.rebuild(self._last), whole
 
     def step_async(self, actions: Any) -> None:
         """Begin to step all."""
@@ -85,19 +96,10 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
     def step_wait(self) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """The step of all, in the order of the environments."""
         ids, obs, *paid, infos = self._receive()
-        obs, infos = self._placed(ids, obs, infos)
-        order = np.argsort(ids)
-        return obs, paid[0][order], paid[1][order], paid[2][order], infos
-
-    def _placed(self, ids: Any, obs: Any, infos: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The observations of all, now that these environments have new ones, and their infos beside zeros."""
-        self._last = [leaf.copy() for leaf in self._last]
-        for leaf, rows in zip(self._last, self._layout.flatten(obs), strict=True):
-            leaf[ids] = rows
-        columns = {key: np.zeros((self.num_envs, *rows.shape[1:]), rows.dtype) for key, rows in infos.items()}
-        for key, rows in infos.items():
-            columns[key][ids] = rows
-        return self._layout.rebuild(self._last), columns
+        self._last = _sorted(ids, self._layout.flatten(obs))
+        rewards, terminated, truncated, *told = _sorted(ids, [*paid, *infos.values()])
+        named = dict(zip(infos, told, strict=True))
+        return self._layout.rebuild(self._last), rewards, terminated, truncated, named
 
     def send_reset(self, env_ids: Sequence[int], seeds: Sequence[int] | None = None) -> None:
         """Begin to reset all environments; `recv` returns their first observations."""
@@ -156,3 +158,11 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
 
 def _columns(infos: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in infos.items() if k not in ("env_id", "players") and isinstance(v, np.ndarray)}
+
+
+def _sorted(ids: Any, columns: Iterable[Any]) -> list[Any]:
+    """The rows of these environments in the order of the environments."""
+    if (ids[1:] > ids[:-1]).all():
+        return list(columns)
+    order = np.argsort(ids)
+    return [column[order] for column in columns]
