@@ -280,10 +280,9 @@ def test_begun_operations_are_finished_in_order_and_nothing_works_after_close() 
     envs.close()
     with pytest.raises(ClosedEnvironmentError):
         envs.reset()
-    envs = native(Counters)
-    envs.reset()
-    envs.step_async([5, 5, 5])
-    envs.close()
+    with native(Counters) as envs:
+        envs.reset()
+        envs.step_async([5, 5, 5])
     with pytest.raises(ClosedEnvironmentError):
         envs.step_wait()
 

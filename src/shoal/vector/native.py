@@ -20,6 +20,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from shoal.core.data import check_step_result, deep_copy, info_of
 from shoal.core.errors import ConfigError, EnvError, ShoalError
+from shoal.core.executors import Closing
 from shoal.envs.catalogue import find, named
 from shoal.vector.arguments import check_mask, check_options, check_whole, plain_seed, seeds_per_env
 from shoal.vector.envpool import EnvPoolBatch, int32_seed
@@ -137,7 +138,7 @@ def _abilities(batch: Any) -> dict[str, Any]:
     return {"seed_per_env": known, "reset_mask": known or masked, **batch.metadata}
 
 
-class NativeVectorEnv(VectorWrapper[Any, Any, Any, Any, Any]):
+class NativeVectorEnv(VectorWrapper[Any, Any, Any, Any, Any], Closing):
     """A native batch as `make_vec` gives it; `env` is the batch itself.
 
     Actions are checked before the batch sees them (a wrong index or shape ends the whole process in some), and
