@@ -328,7 +328,7 @@ STEP, RESET = r"step must return \(observation, .*, info\)", r"reset must return
 @pytest.mark.parametrize(
     ("call", "wrong", "said"),
     [
-        ("step", (np.zeros(2), 1.0, False, {}), f"{STEP}.*got 4 values as in the old Gym API: tell apart"),
+        ("step", (np.zeros(2), 1.0, False, {}), f"{STEP}.*got 4 values as in the old Gym API: split"),
         ("step", (np.zeros(2), 1.0, False, False, {}, 6), f"{STEP}.*got 6 values"),
         ("step", None, f"{STEP}.*got NoneType"),
         ("reset", np.zeros(2), f"{RESET}.*got ndarray"),
@@ -404,8 +404,6 @@ def test_the_largest_numbers_are_observations_also_where_numpy_is_told_to_raise(
         with pytest.raises(Exception, match="env 1.*holds NaN"):
             envs.step([1, 9])
     envs.close()
-
-
 
 
 class BornSpoiled(CountEnv):

@@ -137,6 +137,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.num_envs = buffers.n_envs
         self.workers, self.buffers = list(workers), buffers
         self.on_failure = on_failure
+        self._remembers = on_failure != "raise"  # what environments showed last, for those that are replaced
         self.autoreset_mode = attach.autoreset
         self.metadata = {**description.metadata, "autoreset_mode": attach.autoreset}
         self.render_mode, self.spec = description.render_mode, description.spec
@@ -223,7 +224,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             raise NoAsyncCallError(
                 f"Calling `{operation}_wait` without any prior call to `{operation}_async`.", operation
             )
-        check_limit(timeout, "timeout")
+        if timeout is not None:
+            check_limit(timeout, "timeout")
         try:
             result = take(collect([worker for worker, _ in self._pending], timeout), self._pending)
         except DeadlineError:
@@ -288,7 +290,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
         def take(replies: list[Reply], pending: Pending) -> tuple[Any, list[Info]]:
             infos = by_env(self._take(replies, pending))
-            self._policy.remember()
+            if self._remembers:
+                self._policy.remember()
             return self._observations.batch(), [infos.get(i, {}) for i in range(self.num_envs)]
 
         self._begin_reset(list(seeds), options)
@@ -304,7 +307,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
         def take(replies: list[Reply], pending: Pending) -> list[tuple[Any, Info]]:
             infos = by_env(self._take(replies, pending))
-            self._policy.remember()
+            if self._remembers:
+                self._policy.remember()
             return [(self._observations.one(i), infos.get(i, {})) for i in chosen]
 
         self._check_idle("reset_some", whole_reset=len(chosen) == int(self.active.sum()))
@@ -344,7 +348,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     def _reset_result(self, replies: list[Reply], pending: Pending) -> tuple[Any, Info]:
         told = self._take(replies, pending)
-        self._policy.remember()
+        if self._remembers:
+            self._policy.remember()
         return self._observations.batch(), batch_infos(self.num_envs, told)
 
     # --- step
@@ -420,7 +425,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         told = self._take(replies, pending)
         if self._policy.cut or self._policy.masked_by is not None:
             told = [*told, *self._policy.left_out(self._chosen, told)]
-        self._policy.remember()
+        if self._remembers:
+            self._policy.remember()
         return told
 
     def _arrays(self) -> tuple[Any, Any, Any, Any]:
@@ -668,7 +674,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             ids = [i for _, ids in landed.values() for i in ids]
             told = list(self._take([worker.receive() for worker in landed], pending))
             told += self._policy.left_out(ids, told)
-            self._policy.remember(ids)
+            if self._remembers:
+                self._policy.remember(ids)
             buffers, chosen, infos = self.buffers, np.array(ids, dtype=np.int64), by_env(told)
             return Ready(
                 chosen,
@@ -782,7 +789,8 @@ class SerialVectorEnv(VectorPool):
             told = self._take([reply], [(worker, Step(None, {}, given))])
             infos = batch_infos(self.num_envs, told) if told else {}
         result = (*self._arrays(), infos)
-        self._policy.remember()
+        if self._remembers:
+            self._policy.remember()
         self._broken = ""
         self._steps += 1
         self._seconds += time.perf_counter() - began
