@@ -6,7 +6,7 @@ from pathlib import Path
 
 UNIX = """
 import importlib, os, sys
-import gymnasium, msgspec, multiprocessing.connection, numpy, subprocess, yaml
+import gymnasium, msgspec, multiprocessing.connection, numpy, psutil, subprocess, yaml
 for name in ("fcntl", "resource", "termios", "pwd", "grp", "pty", "tty"):
     sys.modules[name] = None  # an import of it fails
 for name in ("register_at_fork", "sched_getaffinity", "pread", "pwrite", "getuid", "fork", "killpg", "O_CLOEXEC"):
