@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import math
-import multiprocessing
 import pickle
 import random
 import re
-import signal
 import tempfile
 import time
 import traceback
@@ -23,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Discrete, Text
@@ -40,6 +37,7 @@ from shoal.core.errors import (
     place_of,
 )
 from shoal.core.files import write_bytes
+from shoal.core.workers import WorkerProcess, describe_exit, dumps
 from shoal.envs.adapters.gymnasium import are_messages
 from shoal.envs.catalogue import BUILT_IN, EnvFn, Source, env_class, name_of, resolve_text
 from shoal.envs.spaces import free_text, why_not_in
@@ -142,30 +140,24 @@ def run_apart(job: Job, seconds: float) -> Report:
     """
     with tempfile.TemporaryDirectory(prefix="shoal-check-") as folder:
         log, result = Path(folder, "log"), Path(folder, "report")
-        process = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(job.name, cloudpickle.dumps(job), log, result, seconds)
-        )
-        process.start()
+        process = WorkerProcess(_serve, (job.name, dumps(job), log, result, seconds))
         try:
-            process.join()
+            process.wait()
         finally:
-            process.kill()
-            process.join()
+            process.close()
         report: Report = pickle.loads(result.read_bytes()) if result.exists() else Report()
         if report.refused is not None:
             raise report.refused
         if not report.done and not report.broken:
             name, where, stacks = log.read_text(errors="replace").split("\n", 2)
-            code: Any = process.exitcode
-            signaled = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-            how = f"ended its process, which {signaled or f'exited with code {code}'}"
+            how = f"ended its process, which {describe_exit(process.exit_code)}"
             if stacks.startswith("Timeout"):
                 how = f"did not return within {seconds:g} s"
             report.broken = _ended(name, where, how, _frames_in(stacks))
         return report
 
 
-def _serve(name: str, packed: bytes, log: Path, result: Path, seconds: float) -> None:
+def _serve(pipe: Any, name: str, packed: bytes, log: Path, result: Path, seconds: float) -> None:
     """What the process runs: play, and note where it is and what came of it.
 
     A crash, and a call that takes too long, write their stack into the log and end the process.
