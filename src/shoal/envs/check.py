@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import math
+import os
 import pickle
 import random
 import re
@@ -170,6 +172,13 @@ def _serve(pipe: Any, name: str, packed: bytes, log: Path, result: Path, seconds
 
     with open(log, "w") as notes:
         faulthandler.enable(notes)
+        end_at_once = os._exit
+
+        def end_noted(code: int) -> None:
+            faulthandler.dump_traceback(notes)
+            end_at_once(code)
+
+        os._exit = end_noted  # type: ignore[assignment]
         at = Place(name, log=notes, seconds=seconds)
         at.goes_to(None, doing="while it was made")
         try:
@@ -180,6 +189,7 @@ def _serve(pipe: Any, name: str, packed: bytes, log: Path, result: Path, seconds
             else:
                 message = str(error) if isinstance(error, ShoalError) else at.message(error)
                 report.refused = (type(error) if isinstance(error, ShoalError) else EnvError)(message)
+        os._exit = end_at_once
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
     report.done = True
@@ -193,7 +203,8 @@ def _frames_in(log: str) -> list[traceback.FrameSummary]:
     """The user's frames in what `faulthandler` wrote of the thread that plays, below this module."""
     for thread in re.split(r"\n\s*\n", log):
         if __file__ in thread:
-            found = _FRAME.findall(thread.partition(__file__)[0])
+            frames = itertools.dropwhile(lambda frame: frame[0] == __file__, _FRAME.findall(thread))
+            found = list(itertools.takewhile(lambda frame: frame[0] != __file__, frames))
             return of_the_user(
                 [traceback.FrameSummary(file, int(line), name) for file, line, name in found[::-1]]
             )

@@ -137,7 +137,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.num_envs = buffers.n_envs
         self.workers, self.buffers = list(workers), buffers
         self.on_failure = on_failure
-        self._remembers = on_failure != "raise"  # what environments showed last, for those that are replaced
+        self._remembers = on_failure != "raise"
+        """Whether it knows what environments showed last, for those that are replaced."""
         self.autoreset_mode = attach.autoreset
         self.metadata = {**description.metadata, "autoreset_mode": attach.autoreset}
         self.render_mode, self.spec = description.render_mode, description.spec
@@ -227,7 +228,15 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         if timeout is not None:
             check_limit(timeout, "timeout")
         try:
-            result = take(collect([worker for worker, _ in self._pending], timeout), self._pending)
+            replies = collect([worker for worker, _ in self._pending], timeout)
+            try:
+                result = take(replies, self._pending)
+            except Exception:
+                if (
+                    self._remembers
+                ):  # an env failed for which there is no other: the call is lost, nothing else
+                    self._broken = ""
+                raise
         except DeadlineError:
             raise PendingTimeoutError(
                 f"The call to `{operation}_wait` has timed out after {timeout} second(s)."
