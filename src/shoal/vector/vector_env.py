@@ -165,9 +165,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._state: str | None = None  # the operation between `*_async` and `*_wait`
         self._pending: Pending = []
         self._chosen: Sequence[int] = ()  # the environments that the pending step is for
-        self._in_flight: dict[
-            Worker, tuple[Command, list[int]]
-        ] = {}  # sent and not received, with their envs
+        # Sent and not received: the command of each worker, and its environments.
+        self._in_flight: dict[Worker, tuple[Command, list[int]]] = {}
         self._broken = ""  # why only a whole reset can follow
         self._calls: dict[str, object] = {}
         self._steps, self._seconds = 0, 0.0
@@ -232,9 +231,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             try:
                 result = take(replies, self._pending)
             except Exception:
-                if (
-                    self._remembers
-                ):  # an env failed for which there is no other: the call is lost, nothing else
+                if self._remembers:  # no other env can replace one that failed: only this call is lost
                     self._broken = ""
                 raise
         except DeadlineError:
@@ -259,13 +256,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             wait_for(busy, time.monotonic() + seconds)
         except DeadlineError:
             late = [worker for worker in busy if not worker.answered()]
-            if any(worker.pid is None for worker in late):  # a thread cannot be killed
-                names = ", ".join(f"env {worker.first + worker.progress()}" for worker in late)
-                logger.warning("reset() waits for %s, still at work after %g s", names, seconds)
-                wait_for([worker for worker in late if worker.pid is None])
             for worker in late:
-                if not worker.answered():
+                if worker.can_be_killed:
                     worker.lose(worker.failure("timeout", f"no answer within {seconds:g} s"))
+            threads = [worker for worker in late if not worker.can_be_killed]
+            if threads:
+                names = ", ".join(f"env {worker.first + worker.progress()}" for worker in threads)
+                logger.warning("reset() waits for %s, still at work after %g s", names, seconds)
+                wait_for(threads)
         for worker in busy:
             worker.receive()
 

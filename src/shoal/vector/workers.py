@@ -85,6 +85,7 @@ class Worker:
     """
 
     inline = True
+    can_be_killed = True
     side_by_side = False
     """Its environments are at work at the same time, or nobody knows which of them is."""
 
@@ -306,7 +307,7 @@ def attach_all(workers: Sequence[Worker], attach: Attach, buffers: Buffers) -> l
 class ThreadWorker(Worker):
     """A group in a thread of the caller's process."""
 
-    inline = False
+    inline = can_be_killed = False
 
     def __init__(
         self, done: threading.Semaphore, first: int, env_fns: Sequence[EnvFn], limits: Limits
