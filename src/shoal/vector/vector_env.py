@@ -43,12 +43,10 @@ from shoal.vector.buffers import (
     Loose,
     Observations,
     of_group,
-    plain_target,
     write_actions,
     write_some,
 )
 from shoal.vector.env_group import (
-    NOTHING,
     STEP_ALL,
     Apply,
     Attach,
@@ -763,45 +761,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.closed = True  # first: a call in another thread ends, and says so
         close_all(self.workers, self._close_rest, 0.0 if terminate else (2.0 if timeout is None else timeout))
         self._finish.cancel()
-
-
-class SerialVectorEnv(VectorPool):
-    """All environments in the caller's thread: a plain step crosses no worker."""
-
-    @one_at_a_time
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Info]:
-        """Step every environment with its action."""
-        self._check_idle("step")
-        buffers = self.buffers
-        target = plain_target(buffers)
-        if (
-            self._policy.masked_by is not None
-            or self._policy.cut
-            or target is None
-            or type(actions) is not np.ndarray
-            or actions.dtype != target.dtype
-            or actions.shape != target.shape
-        ):
-            self._step_all(write_actions(buffers, actions))
-            return self._end("step", None, self._step_result)
-        began = time.perf_counter()
-        self._broken = "the last step failed or was interrupted"
-        buffers.flags.fill(False)
-        worker = self.workers[0]
-        assert worker.group is not None
-        given = list(actions if actions.ndim == 1 else actions.copy())
-        reply = worker.group.step(given)
-        infos: Info = {}
-        if reply is not NOTHING:
-            told = self._take([reply], [(worker, Step(None, {}, given))])
-            infos = batch_infos(self.num_envs, told) if told else {}
-        result = (*self._arrays(), infos)
-        if self._remembers:
-            self._policy.remember()
-        self._broken = ""
-        self._steps += 1
-        self._seconds += time.perf_counter() - began
-        return result
 
 
 _pools: weakref.WeakSet[VectorPool] = weakref.WeakSet()
