@@ -202,7 +202,7 @@ MESSAGES = {
         "set all that changes in _start()",
     ),
     "Sleeps": ("Sleeps._advance() did not return within 2 s", "_advance: time.sleep(1000)"),
-    "Exits": ("Exits ended its process, which exited with code 3, in step 1 of seed",),
+    "Exits": ("Exits._advance() ended its process, which exited with code 3, in step 1 of seed",),
     "Leaves": ("Leaves._start() raised SystemExit: 4, in the reset of seed 0", "_start: raise SystemExit(4)"),
     "Dies": ("Dies ended its process, which was killed by SIGKILL, in step 1 of seed 0",),
     "Crashes": (

@@ -108,7 +108,7 @@ def bench(options: BenchOptions) -> int:
         raise ConfigError(
             f"{options.env} failed once when it was stepped with random actions, and then did not"
         )
-    layout = Layout.of(env.observation_space)
+    nbytes = _size(env)
     env.close()
     folder = RunFolder(options.run_dir, "bench", options.seed) if options.run_dir is not None else None
     speeds = measure(ways(options), fn, options)
@@ -118,7 +118,7 @@ def bench(options: BenchOptions) -> int:
         "num_envs": options.num_envs,
         "step_seconds": cost.wall,
         "step_cpu_seconds": cost.cpu,
-        "observation_bytes": sum(layout.leaves[i].nbytes for i in layout.fixed),
+        "observation_bytes": nbytes,
         "loop_steps_per_second": loop,
         "ways": [asdict(speed) for speed in speeds],
     }
@@ -130,6 +130,13 @@ def bench(options: BenchOptions) -> int:
     else:
         _show(Console(highlight=False), options, result, speeds, loop)
     return 0 if any(speed.steps_per_second for speed in speeds) else 1
+
+
+def _size(env: Any) -> int:
+    """Bytes of one observation; characters of text."""
+    layout, obs = Layout.of(env.observation_space), env.reset(seed=0)[0]
+    leaves = layout.flatten(obs)
+    return sum(layout.leaves[i].nbytes for i in layout.fixed) + sum(len(leaves[i]) for i in layout.text)
 
 
 COMMAND = Command(BenchOptions, bench, MORE, WANTED)

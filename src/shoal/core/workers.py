@@ -58,12 +58,12 @@ def describe_exit(code: int | None) -> str:
     """An exit code in words.
 
     >>> describe_exit(3), describe_exit(-9)
-    ('ended with exit code 3', 'was killed by SIGKILL')
+    ('exited with code 3', 'was killed by SIGKILL')
     """
     if code is None:
         return "is gone"
     if code >= 0:
-        return f"ended with exit code {code}"
+        return f"exited with code {code}"
     with contextlib.suppress(ValueError):
         return f"was killed by {signal.Signals(-code).name}"
     return f"was killed by signal {-code}"

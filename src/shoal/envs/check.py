@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import math
-import multiprocessing
+import os
 import pickle
 import random
 import re
-import signal
 import tempfile
 import time
 import traceback
@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Discrete, Text
@@ -40,6 +39,7 @@ from shoal.core.errors import (
     place_of,
 )
 from shoal.core.files import write_bytes
+from shoal.core.workers import WorkerProcess, describe_exit, dumps
 from shoal.envs.adapters.gymnasium import are_messages
 from shoal.envs.catalogue import BUILT_IN, EnvFn, Source, env_class, name_of, resolve_text
 from shoal.envs.spaces import free_text, why_not_in
@@ -142,30 +142,24 @@ def run_apart(job: Job, seconds: float) -> Report:
     """
     with tempfile.TemporaryDirectory(prefix="shoal-check-") as folder:
         log, result = Path(folder, "log"), Path(folder, "report")
-        process = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(job.name, cloudpickle.dumps(job), log, result, seconds)
-        )
-        process.start()
+        process = WorkerProcess(_serve, (job.name, dumps(job), log, result, seconds))
         try:
-            process.join()
+            process.wait()
         finally:
-            process.kill()
-            process.join()
+            process.close()
         report: Report = pickle.loads(result.read_bytes()) if result.exists() else Report()
         if report.refused is not None:
             raise report.refused
         if not report.done and not report.broken:
             name, where, stacks = log.read_text(errors="replace").split("\n", 2)
-            code: Any = process.exitcode
-            signaled = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-            how = f"ended its process, which {signaled or f'exited with code {code}'}"
+            how = f"ended its process, which {describe_exit(process.exit_code)}"
             if stacks.startswith("Timeout"):
                 how = f"did not return within {seconds:g} s"
             report.broken = _ended(name, where, how, _frames_in(stacks))
         return report
 
 
-def _serve(name: str, packed: bytes, log: Path, result: Path, seconds: float) -> None:
+def _serve(pipe: Any, name: str, packed: bytes, log: Path, result: Path, seconds: float) -> None:
     """What the process runs: play, and note where it is and what came of it.
 
     A crash, and a call that takes too long, write their stack into the log and end the process.
@@ -178,6 +172,13 @@ def _serve(name: str, packed: bytes, log: Path, result: Path, seconds: float) ->
 
     with open(log, "w") as notes:
         faulthandler.enable(notes)
+        end_at_once = os._exit
+
+        def end_noted(code: int) -> None:
+            faulthandler.dump_traceback(notes)
+            end_at_once(code)
+
+        os._exit = end_noted  # type: ignore[assignment]
         at = Place(name, log=notes, seconds=seconds)
         at.goes_to(None, doing="while it was made")
         try:
@@ -188,6 +189,7 @@ def _serve(name: str, packed: bytes, log: Path, result: Path, seconds: float) ->
             else:
                 message = str(error) if isinstance(error, ShoalError) else at.message(error)
                 report.refused = (type(error) if isinstance(error, ShoalError) else EnvError)(message)
+        os._exit = end_at_once
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
     report.done = True
@@ -201,7 +203,8 @@ def _frames_in(log: str) -> list[traceback.FrameSummary]:
     """The user's frames in what `faulthandler` wrote of the thread that plays, below this module."""
     for thread in re.split(r"\n\s*\n", log):
         if __file__ in thread:
-            found = _FRAME.findall(thread.partition(__file__)[0])
+            frames = itertools.dropwhile(lambda frame: frame[0] == __file__, _FRAME.findall(thread))
+            found = list(itertools.takewhile(lambda frame: frame[0] != __file__, frames))
             return of_the_user(
                 [traceback.FrameSummary(file, int(line), name) for file, line, name in found[::-1]]
             )

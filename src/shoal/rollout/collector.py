@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import (
     EngineError,
+    EnvError,
     WorkerError,
     WorkerTimeoutError,
     format_error,
@@ -240,12 +241,12 @@ class TrajectoryCollector:
         """Reset all envs; where one fails, each alone."""
         try:
             resets = self._reset(list(episodes), episodes)
-        except Exception:
+        except (WorkerError, EnvError):
             resets = []
             for i in episodes:
                 try:
                     resets += self._reset([i], episodes)
-                except Exception as error:
+                except (WorkerError, EnvError) as error:
                     plain = {
                         "worker_error": str(error),
                         "worker_timeout": isinstance(error, WorkerTimeoutError),

@@ -118,8 +118,6 @@ class FailurePolicy:
 
     def remember(self, ids: Any = slice(None)) -> None:
         """Note what environments show now, for those that are replaced in the next operation."""
-        if self.on_failure == "raise":
-            return
         for kept, values in zip(self._last, self._observations.some(ids), strict=True):
             if isinstance(kept, list) and not isinstance(ids, slice):
                 for i, value in zip(ids, values, strict=True):

@@ -102,7 +102,8 @@ def test_every_shipped_config_makes_an_update(name, small_model, tmp_path, reque
     assert auto or ("warmup_loss" in start) == (steps > 0)
     assert row["episodes"] == 2 * groups
     assert row["failed_episodes"] == 0
-    assert row["grad_norm"] > 0
+    critic = config.algorithm.adv_estimator.endswith("gae")
+    assert row["grad_norm"] > 0 or (critic and row["success"] == 0)  # without any reward nothing pulls
     assert "heldout_success" in row
 
 
