@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import subprocess
 import sys
 
 from shoal.cli import main as shoal
@@ -207,3 +208,9 @@ def test_an_env_may_lie_beside_its_config_in_another_folder(tmp_path, monkeypatc
     ]
     assert shoal.main(["train", "--config-dir", str(folder), "--config-name", "coin", *small]) == 0
     assert "held-out success" in capsys.readouterr().out
+    run = str(tmp_path / "run")
+    assert shoal.main(["export", run, str(tmp_path / "model"), "--to", "shoal"]) == 0
+    for what in (run, str(tmp_path / "model")):  # from any folder, in a process of its own
+        words = [sys.executable, "-m", "shoal", "eval", what, "--episodes", "2"]
+        ran = subprocess.run(words, cwd="/", capture_output=True, text=True, timeout=120)
+        assert ran.returncode == 0, ran.stderr

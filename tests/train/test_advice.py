@@ -98,6 +98,13 @@ def test_a_task_that_is_never_solved_is_told_unless_the_reward_rises():
     assert titles(rows(10, **{**dead, "reward": lambda k: k / 10})) == []
 
 
+def test_a_reward_that_rises_while_success_falls_is_told():
+    falls = {**GOOD, "success": lambda k: 0.1 if k < 5 else 0.01, "reward": lambda k: k / 10}
+    assert titles(rows(10, **falls)) == ["The reward rises while success falls"]
+    assert titles(rows(10, **{**falls, "success": 0.1})) == []
+    assert titles(rows(10, **{**falls, "reward": lambda k: -k / 10})) == []
+
+
 # --- answers without a valid action
 DEAD = {**GOOD, "valid_actions": 0.02, "groups_with_signal": 0.0, "grad_norm": 0.0, "success": 0.0}
 SEEN = {"first": "{observation}", "later": "{observation}"}

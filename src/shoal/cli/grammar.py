@@ -388,6 +388,9 @@ def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
     if options.run_dir is not None:
         refuse_twice("run_dir", words)
         config = replace(config, run_dir=options.run_dir)
+    if options.config_dir is not None and any(options.config_dir.glob("*.py")):
+        # whoever evaluates, replays or exports the run finds its envs there
+        config = replace(config, imports=[*config.imports, f"{options.config_dir.resolve()}/"])
     refuse_device(config.engine.device)
     return config
 

@@ -321,7 +321,8 @@ def _not_imported(name: str, path: str, kind: str, error: BaseException) -> Exce
             file = "; leave out '.py'" if path.endswith(".py") else ""
             return ConfigError(
                 f"{said}: there is no module {error.name!r} here{file}; expected "
-                f"{wanted if package is None else package.written(name.partition(':')[2])}"
+                f"{wanted if package is None else package.written(name.partition(':')[2])}, of a module in the "
+                "current folder or on PYTHONPATH"
             )
     if isinstance(error, ConfigError):  # a class that was refused says which, and where
         return ConfigError(f"{said}: {error}")

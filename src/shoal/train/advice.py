@@ -287,6 +287,21 @@ def _never_solved(rows: Rows, known: Known) -> Iterator[Advice]:
     yield Advice("bad", "success", "Nothing is ever solved", text)
 
 
+def _rewarded_without_success(rows: Rows, known: Known) -> Iterator[Advice]:
+    success, reward = _values(rows, "success"), _values(rows, "reward")
+    if min(len(success), len(reward)) < 2 * RECENT:
+        return
+    solved, paid = _mean(success[:RECENT]), _mean(reward[:RECENT])
+    solves, pays = _mean(success), _mean(reward)
+    if pays > paid and solves < solved / 2:
+        text = (
+            f"The reward rose from {paid:.3g} to {pays:.3g} while success fell from {solved:.2f} to {solves:.2f}: the "
+            "reward pays for something other than solving the task. A penalty for a move that the task needs has this "
+            "effect, as has a reward for waiting. Pay for progress, or for success alone."
+        )
+        yield Advice("warn", "reward", "The reward rises while success falls", text)
+
+
 def _collapsed(rows: Rows, known: Known) -> Iterator[Advice]:
     held_out = known.setting("es_manager.val.env_groups"), known.setting("es_manager.val.group_size")
     few = all(isinstance(count, int) for count in held_out) and held_out[0] * held_out[1] < FEW
@@ -410,6 +425,7 @@ def _beyond(metric: str, limit: float, title: str, text: str, *, at_least: int =
 _RULES: tuple[Rule, ...] = (
     _diverged,
     _nothing_learned,
+    _rewarded_without_success,
     _collapsed,
     _entropy,
     _beyond(

@@ -147,7 +147,9 @@ class Options:
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
         if self.backend == "serial" and self.step_timeout is not None:
-            raise ConfigError("the caller cannot interrupt itself: step_timeout needs backend='process'")
+            raise ConfigError(
+                "the caller cannot interrupt itself: step_timeout needs backend='process' or 'thread'"
+            )
         for name, value in self.given().items():
             backends = USED_BY.get(name, BACKENDS)
             if self.backend not in ("native", *backends, *(["auto"] if "process" in backends else [])):

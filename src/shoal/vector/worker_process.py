@@ -31,9 +31,9 @@ from shoal.vector.failures import Failure, from_exception
 from shoal.vector.infos import EnvInfo, InfoTable
 from shoal.vector.threads import ThreadedGroup
 
-COMMAND, ANSWER, TO_WORKER, TO_CALLER, IN_MEMORY, PROGRESS = range(6)
-"""Words that a worker shares with its caller: numbers of the latest command and answer; whether a message goes with
-the command and with the answer; what of the answer is in shared memory; which env is at work."""
+COMMAND, STARTED, ANSWER, TO_WORKER, TO_CALLER, IN_MEMORY, PROGRESS = range(7)
+"""Words that a worker shares with its caller: numbers of the latest command, and of those started and answered; whether
+a message goes with the command and with the answer; what of the answer is in shared memory; which env is at work."""
 TEXT, INFOS = 1, 2
 """In shared memory: text, and numbers of infos, with the names and types of the last message that had some."""
 WORDS = 16
@@ -65,6 +65,7 @@ class Link:
         if self._semaphores is None:
             return self.pipe.recv_bytes()  # type: ignore[no-any-return]
         self._semaphores[0].acquire()
+        self.words[STARTED] = self.words[COMMAND]
         return self.pipe.recv_bytes() if self.words[TO_WORKER] else b""
 
     def send(self, data: bytes, in_memory: int = 0) -> None:

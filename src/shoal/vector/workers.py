@@ -47,6 +47,7 @@ from shoal.vector.worker_process import (
     INFOS,
     PROGRESS,
     SMALL,
+    STARTED,
     TEXT,
     TO_CALLER,
     TO_WORKER,
@@ -404,7 +405,7 @@ class ProcessWorker(Worker):
 
     def _start(self) -> None:
         self.kill()
-        self._asked = self._words[COMMAND] = self._words[ANSWER] = 0
+        self._asked = self._words[COMMAND] = self._words[STARTED] = self._words[ANSWER] = 0
         self._words[PROGRESS] = LOADING
         signals, semaphores = self._signals, None
         if signals.done is not None:
@@ -521,7 +522,10 @@ class ProcessWorker(Worker):
         """That its process is gone."""
         assert self.process is not None
         self.process.wait(1.0)
-        return self.failure("died", f"its worker process {describe_exit(self.process.exit_code)}")
+        failure = self.failure("died", f"its worker process {describe_exit(self.process.exit_code)}")
+        if self._begin is not None and self._words[STARTED] != self._asked & 0xFFFFFFFF:
+            failure.env, failure.doing, failure.action = self.first, f"its wait for {failure.doing}", None
+        return failure
 
     def begin_close(self) -> None:
         """Ask it to close its environments."""

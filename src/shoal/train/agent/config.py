@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import shlex
 import sys
 import threading
@@ -492,7 +493,9 @@ class AgentConfig:
     next_step: str = ""
     """A line that the command shows when the run is done."""
     imports: list[str] = field(default_factory=list)
-    """Modules, and files that end in .py, to import first: they register advantages, losses, samplers and envs."""
+    """Modules, and files that end in .py, to import first: they register advantages, losses, samplers and envs.
+
+    A folder (with a slash in its name) is one to find modules in; `--config-dir` adds its own."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -620,16 +623,26 @@ def import_extensions(names: Sequence[str]) -> None:
             told = f"the entry point {entry.name!r} of {package_of(entry)}"
             _import(told, entry.load)
         for name in names:
-            if name.endswith(".py"):
+            if is_folder(name):
+                if os.path.isdir(name) and (folder := os.path.abspath(name)) not in sys.path:
+                    sys.path.append(folder)
+            elif name.endswith(".py"):
                 _import(f"imports: {name}", partial(_import_file, Path(name).resolve()))
             else:
                 _import(f"imports: {name}", partial(importlib.import_module, name))
+
+
+def is_folder(name: str) -> bool:
+    """Whether a name of `imports:` is that of a folder to find modules in."""
+    return "/" in name.replace(os.sep, "/") and not name.endswith(".py")
 
 
 def imported(names: Sequence[str]) -> list[str]:
     """What `imports:` names, wherever it lies: each file or module with the beginning of a sum of its bytes."""
     found = []
     for name in names:
+        if is_folder(name):
+            continue
         file = name if name.endswith(".py") else getattr(sys.modules.get(name), "__file__", None)
         source = Path(file).read_bytes() if file and Path(file).is_file() else b""
         found.append(f"{Path(name).name} sha256 {hashlib.sha256(source).hexdigest()[:12]}")
