@@ -71,7 +71,8 @@ def _copy(options: ExportOptions, folder: Path, checkpoint: Path) -> str:
         raise ConfigError(f"{options.run} was trained without LoRA and has no adapter: leave --adapter out")
     if options.to == "hf" and not kind.startswith("huggingface"):
         raise ConfigError(
-            f"{options.run} trained the {kind} engine, which transformers does not know: use --to shoal"
+            f"{options.run} trained the {kind} engine, which transformers does not know: "
+            f"shoal export {options.run} {options.out} --to shoal"
         )
     if kind == "huggingface-lora" and options.to == "hf" and not options.adapter:
         from shoal.train.agent.lora import merge_lora
