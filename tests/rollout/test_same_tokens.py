@@ -44,8 +44,10 @@ PLACES = [
 def digest(trajectories):
     """One hash of all tokens with their log-probabilities, and of all rewards."""
     told = [
-        (t.env, t.iteration, t.group, t.member, t.env_seed, t.status, t.terminated, t.truncated)
-        + tuple((u.response_ids, [round(p, 4) for p in u.logprobs], u.reward) for u in t.turns)
+        (
+            *(t.env, t.iteration, t.group, t.member, t.env_seed, t.status, t.terminated, t.truncated),
+            *((u.response_ids, [round(p, 4) for p in u.logprobs], u.reward) for u in t.turns),
+        )
         for t in trajectories
     ]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
@@ -100,14 +102,14 @@ def serial():
     return {"base-parallel": of_base_parallel("serial", 1), "llama": of_llama("serial", 1)}
 
 
-@pytest.mark.parametrize("backend,n_jobs", PLACES)
+@pytest.mark.parametrize(("backend", "n_jobs"), PLACES)
 def test_base_parallel_plays_the_known_tokens_everywhere(serial, backend, n_jobs):
     found = of_base_parallel(backend, n_jobs)
     assert found == serial["base-parallel"]
     assert known("base-parallel", found)
 
 
-@pytest.mark.parametrize("backend,n_jobs", PLACES)
+@pytest.mark.parametrize(("backend", "n_jobs"), PLACES)
 def test_a_transformer_writes_the_known_tokens_everywhere(serial, backend, n_jobs):
     found = of_llama(backend, n_jobs)
     assert found == serial["llama"]

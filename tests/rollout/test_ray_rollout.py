@@ -19,9 +19,7 @@ from shoal import envs
 from shoal.core.errors import WorkerDiedError
 from shoal.core.executors import RayExecutor, make_executor
 from shoal.rollout.journal import Journal
-from shoal.rollout.parallel.ray import Mailbox
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.parallel.server import SharedLLMInferenceManager
+from shoal.rollout.rollouts import ParallelRolloutManager
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -112,43 +110,6 @@ def test_a_node_that_is_lost_costs_time_and_no_episode(cluster):
         played = manager.collect(4)
         thread.join()
     assert played == calm
-
-
-@pytest.mark.parametrize("schedule", ["greedy", "barrier"])
-def test_a_mailbox_that_is_lost_costs_time_and_no_episode(cluster, schedule):
-    import ray
-
-    settings = config(n_jobs=2, nap=0.1, parallel={"schedule": schedule})
-    with ParallelRolloutManager(settings, HashEngine(), backend="ray") as manager:
-        assert manager.collect(3)[0].status == "ok"
-        first = manager._pool._mailbox
-        thread = threading.Timer(1.0, ray.kill, (first.actor,))
-        thread.start()
-        played = manager.collect(4)
-        thread.join()
-        assert manager.collect(4) == played
-        assert manager._pool._mailbox is not first
-    assert played == play("serial")[0]
-
-
-def test_the_mailbox_is_on_the_node_of_the_engine_whatever_nodes_there_are(cluster):
-    import ray
-
-    extra = cluster.add_node(num_cpus=8, include_dashboard=False)
-    here = ray.get_runtime_context().get_node_id()
-    assert extra.node_id != here
-    with SharedLLMInferenceManager(HashEngine()) as inference:
-        boxes = [Mailbox(inference) for _ in range(6)]
-        where = ray.get(
-            [
-                box.actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
-                for box in boxes
-            ]
-        )
-        for box in boxes:
-            box.close()
-    cluster.remove_node(extra)
-    assert where == [here] * 6
 
 
 def test_a_cancelled_task_of_the_ray_executor_ends_as_a_death(cluster):
