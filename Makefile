@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # `make bench-… QUICK=1`: a first look within two minutes, which changes no file of results.
 HASTE := $(if $(QUICK),--quick)
 
-.PHONY: help setup demo demo-llm test test-slow test-browser test-gpu check docs settings package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
+.PHONY: help setup demo demo-llm test test-slow test-portable test-browser test-gpu check docs settings package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
 
 help:             ## this list (every bench-… takes QUICK=1: its table within two minutes, nothing is saved)
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -35,6 +35,9 @@ test: setup       ## the test suite, no GPU, no network
 
 test-slow: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu and not browser" --timeout 1800
+
+test-portable: setup  ## what other systems than Linux run, run here: spawn, pipes, nothing of Linux alone
+	SHOAL_PORTABLE=1 $(BIN)/python -m pytest tests/vector tests/rollout tests/splitting -m "not slow and not gpu" -n 3 --dist worksteal
 
 test-browser: setup  ## the viewer in a headless Chromium, which is installed from Debian's packages where it is missing
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium

@@ -1,4 +1,4 @@
-"""Write the tables of `docs/vector.md` from the results of `vector.py` and `faults.py`."""
+"""Write the tables of `docs/vector-results.md` from the results of `vector.py` and `faults.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "vector.md"
+PAGE = HERE.parent / "docs" / "vector-results.md"
 SPEED_COLUMNS = (
     "ideal",
     "ideal (first ready)",

@@ -39,7 +39,7 @@ _NAMES = {
     "rollout.compat.managers": "EnvironmentManager SokobanEnvironmentManager FrozenLakeEnvironmentManager "
     "BanditEnvironmentManager CountdownEnvironmentManager MetaMathQAEnvironmentManager WebShopEnvironmentManager "
     "make_manager",
-    "vector.vector_env": "groups",
+    "vector.arguments": "groups",
 }
 _HOME = {name: f"shoal.{module}" for module, names in _NAMES.items() for name in names.split()}
 

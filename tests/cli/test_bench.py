@@ -68,7 +68,7 @@ def test_an_environments_own_batch_is_measured_where_there_is_one_and_named_wher
     out = " ".join(capsys.readouterr().out.split())
     assert "another implementation" in out
     assert re.search(
-        r"native is [\d.]+x the next: make_vec\('CartPole-v1', 512, backend='native', autoreset='next_step'\)",
+        r"native is [\d.]+x the next: make_vec\('CartPole-v1', 512, backend='native'\)",
         out,
     )
     assert ways(BenchOptions("CartPole-v1")).keys() >= {"serial", "native"}

@@ -65,7 +65,7 @@ def test_a_fault_of_ones_own_env_is_one_error_before_anything_is_loaded(started,
     said, told = process.communicate(timeout=120)
     assert process.returncode == 1
     assert said == ""
-    assert re.match(rf"shoal: custom_envs.FrozenLakeEnv: {env}.step\(\) ", told)
+    assert re.match(rf"shoal: custom_envs.FrozenLakeEnv: (mine:)?{env}.step\(\) ", told)
     assert re.search(r"mine.py:\d+ in step", told)
     assert "trainer.check_envs=false" in told
     assert len(told.splitlines()) < 5

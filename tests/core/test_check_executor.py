@@ -1,5 +1,6 @@
 """The exported check for executors accepts shoal's own and names each broken promise."""
 
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -14,6 +15,8 @@ from shoal.testing import check_executor
 )
 def test_shoals_own_executors_keep_every_promise(backend):
     check_executor(lambda: make_executor(backend, 2))
+    if backend == "ray":
+        sys.modules["ray"].shutdown()
 
 
 class OneForAll(ThreadPoolExecutor):

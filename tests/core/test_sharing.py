@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shoal.core import sharing
-from shoal.core.sharing import Shared, park, parking_place
+from shoal.core.sharing import Shared, spill, spill_folder
 
 
 def identity_in_worker(item):
@@ -77,7 +77,7 @@ def test_no_file_is_left_when_the_process_ends():
     assert not os.path.exists(out.stdout.strip())
 
 
-def test_arrays_that_were_parked_come_back_equal_writable_and_leave_no_file(tmp_path):
+def test_arrays_that_were_spilled_come_back_equal_writable_and_leave_no_file(tmp_path):
     value = {
         "bytes": np.arange(100_001, dtype=np.uint8),
         "text": "as it is",
@@ -85,9 +85,9 @@ def test_arrays_that_were_parked_come_back_equal_writable_and_leave_no_file(tmp_
         "empty": np.zeros((0, 3), np.int64),
         "strided": np.arange(1000)[::3],
     }
-    parked = park(value, str(tmp_path))
+    spilled = spill(value, str(tmp_path))
     assert [path.stat().st_size >= 580_001 for path in tmp_path.iterdir()] == [True]
-    back = pickle.loads(pickle.dumps(parked)).fetched()
+    back = pickle.loads(pickle.dumps(spilled)).fetched()
     assert list(tmp_path.iterdir()) == []
     assert back["text"] == "as it is"
     for name in ("bytes", "turned", "empty", "strided"):
@@ -98,22 +98,22 @@ def test_arrays_that_were_parked_come_back_equal_writable_and_leave_no_file(tmp_
     assert value["bytes"][0] == 0
 
 
-def test_what_is_small_is_not_parked(tmp_path):
+def test_what_is_small_is_not_spilled(tmp_path):
     value = [np.zeros(10)]
-    assert park(value, str(tmp_path)) is value
+    assert spill(value, str(tmp_path)) is value
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_run_left_in_the_parking_place_is_removed_and_nothing_else(tmp_path, monkeypatch):
+def test_what_a_killed_run_left_in_the_spill_folder_is_removed_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # no place in memory
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    for name in (f"shoal-parked-{gone.pid}-x", f"shoal-parked-{os.getpid()}-x", "shoal-parked-mine-x"):
+    for name in (f"shoal-spilled-{gone.pid}-x", f"shoal-spilled-{os.getpid()}-x", "shoal-spilled-mine-x"):
         (tmp_path / name).mkdir()
-    (tmp_path / f"shoal-parked-{gone.pid}-x" / "array").write_bytes(b"a part")
-    with parking_place() as folder:
+    (tmp_path / f"shoal-spilled-{gone.pid}-x" / "array").write_bytes(b"a part")
+    with spill_folder() as folder:
         assert os.path.dirname(folder) == str(tmp_path)
         found = {*os.listdir(tmp_path)} - {os.path.basename(folder)}
-        assert found == {f"shoal-parked-{os.getpid()}-x", "shoal-parked-mine-x"}
+        assert found == {f"shoal-spilled-{os.getpid()}-x", "shoal-spilled-mine-x"}
     assert {*os.listdir(tmp_path)} == found

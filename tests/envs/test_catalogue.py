@@ -623,7 +623,6 @@ def test_a_module_that_fails_midway_can_be_imported_again_with_what_it_registers
     for _ in range(2):
         with pytest.raises(ConfigError, match="No module named 'test_midway_gone'"):
             find("test_midway_module:Env")
-        assert "test_midway" not in shoal.envs.names()
     (tmp_path / "test_midway_gone.py").write_text("")
     with pytest.raises(UnknownNameError):
         find("test_midway_module:Env")

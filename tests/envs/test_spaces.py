@@ -1,7 +1,6 @@
 """Spaces of text: each env has its own, and Gymnasium's tools take free text."""
 
 import contextlib
-import copy
 import pickle
 import threading
 from functools import partial
@@ -17,9 +16,8 @@ from hypothesis import strategies as st
 import shoal.envs
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import ADAPTERS, BUILT_IN, env_class
-from shoal.envs.spaces import FreeText, QuickDiscrete, ask_quickly, own_space
+from shoal.envs.spaces import FreeText, own_space
 from shoal.envs.text import Outcome, TextEnv
-from shoal.rollout.arrays.steps import EnvSlice
 from shoal.vector import make_vec
 
 SETTINGS = {"gymnasium": {"id": "CartPole-v1"}, "openenv": {"url": "http://127.0.0.1:9"}}
@@ -206,108 +204,20 @@ def test_gymnasiums_own_vector_env_shares_memory_for_free_text(name, copied):
         expected.close()
 
 
-# --- spaces that are asked at each step
-class Asks(gymnasium.Env):
-    """Its observation is what its action space says of itself."""
+@pytest.mark.parametrize("backend", ["serial", "thread"])
+def test_the_space_of_a_users_env_stays_what_it_is(backend):
+    space = spaces.Discrete(2)
 
-    observation_space = spaces.Box(0, 1, (1,), np.float64)
+    class Env(gymnasium.Env):
+        action_space, observation_space = space, spaces.Discrete(3)
 
-    def __init__(self, action_space=None):
-        self.action_space = action_space or spaces.Discrete(3, start=-1)
+        def reset(self, *, seed=None, options=None):
+            return 0, {}
 
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(1), {}
+        def step(self, action):
+            return 1, 0.0, False, False, {"kind": type(self.action_space).__name__}
 
-    def step(self, action):
-        inside = self.action_space.contains(action)
-        quick = type(self.action_space) is QuickDiscrete
-        return np.array([inside]), float(quick), False, False, {}
-
-
-def quick_twin(space):
-    twin = copy.copy(space)
-    ask_quickly(Asks(twin))
-    return twin
-
-
-INTEGERS = st.integers(-(2**63), 2**63 - 1)
-
-
-@given(
-    n=st.integers(1, 50) | st.just(2**62),
-    start=st.integers(-60, 60),
-    x=INTEGERS.map(np.int64)
-    | st.integers(-70, 120).map(np.int64)
-    | st.integers(-70, 120)
-    | st.integers(0, 120).map(np.uint8)
-    | st.integers(-70, 120).map(np.array)
-    | st.floats()
-    | st.sampled_from([True, None, "1", np.float64(1.0), np.array([1]), np.bool_(True)]),
-)
-def test_a_quick_space_says_what_the_plain_one_says(n, start, x):
-    plain = spaces.Discrete(n, start=start)
-    quick = quick_twin(plain)
-    assert type(quick) is QuickDiscrete
-    assert quick.contains(x) is plain.contains(x)
-    assert (x in quick) is (x in plain)
-
-
-def test_a_quick_space_follows_a_space_that_changes():
-    quick = quick_twin(spaces.Discrete(2))
-    quick.n = np.int64(5)
-    assert quick.contains(np.int64(4))
-
-
-@pytest.mark.parametrize(
-    "twin_of", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s)), own_space]
-)
-def test_a_copy_of_a_quick_space_is_a_plain_one_with_its_stream(twin_of):
-    plain, quick = spaces.Discrete(9, seed=4), quick_twin(spaces.Discrete(9, seed=4))
-    assert quick == plain
-    assert repr(quick) == repr(plain)
-    twin = twin_of(quick)
-    assert type(twin) is spaces.Discrete
-    assert twin == plain
-    if twin_of is not own_space:
-        assert [twin.sample() for _ in range(5)] == [plain.sample() for _ in range(5)]
-    assert b"shoal" not in pickle.dumps(quick)
-
-
-class Odd(spaces.Discrete):
-    def contains(self, x):
-        return x == 7
-
-
-@pytest.mark.parametrize(
-    "space", [Odd(3), spaces.Discrete(3, dtype=np.int32), spaces.Box(0, 1), spaces.MultiBinary(2)]
-)
-def test_only_plain_spaces_are_asked_quickly(space):
-    kind = type(space)
-    ask_quickly(Asks(space))
-    assert type(space) is kind
-
-
-def test_an_env_whose_spaces_raise_is_left_alone():
-    class Raises(Asks):
-        @property
-        def unwrapped(self):
-            raise LookupError("meant")
-
-    ask_quickly(Raises())
-    ask_quickly(object())
-
-
-@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
-def test_envs_that_shoal_steps_are_asked_quickly(backend):
-    with contextlib.closing(make_vec(Asks, 2, backend=backend)) as envs:
+    with contextlib.closing(make_vec(Env, 2, backend=backend)) as envs:
         envs.reset(seed=0)
-        for action, inside in ((-1, 1.0), (1, 1.0), (2, 0.0)):
-            observations, rewards, *_ = envs.step(np.array([action, action]))
-            assert observations.ravel().tolist() == [inside, inside]
-            assert rewards.tolist() == [1.0, 1.0]
-
-
-def test_rollouts_of_arrays_ask_quickly_too():
-    env = Asks()
-    EnvSlice([env])
-    assert type(env.action_space) is QuickDiscrete
+        assert list(envs.step([0, 1])[-1]["kind"]) == ["Discrete"] * 2
+    assert type(space) is spaces.Discrete

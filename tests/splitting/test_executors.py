@@ -82,7 +82,7 @@ def test_processes_give_the_serial_batch(processor, damaged, workers):
 def test_a_running_ray_is_joined_with_the_cpus_it_has(monkeypatch):
     joined = []
 
-    def init(num_cpus=None, **rest):
+    def init(address, num_cpus=None, **rest):
         if num_cpus is not None:
             raise ValueError("When connecting to an existing cluster, num_cpus must not be provided.")
         joined.append(rest)
@@ -91,7 +91,7 @@ def test_a_running_ray_is_joined_with_the_cpus_it_has(monkeypatch):
         is_initialized=lambda: False, init=init, cluster_resources=lambda: {"CPU": 8.0}
     )
     monkeypatch.setitem(sys.modules, "ray", running)
-    monkeypatch.setattr(executors, "find_ray_cluster", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(executors, "ray_address", lambda: "10.0.0.1:6379")
     assert _start_ray(2) == 2
     assert len(joined) == 1
 
@@ -113,9 +113,9 @@ def test_ray_workers_of_other_machines_get_the_processor_through_ray(processor, 
             future.set_result(function(*args))
             return future
 
-    shared, places, parking_place = [], [], splitters.parking_place
+    shared, places, spill_folder = [], [], splitters.spill_folder
     monkeypatch.setattr(splitters, "shared_by_ray", lambda plan: shared.append(plan) or Shared(plan))
-    monkeypatch.setattr(splitters, "parking_place", lambda: places.append(0) or parking_place())
+    monkeypatch.setattr(splitters, "spill_folder", lambda: places.append(0) or spill_folder())
     root, ids = make_root(1, steps=1, size=(60, 60))
     splitter = StepwiseTrajectorySplitter(processor, root)
     for other in ({"Alive": True}, {"Alive": False}):

@@ -438,6 +438,6 @@ def test_a_reader_of_your_own_is_found_by_its_name():
 
     assert READERS["mine-of-tests"] is Mine
     with pytest.raises(ValueError, match="registered already"):
-        reader("mine-of-tests")(Mine)
+        reader("mine-of-tests")(dict)
     with pytest.raises(KeyError, match=r"Did you mean 'osworld'"):
         READERS["osworl"]

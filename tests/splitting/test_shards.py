@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shoal.core.errors import ConfigError, DataError, WorkerError
-from shoal.core.sharing import park, parking_place
+from shoal.core.sharing import spill, spill_folder
 from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
 from shoal.splitting.processors import load_processor
 from shoal.splitting.shards import count_shards, read_shards, split_shards
@@ -276,7 +276,7 @@ def test_ten_thousand_recordings_are_split_once_though_the_run_is_killed(process
 
 # --- pixels by file
 def places():
-    return {path.name for path in Path("/dev/shm").glob(f"shoal-parked-{os.getpid()}-*")}
+    return {path.name for path in Path("/dev/shm").glob(f"shoal-spilled-{os.getpid()}-*")}
 
 
 @pytest.mark.slow
@@ -303,9 +303,9 @@ def test_pixels_are_sent_as_they_are_where_there_is_no_room_for_a_file(
 ):
     root, ids = make_root(1, steps=1, size=(240, 240))
     pixels = next(StepwiseTrajectorySplitter(processor, root).results(ids)).pixels
-    with parking_place() as place:
-        parked = park(pixels, place)
-        assert torch.equal(parked.fetched().values([0]), pixels.values([0]))
+    with spill_folder() as place:
+        spilled = spill(pixels, place)
+        assert torch.equal(spilled.fetched().values([0]), pixels.values([0]))
         assert not list(Path(place).iterdir())
 
         class Full:
@@ -316,9 +316,9 @@ def test_pixels_are_sent_as_they_are_where_there_is_no_room_for_a_file(
                 return None
 
         monkeypatch.setattr(os, "fdopen", lambda descriptor, *_, **__: os.close(descriptor) or Full())
-        assert park(pixels, place) is pixels
+        assert spill(pixels, place) is pixels
         assert not list(Path(place).iterdir())
-    assert park(pixels, place) is pixels  # nor where the folder is gone
+    assert spill(pixels, place) is pixels  # nor where the folder is gone
     assert "no room" in caplog.text
 
 
@@ -327,7 +327,7 @@ def test_what_a_killed_run_left_of_its_pixels_is_swept(tmp_path):
     gone = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
     )
-    left = base / f"shoal-parked-{gone.stdout.strip()}-abc"
+    left = base / f"shoal-spilled-{gone.stdout.strip()}-abc"
     left.mkdir()
-    with parking_place():
+    with spill_folder():
         assert not left.exists()

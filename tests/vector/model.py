@@ -135,8 +135,6 @@ class Twin:
         unsure: a neighbour may have ended its worker: it was replaced, or it was not; the next step tells.
         fresh: it was replaced, and its state has not been seen since.
         over: its episode is over, and the next step or the caller resets it.
-        late: the end of an episode in a step that the caller gave up; the next step tells it.
-        failed: it failed in a step that the caller gave up; the next step tells it.
         lasts: the observations that may be its last before a fault.
         shown: what the caller saw last, None where that is open.
     """
@@ -147,20 +145,18 @@ class Twin:
     unsure: bool = False
     fresh: bool = False
     over: bool = False
-    late: Seen | None = None
-    failed: bool = False
     lasts: list[Any] = field(default_factory=list)
     shown: Any = None
 
     @property
     def steps(self) -> bool:
         """Whether the next step reaches the env: its action counts."""
-        return self.active and self.late is None and not self.failed and not (self.over and not self.waits)
+        return self.active and not (self.over and not self.waits)
 
     @property
     def waits(self) -> bool:
         """Whether the caller must reset it before the next step."""
-        return self.over and self.mode == "disabled" and self.late is None and not self.failed
+        return self.over and self.mode == "disabled"
 
     def play(self, action: int) -> Seen:
         """What a step shows when nothing goes wrong."""
@@ -179,28 +175,13 @@ class Twin:
                 self.over = True
         return Seen(obs, reward, terminated, truncated, info)
 
-    def give_up(self, action: int) -> None:
-        """A step that the caller does not wait for."""
-        self.shown = None
-        if not self.active or self.late is not None or self.failed:
-            return
-        if self.steps and action in FAULTS:
-            self.failed = True
-            return
-        seen = self.play(action)
-        self.lasts = [*self.lasts[-2:], seen.info.get("final_obs", seen.obs), seen.obs]
-        if seen.terminated or seen.truncated:
-            self.late = Seen(
-                seen.obs, seen.reward, seen.terminated, seen.truncated, {**seen.info, "late": True}
-            )
-
     def see_step(self, action: int, seen: Seen, *, faulty: bool, endangered: bool) -> None:
         """Check what a step showed.
 
         Args:
             action: what the env was given.
             seen: what came back.
-            faulty: it had to fail in this step, or before in one that was given up.
+            faulty: it had to fail in this step.
             endangered: somebody in the vector env ended a worker, perhaps its own.
         """
         if not self.active:
@@ -208,13 +189,9 @@ class Twin:
             assert (seen.reward, seen.terminated, seen.truncated) == (0.0, False, False), seen
             assert self.shown is None or same(seen.obs, self.shown), (seen, self.shown)
             return
-        self.failed, late, self.late = False, self.late, None
         if "worker_restarted" in seen.info or "worker_masked" in seen.info:
             assert faulty or endangered or self.unsure, f"replaced without a reason: {seen}"
-            self._see_replaced(action, seen, late)
-        elif late is not None:
-            self._equal(seen, late)
-            self.unsure = self.unsure or endangered
+            self._see_replaced(action, seen)
         elif self.fresh:
             assert self.mode == "next_step", seen
             assert (seen.reward, seen.terminated, seen.truncated) == (0.0, False, False), seen
@@ -237,9 +214,9 @@ class Twin:
     def _equal(self, seen: Seen, expected: Seen) -> None:
         assert same(vars(seen), vars(expected)), f"expected {expected}, got {seen}"
 
-    def _see_replaced(self, action: int, seen: Seen, late: Seen | None) -> None:
-        real = late
-        if real is None and not self.fresh and not (self.steps and action in FAULTS):
+    def _see_replaced(self, action: int, seen: Seen) -> None:
+        real = None
+        if not self.fresh and not (self.steps and action in FAULTS):
             before = [np.array(row) for row in self.lasts]
             real = self.play(action) if not self.over or self.mode == "next_step" else None
             if real is not None:
@@ -266,7 +243,7 @@ class Twin:
 
     def see_reset(self, obs: Any, info: dict[str, Any] | None, seed: int | None) -> None:
         """Check the first observation of an episode; `info` None is not looked at."""
-        if self.fresh or self.unsure or self.failed:
+        if self.fresh or self.unsure:
             row = [int(value) for value in obs]
             assert row[INDEX] == self.env.index, row
             assert (row[T], row[ACTION]) == (0, 0), row
@@ -281,8 +258,7 @@ class Twin:
             expected, told = self.env.reset(seed=seed)
             assert same(obs, expected), f"expected {expected}, got {obs}"
             assert info is None or same(info, told), f"expected {told}, got {info}"
-        self.fresh = self.unsure = self.over = self.failed = False
-        self.late = None
+        self.fresh = self.unsure = self.over = False
         self.shown, self.lasts = obs, [obs]
 
     def _take_over(self, obs: Any) -> None:
@@ -293,7 +269,7 @@ class Twin:
 
     def see_state(self, row: Sequence[int]) -> None:
         """Check what the env itself tells."""
-        if self.active and not (self.unsure or self.fresh or self.failed):
+        if self.active and not (self.unsure or self.fresh):
             assert list(row) == self.env.tell()
         elif self.active:
             assert row[INDEX] == self.env.index

@@ -22,7 +22,8 @@ from shoal.core.run_folder import RunFolder
 from shoal.envs.catalogue import EnvFn, resolve
 from shoal.testing import check_vector_env
 from shoal.vector import make_vec
-from shoal.vector.make import probe
+from shoal.vector.make import try_env
+from shoal.vector.spaces import Layout
 
 Make = Callable[[Sequence[EnvFn]], Any]
 ROUNDS = 5
@@ -100,13 +101,15 @@ def bench(options: BenchOptions) -> int:
         env_kwargs=arguments_of(options.settings, options.env_kwargs),
         wrappers=options.wrappers,
     )
-    cost = probe(fn)
-    if cost is None:
+    env, cost = try_env(fn)
+    if env is None:
         with blaming(options.env):  # once more, to tell what it raises
             _loop_speed(fn, options)
         raise ConfigError(
             f"{options.env} failed once when it was stepped with random actions, and then did not"
         )
+    nbytes = _size(env)
+    env.close()
     folder = RunFolder(options.run_dir, "bench", options.seed) if options.run_dir is not None else None
     speeds = measure(ways(options), fn, options)
     loop = _loop_speed(fn, options)
@@ -115,7 +118,7 @@ def bench(options: BenchOptions) -> int:
         "num_envs": options.num_envs,
         "step_seconds": cost.wall,
         "step_cpu_seconds": cost.cpu,
-        "observation_bytes": cost.nbytes,
+        "observation_bytes": nbytes,
         "loop_steps_per_second": loop,
         "ways": [asdict(speed) for speed in speeds],
     }
@@ -127,6 +130,13 @@ def bench(options: BenchOptions) -> int:
     else:
         _show(Console(highlight=False), options, result, speeds, loop)
     return 0 if any(speed.steps_per_second for speed in speeds) else 1
+
+
+def _size(env: Any) -> int:
+    """Bytes of one observation; characters of text."""
+    layout, obs = Layout.of(env.observation_space), env.reset(seed=0)[0]
+    leaves = layout.flatten(obs)
+    return sum(layout.leaves[i].nbytes for i in layout.fixed) + sum(len(leaves[i]) for i in layout.text)
 
 
 COMMAND = Command(BenchOptions, bench, MORE, WANTED)
@@ -199,7 +209,7 @@ def _native(options: BenchOptions, num_envs: int, mode: str) -> Any:
 
 def _native_mode(options: BenchOptions) -> str | None:
     """The first autoreset mode, of those that `make_vec` has, that an environment's own batch has, if it has one."""
-    modes = ("same_step", "next_step")
+    modes = ("next_step", "same_step")
     return next((m for m in modes if _problem(_native, options, 1, m) is None), None)
 
 
@@ -275,7 +285,7 @@ def _show(
         )
     native, next_best = rates.pop("native", 0.0), max(rates.values(), default=0.0)
     if native > next_best > 0:
-        mode = "" if _native_mode(options) == "same_step" else ", autoreset='next_step'"
+        mode = "" if _native_mode(options) == "next_step" else ", autoreset='same_step'"
         console.print(
             f"native is {native / next_best:.1f}x the next: make_vec({options.env!r}, {options.num_envs}, "
             f"backend='native'{mode}), another implementation: its episodes differ"

@@ -20,7 +20,7 @@ from typing import Literal
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import print_json
 from shoal.core.errors import PACKAGES, ConfigError
-from shoal.core.executors import available_cpus, find_ray_cluster
+from shoal.core.executors import available_cpus, ray_address
 
 Status = Literal["ok", "missing", "warning", "failed"]
 FILES_OF_OUR_OWN, FILES_A_WORKER = 24, 6
@@ -251,7 +251,7 @@ def _ray() -> Finding:
     if not _has("ray"):
         return Finding("missing", "not installed", 'for several machines: pip install "shoal[parallel]"')
     try:
-        address = find_ray_cluster()
+        address = ray_address()
     except ConfigError as error:
         return Finding("failed", str(error), "until then no run on Ray can start")
     return Finding(

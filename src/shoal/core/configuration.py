@@ -126,8 +126,8 @@ def as_yaml(values: Mapping[str, Any]) -> str:
     import yaml
 
     dumper = type("NoAliases", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
-    told: str = yaml.dump(dict(values), Dumper=dumper, sort_keys=False, allow_unicode=True)
-    return told
+    text: str = yaml.dump(dict(values), Dumper=dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def field_notes(config: type) -> dict[str, str]:
@@ -225,7 +225,7 @@ def first_change(old: Any, new: Any, path: str = "") -> str:
 
 def plain_values(config: Any) -> Any:
     """What a config of Hydra's (OmegaConf) holds, in Python's mappings and lists; anything else as it is."""
-    omegaconf = sys.modules.get("omegaconf")  # imported by whoever has one
+    omegaconf = sys.modules.get("omegaconf")  # a config of it exists only where it is imported
     if omegaconf is not None and omegaconf.OmegaConf.is_config(config):
         return omegaconf.OmegaConf.to_container(config, resolve=True)
     return config
@@ -269,15 +269,12 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     except msgspec.ValidationError as error:
         words = [repr(word) for option in (hint, *arguments) for word in _words(option)]
         if isinstance(value, str) and words:
-            number = "a number or " if {int, float} & {*arguments} else ""
-            raise ConfigError(f"{path} must be {number}{_either(words)}, got {value!r}") from error
+            words = ["a number"] * bool({int, float} & {*arguments}) + words
+            choices = f"{', '.join(words[:-1])} or {words[-1]}"
+            raise ConfigError(f"{path} must be {choices}, got {value!r}") from error
         expected = re.sub(r"(, got `[a-z]+`)?( - at `\$`)?$", "", str(error))
         raise ConfigError(f"{path}: {expected}, got {value!r}") from error
 
 
 def _words(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
-
-
-def _either(words: list[str]) -> str:
-    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

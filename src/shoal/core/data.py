@@ -12,7 +12,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from shoal.core.errors import DataError, EnvError, shown
+from shoal.core.errors import DataError, EnvError, safe_repr
+from shoal.core.files import write_bytes
 
 Status = Literal["ok", "env_error", "engine_error", "timeout"]
 MOST_REWARD = 3.4028235e38
@@ -29,17 +30,17 @@ def reward_of(value: Any) -> float:
     if isinstance(value, np.ndarray):
         number = value.item() if value.size == 1 else None
     if isinstance(number, NO_NUMBER) or not hasattr(number, "__float__"):
-        raise EnvError(f"the reward must be a number, got {shown(value)!s:.80}")
+        raise EnvError(f"the reward must be a number, got {safe_repr(value)!s:.80}")
     try:
         return float(number)
     except OverflowError as error:
         raise EnvError("the reward must fit into a float, got a whole number too large for one") from error
     except Exception as error:  # a tensor of several numbers
-        raise EnvError(f"the reward must be a number, got {shown(value)!s:.80}") from error
+        raise EnvError(f"the reward must be a number, got {safe_repr(value)!s:.80}") from error
 
 
 def info_of(info: Any) -> Any:
-    """The info that an env gave; an `EnvError` if it is no dict."""
+    """The info that an env returned; an `EnvError` if it is no dict."""
     if isinstance(info, dict | Mapping):
         return info
     raise EnvError(f"the info must be a dict, got {type(info).__name__}")
@@ -48,14 +49,14 @@ def info_of(info: Any) -> Any:
 PARTS = {"reset": "observation, info", "step": "observation, reward, terminated, truncated, info"}
 
 
-def answer_of(given: Any, call: str) -> Any:
-    """What an env's `reset` or `step` (the `call`) gave; an `EnvError` if it has not the parts that Gymnasium names."""
+def check_step_result(given: Any, call: str) -> Any:
+    """What an env's `reset` or `step` (the `call`) returned; an `EnvError` if it lacks parts that Gymnasium names."""
     parts = PARTS[call]
     if isinstance(given, tuple | list) and len(given) == parts.count(",") + 1:
         return given
     came = f"{len(given)} values" if isinstance(given, tuple | list) else type(given).__name__
     if call == "step" and came == "4 values":
-        came += " as in the old Gym API: tell apart in `done` what terminated and what was truncated"
+        came += " as in the old Gym API: split `done` into terminated and truncated"
     raise EnvError(f"{call} must return ({parts}), as Gymnasium has it; got {came}")
 
 
@@ -65,10 +66,10 @@ def refuse_no_text(observation: Any) -> None:
         raise EnvError(f"the observation must be str in a Text space, got {type(observation).__name__}")
 
 
-def refuse_words(terminated: Any, truncated: Any, where: str = "", **more: Any) -> None:
-    """An `EnvError` where an env tells the end of an episode, or `more` by name, in what is true and means no yes.
+def check_flags(terminated: Any, truncated: Any, where: str = "", **more: Any) -> None:
+    """An `EnvError` where the end of an episode, or `more` by name, is given as a value that is no truth value.
 
-    "False" is true, and so are NaN, `[False]` and `{"__all__": False}`.
+    Python takes "False" for true, and so NaN, `[False]` and `{"__all__": False}`.
     """
     for name, value in (("terminated", terminated), ("truncated", truncated), *more.items()):
         known = type(value) in (bool, np.bool_)
@@ -80,43 +81,36 @@ NUMBERS = {np.dtype(code).type for code in "bBhHiIlLqQefdgFD"} | {int, float, bo
 UNCHANGING = frozenset({str, bytes, type(None), np.bool_} | NUMBERS)
 
 
-def own(value: Any) -> Any:
-    """A value that whoever gave it cannot change any more: arrays, tensors and Python's own containers are copies.
+def deep_copy(value: Any) -> Any:
+    """A copy that later changes to the original do not reach: of arrays, tensors and Python's own containers.
 
-    In another process all of it is a copy; here it is as far as that costs little.
+    Other objects are shared, as a copy of them could cost much.
 
     Raises:
-        RecursionError: it is too deep.
+        RecursionError: it is too deep, or holds itself.
     """
-    try:
-        return _own(value)
-    except RecursionError:  # it may hold itself
-        return copy.deepcopy(value)
-
-
-def _own(value: Any) -> Any:
     kind, still = type(value), UNCHANGING
     if kind in still:
         return value
     if kind is dict:
         if still.issuperset(map(type, value.values())):
             return dict(value)
-        return {key: item if type(item) in still else _own(item) for key, item in value.items()}
+        return {key: item if type(item) in still else deep_copy(item) for key, item in value.items()}
     if kind is list:
-        return list(value) if still.issuperset(map(type, value)) else list(map(_own, value))
+        return list(value) if still.issuperset(map(type, value)) else list(map(deep_copy, value))
     if isinstance(value, np.ndarray):
         twin = value.copy()
         for place, item in np.ndenumerate(value) if value.dtype == object and value.ndim else ():
-            twin[place] = _own(item)
+            twin[place] = deep_copy(item)
         return twin
     if kind is tuple or kind is set:
-        return kind(map(_own, value))
+        return kind(map(deep_copy, value))
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(_own, value))
+        return value._make(map(deep_copy, value))
     if isinstance(value, dict | list | deque):  # OrderedDict, defaultdict, …
         kept = copy.copy(value)
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            kept[key] = _own(item)
+            kept[key] = deep_copy(item)
         return kept
     if isinstance(value, bytearray):
         return value[:]
@@ -184,8 +178,6 @@ def decode_trajectory(line: bytes) -> Trajectory:
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Write a JSONL file in one atomic replacement."""
-    from shoal.core.files import write_bytes
-
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, b"".join(map(encode_trajectory, trajectories)))
 
@@ -213,8 +205,6 @@ def write_advantages(path: Path, episodes: Iterable[Sequence[Sequence[float]] | 
         episodes: for each turn one number a token; None for an episode that was not learned from. A turn whose tokens
             all have the same is written as that one number.
     """
-    from shoal.core.files import write_bytes
-
     lines = []
     for turns in episodes:
         short = [turn[0] if len(set(turn)) == 1 else list(turn) for turn in turns or ()]
@@ -236,27 +226,19 @@ def read_advantages(path: Path, trajectories: Mapping[int, Trajectory]) -> dict[
     found: dict[int, Advantages | None] = {}
     if not path.exists():
         return found
-    with path.open("rb") as file:
-        for row, line in enumerate(file):
-            if row not in trajectories:
-                continue
-            turns = trajectories[row].turns
-            try:
-                told = msgspec.json.decode(line, type=list[float | list[float]] | None)
-            except (msgspec.MsgspecError, RecursionError) as error:
-                raise DataError(f"{path}, line {row + 1}: no advantages: {error}") from error
-            if told is None:
-                found[row] = None
-                continue
-            counts = [len(turn.response_ids) for turn in turns]
-            whole = [
-                one if isinstance(one, list) else [one] * n for one, n in zip(told, counts, strict=False)
-            ]
-            if len(told) != len(turns) or [len(turn) for turn in whole] != counts:
-                raise DataError(
-                    f"{path}, line {row + 1}: these are not the advantages of this episode's tokens"
-                )
-            found[row] = whole
-            if len(found) == len(trajectories):
-                break
+    for row, line in enumerate(path.read_bytes().splitlines()):
+        if row not in trajectories:
+            continue
+        try:
+            values = msgspec.json.decode(line, type=list[float | list[float]] | None)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise DataError(f"{path}, line {row + 1}: no advantages: {error}") from error
+        if values is None:
+            found[row] = None
+            continue
+        counts = [len(turn.response_ids) for turn in trajectories[row].turns]
+        whole = [one if isinstance(one, list) else [one] * n for one, n in zip(values, counts, strict=False)]
+        if len(values) != len(counts) or [len(turn) for turn in whole] != counts:
+            raise DataError(f"{path}, line {row + 1}: these are not the advantages of this episode's tokens")
+        found[row] = whole
     return found

@@ -117,16 +117,16 @@ def needs_extra(feature: str, extra: str) -> Iterator[None]:
         raise missing_extra(feature, extra) from error
 
 
-def in_words(error: BaseException) -> str:
-    r"""The type and the message of what somebody else's code raised, also where its message raises.
+def format_error(error: BaseException) -> str:
+    r"""The type and message of an exception, also where its `__str__` raises.
 
-    Half characters (lone surrogates) are spelled: a log in UTF-8 could not hold them.
+    Lone surrogates are escaped: a log in UTF-8 could not hold them.
 
-    >>> in_words(KeyError("lost"))
+    >>> format_error(KeyError("lost"))
     "KeyError: 'lost'"
-    >>> in_words(SystemExit())
+    >>> format_error(SystemExit())
     'SystemExit'
-    >>> print(in_words(ValueError("caf\udce9")))
+    >>> print(format_error(ValueError("caf\udce9")))
     ValueError: caf\udce9
     """
     try:
@@ -171,8 +171,8 @@ def of_the_user(frames: Iterable[traceback.FrameSummary]) -> list[traceback.Fram
 
 
 def with_frames(error: BaseException) -> str:
-    """`in_words`, and the lines of the user's own code that the error passed through: `… (bad.py:18 in _advance)`."""
-    return in_words(error) + _in_brackets(frames_of(error))
+    """`format_error`, and the lines of the user's code that the error passed through: `… (bad.py:18 in _advance)`."""
+    return format_error(error) + _in_brackets(frames_of(error))
 
 
 def where_it_hangs(stack: Iterable[traceback.FrameSummary]) -> str:
@@ -217,9 +217,9 @@ def owner(file: str) -> Literal["user", "package", "shoal"]:
 
 @contextmanager
 def reading(path: Path | str, wrong: str, advice: str = "") -> Iterator[None]:
-    """Whatever somebody's file makes others raise is a `DataError` that names it, says what is wrong, and advises.
+    """Raise a `DataError` that names the file, the problem and the remedy for any exception that reading it causes.
 
-    What is not of the file goes on: another process is gone, a package or room is missing.
+    Errors that are not of the file pass: a process that died, a missing package, too little memory.
     """
     try:
         yield
@@ -228,7 +228,7 @@ def reading(path: Path | str, wrong: str, advice: str = "") -> Iterator[None]:
     except Exception as error:
         if isinstance(error, DataError) and str(path) in str(error):
             raise
-        raise DataError(f"{path} {wrong} ({in_words(error)}){advice}") from error
+        raise DataError(f"{path} {wrong} ({format_error(error)}){advice}") from error
 
 
 OTHER_CHECKPOINT = "is no checkpoint that this version of shoal can go on from"
@@ -238,7 +238,7 @@ OTHER_CHECKPOINT = "is no checkpoint that this version of shoal can go on from"
 MAX_REPR = 300
 
 
-def shown(value: Any) -> str | None:
+def safe_repr(value: Any) -> str | None:
     """A `repr` that never raises and never floods the screen; None of None."""
     if value is None:
         return None

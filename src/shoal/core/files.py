@@ -1,15 +1,13 @@
 """Files that survive `kill -9`: written beside their place, synced, then renamed into it.
 
 A folder is committed as a whole by its manifest: `write_folder` builds it under a temporary name, lists the
-sha256 of every file in `manifest.json`, and exchanges it with the folder of that name in one step. Where the file
-system has no such step the old folder is put aside first; after a crash between the two, whoever reads or cleans
-up puts it back.
+sha256 of every file in `manifest.json`, renames the old folder aside and the new one into its place. After a crash
+between the two, the next reader or clean-up puts the old one back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import json
@@ -22,12 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import DataError, ShoalError
+from shoal.core.errors import DataError, ShoalError, reading
 
 MANIFEST = "manifest.json"
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.(?P<kind>tmp|old)", re.DOTALL)
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, see renameat2(2)
-_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV)
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -41,6 +37,8 @@ def cache_folder() -> Path:
 
 def fsync_folder(folder: Path) -> None:
     """Make the names inside `folder` durable (a rename is only on disk once its folder is)."""
+    if os.name == "nt":  # where folders cannot be opened
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -51,11 +49,10 @@ def fsync_folder(folder: Path) -> None:
 def write_bytes(path: Path | str, data: bytes) -> None:
     """Replace `path` by `data` so that a reader, or a crash, sees the old bytes or the new, never a mix.
 
-    A new file may be read by whom the umask lets, as one of `open`; one that is replaced keeps its mode.
+    A new file has the mode that `open` gives it; one that is replaced keeps its mode.
     """
     path = Path(path)
-    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    with replacing(path) as temporary, open(os.open(temporary, new, 0o666), "wb") as file:
+    with replacing(path) as temporary, open(temporary, "xb") as file:
         _take_mode(path, temporary)
         file.write(data)
         file.flush()
@@ -78,13 +75,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _name(error: BaseException, path: Path | str) -> None:
-    """Have what the disk says of a write into an open file tell which file it is of."""
+    """Add the name of the file to an error of the disk that lacks it, as after a write to an open file."""
     if isinstance(error, OSError) and error.filename is None and error.errno in _DISK:
         error.filename = str(path)
 
 
 def _beside(path: Path, kind: str = "tmp") -> Path:
-    """A name that nobody has, for what is to take the place of `path`."""
+    """An unused name beside `path`, for its replacement."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}")
 
 
@@ -108,9 +105,9 @@ def append_line(path: Path | str, line: bytes, *, durable: bool = False) -> None
     """Add `line`, which ends with a newline, to a file; what was half written before stays a line of its own."""
     try:
         with open(path, "a+b", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-            line = b"\n" + line if torn else line
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line
             while line:
                 line = line[file.write(line) :]
             if durable:
@@ -121,7 +118,7 @@ def append_line(path: Path | str, line: bytes, *, durable: bool = False) -> None
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """`write_bytes` for JSON; NaN and infinity are refused, since JSON has no word for them.
+    """`write_bytes` for JSON; NaN and infinity are refused: JSON cannot represent them.
 
     Half a surrogate pair, which UTF-8 has no bytes for, is written as its escape.
     """
@@ -163,9 +160,9 @@ def write_folder(folder: Path | str) -> Iterator[Path]:
     """Yield a temporary folder to fill; on a clean exit it becomes `folder` at once, with a manifest.
 
     If `folder` exists it is replaced, and its mode kept. On an exception the temporary folder is removed and `folder`
-    stays; what safetensors or shutil tell of the disk is raised as the `OSError` it is. Several may write the same
-    folder at a time: the last one's stays, whole. A file that a library wrote for its owner alone, as safetensors
-    does, may be read by whom the umask lets.
+    stays; an error of the disk in the message of safetensors or shutil is raised as an `OSError`. Several may write
+    the same folder at a time: the last one's stays, whole. A file that a library wrote for its owner alone, as
+    safetensors does, gets the mode that the umask allows.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -190,60 +187,29 @@ def write_folder(folder: Path | str) -> Iterator[Path]:
         _name(error, folder)
         restore_folder(folder)
         _remove(temporary)
-        told = re.search(
+        code = re.search(
             r"(?:\(os error|\[Errno) (\d+)[)\]]", str(error)
         )  # a full disk, in Rust and in shutil
-        if told and not isinstance(error, ShoalError) and getattr(error, "errno", None) is None:
-            raise OSError(int(told[1]), os.strerror(int(told[1])), str(folder)) from error
+        if code and not isinstance(error, ShoalError) and getattr(error, "errno", None) is None:
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder)) from error
         raise
-    fsync_folder(folder.parent)
-    _remove(temporary)  # what was replaced, if it was exchanged
 
 
 def _commit(temporary: Path, folder: Path) -> None:
-    """Give `temporary` the name `folder`; what had it before is then called `temporary`, or is removed."""
-    aside: list[Path] = []
-    try:
-        while not _renamed(temporary, folder, aside):
-            pass
-    except BaseException:
-        if not os.path.lexists(folder):
-            aside = []  # one of them may be the only copy
-        raise
-    finally:
-        for path in aside:
-            _remove(path)
-
-
-def _renamed(temporary: Path, folder: Path, aside: list[Path]) -> bool:
-    """One attempt; False when another writer came in between. What was put aside is added to `aside`."""
-    try:
-        if os.path.lexists(folder):
-            if _exchange(temporary, folder):
-                return True
-            aside.append(_beside(folder, "old"))
-            aside[-1].mkdir(0o700)
-            os.replace(folder, aside[-1] / "was")
-        os.replace(temporary, folder)
-        fsync_folder(folder.parent)
-        return True
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST) and temporary.exists():
-            return False
-        raise
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the system cannot."""
-    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if swap is None:
-        return False
-    if swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _NO_EXCHANGE:
-        return False
-    raise OSError(code, os.strerror(code), str(other))
+    """Give `temporary` the name `folder`; what had it before is renamed aside first, and removed at the end."""
+    aside = _beside(folder, "old")
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(folder, aside)
+        try:
+            os.replace(temporary, folder)
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            _remove(aside)  # another writer was quicker: its folder is replaced
+    fsync_folder(folder.parent)
+    _remove(aside)
 
 
 def _remove(path: Path) -> None:
@@ -255,17 +221,14 @@ def _remove(path: Path) -> None:
 
 
 def restore_folder(folder: Path | str) -> None:
-    """Put back what a writer had put aside when it was killed before its own was in place."""
+    """Put back what a writer had renamed aside when it was killed before its own was in place."""
     folder = Path(folder)
     if os.path.lexists(folder) or not folder.parent.is_dir():
         return
     aside = [path for path, name, kind in _leftovers(folder.parent) if (name, kind) == (folder.name, "old")]
-    aside = [path for path in aside if os.path.lexists(path / "was")]
     if aside:
-        last = max(aside, key=lambda path: ((path / "was" / MANIFEST).is_file(), path.stat().st_mtime_ns))
-        os.replace(last / "was", folder)
+        os.replace(max(aside, key=lambda path: path.lstat().st_ctime_ns), folder)
         fsync_folder(folder.parent)
-        _remove(last)
 
 
 def restore_folders(parent: Path | str) -> None:
@@ -277,7 +240,7 @@ def restore_folders(parent: Path | str) -> None:
 
 
 def remove_leftovers(folder: Path | str) -> None:
-    """Remove what killed writers left in `folder`, and put back what they had put aside.
+    """Remove what killed writers left in `folder`, and put back what they had renamed aside.
 
     No other may be writing there.
     """
@@ -305,7 +268,7 @@ def verify_folder(folder: Path | str) -> Path:
     Every file must be listed; hidden ones need not be, since file browsers and network file systems leave some.
     """
     folder = Path(folder)
-    with contextlib.suppress(OSError):  # only reading is allowed here: it is told as missing
+    with contextlib.suppress(OSError):  # only reading is allowed here: it counts as missing
         restore_folder(folder)
     if not folder.is_dir():
         raise DataError(f"{folder} does not exist or is not a folder")
@@ -318,13 +281,9 @@ def verify_folder(folder: Path | str) -> Path:
             f"{folder / MANIFEST} must hold an object with 'sha256', which holds one of name: sum"
         )
     for name, expected in sums.items():
-        try:
+        # NUL, a name too long, a loop of links, no permission
+        with reading(folder / MANIFEST, f"names {name!r}, which cannot be read"):
             _verify_file(folder, name, expected)
-        except (OSError, ValueError, RuntimeError) as error:
-            # NUL, a name too long, a loop of links, no permission
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{folder / MANIFEST} names {name!r}, which cannot be read: {error}") from error
     for path in _files_in(folder):
         inside = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in inside.parts)
@@ -334,7 +293,7 @@ def verify_folder(folder: Path | str) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether `verify_folder` finds nothing: it is neither altered nor half removed by who was killed."""
+    """Whether `verify_folder` accepts it: it is neither altered nor removed in part."""
     try:
         verify_folder(folder)
     except DataError:
@@ -347,6 +306,6 @@ def _verify_file(folder: Path, name: str, expected: object) -> None:
     if not path.resolve().is_relative_to(folder.resolve()):
         raise DataError(f"{folder / MANIFEST} names {name!r}, which leaves the folder")
     if not path.is_file():
-        raise DataError(f"{path} is listed in {MANIFEST} but missing")
+        raise DataError(f"{folder / MANIFEST} lists {path}, which is missing")
     if sha256_of(path) != expected:
-        raise DataError(f"{path} was altered or truncated: its sha256 is not the one in {MANIFEST}")
+        raise DataError(f"{path} was altered or truncated: its sha256 is not that of {folder / MANIFEST}")

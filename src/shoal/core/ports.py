@@ -11,7 +11,7 @@ LOCAL = "127.0.0.1"
 
 
 def listening(port: int) -> socket.socket:
-    """A socket that listens on 127.0.0.1; who comes before the server is up waits, and is not refused.
+    """A socket that listens on 127.0.0.1. Connections made before the server accepts are queued.
 
     Args:
         port: 0 takes a free one.

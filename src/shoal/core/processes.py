@@ -517,7 +517,7 @@ def environment_of(process: Path, patience: float = 1.0) -> bytes:
 class Zygote:
     """The caller's end of the process that forks its workers; started when first needed, shared by all."""
 
-    PRELOAD = ("numpy", "gymnasium", "shoal.vector.worker")
+    PRELOAD = ("numpy", "gymnasium", "shoal.vector.worker_process")
     """Imported once there, if they can be, and not in every worker."""
     _current: Zygote | None = None
     _lock = threading.Lock()

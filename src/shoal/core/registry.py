@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from shoal.core.errors import unknown_name
 
@@ -27,59 +24,12 @@ def check_name(kind: str, name: str) -> str:
     return name
 
 
-class _Entry(NamedTuple):
-    """What was registered, in place of what, and the namespace of the module that was being imported then."""
-
-    items: dict[str, Any]
-    name: str
-    before: Any
-    item: Any
-    namespace: dict[str, Any]
-
-
-_JOURNAL: ContextVar[list[_Entry] | None] = ContextVar("journal", default=None)
-_ABSENT = object()
-
-
-@contextmanager
-def all_or_nothing() -> Iterator[None]:
-    """What this thread registers meanwhile is taken back if the block raises: it can then be tried again.
-
-    Not so what a module registered that was imported whole meanwhile: it stays imported, so nobody would run it again.
-    """
-    outer, known = _JOURNAL.get(), {*sys.modules}
-    journal: list[_Entry] = []
-    token = _JOURNAL.set(journal)
-    try:
-        yield
-    except BaseException:
-        for items, name, before, item, namespace in reversed(journal):
-            by = namespace.get("__name__")
-            whole = by not in known and getattr(sys.modules.get(by), "__dict__", None) is namespace  # type: ignore[arg-type]
-            if whole or items.get(name) is not item:
-                continue
-            if before is _ABSENT:
-                del items[name]
-            else:
-                items[name] = before
-        raise
-    else:
-        if outer is not None:  # which may still fail
-            outer += journal
-    finally:
-        _JOURNAL.reset(token)
-
-
-def _namespace() -> dict[str, Any]:
-    """That of the module which is being run, from however deep in its calls this is asked."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_name != "<module>":
-        frame = frame.f_back
-    return frame.f_globals  # type: ignore[no-any-return]
-
-
 class Registry(Generic[T]):
-    """Things by name, for any number of threads. Registering a taken name raises unless `replace=True`."""
+    """Things by name, for any number of threads.
+
+    A name that is taken is refused, unless `replace=True` or the same code registers it again, as a module does whose
+    first import failed midway.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -90,15 +40,11 @@ class Registry(Generic[T]):
         """Put `item` under `name` and return it."""
         check_name(self.kind, name)
         with self._lock:
-            before: Any = self._items.get(name, _ABSENT)
-            if before is not _ABSENT and not replace:
+            if name in self._items and not replace and _code(self._items[name]) != _code(item):
                 raise ValueError(
                     f"{self.kind} {name!r} is registered already; pass replace=True to replace it"
                 )
             self._items[name] = item
-        journal = _JOURNAL.get()
-        if journal is not None:
-            journal.append(_Entry(self._items, name, before, item, _namespace()))
         return item
 
     def __getitem__(self, name: str) -> T:
@@ -115,3 +61,10 @@ class Registry(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+def _code(item: Any) -> str:
+    """Module and name of what is registered, or of the function that it holds."""
+    code = getattr(item, "compute", item)
+    named = hasattr(code, "__module__") and hasattr(code, "__qualname__")
+    return f"{code.__module__}.{code.__qualname__}" if named else repr(item)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import importlib.metadata
 import json
 import logging
 import math
 import os
 import platform
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -45,14 +45,11 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def _named_in(descriptor: int, patience: float = 1.0) -> str:
-    """The process that a lock file names; who has just taken the lock is given a moment to write its number down."""
-    deadline = time.monotonic() + patience
-    while True:
-        owner = os.pread(descriptor, 32, 0).decode(errors="replace").partition("\n")[0].strip()
-        if (owner.isdecimal() and Path(f"/proc/{owner}").exists()) or time.monotonic() > deadline:
-            return owner or "unknown"
-        time.sleep(0.01)
+def _note_in(descriptor: int) -> tuple[str, str]:
+    """The process and the command that a lock file names."""
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    owner, _, rest = os.read(descriptor, 200).decode(errors="replace").partition("\n")
+    return owner.strip() or "unknown", rest.partition("\n")[0]
 
 
 def read_summary(run: Path) -> dict[str, Any]:
@@ -75,7 +72,7 @@ def read_summary(run: Path) -> dict[str, Any]:
 
 
 def command_of(run: Path) -> str:
-    """The command that made a run folder, as far as its files tell, also of one that has not come to its end."""
+    """The command that made a run folder, also of an unfinished run, by its files."""
     if command := _noted_command(run):
         return command
     if (run / "state.db").exists():
@@ -142,7 +139,7 @@ def is_number(value: Any) -> bool:
 
 
 LOOKS = 5
-"""Attempts at a lock, some hundredths of a second apart: who just looks whether it is taken holds it for a moment."""
+"""Attempts at a lock, 20 ms apart: a process that looks whether it is taken holds it for a moment."""
 
 
 class FolderLock:
@@ -150,7 +147,7 @@ class FolderLock:
 
     Args:
         path: a file in the folder; made if it is not there, and left there.
-        holder: what takes it, as others are told.
+        holder: what takes it, for the message to others.
     """
 
     def __init__(self, path: Path, holder: str = "another run") -> None:
@@ -168,7 +165,7 @@ class FolderLock:
             try:
                 same = os.path.samestat(os.fstat(self._descriptor), self.path.stat())
             except FileNotFoundError:
-                self.release()  # it is taken anew, if the folder is there
+                self.release()  # it is taken again below, if the folder is there
             else:
                 if not same:
                     raise WorkerError(
@@ -176,13 +173,13 @@ class FolderLock:
                         "written into it; begin anew in another folder"
                     )
                 return
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         for _ in range(LOOKS):
-            if locked(descriptor, self.path, fcntl.LOCK_EX):
+            if locked(descriptor, self.path):
                 break
             time.sleep(0.02)
         else:
-            owner = _named_in(descriptor)
+            owner, _ = _note_in(descriptor)
             os.close(descriptor)
             here = ", which this process has open" if owner == str(os.getpid()) else ""
             raise WorkerError(
@@ -194,14 +191,15 @@ class FolderLock:
         close.atexit = False  # what is still written while the process ends is written under the lock
         self._close = close
         _held.add(self)
-        self.note(os.pread(descriptor, 200, 0).decode(errors="replace").partition("\n")[2])
+        self.note(_note_in(descriptor)[1])
 
     def note(self, command: str) -> None:
-        """Write down who holds the lock, and for which command: what a folder without a summary is of."""
+        """Write down the process and the command that hold the lock: they name a run without a summary."""
         try:
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, f"{os.getpid()}\n{command}".rstrip().encode(), 0)
-        except BaseException:  # a full disk: who tries again later must not find it taken
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+            os.write(self._descriptor, f"{os.getpid()}\n{command}".rstrip().encode())
+        except BaseException:  # a full disk: a later attempt must not find it taken
             self.release()
             raise
 
@@ -217,13 +215,13 @@ class FolderLock:
         if not self.path.exists():
             return False
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(self.path, os.O_RDWR)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)  # somebody else's run
+            descriptor = os.open(self.path, os.O_RDONLY)  # the run of another user
         try:
-            return not locked(descriptor, self.path, fcntl.LOCK_SH)
+            return not locked(descriptor, self.path, shared=True)
         finally:
             os.close(descriptor)
 
@@ -236,13 +234,24 @@ def _give_up_in_child() -> None:
         lock.release()  # closes the child's descriptor; the parent's goes on holding
 
 
-os.register_at_fork(after_in_child=_give_up_in_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_give_up_in_child)
 
 
-def locked(descriptor: int, path: Path, how: int = fcntl.LOCK_EX) -> bool:
-    """Whether nobody else holds a lock on this file, which is now held here."""
+def locked(descriptor: int, path: Path, *, shared: bool = False) -> bool:
+    """Lock this file; False where another process holds it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(descriptor, 2**30, os.SEEK_SET)  # beyond all that is written there, which others may read
+        with contextlib.suppress(OSError):
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+            return True
+        return False
+    import fcntl
+
     try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             return False
@@ -262,7 +271,7 @@ class RunFolder(Closing):
 
     Raises:
         WorkerError: another run is writing there.
-        ConfigError: `path` cannot be a folder, has a name that is no UTF-8, or holds the run of another command.
+        ConfigError: `path` cannot be a folder, or holds the run of another command.
     """
 
     def __init__(
@@ -280,13 +289,7 @@ class RunFolder(Closing):
         self._on_event = on_event
         self._wall, self._cpu = time.monotonic(), _cpu_seconds()
         try:
-            str(self.path).encode()  # others that write there (safetensors, TensorBoard) take UTF-8 alone
             self.path.mkdir(parents=True, exist_ok=True)
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"a run folder must have a name in UTF-8, got {str(self.path)!r}: choose another, or, if it is, "
-                "a locale of UTF-8 (such as LC_ALL=C.UTF-8)"
-            ) from error
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"a run folder must be a folder, got {self.path}: {error.strerror}") from error
         self._lock = FolderLock(self.path / ".lock") if lock else None
@@ -330,29 +333,16 @@ class RunFolder(Closing):
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The whole rows written so far; half-written ones are passed over with a warning."""
-        if not self.metrics_path.exists():
-            return []
-        *lines, last = self.metrics_path.read_bytes().split(b"\n")
-        rows = []
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if isinstance(row, dict):
-                rows.append(row)
-            else:
-                logger.warning(
-                    "%s, line %d was written by half; it is passed over", self.metrics_path, number
-                )
-        if last:
-            logger.warning("%s ends amid a line, which is passed over", self.metrics_path)
+        data = self.metrics_path.read_bytes() if self.metrics_path.exists() else b""
+        rows = whole_rows(data)
+        if torn := len(data.splitlines()) - len(rows):
+            logger.warning("%s: %d half-written lines are passed over", self.metrics_path, torn)
         return rows
 
     def keep_metrics(self, x: str, upto: float, *more: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Drop the rows beyond, and half-written ones: what a resumed run will write again; returns those that stay.
 
-        They stand in the order of `x`; of several of the same the last stays. Rows that are told anew (`more`) are
+        They stand in the order of `x`; of several of the same the last stays. Rows to be added (`more`) are
         written in the same moment, so that none is lost with a run that is killed.
 
         Raises:

@@ -2,7 +2,7 @@
 
 An executor pickles the arguments of every task. A tokenizer or a policy among them would be packed and
 unpacked for each; a `Shared` is a few bytes that a worker resolves once and then keeps. And it sends results
-through a pipe; the arrays of one that is `park`ed are written to memory once, and mapped where they are wanted.
+through a pipe; `spill` writes the arrays of a result to memory once, and they are mapped where they are wanted.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ SMALL = 2**16
 
 
 @dataclass(frozen=True, slots=True)
-class Parked(Generic[T]):
+class SpilledResult(Generic[T]):
     """A value without its arrays, which are in a file."""
 
     head: bytes
@@ -143,7 +143,7 @@ class Parked(Generic[T]):
         return value
 
 
-def park(value: T, folder: str) -> T | Parked[T]:
+def spill(value: T, folder: str) -> T | SpilledResult[T]:
     """A value with its arrays in a file of `folder`, or as it is where they are small or there is no room."""
     arrays: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
@@ -167,19 +167,21 @@ def park(value: T, folder: str) -> T | Parked[T]:
             os.unlink(path)
         logger.warning("results are sent through a pipe, since %s has no room for them (%s)", folder, error)
         return value
-    return Parked(head, path, tuple(spans))
+    return SpilledResult(head, path, tuple(spans))
 
 
 @contextlib.contextmanager
-def parking_place() -> Iterator[str]:
+def spill_folder() -> Iterator[str]:
     """A folder for results on their way between processes, in memory where there is such a place."""
+    import psutil
+
     memory = Path("/dev/shm")
     base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    for left in base.glob("shoal-parked-*-*"):  # of a run that was killed
+    for left in base.glob("shoal-spilled-*-*"):  # of a run that was killed
         number = left.name.split("-")[2]
-        if number.isdecimal() and not Path(f"/proc/{number}").exists():
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
             shutil.rmtree(left, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=f"shoal-parked-{os.getpid()}-", dir=base)
+    folder = tempfile.mkdtemp(prefix=f"shoal-spilled-{os.getpid()}-", dir=base)
     try:
         yield folder
     finally:

@@ -27,17 +27,17 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
-from shoal.core.data import own
+from shoal.core.data import deep_copy
 from shoal.core.errors import (
     ConfigError,
     MissingExtraError,
     UnknownNameError,
     did_you_mean,
     explain_import,
-    in_words,
+    format_error,
     user_frames,
 )
-from shoal.core.registry import SAFE_NAME, Registry, all_or_nothing
+from shoal.core.registry import SAFE_NAME, Registry
 from shoal.envs.text import TextEnv
 
 logger = logging.getLogger(__name__)
@@ -106,14 +106,10 @@ def installed() -> dict[str, Installed]:
     for entry in importlib.metadata.entry_points(group=GROUP):
         package = package_of(entry)
         where = entry.value.partition("[")[0].strip()  # behind it stand the extras that it needs
-        if not SAFE_NAME.fullmatch(entry.name):
-            logger.warning("package %s names an env %r, which is no usable name", package, entry.name)
-        elif entry.name in found and found[entry.name].where != where:
-            logger.warning(
-                "the env %r of package %s is hidden by that of %s", entry.name, package, found[entry.name].package
-            )  # fmt: skip
-        else:
+        if SAFE_NAME.fullmatch(entry.name):
             found.setdefault(entry.name, Installed(package, where))
+        else:
+            logger.warning("package %s names an env %r, which is no usable name", package, entry.name)
     return found
 
 
@@ -204,7 +200,7 @@ def _own_arguments(env_kwargs: Mapping[str, Any]) -> dict[str, Any]:
             kept[name] = value.view()
             kept[name].flags.writeable = False
         else:
-            kept[name] = own(value)
+            kept[name] = deep_copy(value)
     return kept
 
 
@@ -262,7 +258,7 @@ def make(env_type: str, **config: Any) -> TextEnv[Any]:
 
 
 def _shown_as_text(make: EnvFn, name: str) -> TextEnv[Any]:
-    """What a function makes, of which nobody knows beforehand whether it is a `TextEnv`."""
+    """What a function makes, as text if it is no `TextEnv`, which is known only then."""
     env = make()
     if isinstance(env, TextEnv):
         return env
@@ -305,11 +301,10 @@ def attribute_named(name: str, kind: str) -> tuple[Any, Any]:
             f"{kind} must be 'module:Name' with the module as Python imports it ('package.module:Name'), got {name!r}"
         )
     try:
-        with all_or_nothing():
-            module = found = importlib.import_module(path)
+        module = found = importlib.import_module(path)
         for part in rest.split("."):
             found = getattr(found, part, None)  # type: ignore[assignment]
-    except (Exception, SystemExit) as error:  # a module may raise whatever it likes; its name must be told
+    except (Exception, SystemExit) as error:  # a module may raise anything; the message names it
         raise _not_imported(name, path, kind, error) from error
     return module, found
 
@@ -331,7 +326,7 @@ def _not_imported(name: str, path: str, kind: str, error: BaseException) -> Exce
     if isinstance(error, ConfigError):  # a class that was refused says which, and where
         return ConfigError(f"{said}: {error}")
     lines = "".join(f"\n  {line}" for line in user_frames(error))
-    return ConfigError(f"{said}: importing {path!r} failed with {in_words(error)}{lines}")
+    return ConfigError(f"{said}: importing {path!r} failed with {format_error(error)}{lines}")
 
 
 def _is_env_class(value: Any) -> bool:
@@ -474,7 +469,7 @@ def _make_wrapped(make: EnvFn, /, *wrappers: Callable[[Any], Env]) -> Env:
         for wrapper in wrappers:
             env = _wrapped(env, wrapper)
     except BaseException:
-        with contextlib.suppress(Exception):  # what went wrong before is what is told
+        with contextlib.suppress(Exception):  # the error before it is raised
             env.close()
         raise
     return env
@@ -546,24 +541,18 @@ def _nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
     alike: dict[str, list[str]] = {}
     for one in known:
         alike.setdefault(_plain(one), []).append(one)
-    close = difflib.get_close_matches(_plain(name), list(alike), n=most, cutoff=0.7)
-    best = difflib.get_close_matches(_plain(name), close, n=most, cutoff=0.95) or close
-    space, version = name.rpartition("/")[0], _version(name)
+    plain = _plain(name)
+    close = difflib.get_close_matches(plain, alike, n=most, cutoff=0.95)
+    close = close or difflib.get_close_matches(plain, alike, n=most, cutoff=0.7)
 
-    def preference(one: str) -> tuple[bool, bool, bool, int]:
-        theirs = one.rpartition("/")[0]
-        return theirs == space, not theirs, (_version(one) < 0) == (version < 0), _version(one)
+    def likeness(one: str) -> tuple[float, str]:
+        return difflib.SequenceMatcher(None, one, name).ratio(), one
 
-    return [max(alike[plain], key=preference) for plain in best]
+    return [max(alike[found], key=likeness) for found in close]
 
 
 def _plain(name: str) -> str:
     return re.sub(r"-v\d+$", "", name.rpartition("/")[2]).replace("_", "").replace("-", "").casefold()
-
-
-def _version(name: str) -> int:
-    found = re.search(r"-v(\d+)$", name)
-    return int(found[1]) if found else -1
 
 
 def _or(near: Sequence[str]) -> str:

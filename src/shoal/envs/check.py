@@ -7,20 +7,20 @@ method and the line.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import math
 import os
 import pickle
 import random
 import re
-import socket
-import sys
+import tempfile
 import time
 import traceback
-import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -32,27 +32,18 @@ from shoal.core.errors import (
     ConfigError,
     EnvError,
     ShoalError,
-    WorkerDiedError,
+    format_error,
     frames_of,
     in_one_line,
-    in_words,
     of_the_user,
-    owner,
     place_of,
 )
-from shoal.core.processes import (
-    Channel,
-    ChannelClosedError,
-    WorkerProcess,
-    describe_exit,
-    dumps,
-    settle,
-    write_stacks_on_request,
-)
+from shoal.core.files import write_bytes
+from shoal.core.workers import WorkerProcess, describe_exit, dumps
 from shoal.envs.adapters.gymnasium import are_messages
 from shoal.envs.catalogue import BUILT_IN, EnvFn, Source, env_class, name_of, resolve_text
 from shoal.envs.spaces import free_text, why_not_in
-from shoal.envs.text import TextEnv
+from shoal.envs.text import MOST_SECONDS, TextEnv
 
 Env = gymnasium.Env[Any, Any]
 INFO_KEYS = frozenset(
@@ -66,7 +57,6 @@ QUICK_SECONDS = 10.0
 """After which `quick_check` begins nothing more."""
 MAKING_SECONDS = 600.0
 """That making an env may take: it may load data or a model."""
-MOST_NOTES = 5
 WHOLE = -1
 
 
@@ -138,6 +128,8 @@ class Report:
 
     lines: list[str] = field(default_factory=list)
     broken: str = ""
+    refused: Exception | None = None  # the env cannot be made
+    done: bool = False
 
 
 # --- the process beside
@@ -148,100 +140,75 @@ def run_apart(job: Job, seconds: float) -> Report:
         ConfigError: the env refuses its settings.
         EnvError: it cannot be made.
     """
-    process = WorkerProcess("shoal.envs.check:serve")
-    process.start()
-    at, report = Place(job.name), Report()
-    asked = [time.monotonic()]
-
-    def check() -> None:
-        limit = seconds if at.seed is not None else max(seconds, MAKING_SECONDS)
-        if time.monotonic() - asked[0] > limit:
-            raise TimeoutError(f"did not return within {limit:g} s")
-        process.check()
-
-    try:
-        process.channel.send(dumps(job)[0], check)
-        while True:
-            what, value = process.channel.receive(check)
-            asked[0] = time.monotonic()
-            if what == "at":
-                at = value
-            elif what == "line":
-                report.lines.append(value)
-            elif what == "broken":
-                report.broken = value
-            elif what == "refused":
-                raise value
-            elif what == "done":
-                return report
-    except TimeoutError as error:
-        process.ask_stack()
-        process.wait(0.5)
-        report.broken = at.ended(str(error), _frames_in(process.log_text()))
-    except (ChannelClosedError, WorkerDiedError):
-        process.make_sure_it_is_gone()
-        process.reap()
-        how = f"ended its process, which {describe_exit(process.exit_code)}"
-        report.broken = report.broken or at.ended(how, _frames_in(process.log_text()))
-    finally:
-        process.kill()
-        process.release()
-    return report
+    with tempfile.TemporaryDirectory(prefix="shoal-check-") as folder:
+        log, result = Path(folder, "log"), Path(folder, "report")
+        process = WorkerProcess(_serve, (job.name, dumps(job), log, result, seconds))
+        try:
+            process.wait()
+        finally:
+            process.close()
+        report: Report = pickle.loads(result.read_bytes()) if result.exists() else Report()
+        if report.refused is not None:
+            raise report.refused
+        if not report.done and not report.broken:
+            name, where, stacks = log.read_text(errors="replace").split("\n", 2)
+            how = f"ended its process, which {describe_exit(process.exit_code)}"
+            if stacks.startswith("Timeout"):
+                how = f"did not return within {seconds:g} s"
+            report.broken = _ended(name, where, how, _frames_in(stacks))
+        return report
 
 
-def serve(descriptor: int, log: int) -> int:
-    """What the process runs: play, tell where it is and what came of it."""
-    channel = Channel(socket.socket(fileno=descriptor))
-    write_stacks_on_request(log)
-    settle(channel.receive())
+def _serve(pipe: Any, name: str, packed: bytes, log: Path, result: Path, seconds: float) -> None:
+    """What the process runs: play, and note where it is and what came of it.
 
-    def tell(what: str, value: Any = None) -> None:
-        channel.send(dumps((what, value))[0])
+    A crash, and a call that takes too long, write their stack into the log and end the process.
+    """
+    report = Report()
 
-    at = Place(tell=lambda place: tell("at", place))
-    leave, mine = os._exit, os.getpid()
+    def tell(line: str) -> None:
+        report.lines.append(line)
+        write_bytes(result, pickle.dumps(report))
 
-    def ending(code: int) -> None:
-        if os.getpid() == mine:
-            frames = _below_check(traceback.extract_stack())
-            tell("broken", at.ended(f"ended its process: os._exit({code})", frames))
-        leave(code)
+    with open(log, "w") as notes:
+        faulthandler.enable(notes)
+        end_at_once = os._exit
 
-    os._exit = ending  # type: ignore[assignment]  # this process is there for nothing else
-    try:
-        job = channel.receive()
-        at.name = job.name
-        _examine(job, at, tell)
-    except BaseException as error:  # an env may raise whatever it likes
-        if at.kind is not None:
-            tell("broken", at.message(error))
-        elif isinstance(error, ShoalError):
-            tell("refused", type(error)(str(error)))
-        else:
-            tell("refused", EnvError(at.message(error)))
-    os._exit = leave
-    tell("done")
-    return 0
+        def end_noted(code: int) -> None:
+            faulthandler.dump_traceback(notes)
+            end_at_once(code)
+
+        os._exit = end_noted  # type: ignore[assignment]
+        at = Place(name, log=notes, seconds=seconds)
+        at.goes_to(None, doing="while it was made")
+        try:
+            _examine(pickle.loads(packed), at, tell)
+        except BaseException as error:  # an env may raise whatever it likes
+            if at.kind is not None:
+                report.broken = at.message(error)
+            else:
+                message = str(error) if isinstance(error, ShoalError) else at.message(error)
+                report.refused = (type(error) if isinstance(error, ShoalError) else EnvError)(message)
+        os._exit = end_at_once
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()
+    report.done = True
+    write_bytes(result, pickle.dumps(report))
 
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
 
 
 def _frames_in(log: str) -> list[traceback.FrameSummary]:
-    """The user's frames in what `faulthandler` wrote of the thread that plays."""
+    """The user's frames in what `faulthandler` wrote of the thread that plays, below this module."""
     for thread in re.split(r"\n\s*\n", log):
         if __file__ in thread:
-            found = _FRAME.findall(thread)
-            return _below_check(
+            frames = itertools.dropwhile(lambda frame: frame[0] == __file__, _FRAME.findall(thread))
+            found = list(itertools.takewhile(lambda frame: frame[0] != __file__, frames))
+            return of_the_user(
                 [traceback.FrameSummary(file, int(line), name) for file, line, name in found[::-1]]
             )
     return []
-
-
-def _below_check(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """The user's frames of a stack that began in this module."""
-    begins = min(place for place, frame in enumerate(frames) if frame.filename == __file__)
-    return of_the_user(frames[begins:])
 
 
 @dataclass
@@ -249,27 +216,25 @@ class Place:
     """Where a check is: of which env, in which episode, in which step."""
 
     name: str = "the env"
-    tell: Callable[[Place], None] | None = field(default=None, repr=False)
-    doing: str = "while it was made"
     kind: type | None = None
     seed: int | None = None
     step: int = 0
+    doing: str = ""
+    log: Any = None
+    """In a process of its own: where it is noted, and where the stack of a call that takes too long goes."""
+    seconds: float = math.inf
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What is sent of it: the class is known by its name and its methods."""
-        return {**vars(self), "tell": None, "kind": None}
-
-    def goes_to(self, seed: int, step: int) -> None:
+    def goes_to(self, seed: int | None, step: int = 0, doing: str = "") -> None:
         """Another step begins; step 0 is the reset, `WHOLE` the episode."""
-        self.seed, self.step = seed, step
-        if self.tell is not None:
-            self.tell(self)
-
-    def asks_gymnasium(self) -> None:
-        """Its check begins."""
-        self.seed, self.doing = None, "in gymnasium's check_env"
-        if self.tell is not None:
-            self.tell(self)
+        self.seed, self.step, self.doing = seed, step, doing
+        if self.log is not None:
+            self.log.seek(0)
+            self.log.truncate()
+            self.log.write(f"{self.name}\n{self}\n")
+            self.log.flush()
+            limit = max(self.seconds, 0.0 if seed is not None else MAKING_SECONDS)
+            if limit < MOST_SECONDS:
+                faulthandler.dump_traceback_later(limit, exit=True, file=self.log)
 
     def __str__(self) -> str:
         if self.seed is None:
@@ -283,18 +248,19 @@ class Place:
         frames = frames_of(error)
         if not frames:
             promise = isinstance(error, AssertionError | EnvError | ConfigError)
-            first, *lines = (str(error) if promise else f"{self.name}: {in_words(error)}").split("\n")
+            first, *lines = (str(error) if promise else f"{self.name}: {format_error(error)}").split("\n")
             return "\n".join([f"{first}, {self}", *lines])
-        return self.ended(f"raised {in_words(error)}", frames)
+        return _ended(self.name, self, f"raised {format_error(error)}", frames)
 
-    def ended(self, how: str, frames: list[traceback.FrameSummary]) -> str:
-        """What became of a call of the env, and the lines of the user that it was in."""
-        lines = [f"  {in_one_line(frame)}" for frame in frames[-MOST_FRAMES:]]
-        return "\n".join([f"{self.name}{f'.{frames[0].name}()' if frames else ''} {how}, {self}", *lines])
+
+def _ended(name: str, where: object, how: str, frames: list[traceback.FrameSummary]) -> str:
+    """What became of a call of the env, and the lines of the user that it was in."""
+    lines = [f"  {in_one_line(frame)}" for frame in frames[-MOST_FRAMES:]]
+    return "\n".join([f"{name}{f'.{frames[0].name}()' if frames else ''} {how}, {where}", *lines])
 
 
 # --- what is tried
-def _examine(job: Job, at: Place, tell: Callable[[str, Any], None]) -> None:
+def _examine(job: Job, at: Place, tell: Callable[[str], None]) -> None:
     env = job.make()
     at.kind = type(env.unwrapped)
     at.name = at.kind.__name__
@@ -302,13 +268,13 @@ def _examine(job: Job, at: Place, tell: Callable[[str, Any], None]) -> None:
     make_text = _as_text(job, env)
     if make_text is not None:
         seen = _play(make_text, seeds, at, QUICK_SECONDS if job.quick else math.inf)
-        tell("line", f"ok      shoal's check_text_env: {seen}")
+        tell(f"ok      shoal's check_text_env: {seen}")
     if job.quick:
         env.close()
         return
     if make_text is None:
         _play_at_random(env, seeds, at, tell)
-    at.asks_gymnasium()
+    at.goes_to(None, doing="in gymnasium's check_env")
     _ask_gymnasium(env if job.wrapped else env.unwrapped, at, tell)
     env.close()
 
@@ -323,23 +289,22 @@ def _as_text(job: Job, env: Env) -> Callable[[], TextEnv[Any]] | None:
     return lambda: env_class("gymnasium")(id=job.name, make=job.make)
 
 
-def _ask_gymnasium(env: Env, at: Place, tell: Callable[[str, Any], None]) -> None:
+def _ask_gymnasium(env: Env, at: Place, tell: Callable[[str], None]) -> None:
     from gymnasium.utils.env_checker import check_env
 
     spaces = [getattr(env, name, None) for name in ("observation_space", "action_space")]
     if not all(isinstance(space, gymnasium.Space) for space in spaces):
-        tell("line", "skipped gymnasium's check_env: the env states no spaces")
+        tell("skipped gymnasium's check_env: the env states no spaces")
         return
     if isinstance(spaces[0], Text | gymnasium.spaces.Sequence):
         seen = env.reset(seed=0)[0]
         if are_messages(seen):
-            tell("line", "skipped gymnasium's check_env: observations are chat messages")
+            tell("skipped gymnasium's check_env: observations are chat messages")
             return
     if isinstance(spaces[0], Text):
         if free_text(spaces[0]) is not spaces[0]:
             env.observation_space = free_text(spaces[0])
             tell(
-                "line",
                 f"  note  Text({spaces[0].max_length}) is read as FreeText: observations may hold any character",
             )
         elif isinstance(seen, str) and not spaces[0].contains(seen):
@@ -347,15 +312,12 @@ def _ask_gymnasium(env: Env, at: Place, tell: Callable[[str, Any], None]) -> Non
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         check_env(env, skip_render_check=True)
-    tell("line", "ok      gymnasium's check_env")
-    said = list(dict.fromkeys(re.sub(r"\x1b\[\d*m", "", str(note.message)) for note in notes))
-    for note in said[:MOST_NOTES]:
-        tell("line", f"  note  {note}")
-    if len(said) > MOST_NOTES:
-        tell("line", f"  note  and {len(said) - MOST_NOTES} more")
+    tell("ok      gymnasium's check_env")
+    for note in dict.fromkeys(re.sub(r"\x1b\[\d*m", "", str(note.message)) for note in notes):
+        tell(f"  note  {note}")
 
 
-def _play_at_random(env: Env, seeds: list[int], at: Place, tell: Callable[[str, Any], None]) -> None:
+def _play_at_random(env: Env, seeds: list[int], at: Place, tell: Callable[[str], None]) -> None:
     """Whole episodes of an env that is no text, which Gymnasium's check does not play."""
     total = 0
     for seed in seeds:
@@ -370,8 +332,8 @@ def _play_at_random(env: Env, seeds: list[int], at: Place, tell: Callable[[str, 
             expect(finite, f"{at.name}.step(): a reward must be a finite number, got {reward!r}")
             if terminated or truncated:
                 break
-    tell("line", "skipped check_text_env: it is no TextEnv, so agents see it through the gymnasium adapter")
-    tell("line", f"ok      {len(seeds)} episodes of random actions, {total} steps without a fault")
+    tell("skipped check_text_env: it is no TextEnv, so agents see it through the gymnasium adapter")
+    tell(f"ok      {len(seeds)} episodes of random actions, {total} steps without a fault")
 
 
 def _allowed(env: Env, info: dict[str, Any]) -> Any:
@@ -399,7 +361,7 @@ def _play(make: Callable[[], TextEnv[Any]], seeds: list[int], at: Place, seconds
         at.kind = type((inner if isinstance(inner, gymnasium.Env) else env).unwrapped)
         at.name = at.kind.__name__
         _check_declarations(env, at)
-        episodes: list[list[Any]] = []
+        episodes: list[list[dict[str, Any]]] = []
         success_is_known = False
         for seed in seeds:
             if episodes and time.monotonic() > until:
@@ -407,24 +369,28 @@ def _play(make: Callable[[], TextEnv[Any]], seeds: list[int], at: Place, seconds
             before = _global_state()
             first = _episode(fresh(), seed, at, until)
             if before != _global_state():
-                _blame_line(fresh, seed, at, "the global state of random or numpy.random was changed")
+                _refuse_seed(seed, at, "the global state of random or numpy.random was changed")
             second = _episode(fresh(), seed, at, until)
             if difference := _first_difference(first, second):
-                _blame_line(fresh, seed, at, f"two envs gave different episodes from one seed: {difference}")
+                _refuse_seed(seed, at, f"two envs gave different episodes from one seed: {difference}")
             used = fresh()
             at.goes_to(seed + 1, 0)
             used.reset(seed=seed + 1)
             third = _episode(used, seed, at, until)
             if difference := _first_difference(first, third):
-                _blame_attribute(fresh(), used, seed, at, difference)
+                at.goes_to(seed, WHOLE)
+                raise AssertionError(
+                    f"{at.name}: the episode before changed the episode after reset(): {difference}; set all that "
+                    f"changes in {_beginning(at)[0]}"
+                )
             episodes.append(first)
             success_is_known = success_is_known or getattr(used, "success_is_known", True)
             opened.close()
         for seed in seeds[:INVALID_EPISODES]:
             if time.monotonic() < until:
                 _check_invalid_actions(fresh(), seed, at, until)
-    solved = sum(bool(episode[-1][-1]["success"]) for episode in episodes)
-    longest = max(len(shown[0]) for episode in episodes for shown in episode)
+    solved = sum(bool(episode[-1]["info['success']"]) for episode in episodes)
+    longest = max(len(shown["observation"]) for episode in episodes for shown in episode)
     steps = max(len(episode) - 1 for episode in episodes)
     seen = (
         f"{len(episodes)} episodes of at most {steps} steps, observations of at most {longest:,} characters"
@@ -458,14 +424,14 @@ def _check_declarations(env: TextEnv[Any], at: Place) -> None:
     _expect_refused(env, f"{name}: step() before reset()")
 
 
-def _episode(env: TextEnv[Any], seed: int, at: Place, until: float = math.inf) -> list[Any]:
+def _episode(env: TextEnv[Any], seed: int, at: Place, until: float = math.inf) -> list[dict[str, Any]]:
     """Everything that one episode of random words shows."""
     choose = random.Random(seed)
     env.action_space.seed(seed)  # for envs of free text, whose words are patterns
     at.goes_to(seed, 0)
     observation, info = env.reset(seed=seed)
     expect(info.get("seed") == seed, f"{at.name}: info['seed'] must be {seed}, got {info.get('seed')!r}")
-    shown: list[Any] = [(_bytes(observation), info)]
+    shown = [_shown(observation, info)]
     over, step = False, 0
     while not over and step < MOST_STEPS and time.monotonic() < until:
         expect(info.keys() >= INFO_KEYS, f"{at.name}: info lacks {sorted(INFO_KEYS - info.keys())}")
@@ -490,15 +456,16 @@ def _episode(env: TextEnv[Any], seed: int, at: Place, until: float = math.inf) -
         )
         expect(info["step"] == step, f"{at.name}: info['step'] must be {step}, got {info['step']}")
         over = terminated or truncated
-        shown.append((_bytes(observation), reward, terminated, truncated, info))
+        shown.append(_shown(observation, info, reward=reward, terminated=terminated, truncated=truncated))
     if over:
         _expect_refused(env, f"{at.name}: step() after the end")
     return shown
 
 
-def _bytes(observation: Any) -> Any:
-    """What is equal for equal arrays, which `==` compares cell by cell; anything else as it is."""
-    return observation.tobytes() if isinstance(observation, np.ndarray) else observation
+def _shown(observation: Any, info: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What a step shows, by names; arrays as bytes, which can be compared as a whole."""
+    seen = observation.tobytes() if isinstance(observation, np.ndarray) else observation
+    return {"observation": seen, **more, **{f"info[{key!r}]": value for key, value in info.items()}}
 
 
 def _action(env: TextEnv[Any], word: str, at: Place) -> Any:
@@ -533,38 +500,25 @@ def _expect_refused(env: TextEnv[Any], what: str) -> None:
 
 
 # --- episodes that differ though their seed is one
-def _first_difference(one: list[Any], other: list[Any]) -> str:
+def _first_difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
     """Where two episodes differ, in words; empty if they do not, as far as both were played."""
-    names = ("observation", "reward", "terminated", "truncated", "info")
     for step, (a, b) in enumerate(zip(one, other, strict=False)):
-        labels = names if step else ("observation", "info")
-        for label, x, y in zip(labels, a, b, strict=True):
-            if label == "info":
-                keys = [key for key in {**x, **y} if repr(x.get(key)) != repr(y.get(key))]
-                if keys:
-                    label, x, y = f"info[{keys[0]!r}]", x.get(keys[0]), y.get(keys[0])
-                else:
-                    continue
-            if x != y:
-                return f"{label} {f'of step {step}' if step else 'at reset'} is {x!r:.60} or {y!r:.60}"
+        for name in {**a, **b}:
+            if repr(a.get(name)) != repr(b.get(name)):
+                place = f"of step {step}" if step else "at reset"
+                return f"{name} {place} is {a.get(name)!r:.60} or {b.get(name)!r:.60}"
     return ""
 
 
-def _blame_line(fresh: Callable[[], TextEnv[Any]], seed: int, at: Place, promise: str) -> None:
-    """Raise for a seed that does not fix its episode, with the user's line that is to blame where it can be found."""
+def _refuse_seed(seed: int, at: Place, problem: str) -> None:
+    """Raise for a seed that does not fix its episode."""
     at.goes_to(seed, WHOLE)
-    found = _line_that_changes(at.kind, lambda: _episode(fresh(), seed, Place()))
-    if found is None:
-        begin, generator = _beginning(at)
-        start = place_of(getattr(at.kind, begin.removesuffix("()")))
-        raise AssertionError(f"{at.name}: {promise}; draw all that is random from {generator} ({start})")
-    what, frame = found
     begin, generator = _beginning(at)
-    if what in _global_state():
-        how = f"uses {what}; draw from {generator} instead"
-    else:
-        how = f"changes {what}, which all envs share; make it anew in {begin}"
-    raise AssertionError(f"{at.name}.{frame.name}() {how}: {promise}\n  {in_one_line(frame)}")
+    start = place_of(getattr(at.kind, begin.removesuffix("()")))
+    raise AssertionError(
+        f"{at.name}: {problem}; draw all that is random from {generator}, and set all that changes in "
+        f"{begin} ({start}): what stands in the class or module is shared by all envs"
+    )
 
 
 def _beginning(at: Place) -> tuple[str, str]:
@@ -574,87 +528,6 @@ def _beginning(at: Place) -> tuple[str, str]:
     return "reset()", "self.np_random, which super().reset(seed=seed) makes"
 
 
-def _blame_attribute(fresh: TextEnv[Any], used: TextEnv[Any], seed: int, at: Place, difference: str) -> None:
-    """Raise for an env whose reset does not make everything anew, with the attributes that it left."""
-    at.goes_to(seed, WHOLE)
-    for env in (fresh, used):
-        env.reset(seed=seed)
-    plain = int | float | str | list | tuple | dict | set
-    left = [
-        f"self.{name}"
-        for name, value in vars(fresh).items()
-        if name not in _OF_TEXT_ENV and isinstance(value, plain) and value != vars(used).get(name)
-    ]
-    told = f"; not as in a fresh env: {', '.join(left[:5])}: set all in {_beginning(at)[0]}" if left else ""
-    raise AssertionError(
-        f"{at.name}: the episode before changed the episode after reset(): {difference}{told}"
-    )
-
-
-_OF_TEXT_ENV = frozenset(("_np_random_seed", "_seed", "_steps", "_over", "_success", "_options", "max_steps"))
-
-
-def _global_state() -> dict[str, Any]:
-    return {
-        "the global generator of random": random.getstate(),
-        "the global generator of numpy.random": pickle.dumps(np.random.get_state()),
-    }
-
-
-def _shared_state(kind: type | None) -> dict[str, Any]:
-    """What all envs of a class share and a line of the user's may change: generators, class attributes, globals."""
-    state = _global_state()
-    for owning in kind.__mro__ if kind is not None else ():
-        module = sys.modules.get(owning.__module__)
-        if owner(getattr(module, "__file__", None) or "") != "user":
-            continue
-        for where, names in ((owning.__name__, vars(owning)), (owning.__module__, vars(module))):
-            for name, value in list(names.items()):
-                if not name.startswith("__") and (shown := _content(value)) is not None:
-                    state[f"{where}.{name}"] = shown
-    return state
-
-
-def _content(value: Any) -> Any:
-    """What shows whether a shared value was changed; None where that cannot be seen."""
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, list | dict | set) and len(value) > 10_000:
-        return len(value)
-    known = isinstance(value, int | float | str | list | dict | set | bytearray | itertools.count)
-    return repr(value) if known else None
-
-
-def _line_that_changes(
-    kind: type | None, play: Callable[[], Any]
-) -> tuple[str, traceback.FrameSummary] | None:
-    """What shared state playing changes, and the first line of the user's that does so."""
-    found: list[tuple[str, traceback.FrameSummary]] = []
-    before = _shared_state(kind)
-    last: list[tuple[types.CodeType, int]] = []
-
-    def trace(frame: types.FrameType, event: str, argument: Any) -> Any:
-        if found or owner(frame.f_code.co_filename) != "user":
-            return None
-        if last:
-            now = _shared_state(kind)
-            changed = [name for name in now if now[name] != before.get(name)]
-            if changed:
-                code, line = last[0]
-                found.append((changed[0], traceback.FrameSummary(code.co_filename, line, code.co_name)))
-        last[:] = [(frame.f_code, frame.f_lineno)]
-        return trace
-
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        play()
-    except Exception:  # what it does now is of no interest
-        return found[0] if found else None
-    finally:
-        sys.settrace(previous)
-    return found[0] if found else None
+def _global_state() -> tuple[Any, bytes]:
+    """Of the generators that no env may use."""
+    return random.getstate(), pickle.dumps(np.random.get_state())

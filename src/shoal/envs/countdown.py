@@ -15,7 +15,7 @@ import numpy as np
 
 from shoal.core.errors import ConfigError, DataError, unknown_name
 from shoal.envs.actions import Projection
-from shoal.envs.dice import Dice
+from shoal.envs.dice import BulkRandom
 from shoal.envs.records import field, load_records, shared_items
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
@@ -187,7 +187,7 @@ def make_puzzle(rng: np.random.Generator, level: Level) -> Puzzle:
 
     Intermediate values are positive integers; the target is none of the numbers.
     """
-    dice = Dice(rng)
+    dice = BulkRandom(rng)
     while True:
         count = dice.between(level.min_numbers, level.max_numbers)
         numbers = tuple(dice.between(1, level.largest_number) for _ in range(count))
@@ -201,7 +201,7 @@ def make_puzzle(rng: np.random.Generator, level: Level) -> Puzzle:
             return Puzzle(numbers, target, solution[1:-1])
 
 
-def _join(dice: Dice, left: tuple[int, str], right: tuple[int, str], level: Level) -> tuple[int, str]:
+def _join(dice: BulkRandom, left: tuple[int, str], right: tuple[int, str], level: Level) -> tuple[int, str]:
     """One operation on two parts, drawn among those that give a positive integer of a useful size."""
     if left[0] < right[0]:
         left, right = right, left
@@ -213,7 +213,7 @@ def _join(dice: Dice, left: tuple[int, str], right: tuple[int, str], level: Leve
         "/": a // b if b > 1 and a % b == 0 else 0,
     }
     signs = [sign for sign in level.operations if possible[sign] > 0] or ["+"]
-    sign = dice.one(signs)
+    sign = dice.choice(signs)
     return possible[sign], f"({first} {sign} {second})"
 
 
@@ -255,7 +255,7 @@ class CountdownConfig:
             raise unknown_name("Countdown difficulty", self.difficulty, LEVELS)
         check_numbers(self, max_steps=1)
         if self.source == "generated" and self.split != "all":
-            raise ConfigError("split is for files; generated puzzles are told apart by their seeds")
+            raise ConfigError("split is for files; generated puzzles differ by their seeds")
 
 
 class CountdownEnv(TextEnv[CountdownConfig]):

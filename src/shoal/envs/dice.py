@@ -13,7 +13,7 @@ import numpy as np
 T = TypeVar("T")
 
 
-class Dice:
+class BulkRandom:
     """Draws from the 64-bit words of `rng`, taken `block` at a time, handed out one by one."""
 
     __slots__ = ("_block", "_raw", "_words")
@@ -46,11 +46,11 @@ class Dice:
         """An integer from `low` to `high`, both included."""
         return low + self.below(high - low + 1)
 
-    def one(self, options: Sequence[T]) -> T:
+    def choice(self, options: Sequence[T]) -> T:
         """One of the options."""
         return options[self.below(len(options))]
 
-    def some(self, options: Sequence[T], count: int) -> list[T]:
+    def sample(self, options: Sequence[T], count: int) -> list[T]:
         """`count` different options (or all there are), in a random order."""
         rest = list(options)
         return [rest.pop(self.below(len(rest))) for _ in range(min(count, len(rest)))]

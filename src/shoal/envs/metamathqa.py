@@ -13,7 +13,7 @@ import numpy as np
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.envs.actions import Projection
-from shoal.envs.dice import Dice
+from shoal.envs.dice import BulkRandom
 from shoal.envs.math_answers import (
     MAX_ANSWER,
     MAX_RESPONSE,
@@ -71,9 +71,9 @@ def as_text(value: Fraction | int) -> str:
 
 def make_question(rng: np.random.Generator, steps: int) -> Question:
     """A word problem that takes about `steps` operations (1 to 8)."""
-    dice = Dice(rng)
+    dice = BulkRandom(rng)
     kinds = [kind for kind, (low, high) in KINDS.items() if low <= steps <= high]
-    text, answer, working = dice.one(kinds)(dice, steps)
+    text, answer, working = dice.choice(kinds)(dice, steps)
     shown = as_text(answer)
     return Question(text, shown, "\n".join([*working, f"The answer is: {shown}"]))
 
@@ -92,9 +92,9 @@ def add_up(values: Sequence[N], working: list[str]) -> N:
     return total
 
 
-def collection(dice: Dice, steps: int) -> Story:
+def collection(dice: BulkRandom, steps: int) -> Story:
     """One person's things grow and shrink; each event is one operation."""
-    name, other, item = dice.one(NAMES[:13]), dice.one(NAMES[13:]), dice.one(ITEMS)
+    name, other, item = dice.choice(NAMES[:13]), dice.choice(NAMES[13:]), dice.choice(ITEMS)
     count = dice.between(4, 40)
     sentences, working = [f"{name} has {count} {item}."], []
     for _ in range(steps):
@@ -110,12 +110,12 @@ def collection(dice: Dice, steps: int) -> Story:
             sentences.append(f"By the next week {name} has {word} as many {item} as before.")
             new, sum_ = count * times, f"{count} * {times}"
         elif kind == 2 and parts:
-            part = dice.one(parts)
+            part = dice.choice(parts)
             sentences.append(f"{name} loses 1/{part} of the {item}.")
             new, sum_ = count - count // part, f"{count} - {count} / {part}"
         elif kind == 3:
             packs, each = dice.between(2, 9), dice.between(2, 12)
-            sentences.append(f"{name} buys {packs} {dice.one(CONTAINERS)} with {each} {item} in each.")
+            sentences.append(f"{name} buys {packs} {dice.choice(CONTAINERS)} with {each} {item} in each.")
             new, sum_ = count + packs * each, f"{count} + {packs} * {each}"
         else:
             found = dice.between(2, 60)
@@ -127,10 +127,10 @@ def collection(dice: Dice, steps: int) -> Story:
     return " ".join(sentences), Fraction(count), working
 
 
-def shopping(dice: Dice, steps: int) -> Story:
+def shopping(dice: BulkRandom, steps: int) -> Story:
     """Several goods at their prices, and the change from a round sum."""
-    name = dice.one(NAMES)
-    goods = dice.some(GOODS, max(1, steps - 1))
+    name = dice.choice(NAMES)
+    goods = dice.sample(GOODS, max(1, steps - 1))
     costs: list[Fraction] = []
     parts, working = [], []
     for good in goods:
@@ -146,9 +146,9 @@ def shopping(dice: Dice, steps: int) -> Story:
     return text, paid - total, working
 
 
-def discount(dice: Dice, steps: int) -> Story:
+def discount(dice: BulkRandom, steps: int) -> Story:
     """A price after one or several percentages."""
-    good, price = dice.one(GOODS), Fraction(dice.between(2, 40) * 10)
+    good, price = dice.choice(GOODS), Fraction(dice.between(2, 40) * 10)
     sentences, working = [f"A {good} costs ${price}."], []
     for _ in range(steps):
         percent, up = dice.between(1, 10) * 5, dice.between(0, 2) == 0
@@ -159,9 +159,9 @@ def discount(dice: Dice, steps: int) -> Story:
     return " ".join([*sentences, "What does it cost in the end, in dollars?"]), price, working
 
 
-def journey(dice: Dice, steps: int) -> Story:
+def journey(dice: BulkRandom, steps: int) -> Story:
     """Legs of a journey at their speeds: the distance, or the mean speed."""
-    name, legs = dice.one(NAMES), max(1, steps - 1)
+    name, legs = dice.choice(NAMES), max(1, steps - 1)
     distances: list[int] = []
     hours, sentences, working = Fraction(0), [], []
     for leg in range(legs):
@@ -182,9 +182,9 @@ def journey(dice: Dice, steps: int) -> Story:
     return " ".join([*sentences, "How many km is that in all?"]), Fraction(distance), working
 
 
-def ages(dice: Dice, steps: int) -> Story:
+def ages(dice: BulkRandom, steps: int) -> Story:
     """A chain of people, each compared with the one before."""
-    people = dice.some(NAMES, steps + 1)
+    people = dice.sample(NAMES, steps + 1)
     age = dice.between(5, 14)
     sentences, working = [f"{people[0]} is {age} years old."], []
     for before, name in itertools.pairwise(people):
@@ -203,9 +203,9 @@ def ages(dice: Dice, steps: int) -> Story:
     return " ".join([*sentences, f"How old is {people[-1]}?"]), Fraction(age), working
 
 
-def sharing(dice: Dice, steps: int) -> Story:
+def sharing(dice: BulkRandom, steps: int) -> Story:
     """Things from several containers, divided among children; the share may be a fraction."""
-    item, container = dice.one(ITEMS), dice.one(CONTAINERS)
+    item, container = dice.choice(ITEMS), dice.choice(CONTAINERS)
     amounts = [(dice.between(2, 8), dice.between(3, 15)) for _ in range(max(1, steps - 1))]
     children = dice.between(2, 8)
     parts = [f"{count} {container} with {each} {item} in each" for count, each in amounts]
@@ -219,7 +219,7 @@ def sharing(dice: Dice, steps: int) -> Story:
     return text, Fraction(total, children), working
 
 
-KINDS: dict[Callable[[Dice, int], Story], tuple[int, int]] = {
+KINDS: dict[Callable[[BulkRandom, int], Story], tuple[int, int]] = {
     collection: (1, 8),
     shopping: (2, 8),
     discount: (1, 2),
@@ -308,7 +308,7 @@ class MetaMathQAConfig:
         if not 0 <= self.decay <= 1:
             raise ConfigError(f"decay must be in [0, 1], got {self.decay}")
         if self.source == "generated" and self.split != "all":
-            raise ConfigError("split is for files; generated questions are told apart by their seeds")
+            raise ConfigError("split is for files; generated questions differ by their seeds")
 
 
 class MetaMathQAEnv(TextEnv[MetaMathQAConfig]):

@@ -6,7 +6,6 @@ registered here for free text, which travels as code points.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import string
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from gymnasium import Space
-from gymnasium.spaces import Box, Discrete, Text, flatten, flatten_space, unflatten
+from gymnasium.spaces import Box, Text, flatten, flatten_space, unflatten
 from gymnasium.vector.utils import read_from_shared_memory
 from numpy.typing import NDArray
 
@@ -77,9 +76,9 @@ def why_not_in(space: Text, text: str) -> str:
 
 
 def own_space(value: S) -> S:
-    """A copy of a space, and of the spaces in it, whose random generators nobody else has.
+    """A copy of a space, and of the spaces in it, with random generators of its own.
 
-    Spaces that stand on a class are told to all its envs; a generator must belong to one. Whatever is no
+    All envs of a class share the spaces that it states; a generator must belong to one env. Whatever is no
     space, or holds none, is returned as it is.
     """
     if isinstance(value, Space):
@@ -93,31 +92,6 @@ def own_space(value: S) -> S:
     if isinstance(value, dict) and any(isinstance(part, Space) for part in value.values()):
         return type(value)((name, own_space(part)) for name, part in value.items())  # type: ignore[return-value]
     return value
-
-
-class QuickDiscrete(Discrete):
-    """`Discrete`, with the same answer to every question, sooner where an action is one of NumPy's integers.
-
-    Many envs ask their action space at each step whether the action is in it, which takes a quarter of a step of
-    CartPole. A copy, also by pickle, is a plain `Discrete`.
-    """
-
-    def contains(self, x: Any) -> bool:
-        """Whether `x` is one of the choices."""
-        if type(x) is np.int64:
-            return int(self.start) <= int(x) < int(self.start) + int(self.n)
-        return super().contains(x)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return Discrete, (1,), vars(self).copy()
-
-
-def ask_quickly(env: Any) -> None:
-    """Have the env's own action space answer sooner (see `QuickDiscrete`), where it is one that can."""
-    with contextlib.suppress(Exception):  # what its properties raise, it raises where somebody needs them
-        space = env.unwrapped.action_space
-        if type(space) is Discrete and space.dtype == np.int64:
-            space.__class__ = QuickDiscrete
 
 
 @flatten.register(FreeText)

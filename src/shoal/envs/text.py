@@ -25,7 +25,7 @@ import numpy as np
 from gymnasium.utils import seeding
 
 from shoal.core.configuration import convert_fields
-from shoal.core.data import MOST_REWARD, refuse_words, reward_of
+from shoal.core.data import MOST_REWARD, check_flags, reward_of
 from shoal.core.errors import ConfigError, EnvError, owner, place_of
 from shoal.core.seeding import stream
 from shoal.envs.actions import Projection
@@ -55,7 +55,7 @@ def _in_bools(outcome: Outcome) -> Outcome:
     said = {
         name: getattr(outcome, name) for name in ("terminated", "truncated", "success", "effective", "valid")
     }
-    refuse_words(**said)
+    check_flags(**said)
     yes = {name: bool(value) for name, value in said.items()}
     return outcome._replace(**yes)  # type: ignore[arg-type]
 
@@ -81,7 +81,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
     max_steps: int = TextConfig.max_steps
     """Steps after which an episode is truncated."""
     instructions: str
-    """The rules as told to the model: goal, symbols, what actions mean. No line about the reply format."""
+    """The rules for the model: goal, symbols, what actions mean. No line about the reply format."""
     projection: Projection
     """How model text becomes an action of this env."""
     invalid_action: ClassVar[Action] = 0
@@ -132,11 +132,8 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         self._success = False
         self._rng = np.random.default_rng(0)
         self._gymnasium_rng: np.random.Generator | None = None
-        self._plain_space: Any = None
-        self._plain_range = range(0)
-        self._text_space: Any = None
+        self._numbers = range(0)
         self._stated_space: gymnasium.spaces.Text | None = None
-        self._most_characters: float = -1
         self._has_anchor = type(self).anchor is not TextEnv.anchor
 
     @classmethod
@@ -146,7 +143,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
 
     @property
     def _np_random(self) -> np.random.Generator | None:  # type: ignore[override]
-        """Gymnasium's own generator, which shoal's envs never use: seeded when somebody looks at it."""
+        """Gymnasium's own generator, which shoal's envs never use: seeded when it is first read."""
         if self._gymnasium_rng is None and self._np_random_seed is not None and self._np_random_seed >= 0:
             self._gymnasium_rng, _ = seeding.np_random(self._np_random_seed)
         return self._gymnasium_rng
@@ -184,7 +181,7 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return self.projection.words()
 
     def expert_action(self) -> str | None:
-        """What somebody who knows the answer would do now, as the projection reads it.
+        """The action of an expert, which knows the answer, in words that the projection reads.
 
         None where the env has no expert, or where nothing leads to success any more.
         """
@@ -209,16 +206,22 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             if self._seed is None:
                 self._rng = np.random.default_rng()
             seed = int(self._rng.integers(2**63))
-        seed = _whole(seed)
+        seed = operator.index(seed)
         if seed < 0:
             raise ValueError(f"seed must be at least 0, got {seed}")
         self._np_random_seed, self._gymnasium_rng = seed, None
         self._seed, self._steps, self._over, self._success = seed, 0, True, False
         self._options = options  # for an env inside
+        space, actions = self.observation_space, self.action_space
+        # A space that a constructor made is not held against an observation: a subclass may show more.
+        stated = isinstance(space, gymnasium.spaces.Text) and space == type(self).observation_space
+        self._stated_space = space if stated else None  # type: ignore[assignment]
+        if isinstance(actions, gymnasium.spaces.Discrete):  # which takes long to say what it contains
+            self._numbers = range(int(actions.start), int(actions.start + actions.n))
         self._rng = stream(seed, "env", self.seed_stream)
         self._start(self._rng)
         self._over = False  # not before: where no world was made, there is no episode to be stepped
-        return self._checked_observation(closely=True), self._info(_BEGINNING)
+        return self._checked_observation(), self._info(_BEGINNING)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step; raises `EnvError` when the episode is over (or was never started)."""
@@ -257,24 +260,14 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         """The observation, for `render_mode="ansi"`."""
         return self.observe() if self.render_mode == "ansi" else None
 
-    def _checked_observation(self, *, closely: bool = False) -> Any:
-        """The observation, refused where it is no text and should be, or is not in the space that the class states.
-
-        A space that a constructor made is not held against it: a subclass may show more.
-        """
+    def _checked_observation(self) -> Any:
+        """The observation; refused if it should be text and is not, or is not in the space that the class states."""
         seen = self._observation()
-        space = self.observation_space
-        if self._text_space is not space:
-            self._text_space, self._stated_space, self._most_characters = space, None, -1
-            if isinstance(space, gymnasium.spaces.Text):
-                self._stated_space = space if space == type(self).observation_space else None
-                self._most_characters = math.inf if self._stated_space is None else space.max_length
-        if closely or type(seen) is not str or len(seen) > self._most_characters:
-            stated = self._stated_space
-            if not isinstance(seen, str) and isinstance(space, gymnasium.spaces.Text):
-                self._blame_method("observe", f"must return a string, got {_kind_of(seen)}")
-            if stated is not None and not stated.contains(seen):
-                self._blame_method("observe", f"gave {seen!r:.80}, but {why_not_in(stated, seen)}")
+        if not isinstance(seen, str) and isinstance(self.observation_space, gymnasium.spaces.Text):
+            self._blame_method("observe", f"must return a string, got {_kind_of(seen)}")
+        stated = self._stated_space
+        if stated is not None and not stated.contains(seen):
+            self._blame_method("observe", f"gave {seen!r:.80}, but {why_not_in(stated, seen)}")
         return seen
 
     def _blame_method(self, method: str, problem: str) -> NoReturn:
@@ -288,23 +281,20 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
             self._blame_method(method, f": {error}")
 
     def _checked(self, action: Any) -> Action:
-        if type(action) is int and action in self._plain_actions():
+        if type(action) is int and action in self._numbers:
             return action
         if isinstance(action, np.generic | np.ndarray) and action.size == 1:
             action = action.item()
         named = isinstance(action, int | str) and not isinstance(action, bool)
         if named and (action == self.invalid_action or self.action_space.contains(action)):
             return action  # type: ignore[no-any-return]
-        raise EnvError(f"{type(self).__name__}: action must be in {self.action_space}, got {action!r}")
-
-    def _plain_actions(self) -> range:
-        """The whole numbers of a discrete space, kept because a space takes long to say what it contains."""
-        space = self.action_space
-        if self._plain_space is not space:
-            self._plain_space, self._plain_range = space, range(0)
-            if isinstance(space, gymnasium.spaces.Discrete):
-                self._plain_range = range(int(space.start), int(space.start + space.n))
-        return self._plain_range
+        if isinstance(action, str) and (found := self.projection.action_of(action)) is not None:
+            return found
+        words = ", ".join(self.projection.words())
+        raise EnvError(
+            f"{type(self).__name__}: action must be in {self.action_space}{words and f', or one of {words}'}; "
+            f"got {action!r}"
+        )
 
     def _info(self, outcome: Outcome) -> dict[str, Any]:
         info: dict[str, Any] = {
@@ -443,15 +433,6 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     return "None" if value is None else type(value).__name__
-
-
-def _whole(seed: Any) -> int:
-    if type(seed) is int:
-        return seed
-    if not isinstance(seed, bool):
-        with contextlib.suppress(TypeError):
-            return operator.index(seed)
-    raise TypeError(f"seed must be a whole number or None, got {seed!r:.80}")
 
 
 def build_config(kind: type[C], settings: Mapping[str, Any]) -> C:

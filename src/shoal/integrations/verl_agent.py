@@ -26,7 +26,7 @@ from uuid import uuid4
 
 from shoal import envs
 from shoal.core.data import Trajectory
-from shoal.core.errors import ConfigError, DataError, EngineError, did_you_mean, in_words, needs_extra
+from shoal.core.errors import ConfigError, DataError, EngineError, did_you_mean, format_error, needs_extra
 from shoal.core.executors import OwnThread
 from shoal.integrations.rows import bridge_config, require_whole_episodes
 from shoal.integrations.verl import agent_loop_outputs
@@ -137,7 +137,7 @@ class ShoalAgentLoop(AgentLoopBase):
         except (ConfigError, EngineError):
             raise
         except Exception as error:  # of the tokenizer or a template, say: it costs this episode alone
-            return episode.trajectory("engine_error", in_words(error))
+            return episode.trajectory("engine_error", format_error(error))
         finally:
             await own.close()
         return episode.trajectory()
@@ -155,7 +155,7 @@ class ShoalAgentLoop(AgentLoopBase):
                 sampling_params={**sampling_params, "max_tokens": min(sampling.max_tokens, room)},
             )
         except Exception as error:
-            raise EngineError(f"verl's server failed: {in_words(error)}") from error
+            raise EngineError(f"verl's server failed: {format_error(error)}") from error
         metrics.generate_sequences += asyncio.get_running_loop().time() - clock
         limit = min(sampling.max_tokens, room)
         end, finish = self._end(list(answer.token_ids[:limit]), sampling.stop)

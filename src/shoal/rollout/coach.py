@@ -12,7 +12,7 @@ from typing import Any, cast
 import gymnasium
 from numpy.random import Generator
 
-from shoal.core.data import answer_of, info_of
+from shoal.core.data import check_step_result, info_of
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import stream
 from shoal.envs import TextEnv
@@ -45,7 +45,7 @@ class CoachedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Begin the episode whose number `options` have for this seed."""
-        observation, info = answer_of(self._text.reset(seed=seed), "reset")
+        observation, info = check_step_result(self._text.reset(seed=seed), "reset")
         number = (options or {}).get(NUMBERS, {}).get(seed)
         self._rng = None if number is None else stream(self._seed, "warmup", self._tag, number)
         self._only_expert = self._wants_only_expert and self._text.expert_action() is not None
@@ -53,7 +53,7 @@ class CoachedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:
         """The env's step."""
-        observation, reward, terminated, truncated, info = answer_of(self._text.step(action), "step")
+        observation, reward, terminated, truncated, info = check_step_result(self._text.step(action), "step")
         over = terminated or truncated
         return observation, reward, terminated, truncated, info if over else self._with_answer(info)
 

@@ -153,9 +153,10 @@ class Driver:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
         if self._over.done():
             return
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if error is not None:
             self._over.set_exception(error)
         elif not self._left:
             self._over.set_result(None)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.core.data import MOST_REWARD, Status, Trajectory, Turn, info_of, refuse_words, reward_of
-from shoal.core.errors import EngineError, EnvError, in_words
+from shoal.core.data import MOST_REWARD, Status, Trajectory, Turn, check_flags, info_of, reward_of
+from shoal.core.errors import EngineError, EnvError, format_error
 from shoal.envs.actions import Projected, Projection
 from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene, first_difference
@@ -139,7 +139,7 @@ class Episode:
             written = _text(self._prompter.tokenizer.decode(completion.token_ids))
         except Exception as error:
             raise EngineError(
-                f"the tokenizer cannot decode the engine's answer ({in_words(error)}): "
+                f"the tokenizer cannot decode the engine's answer ({format_error(error)}): "
                 f"{str(completion.token_ids)[:200]}"
             ) from error
         self._response = self._prompter.config.response(written)
@@ -166,7 +166,7 @@ class Episode:
                 f"got {self._paid:.3g} with a reward of {number}"
             )
         valid, success = info.get("action_is_valid", True), info.get("success", info.get("won", False))
-        refuse_words(terminated, truncated, action_is_valid=valid, success=success)
+        check_flags(terminated, truncated, action_is_valid=valid, success=success)
         self._reward += number
         self._valid, self._success = self._valid and bool(valid), bool(success)
         self._terminated, self._truncated = bool(terminated), bool(truncated)

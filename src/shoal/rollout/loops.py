@@ -93,9 +93,7 @@ def run_here(work: Coroutine[Any, Any, T]) -> T:
 
     The first Ctrl-C waits for the step that is under way, a second one does not.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if asyncio._get_running_loop() is None:
         with asyncio.Runner() as runner:
             return runner.run(work)
     with LoopThread("shoal-rollout") as aside:

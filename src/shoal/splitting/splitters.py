@@ -24,7 +24,7 @@ from shoal.core.executors import (
     connect_ray,
     map_ordered,
 )
-from shoal.core.sharing import Parked, Shared, park, parking_place, shared_by_ray
+from shoal.core.sharing import Shared, SpilledResult, shared_by_ray, spill, spill_folder
 from shoal.splitting.batch import Batch, Padding, Sample, Shape, Skipped
 from shoal.splitting.cut import Cut, Limits, answers_of, places_of
 from shoal.splitting.encode import MODEL_TEXT, ChatTemplate, Encoder
@@ -369,12 +369,12 @@ class TrajectorySplitter:
             in_flight = 1
         plan = shared_by_ray(self.plan) if isinstance(executor, RayExecutor) else Shared(self.plan)
         with contextlib.ExitStack() as stack:
-            parking = stack.enter_context(parking_place()) if by_file else None
-            todo = deque((plan, job, parking) for job in jobs if job.refused is None)
+            folder = stack.enter_context(spill_folder()) if by_file else None
+            todo = deque((plan, job, folder) for job in jobs if job.refused is None)
             outcomes = _outcomes(executor, todo, in_flight)
             for done, job in enumerate(jobs, 1):
                 outcome = next(outcomes) if job.refused is None else job.refused
-                if isinstance(outcome, Parked):
+                if isinstance(outcome, SpilledResult):
                     outcome = outcome.fetched()
                 if isinstance(outcome, SplitTrajectory):
                     if not local and isinstance(outcome.pixels, TrajectoryPixels):
@@ -453,7 +453,7 @@ SPLITTERS: dict[str, type[TrajectorySplitter]] = {
 
 def _start_ray(num_cpus: int) -> int:
     """Start a local Ray if none is running; returns how many tasks may be submitted ahead."""
-    ray, _ = connect_ray(num_cpus, wanted_by="split_parallel")
+    ray = connect_ray(num_cpus, wanted_by="split_parallel")
     # Where Ray has more CPUs than asked for, what is submitted is what runs.
     return num_cpus if ray.cluster_resources().get("CPU", 0) > num_cpus else 2 * num_cpus
 
@@ -465,7 +465,7 @@ def _several_machines() -> bool:
 
 
 Item = tuple[Shared[Plan], Job, str | None]
-Outcome = SplitTrajectory | Parked[SplitTrajectory] | DataError
+Outcome = SplitTrajectory | SpilledResult[SplitTrajectory] | DataError
 MOST_DEATHS = 3
 
 
@@ -505,10 +505,10 @@ def _outcomes(executor: Executor, todo: deque[Item], in_flight: int | None) -> I
 
 
 def _work(item: Item) -> Outcome:
-    plan, job, parking = item
+    plan, job, folder = item
     try:
         done = split_recording(plan.get(), job)
-        return done if parking is None else park(done, parking)
+        return done if folder is None else spill(done, folder)
     except Exception as error:
         if fault := shortage(error):
             raise fault from None  # the recording is whole, and would be missing

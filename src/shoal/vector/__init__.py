@@ -13,14 +13,14 @@ _HOME = {
     "ParallelEnv": "compat",
     "PettingZooVectorEnv": "multi_agent",
     "PufferStyle": "compat",
-    "Ready": "values",
+    "Ready": "infos",
     "SB3VecEnv": "sb3",
-    "StepResult": "values",
+    "StepResult": "infos",
     "VectorPool": "vector_env",
-    "groups": "vector_env",
+    "groups": "arguments",
     "make_vec": "make",
 }
-__all__ = sorted(_HOME)
+__all__ = sorted(name for name in _HOME if name != "SB3VecEnv")  # which needs Stable-Baselines3
 
 
 def __getattr__(name: str) -> Any:

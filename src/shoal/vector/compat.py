@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -18,23 +17,20 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from shoal.core.errors import EnvError
+from shoal.core.errors import ConfigError, EnvError
 from shoal.core.executors import Closing
-from shoal.core.processes import START_METHODS, StartMethod
-from shoal.vector.buffers import one_each
+from shoal.core.workers import START_METHODS, StartMethod
+from shoal.vector.arguments import check_whole, groups, one_each, seeds_per_env
 from shoal.vector.failures import Failure, OnFailure
 from shoal.vector.make import (
-    TEXT_BYTES,
     BackendName,
     Options,
     env_fns_of,
     make_vec,
     open_workers,
     planned,
-    probe,
 )
-from shoal.vector.values import whole
-from shoal.vector.vector_env import Description, VectorPool, groups, spread
+from shoal.vector.vector_env import Description, VectorPool
 
 
 class MultiProcessEnvironmentContainer(Closing):
@@ -150,7 +146,11 @@ class ParallelEnv(Closing):
         **options: Any,
     ) -> None:
         self.envs = make_vec(
-            list(env_fns), backend=options.pop("backend", "process"), start_method=start_method, **options
+            list(env_fns),
+            backend=options.pop("backend", "process"),
+            start_method=start_method,
+            autoreset=options.pop("autoreset", "same_step"),
+            **options,
         )
         self.n_envs = self.num_envs = self.envs.num_envs
         self.observation_space = self.envs.single_observation_space
@@ -193,9 +193,7 @@ class AsyncVectorEnv(VectorPool):
         observation_mode: "same", "different" or `(batched space, single space)`.
         autoreset_mode: Gymnasium's.
         max_concurrency: how many environments may be at work at once.
-        num_workers: as the following, of `make_vec`. Without it one env more is made and tried for a moment: those
-            that wait get a thread each. (Not with a time limit or where failures are replaced: what hangs or
-            dies in the trial would take the caller along.)
+        num_workers: as the following, of `make_vec`.
     """
 
     def __init__(
@@ -217,8 +215,6 @@ class AsyncVectorEnv(VectorPool):
         on_failure: OnFailure = "raise",
         max_restarts: int = 3,
         check_nan: bool = False,
-        ring: int | None = None,
-        text_bytes: int = TEXT_BYTES,
     ) -> None:
         if worker is not None:
             raise ValueError("a custom `worker` is not supported: put what it does into the env or a wrapper")
@@ -244,24 +240,18 @@ class AsyncVectorEnv(VectorPool):
             on_failure=on_failure,
             max_restarts=max_restarts,
             check_nan=check_nan,
-            ring=ring,
-            text_bytes=text_bytes,
+            threads=threads,
+            copy=copy,
         )
         fns = env_fns_of(list(env_fns), None, None, ())
-        if options.num_workers is None and not (threads or options.guarded):
-            cost = probe(fns[0])  # (Gymnasium's makes one env more, too)
-            threads = cost is not None and cost.waits
         describe = lambda found: spaces_by_mode(_static(found, shared_memory), observation_mode)  # noqa: E731
-        opened = open_workers(fns, planned(fns, replace(options, threads=threads)), options, describe)
-        super().__init__(
-            *opened[:5], on_failure=on_failure, max_restarts=max_restarts, copy_observations=copy
-        )
+        super().__init__(*open_workers(fns, planned(fns, options), options, describe), **options.policy)
         if isinstance(observation_mode, tuple):
             self.single_observation_space = observation_mode[1]
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Close as Gymnasium does: with a warning, and after `timeout` by force, when a call is pending."""
-        if (state := self._turn.get("now", {}).get("state")) is not None:
+        if (state := self._state) is not None:
             logger.warn(f"Calling `close` while waiting for a pending call to `{state}` to complete.")
         super().close_extras(timeout, terminate)
 
@@ -336,46 +326,69 @@ def spaces_by_mode(found: Description, mode: Any) -> Description:
     return found._replace(observation_space=batched)
 
 
+def needs_same_step(pool: VectorPool, face: str) -> VectorPool:
+    """Refuse a vector env that does not reset an env in the step in which its episode ends.
+
+    Raises:
+        ConfigError: says what to pass to `make_vec`.
+    """
+    if pool.autoreset_mode is not AutoresetMode.SAME_STEP:
+        raise ConfigError(
+            f"{face} needs environments that reset in the step in which an episode ends, got "
+            f"{pool.autoreset_mode.name}: pass autoreset='same_step' to make_vec"
+        )
+    return pool
+
+
 class EnvPoolStyle:
-    """EnvPool's asynchronous interface: every `recv` gives `batch_size` (or all) environments, whichever came first."""
+    """EnvPool's asynchronous interface: every `recv` gives `batch_size` (or all) environments, whichever came first.
+
+    The `pool` has `autoreset="same_step"`.
+    """
 
     def __init__(self, pool: VectorPool, batch_size: int | None = None) -> None:
-        self.pool = pool
+        self.pool = needs_same_step(pool, type(self).__name__)
         self.num_envs = pool.num_envs
-        self.batch_size = whole(batch_size or pool.num_envs, "batch_size", 1)
+        self.batch_size = check_whole(batch_size or pool.num_envs, "batch_size", 1)
         if self.batch_size > self.num_envs:
             raise ValueError(f"batch_size must be in [1, {self.num_envs}], got {batch_size}")
         self.observation_space, self.action_space = pool.single_observation_space, pool.single_action_space
-        self._spare: list[tuple[Any, ...]] = []
+        self._spare: list[tuple[Any, ...]] = []  # received and not returned
+        self._held: dict[int, Any] = {}  # actions for workers of which other envs have none yet
 
     def async_reset(self, seed: int | None = None) -> None:
         """Begin an episode everywhere; the first observations come by `recv`.
 
         Steps that are under way run to their end, and nobody receives them.
         """
-        seeds = spread(seed, self.num_envs)
+        seeds = seeds_per_env(seed, self.num_envs)
         while self.pool.in_flight:
             self.pool.recv(self.num_envs)
-        self._spare = []
+        self._spare, self._held = [], {}
         self.pool.send_reset(range(self.num_envs), seeds)
 
     def recv(self) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Observations, rewards, terminated, truncated and infos of `batch_size` environments.
 
-        `infos["env_id"]` says which they are, `infos["infos"]` has what each of them told.
+        `infos["env_id"]` says which they are, `infos["infos"]` has what each of them reported.
         """
         wanted = max(1, min(self.batch_size, len(self._spare) + len(self.pool.in_flight)))
         if len(self._spare) < wanted:
             ready = self.pool.recv(wanted - len(self._spare))
             columns = self.pool.buffers.observations.flatten(ready.observations)
             for k, i in enumerate(ready.ids.tolist()):
-                row = [column[k : k + 1] for column in columns]
+                row = [column[k] for column in columns]
                 flags = (ready.rewards[k], ready.terminated[k], ready.truncated[k])
                 self._spare.append((i, row, *flags, ready.infos[k]))
         taken, self._spare = self._spare[:wanted], self._spare[wanted:]
-        ids, values, rewards, terminated, truncated, infos = zip(*taken, strict=True)
+        ids, rows, rewards, terminated, truncated, infos = zip(*taken, strict=True)
+        layout = self.pool.buffers.observations
+        columns = [
+            np.stack(column) if leaf.kind == "fixed" else column
+            for leaf, column in zip(layout.leaves, zip(*rows, strict=True), strict=True)
+        ]
         return (
-            self.pool.stacked(values),
+            layout.rebuild(columns),
             np.array(rewards),
             np.array(terminated),
             np.array(truncated),
@@ -383,8 +396,15 @@ class EnvPoolStyle:
         )
 
     def send(self, actions: Any, env_id: Any = None) -> None:
-        """Give these environments their next actions; without ids, all of them in order."""
-        self.pool.send(range(self.num_envs) if env_id is None else list(env_id), actions)
+        """Give these environments their next actions; without ids, all of them in order.
+
+        Environments that share a worker begin to step when all of them have an action.
+        """
+        ids = range(self.num_envs) if env_id is None else [int(i) for i in env_id]
+        self._held.update(zip(ids, one_each(actions, len(ids)), strict=True))
+        for worker in self.pool.workers:
+            if self._held.keys() >= set(worker.ids):
+                self.pool.send(worker.ids, [self._held.pop(i) for i in worker.ids])
 
     def step(self, actions: Any, env_id: Any = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """`send`, then `recv`."""

@@ -12,14 +12,13 @@ import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import gymnasium
 
 from shoal.core.errors import WorkerDiedError, WorkerError, WorkerTimeoutError, where_it_hangs, with_frames
-from shoal.core.processes import RemoteTraceback
 from shoal.core.seeding import derive_seed
-from shoal.vector.values import Told
+from shoal.core.workers import RemoteTraceback, dumps
 
 
 @dataclass
@@ -40,7 +39,7 @@ class Failure:
     def __getstate__(self) -> dict[str, Any]:
         """With the exception as a pickle of its own, or dropped where it does not survive that."""
         try:
-            data = pickle.dumps(self.exception)
+            data = dumps(self.exception)
             pickle.loads(data)
         except BaseException:
             data = pickle.dumps(None)
@@ -73,55 +72,42 @@ def where_it_was(stack: str) -> str:
     return ""
 
 
-def error_of(failure: Failure) -> WorkerError:
-    """The exception to raise: a `WorkerError` that is also of the original type where classes allow it."""
+def describe(failure: Failure) -> str:
+    """The failure in one line."""
     where = f" (pid {failure.pid})" if failure.pid is not None else ""
     acted = f" with action {failure.action}" if failure.action is not None else ""
     limit = "make_timeout, else step_timeout" if failure.doing == "make" else "step_timeout"
     named = f" ({limit})" if failure.kind == "timeout" else ""
-    message = f"env {failure.env}{where} failed in {failure.doing}{acted}: {failure.summary}{named}"
-    base = {"died": WorkerDiedError, "timeout": WorkerTimeoutError}.get(failure.kind, WorkerError)
-    error = _typed(base, failure.exception, message)
-    told = {"worker_restarted": True, "worker_error": message, "worker_env": failure.env}
-    told["worker_summary"] = failure.summary
-    error.told = {**told, "worker_timeout": True} if failure.kind == "timeout" else told
-    original = failure.exception
-    if isinstance(original, BaseException):
-        if failure.trace and original.__traceback__ is None:
-            original.__cause__ = RemoteTraceback(failure.trace)
-        error.__cause__ = original
-    elif failure.trace:
-        error.__cause__ = RemoteTraceback(failure.trace)
+    return f"env {failure.env}{where} failed in {failure.doing}{acted}: {failure.summary}{named}"
+
+
+def reported(failure: Failure) -> dict[str, Any]:
+    """What the info of an environment that is replaced says of the failure."""
+    info = {"worker_restarted": True, "worker_error": describe(failure), "worker_env": failure.env}
+    info["worker_summary"] = failure.summary
+    return {**info, "worker_timeout": True} if failure.kind == "timeout" else info
+
+
+def error_of(failure: Failure) -> Exception:
+    """The exception to raise: the env's own, with a note that names the env; of a death or a hang a `WorkerError`."""
+    original, message = failure.exception, describe(failure)
+    # Those that end a loop or generator would be lost there.
+    if not isinstance(original, Exception) or isinstance(original, StopIteration | StopAsyncIteration):
+        return worker_error_of(failure)
+    if message not in getattr(original, "__notes__", ()):
+        original.add_note(message)
+    if failure.trace and original.__traceback__ is None and original.__cause__ is None:
+        original.__cause__ = RemoteTraceback(failure.trace)
+    return original
+
+
+def worker_error_of(failure: Failure) -> WorkerError:
+    """The failure as an error of shoal's, caused by the env's own."""
+    kinds = {"died": WorkerDiedError, "timeout": WorkerTimeoutError}
+    error = kinds.get(failure.kind, WorkerError)(describe(failure))
+    error.told = reported(failure)
+    error.__cause__ = failure.exception or (RemoteTraceback(failure.trace) if failure.trace else None)
     return error
-
-
-def _typed(base: type[WorkerError], original: Any, message: str) -> WorkerError:
-    # `except ValueError` around a vector env must catch a ValueError of its envs, as with a plain loop.
-    # (But for those that end whatever loop or generator they come by: there it would be lost.)
-    if not isinstance(original, Exception) or isinstance(original, base | StopIteration | StopAsyncIteration):
-        return base(message)
-    return _of_both(base, type(original), message)
-
-
-def _of_both(base: type[WorkerError], kind: type[BaseException], message: str) -> WorkerError:
-    """An error of two classes; it can be sent to another process, as the first one where the second cannot."""
-
-    def reduced(error: WorkerError) -> Any:
-        state = {key: value for key, value in vars(error).items() if key == "__notes__"}
-        try:
-            pickle.dumps(kind)
-        except Exception:
-            return base, (message,), state
-        return _of_both, (base, kind, message), state
-
-    try:
-        told = {"__str__": lambda _: message, "__reduce__": reduced}
-        both: Any = type(f"{base.__name__}[{kind.__name__}]", (base, kind), told)
-        error: WorkerError = both.__new__(both, message)
-        error.args = (message,)
-        return error
-    except Exception:  # the classes do not go together: the plain error tells the same
-        return base(message)
 
 
 def raise_first(failures: Sequence[Failure]) -> None:
@@ -129,23 +115,14 @@ def raise_first(failures: Sequence[Failure]) -> None:
     if failures:
         error = error_of(failures[0])
         for other in failures[1:]:
-            error.add_note(f"also: {error_of(other)}")
+            error.add_note(f"also: {describe(other)}")
         raise error
 
 
-# --- what is done about it
+# --- policies
 OnFailure = Literal["raise", "restart", "mask"]
-DEALT_WITH = {"restart": "the environment is restarted", "mask": "the environment is left out"}
+WHAT_IS_DONE = {"restart": "the environment is restarted", "mask": "the environment is left out"}
 """What an env's failure does, in messages."""
-
-
-class Owed(NamedTuple):
-    """What an env's next step reports instead of being taken: an end that the caller has not seen yet."""
-
-    reward: float
-    terminated: bool
-    truncated: bool
-    told: Told
 
 
 MOST_AT_ONCE = 3

@@ -13,10 +13,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from shoal.core.data import answer_of, info_of, refuse_words, reward_of
+from shoal.core.data import check_flags, check_step_result, info_of, reward_of
 from shoal.core.errors import ConfigError, EnvError
+from shoal.vector.arguments import check_options
 from shoal.vector.native import tree
-from shoal.vector.values import reset_options
 
 MULTI_AGENT = "shoal.vector.PettingZooVectorEnv(function_that_makes_it, num_copies)"
 
@@ -62,6 +62,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
             raise TypeError(f"expected a function that makes a parallel environment, got {make!r}")
         if options.get("autoreset", "same_step") not in ("same_step", AutoresetMode.SAME_STEP):
             raise ConfigError(f"PettingZooVectorEnv has autoreset='same_step', got {options['autoreset']!r}")
+        options["autoreset"] = "same_step"
         self.pool = make_vec(functools.partial(TeamEnv, make, env_kwargs or {}), num_copies, **options)
         self.agents, single, act = self.pool.call("team")[0]
         self.num_copies, self.n_agents = num_copies, len(self.agents)
@@ -80,7 +81,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
 
         Of a list with one for each slot a copy takes that of its first agent.
         """
-        if "reset_mask" in (reset_options(options) or {}):
+        if "reset_mask" in (check_options(options) or {}):
             raise ConfigError("PettingZooVectorEnv resets all copies; leave options['reset_mask'] out")
         if isinstance(seed, Sequence | np.ndarray) and len(seed) == self.num_envs:
             seed = seed[:: self.n_agents]
@@ -187,7 +188,7 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         return self.agents, self.single, self.act
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        obs, infos = answer_of(self.env.reset(seed=seed, options=options), "reset")
+        obs, infos = check_step_result(self.env.reset(seed=seed, options=options), "reset")
         self.active = self._left()
         if not self.active.any():
             raise EnvError("expected agents in play after reset, got none")
@@ -198,7 +199,7 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         """Step the agents in play; over when none is left."""
         each = zip(self.agents, iterate(self.action_space, actions), self.active, strict=True)
         acts = {agent: action for agent, action, here in each if here}
-        obs, paid, ends, cuts, infos = answer_of(self.env.step(acts), "step")
+        obs, paid, ends, cuts, infos = check_step_result(self.env.step(acts), "step")
         answer, left = self._answer(obs, paid, ends, cuts), self._left()
         ended = (answer["end"] | answer["cut"]).astype(np.bool_)
         gone = [agent for agent, lost in zip(self.agents, self.active & ~left & ~ended, strict=True) if lost]
@@ -220,7 +221,7 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         room: Any = create_empty_array(self.single, len(rows))
         seen = concatenate(self.single, rows, room)
         for a in here:
-            refuse_words(ends.get(a, False), cuts.get(a, False), f"agent {a!r}: ")
+            check_flags(ends.get(a, False), cuts.get(a, False), f"agent {a!r}: ")
         flags = {
             name: np.array([a in here and bool(told.get(a, False)) for a in self.agents], np.int8)
             for name, told in (("end", ends), ("cut", cuts))

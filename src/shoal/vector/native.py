@@ -23,12 +23,14 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from shoal.core.data import answer_of, own
+from shoal.core.data import check_step_result, deep_copy
 from shoal.core.errors import ConfigError, EnvError, ShoalError, missing_extra
 from shoal.core.seeding import derive_seed
 from shoal.envs.adapters.library import library
 from shoal.envs.catalogue import find, named
-from shoal.vector.values import Ready, refuse_loss, reset_options, whole
+from shoal.vector.arguments import check_options, check_whole
+from shoal.vector.infos import Ready
+from shoal.vector.spaces import refuse_loss
 
 if TYPE_CHECKING:
     from shoal.vector.make import Options
@@ -42,12 +44,10 @@ INSTEAD = {  # what only shoal's own workers do, and what to do here
     "on_failure": "backend='process', which can replace one environment",
     "max_restarts": "backend='process', which can replace one environment",
     "threads": "env_kwargs={'num_threads': …} where the batch has threads",
-    "ring": "a ring of your own, or another backend",
-    "text_bytes": "leave it out: nothing is shared with workers",
     "wrappers": "a wrapper of gymnasium.wrappers.vector around the result, or another backend",
 }
 NOT_HERE = ("step_some", "reset_some", "apply", "call", "call_async", "call_wait", "get_attr", "set_attr",
-            "observation_ring", "ring_position", "observations")  # fmt: skip
+            "observations")  # fmt: skip
 
 
 class RefusedError(EnvError, AttributeError):
@@ -102,7 +102,7 @@ def make_native(
     """
     if num_envs is None:
         raise ValueError("num_envs is needed for backend='native'")
-    num_envs = whole(num_envs, "num_envs", 1)
+    num_envs = check_whole(num_envs, "num_envs", 1)
     given = options.given() | ({"wrappers": tuple(wrappers)} if wrappers else {})
     refused = [f"{name}={given[name]!r} (do this: {INSTEAD[name]})" for name in given if name in INSTEAD]
     name = env if isinstance(env, str) else getattr(env, "id", getattr(env, "__name__", type(env).__name__))
@@ -117,7 +117,7 @@ def make_native(
         with contextlib.suppress(Exception):  # what is wrong with it is what is told
             batch.close()
         raise ConfigError(f"the native batch of {name!r} ({type(batch).__name__}) {problem}")
-    copies = options.copy_observations is not False
+    copies = options.copy
     return NativeVectorEnv(batch, str(name), options.autoreset, options.check_nan, copies)
 
 
@@ -233,7 +233,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         """
         self._idle("reset")
         self._whole("reset")
-        mask = (reset_options(options) or {}).get("reset_mask")
+        mask = (check_options(options) or {}).get("reset_mask")
         if mask is not None:
             self._refuse(not self.can.reset_mask, "options['reset_mask']", "reset all, or another backend")
             if np.shape(mask) != (self.num_envs,) or np.asarray(mask).dtype != np.bool_ or not np.any(mask):
@@ -286,7 +286,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         ended = terminated | truncated
         self._examine("step", obs, rewards)
         if self._adapts and ended.any():
-            final, infos = _column(obs, self.num_envs, ended), own(infos)  # reset may write into both
+            final, infos = _column(obs, self.num_envs, ended), deep_copy(infos)  # reset may write into both
             given = {"reset_mask": ended.copy()}
             obs, told = self._run("reset", lambda: self._pair(self.batch.reset(options=given)))
             self._examine("reset", obs)
@@ -323,7 +323,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         self._idle("send", flying=self.batch_size < self.num_envs)
         self._apart("send")
         self._refuse(not self._begun, "send before reset() or send_reset()", "reset first")
-        ids = [whole(i, "an index", 0) for i in env_ids]
+        ids = [check_whole(i, "an index", 0) for i in env_ids]
         if not ids or len(set(ids)) != len(ids) or not {*ids} <= {*range(self.num_envs)} - self._flying:
             raise ValueError(
                 f"env_ids must be different numbers in [0, {self.num_envs}) that are not in flight, got {ids}"
@@ -359,15 +359,15 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
                 last = tree(lambda leaf, j=j: leaf[j].copy(), obs)
                 told[j] = {**{key: v[k] for key, v in news.items()}, "final_obs": last, "final_info": told[j]}
             tree(lambda all_, new: all_.__setitem__(ended, new), obs, fresh)
-        return Ready(ids.astype(np.int64), obs, rewards, terminated, truncated, told, [])
+        return Ready(ids.astype(np.int64), obs, rewards, terminated, truncated, told)
 
     def stats(self) -> dict[str, Any]:
-        """As that of other backends; the time of a step is that of the whole batch, which each env shares."""
-        times = np.array(self._seconds or [np.nan])
-        p50, p99 = (np.full(self.num_envs, np.quantile(times, q)) for q in (0.5, 0.99))
+        """As that of other backends."""
         none = [0] * self.num_envs
-        return {"step_p50": p50, "step_p99": p99, "wait_share": 0.0, "restarts": none, "workers": [],
-                "failures": [self._failures] * self.num_envs, "active": self.num_envs}  # fmt: skip
+        times = self._seconds
+        return {"steps": len(times), "step_seconds": sum(times) / len(times) if times else math.nan,
+                "restarts": none, "failures": [self._failures] * self.num_envs, "active": self.num_envs,
+                "workers": []}  # fmt: skip
 
     def render(self) -> Any:
         return self.batch.render()
@@ -443,7 +443,7 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
         if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.Box | spaces.MultiBinary):
             if not batch_space(space, len(ids)).contains(actions):
                 raise ValueError(f"expected {len(ids)} actions of {space}, got {actions!r}")
-            return own(actions)
+            return deep_copy(actions)
         array, shape = np.asarray(actions), (len(ids), *(space.shape or ()))
         if array.shape != shape or not np.can_cast(array.dtype, space.dtype, "same_kind"):
             raise ValueError(f"expected actions {shape} of {space.dtype}, got {array.shape} of {array.dtype}")
@@ -473,16 +473,16 @@ class NativeVectorEnv(VectorEnv[Any, Any, Any]):
             )
 
     def _mine(self, obs: Any) -> Any:
-        return own(obs) if self._copies else obs
+        return deep_copy(obs) if self._copies else obs
 
     def _pair(self, result: Any) -> tuple[Any, dict[str, Any]]:
-        obs, infos = answer_of(result, "reset")
+        obs, infos = check_step_result(result, "reset")
         if not isinstance(infos, dict):
             raise ValueError(f"expected infos as a dict, got {infos!r:.80}")
         return _rows(obs, self.single_observation_space, self.num_envs), infos
 
     def _five(self, result: Any) -> tuple[Any, ...]:
-        obs, paid, terminated, truncated, infos = answer_of(result, "step")
+        obs, paid, terminated, truncated, infos = check_step_result(result, "step")
         rewards, *flags = map(np.asarray, (paid, terminated, truncated))
         kinds = [rewards.dtype.kind in "biuf", *(flag.dtype.kind in "biu" for flag in flags)]
         if kinds != [True] * 3 or any(column.shape != (self.num_envs,) for column in (rewards, *flags)):
@@ -713,7 +713,7 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
             import jax
         except ImportError as error:
             raise missing_extra("JaxVectorEnv", "craftax") from error
-        self.num_envs, self.env = whole(num_envs, "num_envs", 1), env
+        self.num_envs, self.env = check_whole(num_envs, "num_envs", 1), env
         self.params = env.default_params if params is None else params
         mode = AutoresetMode.SAME_STEP
         self.metadata = {"autoreset_mode": mode, "seed_per_env": True, "reset_mask": True}
@@ -748,7 +748,7 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> tuple[Any, dict[str, Any]]:
         """Begin an episode everywhere, or where `options["reset_mask"]` says: env i with `seed + i`, or its own."""
         jax = self._jax
-        mask = (reset_options(options) or {}).get("reset_mask")
+        mask = (check_options(options) or {}).get("reset_mask")
         if mask is not None and self._keys is None:
             raise EnvError("a reset_mask before the first reset: reset all first")
         if seed is None:

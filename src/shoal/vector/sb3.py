@@ -9,10 +9,9 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import ConfigError, MissingExtraError
-from shoal.vector.compat import call, get, has, is_wrapped, patched
+from shoal.vector.compat import call, get, has, is_wrapped, needs_same_step, patched
 from shoal.vector.make import make_vec
 from shoal.vector.vector_env import VectorPool
 
@@ -49,12 +48,7 @@ class SB3VecEnv(VecEnv):
                 raise ConfigError(
                     f"{', '.join(given)}: for environments that are made here; give it to make_vec instead"
                 )
-            if env_fns.autoreset_mode is not AutoresetMode.SAME_STEP:
-                raise ConfigError(
-                    f"SB3VecEnv needs autoreset='same_step', as Stable-Baselines3 resets, got "
-                    f"{env_fns.autoreset_mode.name}: pass autoreset='same_step' to make_vec"
-                )
-            self.pool = env_fns
+            self.pool = needs_same_step(env_fns, "SB3VecEnv")
         else:
             self.pool = make_vec(
                 [functools.partial(patched, fn) for fn in env_fns],

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from msgspec import MsgspecError
 
-from shoal.core.errors import DataError, MissingExtraError, ShoalError, in_words, needs_extra
+from shoal.core.errors import DataError, MissingExtraError, ShoalError, format_error, needs_extra
 from shoal.core.ports import listening
 from shoal.viewer import episode_pages, pages
 from shoal.viewer.markup import Html, tag
@@ -112,7 +112,7 @@ def page_for(site: Site, path: str, query: dict[str, str]) -> Page:
         raise
     except READING as error:  # whatever a file says, the other pages are shown
         raise DataError(
-            f"a file of this run says what no run writes ({in_words(error)}); restore it or remove it"
+            f"a file of this run says what no run writes ({format_error(error)}); restore it or remove it"
         ) from error
 
 

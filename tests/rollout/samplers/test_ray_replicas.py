@@ -37,11 +37,8 @@ def make(monkeypatch):
     module = pytest.importorskip("shoal.rollout.samplers.ray", exc_type=ImportError)
     death = module.RayActorError()
     cluster = SimpleNamespace(
-        is_initialized=lambda: True,
-        get_runtime_context=lambda: SimpleNamespace(
-            get_job_id=lambda: cluster.job, get_node_id=lambda: "here"
-        ),
-        job=1,
+        is_initialized=lambda: cluster.lives,
+        lives=True,
         remote=lambda **options: lambda kind: SimpleNamespace(remote=lambda *made: Actor(kind, made, death)),
         wait=lambda calls, timeout: (calls, []),
         cluster_resources=dict,
@@ -79,7 +76,7 @@ def test_an_engine_whose_ray_was_shut_down_says_so_and_starts_no_other(make):
     engine = make()
     replicas = list(engine._actors)
     ray = engine.generate.__func__.__globals__["ray"]
-    ray.job = 2
+    ray.lives = False
     for act in (lambda: engine.generate(ASKED), lambda: engine.load_weights({}, 1), engine.restart):
         with pytest.raises(EngineError, match="their session of Ray was shut down"):
             act()
@@ -94,7 +91,7 @@ def test_who_waits_when_ray_is_shut_down_hears_of_it_and_is_not_ended(make, monk
     ray = engine.generate.__func__.__globals__["ray"]
 
     def get(answer, timeout):
-        ray.job += over
+        ray.lives = not over
         raise SystemExit(0)
 
     monkeypatch.setattr(ray, "get", get)

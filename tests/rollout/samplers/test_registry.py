@@ -95,7 +95,7 @@ def test_a_sampler_is_registered_by_name_and_made_from_the_settings_of_a_run():
     try:
         assert make_engine(EngineConfig(name="test_hash", context=9), ["Up"], 4).made_of == (9, ("Up",), 4)
         with pytest.raises(ValueError, match="registered already"):
-            sampler("test_hash")(make)
+            sampler("test_hash")(lambda settings, words, seed: HashEngine())
         assert sampler("test_hash", replace=True)(make) is make
     finally:
         del SAMPLERS._items["test_hash"]

@@ -20,7 +20,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -489,9 +489,14 @@ class Ray:
 
     def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Be the Ray of all launchers."""
-        monkeypatch.setattr(runner, "enter_ray", lambda **_: (self, self.session))
-        monkeypatch.setattr(runner, "ray_lives", lambda _, session: session == self.session)
-        monkeypatch.setattr(runner, "leave_ray", lambda session: None)
+        monkeypatch.setattr(runner, "connect_ray", lambda **_: self.connect())
+
+    def connect(self) -> Self:
+        self.session = 1
+        return self
+
+    def is_initialized(self) -> bool:
+        return self.session == 1
 
     def cluster_resources(self) -> dict[str, float]:
         return self.have

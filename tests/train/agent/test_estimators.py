@@ -345,10 +345,29 @@ def test_advantages_of_a_critic_are_whitened_over_the_tokens_of_the_batch(whiten
                for token in tokens]  # fmt: skip
         if len(raw) < 2:
             continue
-        found, _ = critic_advantages(trajectories, values, algorithm, AgentProxy())
+        found, targets = critic_advantages(trajectories, values, algorithm, AgentProxy())
         flat = [token for turns in found for tokens in turns for token in tokens]
         spread = deviation(raw) * (1.0 if whitening == "sample" else math.sqrt((len(raw) - 1) / len(raw)))
+        learned = [target for turns in targets for tokens in turns for target in tokens]
+        spread = max(spread, 0.1 * math.sqrt(mean_of([target**2 for target in learned])))
         np.testing.assert_allclose(flat, [(r - mean_of(raw)) / (spread + 1e-8) for r in raw], atol=1e-7)
+
+
+@pytest.mark.parametrize("unit", [1.0, 100.0])
+@pytest.mark.parametrize(
+    ("rewards", "values", "expected"),
+    [
+        ((1.0, 1.0), (0.99, 1.01), (0.1, -0.1)),  # all succeed: ±0.01, divided by 0.1 of returns of 1
+        ((1.0, 0.0), (0.5, 0.5), (1.0, -1.0)),  # ±0.5, divided by their standard deviation of 0.5
+        ((0.0, 0.0), (0.0, 0.0), (0.0, 0.0)),  # nothing is known and nothing was paid
+    ],
+)
+def test_errors_of_a_critic_are_not_blown_up_where_every_episode_succeeds(rewards, values, expected, unit):
+    turns = [Turn("", (1,), (5,), (-1.0,), "", "a", True, unit * reward, "") for reward in rewards]
+    alone = [Trajectory("lake", 0, i, 0, 0, (turn,), True, True, False) for i, turn in enumerate(turns)]
+    known = [[np.array([unit * value])] for value in values]
+    found, _ = critic_advantages(alone, known, Algorithm(adv_estimator="gae"), AgentProxy())
+    assert [float(tokens[0]) for (tokens,) in found] == pytest.approx(expected, abs=1e-6)
 
 
 # --- losses

@@ -422,11 +422,7 @@ def test_a_run_is_neither_written_over_nor_told_twice(tmp_path, capsys, monkeypa
     assert "holds a run already" in capsys.readouterr().err
     assert told() == [1, 2, 3]
     assert read_json(folder / "summary.json") == before
-    aside = (
-        last.parent / ".last.abcdefgh.old"
-    )  # as of a writer that was killed where names cannot be exchanged
-    aside.mkdir()
-    last.rename(aside / "was")
+    last.rename(last.parent / ".last.abcdefgh.old")  # as of a writer that was killed between two renames
     with monkeypatch.context() as patched:
         patched.setattr(RecordedTrainer, "gradient_step", killed)
         assert run_cli("recorded", *same, "resume=true") == 0, "it was done, and began anew"

@@ -1,5 +1,6 @@
 """Steps that fit the signal: what an update does where few groups differ, or none."""
 
+import numpy as np
 import pytest
 import torch
 from tests.train.agent.test_update import ENGINE, contrast, random_samples
@@ -109,6 +110,14 @@ def test_the_bonus_falls_evenly_to_0_at_the_target_and_is_what_the_update_uses(e
     update(constant, contrast(ENGINE), 0)
     assert row["entropy_bonus"] == pytest.approx(bonus)
     torch.testing.assert_close(weights_of(one), weights_of(constant), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("size", "share"), [(0.25, 0.25), (1.0, 1.0), (3.0, 1.0)])
+def test_with_a_critic_the_bonus_is_no_larger_than_the_advantages(size, share):
+    samples = times(size, contrast(ENGINE))  # advantages of 1 and -1
+    samples = [s.with_column("values", np.zeros(1)).with_column("returns", np.zeros(1)) for s in samples]
+    one = learner(Critic(ENGINE), adv_estimator="gae", entropy_coef=0.04, entropy_target=0.4)
+    assert update(one, samples, 0, entropy=0.1)["entropy_bonus"] == pytest.approx(0.03 * share)
 
 
 # --- reinforce

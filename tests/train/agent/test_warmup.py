@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError
+from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.envs import make
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import VectorConfig
@@ -403,7 +403,7 @@ def test_envs_are_closed_when_the_warm_up_ends_or_is_left_or_cannot_begin(steps)
     next(left)
     left.close()
     assert len(closed) == len(made)
-    with pytest.raises(WorkerError, match="no second env"):
+    with pytest.raises(ConfigError, match="no second env"):
         next(losses(missing))
     assert len(closed) == len(made)
 

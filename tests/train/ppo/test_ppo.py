@@ -570,7 +570,7 @@ def test_a_broken_checkpoint_is_named_and_the_intact_one_before_offered(saved, d
         victim.unlink()
     else:
         victim.write_bytes(data[:100] if damage == "truncate" else data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(DataError, match=rf"weights.safetensors .*an intact one is {before}"):
+    with pytest.raises(DataError, match=rf"weights.safetensors.* an intact one is {before}"):
         PPO.load(saved)
     assert PPO.load(before).log.n_steps == 128
 

@@ -16,7 +16,7 @@ import gymnasium
 import numpy as np
 from gymnasium import Space, spaces
 
-from shoal.core.data import answer_of, info_of, refuse_no_text, refuse_words, reward_of
+from shoal.core.data import check_flags, check_step_result, info_of, refuse_no_text, reward_of
 from shoal.core.errors import ConfigError, EnvError, UnknownNameError
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve
@@ -185,8 +185,8 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             self._form = "text" if space is None else describe_space(space)
         else:
             raise ConfigError(f"actions of {config.id} cannot be written as text: {space}")
-        told = [str(text) for text in (getattr(inner, "instructions", ""), self._system) if text]
-        self.instructions = "\n\n".join(told) or (
+        texts = [str(text) for text in (getattr(inner, "instructions", ""), self._system) if text]
+        self.instructions = "\n\n".join(texts) or (
             f"You act in the environment {config.id}. An observation is {self._shown_as()}. "
             f"An action is {self._form}."
         )
@@ -194,7 +194,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
     def _look_at_the_first_observation(self) -> None:
         """Find out what an env without a space of observations shows: text, or messages with a system message."""
         with self._blaming("_start"):
-            seen, _ = answer_of(self.inner.reset(seed=0), "reset")
+            seen, _ = check_step_result(self.inner.reset(seed=0), "reset")
         if are_messages(seen):
             contents = [message["content"] for message in seen if message["role"] == "system"]
             self._system = "\n\n".join(contents)
@@ -230,7 +230,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         answer = self.inner.reset(seed=int(rng.integers(2**31)), **asked)
         self._return, self._messages = 0.0, []
         with self._blaming("_start"):
-            self._seen, _ = answer_of(answer, "reset")
+            self._seen, _ = check_step_result(answer, "reset")
             self._text = self._written()
 
     def _advance(self, action: Action) -> Outcome:
@@ -248,9 +248,9 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             return Outcome(config.invalid_penalty, effective=False, valid=False)
         answer = self.inner.step(inner_action)
         with self._blaming("_advance"):
-            self._seen, reward, terminated, truncated, info = answer_of(answer, "step")
+            self._seen, reward, terminated, truncated, info = check_step_result(answer, "step")
             before, self._text = self._text, self._written()
-            refuse_words(terminated, truncated)
+            check_flags(terminated, truncated)
             paid = reward_of(reward)
             self._return += paid
             success = self._succeeded(info_of(info), bool(terminated), bool(truncated))
@@ -271,7 +271,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         for key in ("success", "is_success", "won"):
             if key in info and self.config.success_return is None:
                 self.success_is_known = True
-                refuse_words(terminated, truncated, **{key: info[key]})
+                check_flags(terminated, truncated, **{key: info[key]})
                 return bool(info[key])
         spec = self.inner.spec
         wanted = self.config.success_return

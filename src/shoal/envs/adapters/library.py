@@ -27,10 +27,10 @@ def library(module: str) -> Any:
     except ImportError as error:
         package = module.replace("_", "-")
         if isinstance(error, ModuleNotFoundError) and error.name == module:
-            told = f'{module} envs need a package: run pip install "{package}"'
+            message = f'{module} envs need a package: run pip install "{package}"'
         else:
-            told = f"{package} is installed, but cannot be imported: {error}"
-        raise MissingExtraError(told) from error
+            message = f"{package} is installed, but cannot be imported: {error}"
+        raise MissingExtraError(message) from error
 
 
 class PrivateRandom:
@@ -43,7 +43,7 @@ class PrivateRandom:
         self.seed(0)
 
     def seed(self, seed: int) -> None:
-        """Start the private generators anew."""
+        """Seed the private generators."""
         self._own = (
             random.Random(seed).getstate(),
             np.random.RandomState(seed % 2**32).get_state(legacy=False),

@@ -1,8 +1,7 @@
 """Serves a text env on this machine in the OpenEnv convention: each WebSocket session has its own env.
 
 It binds to 127.0.0.1 and answers only requests that were made to that name and that no page of another site
-sent, so that a web page in somebody's browser cannot play; connections, sessions, message sizes, idle time and
-the time a request may take to arrive are limited.
+sent, so that a web page in a browser cannot play. Sessions, message sizes and idle time are limited.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shoal import __version__
-from shoal.core.errors import EnvError, ShoalError, in_words, needs_extra
+from shoal.core.errors import EnvError, ShoalError, format_error, needs_extra
 from shoal.core.executors import OwnThread
 from shoal.core.ports import LOCAL, listening
 from shoal.envs.text import TextEnv
@@ -27,11 +26,8 @@ Make = Callable[[], TextEnv[Any]]
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
-MAX_CONNECTIONS = 512
 MAX_MESSAGE = 1024 * 1024
 IDLE_SECONDS = 3600.0
-REQUEST_SECONDS = 10.0
-"""From the first byte of a request, or the connection, to the last byte of its body."""
 CLOSE_SECONDS = 3
 """How long the end of the server waits for envs that are at something, and as long for them to close."""
 
@@ -77,7 +73,7 @@ class Session:
             try:
                 return call()
             except (StopIteration, SystemExit, KeyboardInterrupt) as error:  # of which no task can end
-                raise EnvError(in_words(error)) from error
+                raise EnvError(format_error(error)) from error
 
         return self._thread.submit(run)
 
@@ -139,21 +135,16 @@ class _Answers:
 
     async def over_http(self, request: Any) -> Any:
         """A reset or a step."""
-        from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse
 
         kind = request.url.path.strip("/")
-        if not _says_json(request):
-            return _refusal("a request with a body must say content-type: application/json")
         try:
-            data = await _read(request)
+            data = json_object(await request.body() or b"{}")
             self._shared = self._shared or Session(self._make)
             if kind == "step":
                 data = data.get("action", data) if isinstance(data.get("action"), dict) else data
             return JSONResponse(await self._shared.answer(kind, data))
-        except ClientDisconnect:
-            return JSONResponse({"detail": "the request did not arrive whole"}, status_code=400)
-        except Exception as error:  # a border: whatever an env raises is told to who plays it
+        except Exception as error:  # a border: the client gets whatever an env raises
             refused = isinstance(error, ValueError | ShoalError)
             return JSONResponse({"detail": _told(error)}, status_code=422 if refused else 500)
 
@@ -212,7 +203,7 @@ def create_app(name: str, make: Make) -> Any:
         from starlette.routing import Route, WebSocketRoute
     answers = _Answers(name, make)
 
-    def told(path: str, answer: Callable[[], dict[str, Any]]) -> Any:
+    def route(path: str, answer: Callable[[], dict[str, Any]]) -> Any:
         async def endpoint(request: Any) -> Any:
             return JSONResponse(answer())
 
@@ -220,10 +211,10 @@ def create_app(name: str, make: Make) -> Any:
 
     return Starlette(
         routes=[
-            told("/health", lambda: {"status": "healthy"}),
+            route("/health", lambda: {"status": "healthy"}),
             Route("/metadata", answers.metadata),
-            told("/schema", lambda: SCHEMA),
-            told("/state", answers.state),
+            route("/schema", lambda: SCHEMA),
+            route("/state", answers.state),
             Route("/reset", answers.over_http, methods=["POST"]),
             Route("/step", answers.over_http, methods=["POST"]),
             WebSocketRoute("/ws", answers.over_websocket),
@@ -237,7 +228,7 @@ def create_app(name: str, make: Make) -> Any:
 
 
 def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], None] | None = None) -> None:
-    """Serve until interrupted; `on_ready` is told the port (port 0 takes a free one)."""
+    """Serve until interrupted; `on_ready` gets the port (port 0 takes a free one)."""
     with needs_extra("serving envs", "web"):
         import uvicorn
 
@@ -246,7 +237,6 @@ def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], 
     settings = uvicorn.Config(
         app,
         log_level="warning",
-        http=_impatient_protocol(),
         ws_max_size=MAX_MESSAGE,
         ws="websockets-sansio",
         timeout_graceful_shutdown=CLOSE_SECONDS,
@@ -258,18 +248,7 @@ def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], 
         uvicorn.Server(settings).run(sockets=[listener])
 
 
-async def _read(request: Any) -> dict[str, Any]:
-    if int(request.headers.get("content-length") or 0) > MAX_MESSAGE:
-        raise ValueError(f"a request must not exceed {MAX_MESSAGE} bytes")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_MESSAGE:
-            raise ValueError(f"a request must not exceed {MAX_MESSAGE} bytes")
-    return json_object(body or b"{}")
-
-
-def json_object(text: str | bytes | bytearray) -> dict[str, Any]:
+def json_object(text: str | bytes) -> dict[str, Any]:
     """The object that a message holds."""
     try:
         value = json.loads(text)
@@ -335,7 +314,10 @@ class _LocalPages:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await _refusal("only programs and pages of this machine may ask")(scope, receive, send)
+            from starlette.responses import JSONResponse
+
+            reason = {"detail": "only programs and pages of this machine may ask"}
+            await JSONResponse(reason, status_code=403)(scope, receive, send)
 
 
 def _is_local(origin: str) -> bool:
@@ -345,73 +327,10 @@ def _is_local(origin: str) -> bool:
         return False
 
 
-def _says_json(request: Any) -> bool:
-    """Whether the body is called JSON, which a browser sends to another site only if that agrees; or is none."""
-    kind = request.headers.get("content-type")
-    if kind is None:
-        has_length = request.headers.get("content-length", "0") != "0"
-        return not has_length and "transfer-encoding" not in request.headers
-    return bool(kind.partition(";")[0].strip().lower() == "application/json")
-
-
-def _refusal(reason: str) -> Any:
-    from starlette.responses import JSONResponse
-
-    return JSONResponse({"detail": reason}, status_code=403)
-
-
-def _impatient_protocol() -> Any:
-    """Uvicorn's HTTP, which closes connections that are too many or whose request does not arrive in time."""
-    import h11
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class Impatient(H11Protocol):
-        _deadline: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > MAX_CONNECTIONS:
-                transport.close()
-            else:
-                self._wait()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if not self._taken_over() and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
-                self._wait()
-            else:
-                self._wait_no_more()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.conn.trailing_data[0] and not self.transport.is_closing() and not self._taken_over():
-                self._wait()  # the next request had begun to arrive
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._wait_no_more()
-            super().connection_lost(exc)
-
-        def _taken_over(self) -> bool:
-            """Whether the connection is a WebSocket session's by now."""
-            return self.transport.get_protocol() is not self
-
-        def _wait(self) -> None:
-            """Give the request its time; a further byte of it gives no more."""
-            if self._deadline is None:
-                self._deadline = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
-
-        def _wait_no_more(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-    return Impatient
-
-
 def _schema(**properties: str | dict[str, Any]) -> dict[str, Any]:
     """An object's schema; a property that is only a type is named by it."""
-    told = {name: {"type": what} if isinstance(what, str) else what for name, what in properties.items()}
-    return {"type": "object", "properties": told}
+    typed = {name: {"type": what} if isinstance(what, str) else what for name, what in properties.items()}
+    return {"type": "object", "properties": typed}
 
 
 SCHEMA = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import EnvError, in_words
+from shoal.core.errors import EnvError, format_error
 from shoal.envs.actions import Projection
 from shoal.envs.adapters.library import PrivateRandom, library
 from shoal.envs.spaces import FreeText
@@ -65,7 +65,7 @@ class TextArenaEnv(TextEnv[TextArenaConfig]):
                 self._game.reset(num_players=1, seed=seed)
             except Exception as error:  # of half an archive of words too, whatever reads it
                 raise EnvError(
-                    f"textarena cannot start {name!r} for one player: {in_words(error)}"
+                    f"textarena cannot start {name!r} for one player: {format_error(error)}"
                 ) from error
             self._rules, self._latest = self._news()
 

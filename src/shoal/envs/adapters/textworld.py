@@ -75,8 +75,8 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
         self.close()
         with self._random.active():
             path = generated_game(self.config, number) if game is None else Path(game).expanduser()
-            told = ("admissible_commands", "won", "max_score", "score", "objective", "description")
-            self._game = textworld.start(str(path), textworld.EnvInfos(**dict.fromkeys(told, True)))
+            fields = ("admissible_commands", "won", "max_score", "score", "objective", "description")
+            self._game = textworld.start(str(path), textworld.EnvInfos(**dict.fromkeys(fields, True)))
             state = self._game.reset()
         self._objective = (state.objective or "").strip()
         self._score, self._best = 0, max(1, state.max_score or 1)

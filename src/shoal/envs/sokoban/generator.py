@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.core.errors import EnvError, SearchLimitError
-from shoal.envs.dice import Dice
+from shoal.envs.dice import BulkRandom
 from shoal.envs.sokoban.levels import Level, fill
 from shoal.envs.sokoban.solver import solve
 
@@ -62,7 +62,7 @@ def generate(
     Raises:
         EnvError: when no floor plan in `MAX_ROOMS` gives such a room.
     """
-    dice = Dice(rng, _BLOCK)
+    dice = BulkRandom(rng, _BLOCK)
     plan = _plan(*dim_room)
     limit = math.inf if max_pushes is None else max_pushes
     deepest = 0
@@ -94,7 +94,9 @@ def generate(
     )
 
 
-def _pull_away(dice: Dice, stride: int, floor: int, targets: int, least: int, most: float) -> _Found | None:
+def _pull_away(
+    dice: BulkRandom, stride: int, floor: int, targets: int, least: int, most: float
+) -> _Found | None:
     """One of the farthest positions with no box on a target, None when there is none."""
     seen: dict[int, list[int]] = {targets: []}
     frontier: list[_Position] = []
@@ -122,8 +124,8 @@ def _pull_away(dice: Dice, stride: int, floor: int, targets: int, least: int, mo
                 break
             exact = False
             if len(frontier) > BEAM:
-                frontier = [dice.one(frontier) for _ in range(BEAM)]
-    return None if best is None else _Found(*dice.one(best[0]), *best[1:])
+                frontier = [dice.choice(frontier) for _ in range(BEAM)]
+    return None if best is None else _Found(*dice.choice(best[0]), *best[1:])
 
 
 def _pulled(
@@ -228,7 +230,7 @@ def _plan(height: int, width: int) -> _Plan:
     return _Plan(rows, columns, neighbours, stamps)
 
 
-def _dig(dice: Dice, plan: _Plan) -> int:
+def _dig(dice: BulkRandom, plan: _Plan) -> int:
     """A connected floor, dug by a random walk that opens a small shape wherever it stands."""
     steps = int(STEPS * (plan.rows + plan.columns))
     place = dice.below(plan.rows) * plan.stride + dice.below(plan.columns)
@@ -243,7 +245,7 @@ def _dig(dice: Dice, plan: _Plan) -> int:
     return fill(1 << place, floor, plan.stride)
 
 
-def _bit_of(dice: Dice, board: int) -> int:
+def _bit_of(dice: BulkRandom, board: int) -> int:
     """A random cell of a bitboard."""
     for _ in range(dice.below(board.bit_count())):
         board &= board - 1  # without its lowest cell

@@ -206,8 +206,8 @@ def _choices(
         )
     for values in itertools.product(*(product.options[name] for name in names)):
         pairs = dict(zip(names, values, strict=True))
-        told = ", and ".join(f"{name}: {value}" for name, value in pairs.items())
-        yield pairs, f" with {told}" if told else ""
+        named = ", and ".join(f"{name}: {value}" for name, value in pairs.items())
+        yield pairs, f" with {named}" if named else ""
 
 
 def split_goals(goals: Sequence[Goal], split: str) -> Sequence[Goal]:

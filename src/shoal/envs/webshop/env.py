@@ -237,7 +237,7 @@ class WebShopEnv(TextEnv[WebShopConfig]):
         return [f"click[{target}]" for target in self._page.clickables]
 
     def expert_action(self) -> str:
-        """The next step of somebody who knows the product."""
+        """The next step of an expert, which knows the product."""
         return expert_action(self)
 
     def observe(self) -> str:
@@ -252,7 +252,7 @@ class WebShopEnv(TextEnv[WebShopConfig]):
 
 
 def expert_action(env: WebShopEnv) -> str:
-    """What somebody who knows the product would do next; the policy scores 1 on every goal it can.
+    """The next action of an expert, which knows the product: it scores 1 on every goal that allows it.
 
     It searches for the instruction, then for the title, turns pages until it sees the product, chooses the
     options and buys.

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from shoal.core.seeding import stream
-from shoal.envs.dice import Dice
+from shoal.envs.dice import BulkRandom
 from shoal.envs.webshop.catalogue import Catalogue, Instruction, Product, Review, read_prices
 
 _DRAWS = 128  # uniform numbers that a product takes at a time; most need fewer
@@ -40,16 +40,16 @@ def generate_catalogue(n_products: int = 3000, *, seed: int = 0, price_seed: int
 
 def make_product(seed: int, number: int) -> Product:
     """Product `number` of the shop of `seed`."""
-    dice = Dice(stream(seed, "webshop product", number), _DRAWS)
+    dice = BulkRandom(stream(seed, "webshop product", number), _DRAWS)
     asin = "B0" + "".join(_DIGITS[dice.below(36)] for _ in range(8))
-    kind = dice.one(KINDS)
-    brand = dice.one(BRAND_STARTS) + dice.one(BRAND_MIDDLES) + dice.one(BRAND_ENDS)
-    look, name, use = dice.one(kind.looks), dice.one(kind.types), dice.one(kind.uses)
-    attributes = tuple(dice.some(kind.attributes, 2 + dice.below(4)))
+    kind = dice.choice(KINDS)
+    brand = dice.choice(BRAND_STARTS) + dice.choice(BRAND_MIDDLES) + dice.choice(BRAND_ENDS)
+    look, name, use = dice.choice(kind.looks), dice.choice(kind.types), dice.choice(kind.uses)
+    attributes = tuple(dice.sample(kind.attributes, 2 + dice.below(4)))
     options = {}
     for pool in kind.options:
         option, values = OPTIONS[pool]
-        chosen = dice.some(range(len(values)), 2 + dice.below(min(7, len(values) - 1)))
+        chosen = dice.sample(range(len(values)), 2 + dice.below(min(7, len(values) - 1)))
         options[option] = tuple(values[i] for i in sorted(chosen))
     if dice.uniform() < 0.15:
         options = {}
@@ -75,7 +75,7 @@ def make_product(seed: int, number: int) -> Product:
     )
 
 
-def _pricing(dice: Dice, kind: Kind) -> str:
+def _pricing(dice: BulkRandom, kind: Kind) -> str:
     """A price tag: log-normal around the kind's usual price, a range for some, none for a few."""
     # Box-Muller from two uniforms.
     radius = math.sqrt(-2 * math.log(1 - dice.uniform()))
@@ -89,8 +89,8 @@ def _pricing(dice: Dice, kind: Kind) -> str:
     return f"${low:.2f} to ${high:.2f}" if draw < _MISSING + _RANGED and high > low else f"${low:.2f}"
 
 
-def _title(dice: Dice, brand: str, look: str, name: str, use: str, attributes: tuple[str, ...]) -> str:
-    shown = ", ".join(attribute.title() for attribute in dice.some(attributes, 1 + dice.below(2)))
+def _title(dice: BulkRandom, brand: str, look: str, name: str, use: str, attributes: tuple[str, ...]) -> str:
+    shown = ", ".join(attribute.title() for attribute in dice.sample(attributes, 1 + dice.below(2)))
     thing = name.title()
     forms = (
         f"{brand} {look} {thing} for {use}, {shown}",
@@ -98,11 +98,13 @@ def _title(dice: Dice, brand: str, look: str, name: str, use: str, attributes: t
         f"{look} {thing} by {brand} - {shown} - {use}",
         f"{brand} {shown} {look} {thing} for {use}",
     )
-    return dice.one(forms)
+    return dice.choice(forms)
 
 
-def _description(dice: Dice, brand: str, look: str, name: str, use: str, attributes: tuple[str, ...]) -> str:
-    first = dice.one(
+def _description(
+    dice: BulkRandom, brand: str, look: str, name: str, use: str, attributes: tuple[str, ...]
+) -> str:
+    first = dice.choice(
         (
             f"The {look.lower()} {name} by {brand} is made for {use.lower()}.",
             f"{brand} designed this {name} with {use.lower()} in mind.",
@@ -110,7 +112,7 @@ def _description(dice: Dice, brand: str, look: str, name: str, use: str, attribu
         )
     )
     facts = " ".join(
-        dice.one(
+        dice.choice(
             (
                 f"It is known for: {attribute}.",
                 f"Customers like it for {attribute}.",
@@ -119,36 +121,38 @@ def _description(dice: Dice, brand: str, look: str, name: str, use: str, attribu
         )
         for attribute in attributes
     )
-    last = dice.one(
+    last = dice.choice(
         ("Returns are free within 30 days.", "Ships in plain packaging.", "A gift box is included.")
     )
     return f"{first} {facts} {last}"
 
 
-def _bullets(dice: Dice, look: str, name: str, use: str, attributes: tuple[str, ...]) -> tuple[str, ...]:
+def _bullets(
+    dice: BulkRandom, look: str, name: str, use: str, attributes: tuple[str, ...]
+) -> tuple[str, ...]:
     lines = [f"{attribute.capitalize()}: one reason to choose this {name}." for attribute in attributes[:3]]
     lines.append(f"{look} {name} for {use.lower()}.")
-    return tuple(dice.some(lines, len(lines)))
+    return tuple(dice.sample(lines, len(lines)))
 
 
-def _reviews(dice: Dice, name: str, rating: float) -> tuple[Review, ...]:
+def _reviews(dice: BulkRandom, name: str, rating: float) -> tuple[Review, ...]:
     reviews = []
     for _ in range(dice.below(4)):
         good = dice.uniform() * 5 < rating
         score = 4 + dice.below(2) if good else 1 + dice.below(3)
         weeks = 1 + dice.below(20)
         body = f"I have had this {name} for {weeks} week{'s' * (weeks > 1)}."
-        reviews.append(Review(dice.one(PRAISE if good else BLAME), f"{score}.0", body))
+        reviews.append(Review(dice.choice(PRAISE if good else BLAME), f"{score}.0", body))
     return tuple(reviews)
 
 
 def _instruction(
-    dice: Dice, name: str, attributes: tuple[str, ...], options: dict[str, tuple[str, ...]]
+    dice: BulkRandom, name: str, attributes: tuple[str, ...], options: dict[str, tuple[str, ...]]
 ) -> Instruction:
     """A wish for this product: some of its attributes and one value of each of its options."""
-    wanted = tuple(dice.some(attributes, 1 + dice.below(3)))
-    chosen = {option: dice.one(values) for option, values in options.items()}
-    text = f"{dice.one(OPENINGS)} {', '.join(wanted)} {name}"
+    wanted = tuple(dice.sample(attributes, 1 + dice.below(3)))
+    chosen = {option: dice.choice(values) for option, values in options.items()}
+    text = f"{dice.choice(OPENINGS)} {', '.join(wanted)} {name}"
     if chosen:
         text += " with " + ", and ".join(f"{option}: {value}" for option, value in chosen.items())
     return Instruction(text, wanted, chosen)

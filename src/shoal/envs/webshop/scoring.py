@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from shoal.core.errors import missing_extra
-from shoal.envs.webshop.catalogue import NO_LIMIT, Goal, Product, read_options, read_prices
+from shoal.envs.webshop.catalogue import Goal, Product
 
 # --- how alike two short texts are
 _LATIN_1: dict[int, str | None] = {code: None for code in range(128, 256)}
@@ -207,8 +207,8 @@ class Reward(TypedDict):
 
 
 def reward(
-    product: Product | Mapping[str, Any],
-    goal: Goal | Mapping[str, Any],
+    product: Product,
+    goal: Goal,
     price: float,
     options: Mapping[str, str],
     *,
@@ -217,13 +217,12 @@ def reward(
     """What buying `product` with `options` at `price` is worth for `goal`.
 
     Args:
-        product: a product, or one as WebShop's files or its program hold it.
-        goal: a goal, or one as WebShop's program holds it.
+        product: what is bought.
+        goal: what was wanted.
         price: what the product costs.
         options: the chosen value by option name.
         noun_fn: finds the nouns of titles.
     """
-    product, goal = as_product(product), as_goal(goal)
     r_type = type_reward(product, goal, noun_fn)
     attributes = sum(_has_attribute(product, attribute) for attribute in goal.attributes)
     chosen = option_hits(options.values(), goal.options)
@@ -290,47 +289,3 @@ def _named(name: str, value: str) -> str:
     Only a name or value that is a colour word as a whole is reduced to it there.
     """
     return next((color for color in COLORS if color in (name, value)), str((name, value)))
-
-
-def as_product(product: Product | Mapping[str, Any]) -> Product:
-    """A product from a record of WebShop's files (`name`, …) or of its running program (`Title`, …)."""
-    if isinstance(product, Product):
-        return product
-    bullets = _first(product, ("BulletPoints", "bullets", "small_description"), ())
-    options = _first(product, ("options",), None)
-    prices, tag = read_prices(product["pricing"]) if isinstance(product.get("pricing"), str) else ((0.0,), "")
-    return Product(
-        asin=product.get("asin", ""),
-        title=_first(product, ("Title", "title", "name"), ""),
-        description=_first(product, ("Description", "description", "full_description"), ""),
-        bullets=tuple(bullets) if not isinstance(bullets, str) else (bullets,),
-        prices=prices,
-        price_tag=tag,
-        category=product.get("category") or "",
-        query=(product.get("query") or "").lower().strip(),
-        product_category=product.get("product_category") or "",
-        options=options if options is not None else read_options(product.get("customization_options")),
-        attributes=tuple(_first(product, ("Attributes", "attributes"), ())),
-    )
-
-
-def as_goal(goal: Goal | Mapping[str, Any]) -> Goal:
-    """A goal from a record of WebShop's running program (`goal_options`, `instruction_text`, …)."""
-    if isinstance(goal, Goal):
-        return goal
-    options = _first(goal, ("goal_options", "options", "instruction_options"), ())
-    return Goal(
-        asin=goal.get("asin", ""),
-        instruction=_first(goal, ("instruction_text", "instruction"), ""),
-        attributes=tuple(_first(goal, ("attributes", "instruction_attributes"), ())),
-        options=dict(options) if isinstance(options, Mapping) else tuple(options),
-        price_upper=float(goal.get("price_upper", NO_LIMIT)),
-        name=_first(goal, ("name", "Title", "title"), ""),
-        query=(goal.get("query") or "").lower().strip(),
-        category=goal.get("category") or "",
-        product_category=goal.get("product_category") or "",
-    )
-
-
-def _first(record: Mapping[str, Any], names: Sequence[str], default: Any) -> Any:
-    return next((record[name] for name in names if record.get(name) is not None), default)

@@ -16,10 +16,9 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from shoal.core.data import refuse_words, reward_of
+from shoal.core.data import check_flags, reward_of
 from shoal.core.errors import EnvError, ShoalError
 from shoal.core.seeding import derive_seed
-from shoal.envs.spaces import ask_quickly
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 
 Array = np.ndarray
@@ -187,8 +186,6 @@ class EnvSlice:
 
     def __init__(self, envs: Sequence[gym.Env], *, first_index: int = 0, masked: bool = False) -> None:
         self.envs = list(envs)
-        for env in self.envs:
-            ask_quickly(env)
         self.first_index = first_index
         self.masked = masked
         self.obs_rows = ObservationRows(self.envs[0].observation_space)
@@ -244,7 +241,7 @@ class EnvSlice:
                     rewards.append(reward if type(reward) is not array else reward.copy())
                     if terminated or truncated:
                         where = f"env {self.first_index + i}, step {t} of the rollout: "
-                        refuse_words(terminated, truncated, where)
+                        check_flags(terminated, truncated, where)
                         if terminated:
                             rollout.terminated[t, i] = True
                         else:

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 from gymnasium.spaces import Text
 
-from shoal.core.data import Status, Trajectory, answer_of, refuse_no_text
-from shoal.core.errors import EngineError, in_words, where_it_hangs, with_frames
+from shoal.core.data import Status, Trajectory, check_step_result, refuse_no_text
+from shoal.core.errors import EngineError, format_error, where_it_hangs, with_frames
 from shoal.core.executors import OwnThread
 from shoal.rollout.episode import Episode, Role
 from shoal.rollout.plan import Assignment
@@ -193,7 +193,7 @@ class Slot:
         except (GeneratorExit, KeyboardInterrupt):
             raise
         except BaseException as error:  # of the tokenizer or a template, say: the env has no part in it
-            return "engine_error", str(error) if isinstance(error, EngineError) else in_words(error)
+            return "engine_error", str(error) if isinstance(error, EngineError) else format_error(error)
         return "ok", None
 
     def _turns(self, episode: Episode, env: Any) -> Generator[Ask, Reply, None]:
@@ -241,7 +241,7 @@ def in_env(doing: str, call: Callable[[], Any]) -> Any:
 
 def step_env(episode: Episode, env: Any, action: int | str) -> bool:
     """Step the env and tell the episode; whether that was the end of it."""
-    observation, reward, terminated, truncated, info = answer_of(env.step(action), "step")
+    observation, reward, terminated, truncated, info = check_step_result(env.step(action), "step")
     _refuse_no_text(env, observation)
     episode.observe(observation, reward, terminated, truncated, info)
     return bool(terminated or truncated)
@@ -249,7 +249,7 @@ def step_env(episode: Episode, env: Any, action: int | str) -> bool:
 
 def reset_env(episode: Episode, env: Any) -> None:
     """Reset the env for an episode, and tell the episode."""
-    observation, info = answer_of(env.reset(seed=episode.place.env_seed), "reset")
+    observation, info = check_step_result(env.reset(seed=episode.place.env_seed), "reset")
     _refuse_no_text(env, observation)
     episode.begin(observation, info)
 

@@ -8,7 +8,7 @@ import logging
 from functools import partial
 from typing import Any
 
-from shoal.core.errors import in_words, needs_extra
+from shoal.core.errors import format_error, needs_extra
 from shoal.core.executors import OwnThread
 from shoal.rollout.hosts.episodes import Setup
 from shoal.rollout.hosts.host import Host, HostsFailedError
@@ -69,12 +69,12 @@ class JoblibHosts:
         if self._pool is not None and not self._pool.cancelled():
             broke = self._pool.exception()
         if self._pools == POOLS:
-            told = in_words(broke) if broke is not None else "its tasks ended early"
+            told = format_error(broke) if broke is not None else "its tasks ended early"
             raise HostsFailedError(f"joblib's {self._backend} pool broke {POOLS} times, at last: {told}")
         self._pools += 1
         if broke is not None:
             logger.warning(
-                "joblib's %s pool broke: %s; another one takes over", self._backend, in_words(broke)
+                "joblib's %s pool broke: %s; another one takes over", self._backend, format_error(broke)
             )
         work = partial(self._run, self._listener.path, self._listener.key)
         self._pool = asyncio.wrap_future(self._thread.submit(work))

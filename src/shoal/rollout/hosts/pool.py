@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from shoal.core.data import Status
-from shoal.core.errors import EngineError, EnvError, WorkerError, WorkerTimeoutError, in_words, with_frames
+from shoal.core.errors import (
+    EngineError,
+    EnvError,
+    WorkerError,
+    WorkerTimeoutError,
+    format_error,
+    with_frames,
+)
 from shoal.rollout.episode import Episode, Role
 from shoal.rollout.hosts.episodes import Ask, Begin, Ended, Event, Refused, Reply
 from shoal.rollout.hosts.host import Host
@@ -225,7 +232,7 @@ def _noted(slot: int, failed: dict[int, Failed], doing: str | None = None) -> It
             failed[slot] = Failed("env_error", f"{doing} failed: {with_frames(error)}")
         else:
             plain = isinstance(error, TimeoutError | EngineError)
-            failed[slot] = Failed("engine_error", str(error) if plain else in_words(error))
+            failed[slot] = Failed("engine_error", str(error) if plain else format_error(error))
 
 
 class PoolHosts:

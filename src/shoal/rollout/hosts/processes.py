@@ -1,28 +1,20 @@
-"""Hosts in processes of the standard library's multiprocessing, which end with this one whatever happens to it."""
+"""Hosts in worker processes, which end with this one whatever happens to it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import multiprocessing
 import os
-import signal
-import sys
-import traceback
-from collections.abc import Iterator
-from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
 from typing import Any
 
+from shoal.core.errors import WorkerDiedError
+from shoal.core.workers import WorkerProcess, describe_exit
 from shoal.rollout.hosts.episodes import Setup
 from shoal.rollout.hosts.host import Host, HostsFailedError
 from shoal.rollout.hosts.sockets import Listener, SocketHost, serve
 
-PR_SET_PDEATHSIG = 1
 START_SECONDS = 120.0
 """Within which a process must be there, where nobody limits the making of envs."""
-JOIN_SECONDS = 1.0
 
 
 class ProcessHosts:
@@ -38,7 +30,7 @@ class ProcessHosts:
         self._setup = setup
         self._listener = Listener(setup)
         self._hosts: dict[int, SocketHost] = {}
-        self._processes: dict[SocketHost, BaseProcess] = {}
+        self._processes: dict[SocketHost, WorkerProcess] = {}
         self._next = count
 
     async def host(self, number: int) -> Host | None:
@@ -59,25 +51,31 @@ class ProcessHosts:
         await self._listener.start()
         arrives = self._listener.expect(number)
         try:
-            process = start_process(serve_alone, self._listener.path, self._listener.key, number)
-        except OSError as error:
+            process = WorkerProcess(serve_alone, (self._listener.path, self._listener.key, number))
+        except (OSError, WorkerDiedError) as error:
             raise HostsFailedError(f"no worker process can be started: {error}") from error
         loop = asyncio.get_running_loop()
         died: asyncio.Future[None] = loop.create_future()
         loop.add_reader(process.sentinel, _set, died)
+        limit = self._setup.make_timeout or START_SECONDS
         try:
-            limit = self._setup.make_timeout or START_SECONDS
             wanted: list[asyncio.Future[Any]] = [arrives, died]
             await asyncio.wait(wanted, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            process.close()
+            raise
         finally:
             loop.remove_reader(process.sentinel)
         if not arrives.done():
-            kill(process)
-            how = describe_exit(process.exitcode) if died.done() else f"did not start within {limit:g} s"
+            how = "did not start in time"
+            if died.done():
+                process.wait(1.0)
+                how = describe_exit(process.exit_code)
+            process.close()
             raise HostsFailedError(f"a worker process {how} before it played anything")
         host = arrives.result()
         self._processes[host] = process
-        host.ended = lambda: kill(process)
+        host.ended = lambda: _end(process)
         loop.add_reader(process.sentinel, self._died, host)
         return host
 
@@ -88,9 +86,8 @@ class ProcessHosts:
     def _forget_lost(self) -> None:
         for host, process in list(self._processes.items()):
             if host.lost:
-                with contextlib.suppress(OSError, ValueError):
-                    asyncio.get_running_loop().remove_reader(process.sentinel)
-                kill(process)
+                asyncio.get_running_loop().remove_reader(process.sentinel)
+                process.close()
                 del self._processes[host]
         self._hosts = {number: host for number, host in self._hosts.items() if not host.lost}
 
@@ -104,7 +101,6 @@ class ProcessHosts:
         """Close the envs; spare hosts end."""
         for number in [number for number in self._hosts if number >= self.count]:
             self._hosts.pop(number).end()
-        self._forget_lost()
         if not keep_envs:
             seconds = self._setup.close_seconds
             await asyncio.gather(*(host.close_envs(seconds) for host in self._hosts.values()))
@@ -125,82 +121,22 @@ class ProcessHosts:
         return [host.pid for host in list(self._processes) if not host.lost]
 
 
+def _end(process: WorkerProcess) -> str:
+    """See that a process has ended, and say how it did."""
+    process.wait(0.0 if process.alive() else 1.0)
+    code = process.exit_code
+    process.kill()
+    return "lost its connection" if code is None else describe_exit(code)
+
+
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
 
-def kill(process: BaseProcess) -> str:
-    """Kill a host with what its envs started; returns how it ended."""
-    pid = process.pid
-    if process.exitcode is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            process.kill()
-    if pid is not None and pid > 1:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
-    process.join(JOIN_SECONDS)
-    return describe_exit(process.exitcode)
-
-
-def describe_exit(code: int | None) -> str:
-    """An exit code in words.
-
-    >>> describe_exit(-9)
-    'was killed by SIGKILL'
-    """
-    if code is None:
-        return "is gone"
-    if code >= 0:
-        return f"exited with code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"
-
-
-def start_process(target: Any, *args: Any) -> BaseProcess:
-    """Start a process that imports what it needs and nothing of the user's script."""
-    method = "forkserver" if sys.platform == "linux" else "spawn"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver" and forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
-        context.set_forkserver_preload([__name__])
-    process = context.Process(  # type: ignore[attr-defined]
-        target=target, args=(*args, dict(os.environ)), daemon=True, name="shoal-host"
-    )
-    with _no_main():
-        process.start()
-    return process  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _no_main() -> Iterator[None]:
-    """Without a main module, which a new process would run once more: no script needs a guard."""
-    main = sys.modules["__main__"]
-    hidden = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    try:
-        if "__file__" in hidden:
-            del main.__file__
-        main.__spec__ = None
-        yield
-    finally:
-        for name, value in hidden.items():
-            setattr(main, name, value)
-
-
-# --- in the process
-def serve_alone(path: str, key: str, number: int, environ: dict[str, str]) -> None:
-    """Be a host in a process of its own."""
-    os.setpgid(0, 0)  # what envs start is killed with it, and Ctrl-C of the terminal goes to the parent alone
-    with contextlib.suppress(Exception):  # Linux; elsewhere the end of the socket ends it
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    os.environ.clear()
-    os.environ.update(environ)
-    code = 1
-    try:
-        serve(path, key, number, ends_process=True)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def serve_alone(pipe: Any, path: str, key: str, number: int) -> None:
+    """Be a host in a process that has nothing else to do: it ends at once, whatever its envs are at."""
+    del pipe
+    with contextlib.suppress(ConnectionError):
+        serve(path, key, number)
+    os._exit(0)

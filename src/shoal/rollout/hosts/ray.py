@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
 from typing import Any
 
 import msgspec
 
-from shoal.core.executors import enter_ray, leave_ray, ray_lives
+from shoal.core.executors import connect_ray
 from shoal.rollout.hosts.episodes import Answer, Ask, Begin, Ended, Event, Refused, Reply, Setup, SlotThreads
 from shoal.rollout.hosts.host import Host, HostsFailedError, OpenSlots
 from shoal.rollout.hosts.processes import ProcessHosts
-from shoal.rollout.hosts.sockets import MISSED, encode, pickled
+from shoal.rollout.hosts.sockets import MISSED, encode, pickled, unpickled
 
 MOST_CALLS = 100_000
 _to_host = msgspec.msgpack.Decoder(Begin | Answer | Refused)
@@ -24,7 +23,7 @@ class _Actor:
     """A host in an async actor, so that thousands of its calls may wait at once."""
 
     def __init__(self, setup: bytes) -> None:
-        self._threads = SlotThreads(pickle.loads(setup), self._reply)
+        self._threads = SlotThreads(unpickled(setup), self._reply)
         self._open: dict[int, asyncio.Future[bytes]] = {}
 
     async def ready(self) -> None:
@@ -134,7 +133,7 @@ class RayHosts:
     def __init__(self, setup: Setup, count: int, options: dict[str, Any]) -> None:
         self.count = count
         self._setup, self._data = setup, pickled(setup)
-        self._ray, self._session = enter_ray()
+        self._ray = connect_ray()
         self._options = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": MOST_CALLS, **options}
         self._hosts: dict[int, RayHost] = {}
         self._next = count
@@ -149,14 +148,14 @@ class RayHosts:
 
     async def spare(self) -> Host:
         """An actor of its own; a process of this machine where Ray is gone."""
-        if not ray_lives(self._ray, self._session):
+        if not self._ray.is_initialized():
             return await self._spare.spare()
         self._next += 1
         host = self._hosts[self._next] = await self._start()
         return host
 
     async def _start(self) -> RayHost:
-        if not ray_lives(self._ray, self._session):
+        if not self._ray.is_initialized():
             raise HostsFailedError("Ray was shut down")
         host = RayHost(
             self._ray, self._ray.remote(_Actor).options(**self._options).remote(self._data), self._setup
@@ -186,20 +185,17 @@ class RayHosts:
             await asyncio.gather(*(host.close_envs(seconds) for host in self._hosts.values()))
 
     async def close(self) -> None:
-        """End the actors, and a Ray that was started here."""
+        """End the actors."""
         hosts, self._hosts = self._hosts, {}
         try:
-            if ray_lives(self._ray, self._session):
+            if self._ray.is_initialized():
                 seconds = self._setup.close_seconds
                 await asyncio.gather(*(host.close_envs(seconds) for host in hosts.values()))
         finally:
             await self._spare.close()
-            if ray_lives(self._ray, self._session):
+            if self._ray.is_initialized():
                 for host in hosts.values():
                     host.end()
-            session, self._session = self._session, None
-            if session is not None:
-                leave_ray(session)
 
     def pids(self) -> list[int]:
         """None that were started here."""

@@ -18,13 +18,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 
-import cloudpickle
 import msgspec
 
 from shoal.core.errors import ConfigError
+from shoal.core.workers import dumps
 from shoal.rollout.hosts.episodes import Answer, Ask, Begin, Ended, Event, Refused, Reply, Setup, SlotThreads
 from shoal.rollout.hosts.host import OpenSlots
-from shoal.rollout.hosts.pickles import by_value
 
 _LENGTH = struct.Struct("<I")
 MOST = 1 << 30
@@ -267,30 +266,29 @@ class Listener:
 
 
 def pickled(setup: Setup) -> bytes:
-    """A setup as bytes, with what a fresh interpreter could not import.
+    """A setup as bytes, and where its modules are found.
 
     Raises:
         ConfigError: it cannot be sent to another process.
     """
-    with by_value([*setup.env_fns.values(), type(setup.tokenizer)]):
-        try:
-            return cloudpickle.dumps(setup, protocol=5)  # type: ignore[no-any-return]
-        except Exception as error:
-            raise ConfigError(
-                f"this rollout cannot be sent to a worker process ({error}); use backend='threads'"
-            ) from error
+    try:
+        return dumps(([item for item in sys.path if isinstance(item, str)], dumps(setup)))
+    except Exception as error:
+        raise ConfigError(
+            f"this rollout cannot be sent to a worker process ({error}); use backend='threads'"
+        ) from error
+
+
+def unpickled(data: bytes) -> Setup:
+    """The setup that `pickled` wrote in another process."""
+    path, setup = pickle.loads(data)
+    sys.path += [item for item in path if item not in sys.path]
+    return pickle.loads(setup)  # type: ignore[no-any-return]
 
 
 # --- the host's side
-def serve(path: str, key: str, number: int, *, ends_process: bool = False) -> None:
-    """Be a host until the driver is gone.
-
-    Args:
-        path: of the socket.
-        key: the driver's.
-        number: of this host.
-        ends_process: whether this process has nothing else to do: it ends at once, whatever its envs are at.
-    """
+def serve(path: str, key: str, number: int) -> None:
+    """Be host `number` of the driver at a socket, until the driver is gone."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         lock = threading.Lock()
@@ -306,7 +304,7 @@ def serve(path: str, key: str, number: int, *, ends_process: bool = False) -> No
         if first is None:
             return
         sys.setswitchinterval(5e-4)  # many short turns of many threads: none may hold the others up for 5 ms
-        threads = SlotThreads(pickle.loads(first), send)
+        threads = SlotThreads(unpickled(first), send)
         for frame in frames:
             message = _to_host.decode(frame)
             if isinstance(message, Look):
@@ -315,8 +313,7 @@ def serve(path: str, key: str, number: int, *, ends_process: bool = False) -> No
                 threading.Thread(target=_close, args=(threads, send), daemon=True).start()
             else:
                 threads.post(message)
-        if not ends_process:
-            threads.close_envs()
+        threads.close_envs()
         threads.end()
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
-from shoal.core.errors import EngineError, did_you_mean, in_words
+from shoal.core.errors import EngineError, did_you_mean, format_error
 from shoal.core.executors import Closing, OwnThread
 from shoal.rollout.loops import LoopThread
 from shoal.rollout.samplers.sampler import Completion, Engine, Request, checked, of_inner, vocabulary_of
@@ -303,7 +303,7 @@ def ask(engine: Any, requests: tuple[Request, ...]) -> list[Result]:
         main = threading.current_thread() is threading.main_thread()
         if isinstance(error, KeyboardInterrupt) and main:  # Ctrl-C, which comes there alone
             raise
-        raise EngineError(f"the engine failed: {in_words(error)}") from error
+        raise EngineError(f"the engine failed: {format_error(error)}") from error
     if len(answers) != len(requests):
         raise EngineError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
     return checked(engine, requests, answers)
@@ -321,7 +321,7 @@ def as_error(error: BaseException) -> Exception:
     """What an episode ends with when its engine raised this."""
     if isinstance(error, EngineError | TimeoutError):
         return error
-    refused = EngineError(f"the engine failed: {in_words(error)}")
+    refused = EngineError(f"the engine failed: {format_error(error)}")
     refused.__cause__ = error
     return refused
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.core.errors import EngineError, needs_extra
-from shoal.core.executors import ray_lives, ray_session
 from shoal.rollout.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
@@ -92,7 +91,6 @@ class RayEngine:
             raise ValueError(f"replicas must be at least 1, got {replicas}")
         if not ray.is_initialized():
             raise EngineError("Ray is not running: call ray.init() first, with the address of your cluster")
-        self._session = ray_session(ray)
         self._actor = ray.remote(**(resources or {"num_cpus": 1}))(_Replica)
         self._make, self.timeout, self.retries = make, timeout, retries
         self._last: tuple[Any, ...] = ()  # what replicas made anew are told: weights, and the adapter on them
@@ -189,13 +187,13 @@ class RayEngine:
     def close(self) -> None:
         """End the replicas."""
         actors, self._actors = self._actors, []  # first, so that none is made anew meanwhile
-        for actor in actors if ray_lives(ray, self._session) else ():
+        for actor in actors if ray.is_initialized() else ():
             ray.kill(actor)
 
     def _open(self) -> list[Any]:
         if not (actors := self._actors):
             raise EngineError("the replicas have ended: this engine was closed")
-        if not ray_lives(ray, self._session):
+        if not ray.is_initialized():
             raise EngineError("the replicas have ended: their session of Ray was shut down")
         return actors
 

@@ -85,10 +85,10 @@ def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
     replicas = config.replicas
     if replicas.engine != "tiny":
         _folder(config)
-    from shoal.core.executors import enter_ray
+    from shoal.core.executors import connect_ray
     from shoal.rollout.samplers.ray import RayEngine
 
-    enter_ray()  # for as long as this process lives: others may use what is started here
+    connect_ray()
     make = partial(_replica, replace(config, name=replicas.engine), tuple(words), seed)
     resources, timeout, retries = replicas.resources, replicas.timeout, replicas.retries
     return RayEngine(make, replicas.count, resources=resources, timeout=timeout, retries=retries)

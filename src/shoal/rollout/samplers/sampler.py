@@ -15,7 +15,7 @@ from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args, run
 import msgspec
 import numpy as np
 
-from shoal.core.errors import ConfigError, DataError, EngineError, in_words
+from shoal.core.errors import ConfigError, DataError, EngineError, format_error
 from shoal.core.seeding import keyed, stream_key
 
 Level = Literal["L0", "L1", "L2"]
@@ -189,7 +189,7 @@ def as_completion(answer: Any) -> Completion | Exception:
     if isinstance(answer, EngineError | TimeoutError):
         return answer
     if isinstance(answer, BaseException):
-        refused = EngineError(f"the engine failed: {in_words(answer)}")
+        refused = EngineError(f"the engine failed: {format_error(answer)}")
         refused.__cause__ = answer
         return refused
     return EngineError(f"the engine must answer with a Completion, it gave {str(answer)[:200]}")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol, SupportsFloat
 
 from shoal.core.errors import ConfigError, ShoalError, WorkerError, did_you_mean
-from shoal.core.executors import available_cpus, available_memory, enter_ray, leave_ray, ray_lives
+from shoal.core.executors import available_cpus, available_memory, connect_ray
 from shoal.core.files import cache_folder
 from shoal.core.processes import command_lines
 from shoal.core.run_folder import FolderLock, locked
@@ -874,7 +874,7 @@ class RayLauncher:
     name = "ray"
 
     def __init__(self, gpus: float = 0.0, cpus: float | None = None, slots: int = 1) -> None:
-        self._ray, self._session = enter_ray(wanted_by="the Ray launcher")
+        self._ray = connect_ray(wanted_by="the Ray launcher")
         self._gpus = gpus
         cluster = float(self._ray.cluster_resources().get("CPU", available_cpus()))
         self._cpus = cpus if cpus is not None else max(1.0, cluster // slots)
@@ -883,7 +883,7 @@ class RayLauncher:
 
     def room(self, running: int, slots: int) -> int:
         """How many more jobs the whole cluster has CPUs and GPUs for, whatever this machine has."""
-        if not ray_lives(self._ray, self._session):
+        if not self._ray.is_initialized():
             return slots - running  # the next launch looks for a cluster, and tells it if there is none
         have = self._ray.cluster_resources()
         fit = [int(float(have.get("CPU", 0)) // self._cpus)] if self._cpus else []
@@ -892,9 +892,8 @@ class RayLauncher:
 
     def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> Handle:
         """Submit a task that runs the command on some node."""
-        if not ray_lives(self._ray, self._session):
-            self.close()
-            self._ray, self._session = enter_ray(wanted_by="the Ray launcher")
+        if not self._ray.is_initialized():
+            self._ray = connect_ray(wanted_by="the Ray launcher")
         # Workers start elsewhere, and must find this very package too.
         found = {"env_vars": {"PYTHONPATH": env.get("PYTHONPATH", "")}}
         remote = self._ray.remote(num_cpus=self._cpus, num_gpus=self._gpus, max_retries=0, runtime_env=found)(
@@ -911,12 +910,12 @@ class RayLauncher:
         if task is None or handle.get("driver") != os.getpid():
             return False
 
-        future, session = task.future(), self._session
+        future = task.future()
 
         def wait() -> None:
             try:
                 while not wait_for([future], timeout=LOOK).done:
-                    if not ray_lives(self._ray, session):  # of whose tasks nothing more is heard
+                    if not self._ray.is_initialized():  # of whose tasks nothing more is heard
                         raise RuntimeError("the session of Ray ended")
                 words = exit_words(int(future.result()))
             except Exception as error:  # whatever Ray says, the job is over
@@ -930,13 +929,11 @@ class RayLauncher:
     def kill(self, handle: Handle) -> None:
         """Cancel the task."""
         task = self._tasks.get(str(handle.get("task")))
-        if task is not None and ray_lives(self._ray, self._session):
+        if task is not None and self._ray.is_initialized():
             self._ray.cancel(task, force=True)
 
     def close(self) -> None:
-        """End the session, if it was started here; another launch would begin one."""
-        leave_ray(self._session)
-        self._session = None
+        """Nothing is held: Ray ends with the program."""
 
 
 _WITH_PARENT = """import os, sys

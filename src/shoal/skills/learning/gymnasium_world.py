@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium import Env
 from gymnasium.spaces import Discrete, flatdim, flatten
 
-from shoal.core.data import refuse_words, reward_of
+from shoal.core.data import check_flags, reward_of
 from shoal.core.errors import ConfigError
 from shoal.skills.learning.spec import Features
 from shoal.skills.learning.worlds import Bank, Bools, Floats, Ints
@@ -109,7 +109,7 @@ class GymnasiumWorld:
             ahead, observation = played, env.reset(seed=seed)[0]
         for action in ahead:
             observation, _, terminated, truncated, _ = env.step(self._first + action)
-            refuse_words(terminated, truncated)
+            check_flags(terminated, truncated)
             self._over[lane] = terminated or truncated
         self._seeds[lane], self._played[lane] = seed, played
         return observation
@@ -170,7 +170,7 @@ class GymnasiumWorld:
             if self._over[lane] or (self._replayed[lane] and len(self._played[lane]) >= MOST_STEPS):
                 continue
             observation, reward, terminated, truncated, _ = self._envs[lane].step(self._first + int(action))
-            refuse_words(terminated, truncated)
+            check_flags(terminated, truncated)
             if self._replayed[lane]:
                 self._played[lane] = [*self._played[lane], int(action)]
             self._see(lane, observation)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shoal.core.data import MOST_REWARD, Trajectory, own
+from shoal.core.data import MOST_REWARD, Trajectory, deep_copy
 from shoal.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ Array = NDArray[np.float64]
 Method = Literal["mean_std", "mean", "asym_clip", "identity"]
 EPSILON = 1e-6
 """Groups whose rewards have a smaller standard deviation carry no signal."""
+LEAST_SPREAD = 0.1
+"""Of the size of returns: advantages of a critic are never divided by less, see `critic_advantages`."""
 
 
 # --- the registry
@@ -124,7 +126,10 @@ def critic_advantages(
 ) -> tuple[list[list[Array]], list[list[Array]]]:
     """Advantages and critic targets, per trajectory and turn `[tokens]`, from values of the same shape.
 
-    Advantages are normalised over all tokens of the batch; targets are in the task's own reward.
+    Advantages are normalised over all tokens of the batch; targets are in the task's own reward. The divisor is the
+    advantages' standard deviation, or a tenth of the targets' root mean square where that is more: once every episode
+    succeeds, advantages are only the errors of the critic, and divided by their own spread they would become a
+    full-sized gradient that unlearns the task.
     """
     compute = ESTIMATORS[algorithm.adv_estimator].compute
     pairs = []
@@ -134,7 +139,8 @@ def critic_advantages(
         pairs.append([_by_token(algorithm, "advantages and targets", given, known) for given in parts])
     every = np.concatenate([tokens for turns, _ in pairs for tokens in turns])
     bessel = algorithm.critic.whitening == "sample" and len(every) > 1
-    mean, spread = every.mean(), every.std(ddof=int(bessel)) + 1e-8
+    size = np.sqrt(np.square(np.concatenate([tokens for _, turns in pairs for tokens in turns])).mean())
+    mean, spread = every.mean(), max(every.std(ddof=int(bessel)), LEAST_SPREAD * size) + 1e-8
     shaped = []
     for (turns, _), bonuses in zip(pairs, shaping_of(trajectories, proxy), strict=True):
         shaped.append([(one - mean) / spread + bonus for one, bonus in zip(turns, bonuses, strict=True)])
@@ -151,7 +157,7 @@ def teacher_advantages(
     """Advantages per trajectory and turn `[tokens]` from log-probabilities: the policy's (`known`), the teacher's."""
     compute, found = ESTIMATORS[algorithm.adv_estimator].compute, []
     for ours, theirs, bonuses in zip(known, told, shaping_of(trajectories, proxy), strict=True):
-        given = [own(compute(*pair)) for pair in zip(ours, theirs, strict=True)]
+        given = [deep_copy(compute(*pair)) for pair in zip(ours, theirs, strict=True)]
         turns = _by_token(algorithm, "advantages", given, ours)
         found.append([tokens + bonus for tokens, bonus in zip(turns, bonuses, strict=True)])
     return found

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 
 from shoal.core.configuration import check_fields, from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, UnknownNameError, did_you_mean, unknown_name
-from shoal.core.registry import Registry, all_or_nothing
+from shoal.core.registry import Registry
 from shoal.envs.catalogue import package_of
 from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
@@ -608,7 +608,7 @@ def _over(defaults: Any, values: Any) -> Any:
 def import_extensions(names: Sequence[str]) -> None:
     """Import modules and files of the user (`imports:`), and what installed packages name, so that they register.
 
-    One that fails registers nothing, and can be imported again. Threads import one after the other.
+    One that fails can be imported again, and registers its names again. Threads import one after the other.
 
     Raises:
         ConfigError: there is no such module or file, or it fails.
@@ -638,8 +638,7 @@ def imported(names: Sequence[str]) -> list[str]:
 
 def _import(told: str, work: Callable[[], Any]) -> None:
     try:
-        with all_or_nothing():
-            work()
+        work()
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{told} cannot be imported: {type(error).__name__}: {error}") from error
 
@@ -647,11 +646,11 @@ def _import(told: str, work: Callable[[], Any]) -> None:
 def _import_file(path: Path) -> None:
     """Run a file once in this process, and again when it says something else."""
     source = path.read_bytes()
-    name = f"shoal_imports.{path.stem}_{hashlib.sha256(str(path).encode() + source).hexdigest()[:8]}"
-    if name in sys.modules:
+    name = f"shoal_imports.{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules and sys.modules[name].__dict__["source"] == source:
         return
     sys.modules[name] = module = ModuleType(name)
-    module.__file__ = str(path)
+    module.__dict__.update(__file__=str(path), source=source)
     try:
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     except BaseException:

@@ -30,7 +30,7 @@ from shoal.core.errors import (
     DivergedError,
     EngineError,
     EnvError,
-    in_words,
+    format_error,
     needs_extra,
 )
 from shoal.core.executors import connect_ray
@@ -160,7 +160,7 @@ class Processes:
             value = work()
         except Exception as error:
             failure = error
-        told = None if failure is None else in_words(failure)
+        told = None if failure is None else format_error(failure)
         found: list[Any] = [None] * self.count
         with _met(self.count):
             dist.all_gather_object(found, (told, value))
@@ -247,7 +247,7 @@ def _met(count: int) -> Iterator[None]:
     except RuntimeError as error:
         raise EngineError(
             f"another of the {count} processes ended, or cannot be reached: see what it said; what was saved is whole, "
-            f"go on with resume=true ({in_words(error).splitlines()[0]})"
+            f"go on with resume=true ({format_error(error).splitlines()[0]})"
         ) from error
 
 
@@ -587,7 +587,7 @@ def refuse_without_room(replicas: ReplicaConfig, processes: Processes) -> None:
     Raises:
         ConfigError: the replicas of the processes on one cluster need more than it has; raised in all processes.
     """
-    ray, _ = connect_ray()
+    ray = connect_ray()
     own = str(ray.get_runtime_context().gcs_address)
     places = processes.together(lambda: (own, dict(ray.cluster_resources())))
     for address, there in places:

@@ -133,7 +133,8 @@ def update(
 
     Several processes give the same samples and each work on a part of every minibatch. In the first
     `algorithm.critic.warmup` iterations the critic learns alone, and the policy stays exactly as it is. Where nothing
-    pulls (no advantage, critic, KL penalty or entropy bonus), nothing is computed.
+    pulls (no advantage, critic, KL penalty or entropy bonus), nothing is computed. With a critic the entropy bonus
+    shrinks as the advantages do: where every episode succeeds, alone it would turn a move that nothing holds.
 
     Args:
         learner: what is trained.
@@ -151,6 +152,8 @@ def update(
     totals, learns_policy = Totals(), iteration >= algorithm.critic.warmup
     has_signal = any(sample.columns["advantages"].any() for sample in samples)
     coef = bonus_of(algorithm, entropy, has_signal)
+    if learner.critic is not None:
+        coef *= min(1.0, float(np.concatenate([sample.columns["advantages"] for sample in samples]).std()))
     if not (has_signal or coef or algorithm.kl.coef or learner.critic is not None):
         return {"gradient_steps": 0, "trained_tokens": 0}
     if coef != algorithm.entropy_coef:

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import EnvError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from shoal.core.errors import EnvError, WorkerDiedError, WorkerTimeoutError
 from shoal.core.executors import available_cpus
-from shoal.core.processes import StartMethod
+from shoal.core.workers import StartMethod
 from shoal.rollout.arrays.steps import EnvSlice, StepRollout, VectorSteps
 from shoal.train.ppo.agent import PPOAgent
 from shoal.train.ppo.envs import EnvFactory, EnvFacts
@@ -175,10 +175,7 @@ class Experience:
                 rollout = self.collector.collect(self.agent, noise)
                 rollout.memory = remembered
                 return rollout
-            except WorkerError as error:
-                if not isinstance(error, WorkerDiedError | WorkerTimeoutError):  # it would raise again
-                    cause = error.__cause__
-                    raise EnvError(str(cause if isinstance(cause, EnvError) else error)) from error
+            except (WorkerDiedError, WorkerTimeoutError) as error:
                 if attempt == MAX_RECOVERIES:
                     raise
                 warnings.warn(
@@ -187,6 +184,11 @@ class Experience:
                 )  # fmt: skip
                 self.close()
                 self.agent.memory = None if before is None else before.copy()
+            except Exception as error:  # of an env in a worker: a note names it
+                named = [note for note in getattr(error, "__notes__", ()) if note.startswith("env ")]
+                if not named:
+                    raise
+                raise EnvError(named[0]) from error
         raise AssertionError("unreachable")
 
     def _start(self, total_timesteps: int | None) -> None:

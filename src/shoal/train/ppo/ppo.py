@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.core.data import refuse_words, reward_of
+from shoal.core.data import check_flags, reward_of
 from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, EnvError, reading
 from shoal.core.executors import Closing
-from shoal.core.processes import StartMethod
 from shoal.core.seeding import stream
+from shoal.core.workers import StartMethod
 from shoal.envs.catalogue import Wrapper, wrapper_name
 from shoal.rollout.arrays.spaces import AS_FLOAT32
 from shoal.rollout.arrays.steps import SeededEpisodes, mask_of
@@ -392,7 +392,7 @@ def evaluate(
             player.act(obs, masks, player.draw(chance, 1), chosen, logprob, deterministic)
             try:
                 observation, reward, terminated, truncated, info = env.step(actions.to_env(chosen)[0])
-                refuse_words(terminated, truncated)
+                check_flags(terminated, truncated)
                 paid = reward_of(reward)
             except Exception as error:  # an env may raise whatever it likes
                 raise EnvError(

@@ -20,8 +20,8 @@ import tyro
 from shoal.core.configuration import as_yaml
 from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError, needs_extra
 from shoal.core.files import is_whole, read_json, remove_leftovers, replacing, write_text
-from shoal.core.processes import StartMethod
 from shoal.core.run_folder import FolderLock, RunFolder
+from shoal.core.workers import StartMethod
 from shoal.envs.catalogue import parse_env_kwargs
 from shoal.train.boards import TensorBoard, WandB, draw_curves
 from shoal.train.ppo.checkpoint import (

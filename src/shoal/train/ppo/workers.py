@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from shoal.core.processes import StartMethod
+from shoal.core.workers import StartMethod
 from shoal.maths.normalizer import ObservationNormalizer
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.rollout.arrays.steps import EnvSlice, StepPolicy, StepRollout

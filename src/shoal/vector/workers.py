@@ -1,0 +1,538 @@
+"""Workers as their caller sees them: the caller's own group, a thread, a process.
+
+Each gets one command at a time, is waited for by `collect`, and is given up when it dies or takes too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing import connection
+from typing import Any, NamedTuple
+
+from shoal.core.errors import ConfigError, safe_repr
+from shoal.core.workers import (
+    StartMethod,
+    WorkerProcess,
+    default_start_method,
+    describe_exit,
+    dumps,
+    portable,
+    process_state,
+)
+from shoal.envs.catalogue import EnvFn
+from shoal.vector.buffers import Buffers, TextBuffer, read
+from shoal.vector.env_group import (
+    LOADING,
+    STEP_ALL,
+    Attach,
+    Close,
+    EnvGroup,
+    Make,
+    Rebuild,
+    Reply,
+    Reset,
+    Step,
+)
+from shoal.vector.failures import Failure, from_exception, where_it_was
+from shoal.vector.threads import GroupThread, copy_rows, rows_of, with_actions
+from shoal.vector.worker_process import (
+    ANSWER,
+    COMMAND,
+    PROGRESS,
+    TEXT,
+    TO_CALLER,
+    TO_WORKER,
+    WORDS,
+    serve,
+    unpacked,
+)
+
+LOADING_SECONDS = 60.0
+"""Time for a worker with a time limit to start and import what it needs, before its first constructor begins."""
+CHECK_SECONDS = 0.05
+"""Between two looks whether the workers that are waited for still live and are in time."""
+
+
+class Limits(NamedTuple):
+    """Seconds that one env may take for a step, a reset or a call, and for its constructor; None for ever."""
+
+    step: float | None = None
+    make: float | None = None
+
+
+NO_LIMITS = Limits()
+
+
+class DeadlineError(Exception):
+    """A wait with a timeout is over."""
+
+
+class Worker:
+    """Environments `first … first + count - 1` and their present command; here those that the caller itself steps.
+
+    Attributes:
+        command: what it is at; None when it is idle.
+        lost: why it can no longer work, if so.
+    """
+
+    inline = True
+    side_by_side = False
+    """Its environments are at work at the same time, or nobody knows which of them is."""
+
+    def __init__(
+        self, first: int, env_fns: Sequence[EnvFn], limits: Limits = NO_LIMITS, made: Sequence[Any] = ()
+    ) -> None:
+        self.first, self.env_fns, self.count = first, list(env_fns), len(env_fns)
+        self.ids = range(first, first + self.count)
+        self.limits = limits
+        self.command: Any = None
+        self.lost: Failure | None = None
+        self.buffers: Buffers | None = None
+        self.starts = 0
+        self.group: EnvGroup | None = None
+        self._made = list(made)
+        self._seen, self._since = -1, 0.0
+
+    # --- commands
+    def start(self) -> None:
+        """Begin to make the environments, anew if there were some."""
+        self._start()
+        self.starts += 1
+        self.lost = None
+        self.begin(Make(self.env_fns))
+
+    def attach(self, buffers: Buffers) -> None:
+        """Know where its results go."""
+        self.buffers = buffers
+
+    def _start(self) -> None:
+        self.group, self._made = EnvGroup(self.env_fns, self.first, None, self._made), []
+
+    def begin(self, command: Any) -> None:
+        """Begin a command."""
+        self.command = command
+        self._seen, self._since = -1, time.monotonic()
+        if self.lost is None:
+            self._send(command)
+
+    def _send(self, command: Any) -> None:
+        if isinstance(command, Step) and command.actions is None:  # the caller may write the next ones
+            assert self.group is not None
+            command = Step(command.members, {}, self.group.actions(command.members, command.loose))
+            self.command = command
+
+    def answered(self) -> bool:
+        """Whether `receive` does not wait."""
+        return True
+
+    def wait(self, workers: Sequence[Any], seconds: float) -> None:
+        """Sleep until one of these, which are of its kind, may have answered, or so many seconds."""
+
+    def receive(self) -> Reply:
+        """The reply to its command; a lost worker gives its failure."""
+        reply = Reply() if self.lost is not None else self._receive()
+        self.command = None
+        return reply if self.lost is None else Reply(failures=[self.lost])
+
+    def _receive(self) -> Reply:
+        assert self.group is not None
+        command = self.command
+        if isinstance(command, Attach):
+            assert self.buffers is not None
+            self.group.attach(self.buffers, command.autoreset, command.check_nan)
+            return Reply()
+        return self.group.run(command)
+
+    # --- deaths and time limits
+    def alive(self) -> bool:
+        """Whether what it lives in runs."""
+        return True
+
+    def progress(self) -> int:
+        """Position of the env at work, or `LOADING`."""
+        return self.group.progress[0] if self.group is not None else 0
+
+    def overdue(self, now: float) -> float | None:
+        """The time limit that the env at work has exceeded, if so."""
+        limit = self.limits.make if isinstance(self.command, Make | Rebuild) else self.limits.step
+        if limit is None:
+            return None
+        at = self.progress()
+        if at == LOADING:
+            limit = max(limit, LOADING_SECONDS)
+        if at != self._seen:
+            if self._seen != -1:
+                self._since = now
+            self._seen = at
+        return limit if now - self._since > limit else None
+
+    def lose(self, failure: Failure) -> None:
+        """Give it up because of this."""
+        self.lost = failure
+        self.kill()
+
+    def kill(self) -> None:
+        """End what it lives in, if that is possible."""
+
+    def ask_for_stack(self) -> None:
+        """Have it write where it is."""
+
+    def stack(self) -> str:
+        """Where it was when it was asked, or crashed."""
+        return ""
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process, if it has one of its own."""
+        return None
+
+    def death(self) -> Failure:
+        """That it is gone."""
+        return self.failure("died", "its thread ended")
+
+    def failure(self, kind: str, summary: str) -> Failure:
+        """A failure of the env at work, with what its process said."""
+        at = self.progress()
+        env = self.first + (at if at < self.count else 0)
+        doing = self.command.doing if self.command is not None else "wait"
+        stack = self.stack()
+        if self.side_by_side and self.count > 1:
+            others = [str(i) for i in self.ids if i != env]
+            summary += f" (or it was the fault of env {', '.join(others[:8])}, at work at the same time)"
+        action = safe_repr(self._action_of(env))
+        return Failure(env, doing, summary + where_it_was(stack), stack, action, self.pid, None, kind)
+
+    def _action_of(self, env: int) -> Any:
+        command = self.command
+        if not isinstance(command, Step) or self.buffers is None:
+            return None
+        with contextlib.suppress(Exception):  # for a message: what is not known is left out
+            if command.actions is not None:
+                members = range(self.count) if command.members is None else command.members
+                return command.actions[list(members).index(env - self.first)]
+            return read(self.buffers, self.first, [env - self.first], command.loose)[0]
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        """Process id, memory and restarts of a process."""
+        return {}
+
+    def close(self, seconds: float) -> None:
+        """End it; by force after so many seconds where that is possible."""
+        if self.group is not None:
+            with contextlib.suppress(Exception):
+                self.group.close()
+
+    def begin_close(self) -> None:
+        """Ask it to close its environments; `close` waits for that."""
+
+
+def collect(workers: Sequence[Worker], timeout: float | None = None) -> list[Reply]:
+    """The replies of workers to their commands, in order; the caller's own group does its work here.
+
+    A worker that dies or exceeds its time limit replies with a failure.
+
+    Raises:
+        DeadlineError: after `timeout` seconds; who has not replied still is at its command.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    own = {worker: worker.receive() for worker in workers if worker.inline}
+    wait_for(workers, deadline)
+    return [own[worker] if worker.inline else worker.receive() for worker in workers]
+
+
+def wait_for(workers: Sequence[Worker], deadline: float | None = None, wanted: int | None = None) -> None:
+    """Wait until all of these have answered, or those with `wanted` environments.
+
+    Raises:
+        DeadlineError: when it is later than `deadline`.
+    """
+    looked = time.monotonic()
+    while waiting := [worker for worker in workers if not worker.answered()]:
+        if wanted is not None and sum(w.count for w in workers) - sum(w.count for w in waiting) >= wanted:
+            return
+        seconds = CHECK_SECONDS
+        if deadline is not None:
+            seconds = min(seconds, deadline - time.monotonic())
+            if seconds <= 0:
+                raise DeadlineError
+        waiting[0].wait(waiting, seconds)
+        now = time.monotonic()
+        if now - looked >= CHECK_SECONDS:
+            looked = now
+            check(workers)
+
+
+def check(workers: Sequence[Worker]) -> None:
+    """Give up workers that are gone, or have exceeded their time limit."""
+    waiting = [worker for worker in workers if worker.command is not None and not worker.answered()]
+    for worker in waiting:
+        if not worker.alive() and not worker.answered():
+            worker.lose(worker.death())
+    now = time.monotonic()
+    late = [(worker, worker.overdue(now)) for worker in waiting if worker.lost is None]
+    late = [(worker, limit) for worker, limit in late if limit is not None]
+    if not late:
+        return
+    for worker, _ in late:
+        worker.ask_for_stack()
+    end, before = now + 0.3, [""]
+    while (stacks := [worker.stack() for worker, _ in late]) != before or not all(stacks):
+        if time.monotonic() > end:
+            break
+        before = stacks  # it is written in pieces: whole where it stands still
+        time.sleep(0.02)
+    for worker, limit in late:
+        worker.lose(worker.failure("timeout", f"no answer within {limit:g} s"))
+
+
+def attach_all(workers: Sequence[Worker], attach: Attach, buffers: Buffers) -> list[Failure]:
+    """Tell workers where their results go; what failed."""
+    for worker in workers:
+        worker.attach(buffers)
+        worker.begin(attach)
+    return [failure for reply in collect(workers) for failure in reply.failures]
+
+
+class ThreadWorker(Worker):
+    """A group in a thread of the caller's process."""
+
+    inline = False
+
+    def __init__(
+        self, done: threading.Semaphore, first: int, env_fns: Sequence[EnvFn], limits: Limits
+    ) -> None:
+        super().__init__(first, env_fns, limits)
+        self._done = done
+        self._thread: GroupThread | None = None
+
+    def _start(self) -> None:
+        self.begin_close()  # a thread that hangs cannot be killed: a fresh one takes its place
+        group = EnvGroup(self.env_fns, self.first, [LOADING])
+        self._thread = GroupThread(group, self._done, f"shoal-envs-{self.first}")
+
+    def _send(self, command: Any) -> None:
+        assert self._thread is not None
+        self._thread.replies.clear()
+        self._thread.commands.put(with_actions(command, self.buffers, self.first, self.count))
+
+    def answered(self) -> bool:
+        """Whether `receive` does not wait."""
+        return self.lost is not None or (self._thread is not None and bool(self._thread.replies))
+
+    def wait(self, workers: Sequence[Any], seconds: float) -> None:
+        """Sleep until one of these may have answered, or so many seconds."""
+        self._done.acquire(timeout=seconds)
+
+    def _receive(self) -> Reply:
+        assert self._thread is not None
+        if isinstance(self.command, Step | Reset) and self.buffers is not None:
+            rows = rows_of(self._thread.group.buffers)
+            copy_rows(rows, self.command.members, self.buffers, self.first, self.count)
+        return self._thread.replies[0]
+
+    def progress(self) -> int:
+        """Position of the env at work."""
+        return int(self._thread.group.progress[0]) if self._thread is not None else 0
+
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread is not None and self._thread.thread.is_alive()
+
+    def begin_close(self) -> None:
+        """Have the thread close its environments when it is free."""
+        if self._thread is not None:
+            self._thread.commands.put(Close())
+
+    def close(self, seconds: float) -> None:
+        """Wait for the end of the thread; one that hangs is left behind."""
+        thread = self._thread.thread if self._thread is not None else None
+        if thread is not None and self.lost is None and thread is not threading.current_thread():
+            thread.join(seconds)
+
+
+class Signals:
+    """What the worker processes of one vector env share: numbers in memory, and semaphores where there are some.
+
+    Args:
+        n_workers: how many there are.
+        method: how they are started.
+    """
+
+    def __init__(self, n_workers: int, method: StartMethod | None) -> None:
+        self.method: StartMethod = method or default_start_method()
+        self.context: Any = multiprocessing.get_context(self.method)
+        self.words = self.context.RawArray("I", n_workers * WORDS)
+        self.view = memoryview(self.words).cast("B").cast("I")
+        self.done = None if portable() else self.context.Semaphore(0)
+
+
+class ProcessWorker(Worker):
+    """A group in a worker process; with `threads`, each of its environments in a thread there."""
+
+    inline = False
+
+    def __init__(
+        self,
+        signals: Signals,
+        number: int,
+        first: int,
+        env_fns: Sequence[EnvFn],
+        limits: Limits,
+        *,
+        threads: bool = False,
+    ) -> None:
+        super().__init__(first, env_fns, limits)
+        self._signals, self.number, self.side_by_side = signals, number, threads
+        self._words = signals.view[number * WORDS : (number + 1) * WORDS]
+        self._asked = 0
+        self._begin: Any = None
+        self._texts: dict[int, TextBuffer] = {}
+        self._state: dict[str, Any] | None = None
+        self.process: WorkerProcess | None = None
+
+    def _start(self) -> None:
+        self.kill()
+        self._asked = self._words[COMMAND] = self._words[ANSWER] = 0
+        self._words[PROGRESS] = LOADING
+        signals, semaphores = self._signals, None
+        if signals.done is not None:
+            self._begin = signals.context.Semaphore(0)
+            semaphores = self._begin, signals.done
+        args = (signals.words, self.number, semaphores, self.first, self.side_by_side)
+        self._state = self._state or process_state()  # relative names mean the same when it is started anew
+        self.process = WorkerProcess(serve, args, signals.method, self._state)
+
+    def attach(self, buffers: Buffers) -> None:
+        """Know where its results go."""
+        super().attach(buffers)
+        self._texts = TextBuffer.of(buffers, self.first, self.count)
+
+    def _send(self, command: Any) -> None:
+        if command is STEP_ALL:
+            data = b""
+        elif isinstance(command, Make):
+            data = dumps(Make(dumps_env_fns(command.env_fns)))
+        else:
+            data = dumps(command)
+        assert self.process is not None
+        if self._begin is not None:
+            self._asked += 1
+            self._words[COMMAND] = self._asked & 0xFFFFFFFF
+            self._words[TO_WORKER] = bool(data)
+            self._begin.release()
+        if data or self._begin is None:
+            with contextlib.suppress(OSError):  # it is gone, as `check` will find
+                self.process.pipe.send_bytes(data)
+
+    def answered(self) -> bool:
+        """Whether `receive` does not wait."""
+        if self.lost is not None:
+            return True
+        if self._begin is not None:
+            return bool(self._words[ANSWER] == self._asked & 0xFFFFFFFF)
+        assert self.process is not None
+        return bool(self.process.pipe.poll(0))
+
+    def wait(self, workers: Sequence[Any], seconds: float) -> None:
+        """Sleep until one of these may have answered, or so many seconds."""
+        if self._signals.done is not None:
+            self._signals.done.acquire(True, seconds)
+        else:
+            connection.wait([worker.process.pipe for worker in workers], seconds)
+
+    def _receive(self) -> Reply:
+        assert self.process is not None
+        data = b""
+        if self._signals.done is not None:
+            self._signals.done.acquire(False)  # one signal per answer, so that they do not pile up
+        if self._begin is None or self._words[TO_CALLER]:
+            try:
+                data = self.process.pipe.recv_bytes()
+            except (EOFError, OSError):
+                self.process.wait(1.0)
+                self.lose(self.death())
+                return Reply()
+        has_text = self._words[TEXT]
+        if not data and not has_text:
+            return Reply()
+        try:
+            reply = unpacked(data) if data else Reply()
+        except Exception as error:  # what its environments gave cannot be read here
+            doing = f"reading its reply to {self.command.doing}"
+            members = getattr(self.command, "members", None)
+            ids = self.ids if members is None else [self.first + j for j in members]
+            return Reply(failures=[from_exception(i, doing, error) for i in ids])
+        if has_text:
+            for leaf, text in self._texts.items():
+                reply.columns[leaf] = text.unpack()
+        return reply
+
+    def progress(self) -> int:
+        """Position of the env at work, or `LOADING`."""
+        return int(self._words[PROGRESS])
+
+    def alive(self) -> bool:
+        """Whether its process runs."""
+        return self.process is not None and self.process.alive()
+
+    def kill(self) -> None:
+        """Kill the process and the programs that it started."""
+        if self.process is not None:
+            self.process.close()
+
+    def ask_for_stack(self) -> None:
+        """Have the process write where its threads are."""
+        if self.process is not None:
+            self.process.ask_for_stack()
+
+    def stack(self) -> str:
+        """Where it was when it was asked, or crashed."""
+        return self.process.stack() if self.process is not None else ""
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process."""
+        return self.process.pid if self.process is not None else None
+
+    def stats(self) -> dict[str, Any]:
+        """Process id, memory in MiB and restarts."""
+        memory = self.process.memory() if self.process is not None else 0
+        return {"pid": self.pid, "rss_mib": memory / 2**20, "restarts": self.starts - 1}
+
+    def death(self) -> Failure:
+        """That its process is gone."""
+        assert self.process is not None
+        self.process.wait(1.0)
+        return self.failure("died", f"its worker process {describe_exit(self.process.exit_code)}")
+
+    def begin_close(self) -> None:
+        """Ask it to close its environments."""
+        if self.process is not None and self.lost is None and self.command is None:
+            self._send(Close())
+
+    def close(self, seconds: float) -> None:
+        """Give it so many seconds to end, then kill it."""
+        if self.process is not None:
+            if self.lost is None and self.command is None:
+                self.process.wait(seconds)
+            self.kill()
+
+
+def dumps_env_fns(env_fns: Sequence[EnvFn]) -> bytes:
+    """Functions that make environments, as bytes for a worker process.
+
+    Raises:
+        ConfigError: when a function holds something that cannot be sent to another process.
+    """
+    try:
+        return dumps(list(env_fns))
+    except Exception as error:
+        raise ConfigError(
+            f"what makes the environments cannot be sent to a worker process ({error}); make it a function of a "
+            f"module, without locks, files or generators in its closure, or use backend='serial'"
+        ) from error

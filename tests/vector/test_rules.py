@@ -1,0 +1,433 @@
+"""The plain rules: after an interruption or an error reset first, one call at a time, a worker is the unit."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError
+from gymnasium.vector import AutoresetMode
+
+from shoal.core.errors import ConfigError, EnvError
+from shoal.vector import (
+    AsyncVectorEnv,
+    EnvPoolStyle,
+    MultiProcessEnvironmentContainer,
+    ParallelEnv,
+    SB3VecEnv,
+    make_vec,
+)
+from tests.vector.faulty import CountEnv, Faulty
+from tests.vector.scripted import SlowEnv
+
+ROOT = Path(__file__).parents[2]
+BACKENDS = ["serial", "thread", "process"]
+MODES = ["same_step", "next_step", "disabled"]
+
+
+def only_a_reset_follows(envs: Any) -> None:
+    """Everything else is refused in words."""
+    n = envs.num_envs
+    for ask in (
+        lambda: envs.step(np.ones(n, np.int64)),
+        lambda: envs.step_async(np.ones(n, np.int64)),
+        lambda: envs.step_some([0], [1]),
+        lambda: envs.reset(options={"reset_mask": np.arange(n) == 0}),
+        lambda: envs.reset_some([0], [1]),
+        lambda: envs.send(range(n), [1] * n),
+        lambda: envs.call("length"),
+    ):
+        with pytest.raises(EnvError, match=r"reset\(\) all environments before"):
+            ask()
+    assert envs.single_action_space == spaces.Discrete(10)
+    assert envs.reset(seed=5)[0][:, 0].tolist() == [5 + i for i in range(n)]
+    assert envs.step(np.full(n, 2))[1].tolist() == [21.0] * n
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_after_an_exception_of_an_env_only_a_reset_follows(backend: Any, mode: str) -> None:
+    fns = [functools.partial(Faulty, "raise") if i == 1 else CountEnv for i in range(3)]
+    with make_vec(fns, backend=backend, autoreset=mode) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(ZeroDivisionError) as caught:
+            envs.step(np.array([1, 9, 1]))
+        assert caught.value.__notes__[0].startswith("env 1 ")
+        only_a_reset_follows(envs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_after_an_interrupt_only_a_reset_follows(backend: Any) -> None:
+    fns = [functools.partial(SlowSteps, 0.3)] * 2
+    with make_vec(fns, backend=backend) as envs:
+        envs.reset(seed=0)
+        handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                envs.step(np.full(2, 8))
+        finally:
+            signal.signal(signal.SIGALRM, handler)
+        only_a_reset_follows(envs)
+
+
+class SlowSteps(CountEnv):
+    """The action 8 takes a while."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def misbehave(self, action: Any) -> None:
+        if int(action) == 8:
+            time.sleep(self.seconds)
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_after_a_wait_that_expired_only_a_reset_follows_and_late_answers_are_dropped(backend: Any) -> None:
+    with make_vec([functools.partial(SlowSteps, 0.4), CountEnv], backend=backend, num_workers=2) as envs:
+        envs.reset(seed=0)
+        envs.step_async(np.array([8, 1]))
+        with pytest.raises(multiprocessing.TimeoutError, match="timed out after"):
+            envs.step_wait(timeout=0.05)
+        only_a_reset_follows(envs)
+
+
+def test_a_reset_replaces_a_worker_that_does_not_come_back() -> None:
+    fns = [functools.partial(Faulty, "hang"), CountEnv]
+    with make_vec(fns, backend="process", num_workers=2, step_timeout=1.0) as envs:
+        envs.reset(seed=0)
+        before = [row["pid"] for row in envs.stats()["workers"]]
+        envs.step_async(np.array([9, 1]))
+        with pytest.raises(multiprocessing.TimeoutError):
+            envs.step_wait(timeout=0.1)
+        assert envs.reset(seed=3)[0][:, 0].tolist() == [3, 4]
+        after = [row["pid"] for row in envs.stats()["workers"]]
+    assert [a == b for a, b in zip(before, after, strict=True)] == [False, True]
+
+
+def test_a_reset_waits_for_a_thread_and_names_its_env(caplog: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("shoal.vector.vector_env.SETTLE_SECONDS", 0.1)
+    with make_vec([CountEnv, functools.partial(SlowSteps, 1.0)], backend="thread") as envs:
+        envs.reset(seed=0)
+        envs.step_async(np.array([1, 8]))
+        with pytest.raises(multiprocessing.TimeoutError):
+            envs.step_wait(timeout=0.05)
+        assert envs.reset(seed=3)[0][:, 0].tolist() == [3, 4]
+    assert "reset() waits for env 1" in caplog.text
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_two_calls_at_the_same_time_are_refused_and_any_thread_may_call(backend: Any) -> None:
+    with make_vec(functools.partial(SlowEnv, 0.5), 2, backend=backend) as envs:
+        envs.reset(seed=0)
+        thread = threading.Thread(target=envs.step, args=(np.ones(2, np.int64),))
+        thread.start()
+        time.sleep(0.1)
+        with pytest.raises(AlreadyPendingCallError, match="another call is at work"):
+            envs.step(np.ones(2, np.int64))
+        thread.join()
+        envs.step(np.ones(2, np.int64))
+
+
+def test_an_env_is_sent_with_all_that_share_its_worker() -> None:
+    with make_vec(CountEnv, 4, backend="process", num_workers=2, autoreset="same_step") as envs:
+        envs.reset(seed=0)
+        with pytest.raises(ValueError, match=r"environments \[1\] share a worker"):
+            envs.send([0], [1])
+        envs.send([1, 0], [5, 6])
+        with pytest.raises(ValueError, match=r"environments \[0, 1\] are still in flight"):
+            envs.send([0, 1], [1, 1])
+        with pytest.raises(AlreadyPendingCallError, match="in flight"):
+            envs.step(np.ones(4, np.int64))
+        ready = envs.recv()
+        assert dict(zip(ready.ids.tolist(), ready.rewards.tolist(), strict=True)) == {0: 61.0, 1: 51.0}
+        assert envs.step(np.ones(4, np.int64))[1].tolist() == [12.0, 12.0, 11.0, 11.0]
+
+
+def test_recv_takes_whoever_is_ready_and_returns_nothing_in_time() -> None:
+    fns = [functools.partial(SlowEnv, 1.0), functools.partial(SlowEnv, 0.0)]
+    with make_vec(fns, backend="process", num_workers=2) as envs:
+        envs.reset(seed=0)
+        envs.send([0, 1], [1, 1])
+        assert envs.recv().ids.tolist() == [1]
+        ready = envs.recv(timeout=0.05)
+        assert (ready.ids.tolist(), envs.in_flight) == ([], [0])
+        assert envs.recv().ids.tolist() == [0]
+
+
+def test_an_env_that_fails_in_flight_is_replaced_or_breaks_all_off() -> None:
+    fns = [functools.partial(Faulty, "kill"), functools.partial(CountEnv, 1000)]
+    for policy in ("restart", "raise"):
+        with make_vec(fns, backend="process", num_workers=2, on_failure=policy) as envs:
+            envs.reset(seed=0)
+            envs.send([0, 1], [9, 1])
+            if policy == "raise":
+                with pytest.raises(RuntimeError, match="env 0 .*SIGKILL"):
+                    envs.recv(2)
+                only_a_reset_follows(envs)
+                continue
+            ready = envs.recv(2)
+            at = ready.ids.tolist().index(0)
+            assert ready.truncated.tolist() == [i == at for i in range(2)]
+            assert ready.infos[at]["worker_restarted"]
+
+
+def test_the_default_is_gymnasiums_autoreset_and_faces_keep_their_own() -> None:
+    fns = [CountEnv] * 2
+    with make_vec(CountEnv, 2, backend="serial") as envs:
+        assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+        for wrapper in (
+            gymnasium.wrappers.vector.NormalizeObservation,
+            gymnasium.wrappers.vector.FlattenObservation,
+        ):
+            wrapper(envs)
+    assert make_vec("CartPole-v1", 3, backend="native").reset(seed=0)[0].shape == (3, 4)
+    for face, mode in (
+        (ParallelEnv(fns).envs, AutoresetMode.SAME_STEP),
+        (MultiProcessEnvironmentContainer(CountEnv, 1, 2).envs, AutoresetMode.DISABLED),
+        (AsyncVectorEnv(fns), AutoresetMode.NEXT_STEP),
+        (SB3VecEnv(fns).pool, AutoresetMode.SAME_STEP),
+    ):
+        assert face.autoreset_mode is mode
+        face.close()
+    with make_vec(fns, backend="serial") as envs, pytest.raises(ConfigError, match="autoreset='same_step'"):
+        EnvPoolStyle(envs)
+
+
+# --- "auto"
+def test_auto_makes_each_env_once(tmp_path: Path) -> None:
+    for seconds, n in ((0.0, 8), (200e-6, 8), (2e-3, 4)):
+        folder = tmp_path / str(seconds)
+        folder.mkdir()
+        with make_vec(functools.partial(Counted, str(folder), seconds), n) as envs:
+            envs.reset(seed=0)
+            envs.step(np.zeros(n, np.int64))
+        assert len(list(folder.iterdir())) == n
+
+
+class Counted(CountEnv):
+    """Leaves a file for each constructor that ran; a step is busy for some seconds."""
+
+    def __init__(self, folder: str, seconds: float) -> None:
+        super().__init__()
+        Path(folder, f"{os.getpid()}-{id(self)}-{time.monotonic_ns()}").touch()
+        self.seconds = seconds
+
+    def misbehave(self, action: Any) -> None:
+        end = time.perf_counter() + self.seconds
+        while time.perf_counter() < end:
+            pass
+
+
+def test_a_failure_of_the_trial_is_dropped_and_that_of_a_step_is_raised() -> None:
+    with make_vec(FailsAtFirst, 2) as envs:
+        envs.reset(seed=0)
+        assert envs.step(np.ones(2, np.int64))[1].tolist() == [11.0, 11.0]
+
+
+class FailsAtFirst(CountEnv):
+    """The first one that is stepped in a process raises."""
+
+    failed = False
+
+    def misbehave(self, action: Any) -> None:
+        if not FailsAtFirst.failed:
+            FailsAtFirst.failed = True
+            raise RuntimeError("once")
+
+
+# --- what workers take over, and what they draw
+class Tells(gymnasium.Env[Any, Any]):
+    """Tells of its process."""
+
+    observation_space = spaces.Box(0, 1, ())
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.float32(np.random.rand()), {"random": random.random()}
+
+    def tell(self) -> dict[str, Any]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.warn("meant", UserWarning, stacklevel=1)
+        return {
+            "variable": os.environ.get("SHOAL_TEST_VARIABLE"),
+            "folder": os.getcwd(),
+            "path": "/somewhere/else" in sys.path,
+            "warned": len(caught),
+            "level": logging.getLogger().level,
+            "module": type(self).__module__,
+        }
+
+
+def test_workers_see_the_present_state_of_their_caller(tmp_path: Path, monkeypatch: Any) -> None:
+    def told() -> dict[str, Any]:
+        with make_vec(Tells, 1, backend="process") as envs:
+            return dict(envs.call("tell")[0])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        first = told()
+    monkeypatch.setenv("SHOAL_TEST_VARIABLE", "new")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("/somewhere/else")
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR - 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            second = told()
+    finally:
+        root.setLevel(level)
+    assert (first["variable"], first["path"], first["warned"]) == (None, False, 1)
+    assert (second["variable"], second["folder"], second["path"]) == ("new", str(tmp_path), True)
+    assert (second["warned"], second["level"]) == (0, logging.ERROR - 1)
+
+
+def test_global_generators_of_workers_are_seeded_with_their_envs() -> None:
+    def drawn(seed: int | None) -> list[Any]:
+        with make_vec(Tells, 2, backend="process", num_workers=2) as envs:
+            obs, infos = envs.reset(seed=seed)
+            return [*obs.tolist(), *infos["random"].tolist()]
+
+    assert drawn(3) == drawn(3)
+    assert drawn(3) != drawn(4)
+    assert len(set(drawn(3))) == 4  # workers do not draw the same
+    assert drawn(None) != drawn(None)
+
+
+def test_logging_of_envs_is_shown(tmp_path: Path) -> None:
+    program = """
+import logging
+logging.basicConfig(level=logging.INFO)
+import gymnasium
+from shoal import make_vec
+
+class Env(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 9, ())
+    action_space = gymnasium.spaces.Discrete(2)
+    def reset(self, seed=None, options=None):
+        logging.getLogger("my.env").info("hello from an env")
+        return 1.0, {}
+
+with make_vec(Env, 1, backend="process") as envs:
+    envs.reset()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "hello from an env" in ran.stderr
+    assert ran.returncode == 0, ran.stderr
+
+
+# --- faults that a normal user met
+def test_the_spaces_of_an_env_stay_what_they_are_and_a_subclass_of_box_is_a_box() -> None:
+    class MyBox(spaces.Box):
+        pass
+
+    class Env(CountEnv):
+        observation_space = MyBox(-np.inf, np.inf, (4,), np.float64)
+        action_space = spaces.Discrete(10)
+
+    with make_vec(Env, 2, backend="serial") as envs:
+        assert isinstance(envs.reset(seed=0)[0], np.ndarray)
+        assert type(Env.action_space) is spaces.Discrete
+
+
+def test_results_do_not_depend_on_what_the_caller_does_with_earlier_ones() -> None:
+    class Large(CountEnv):
+        observation_space = spaces.Box(0, 255, (64, 64, 8), np.float64)
+
+        def observe(self, action: Any) -> Any:
+            return np.full((64, 64, 8), 10.0)
+
+    found = []
+    for backend in ("serial", "process"):
+        with make_vec(Large, 4, backend=backend, autoreset="disabled") as envs:
+            obs, _ = envs.reset(seed=0)
+            obs /= 10
+            mask = np.array([True, False, False, False])
+            found.append(envs.reset(options={"reset_mask": mask})[0][:, 0, 0, 0].tolist())
+    assert found == [[10.0] * 4] * 2
+
+
+def test_a_star_import_needs_no_extra() -> None:
+    program = (
+        "import sys; sys.modules['stable_baselines3'] = None\nfrom shoal.vector import *\nprint(make_vec)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_last_observation_of_no_dimension_is_an_array() -> None:
+    class Scalar(CountEnv):
+        observation_space = spaces.Box(-np.inf, np.inf, (), np.float64)
+
+        def observe(self, action: Any) -> Any:
+            return np.array(float(self.t))
+
+    with make_vec(functools.partial(Scalar, 1), 1, backend="serial", autoreset="same_step") as envs:
+        envs.reset(seed=0)
+        final = envs.step(np.array([1]))[4]["final_obs"][0]
+    assert type(final) is np.ndarray
+    assert (final.shape, final.tolist()) == ((), 1.0)
+
+
+# --- the room
+def shoal_files(seen: set[str]) -> Any:
+    """A function for `sys.setprofile` that notes which files of shoal are entered."""
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        file = frame.f_code.co_filename
+        if "/shoal/" in file:
+            seen.add(file.rpartition("/shoal/")[2])
+
+    return note
+
+
+class Traced(CountEnv):
+    """Notes the files of shoal that are entered in its process from its first step on."""
+
+    def step(self, action: Any) -> Any:
+        self.told = sorted(getattr(self, "seen", ()))
+        if not self.told:
+            self.seen: set[str] = set()
+            sys.setprofile(shoal_files(self.seen))
+        obs, reward, *_ = super().step(action)
+        return obs, reward, False, False, {}
+
+    def files(self) -> list[str]:
+        sys.setprofile(None)
+        return self.told
+
+
+def test_a_warm_step_enters_at_most_five_files_in_all_processes() -> None:
+    with make_vec(Traced, 2, backend="process", num_workers=2) as envs:
+        envs.reset(seed=0)
+        for _ in range(3):
+            envs.step(np.ones(2, np.int64))
+        here: set[str] = set()
+        sys.setprofile(shoal_files(here))
+        envs.step(np.ones(2, np.int64))
+        sys.setprofile(None)
+        there = set(envs.call("files")[0])
+    assert here
+    assert there
+    assert here | there <= {f"vector/{name}.py" for name in FILES_OF_A_STEP}
+
+
+FILES_OF_A_STEP = ("vector_env", "buffers", "workers", "worker_process", "env_group")
