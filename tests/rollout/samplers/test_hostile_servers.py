@@ -11,9 +11,10 @@ from tests.rollout.doubles import FakeServer, written
 
 from shoal.core.errors import EngineError
 from shoal.rollout.samplers import http
+from shoal.rollout.samplers.batching import SharedLLMInferenceManager
 from shoal.rollout.samplers.http import HttpClient, Patience
 from shoal.rollout.samplers.openai import OpenAIEngine
-from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling, generate_each
+from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling
 from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -333,7 +334,8 @@ def test_an_answer_that_cannot_be_one_is_asked_for_again_by_itself(fake, wrong):
         return reply
 
     server.change, before = change, len(server.seen)
-    assert generate_each(engine, asked, retries=1) == expected
+    with SharedLLMInferenceManager(engine) as shared:
+        assert shared.generate_each(asked) == expected
     assert (bad, len(server.seen) - before) == ([], 4)
 
 
@@ -377,20 +379,6 @@ def test_a_request_whose_retry_is_waited_for_ends_when_the_client_is_closed_and_
     assert client.get("/v1/models")["data"]
     assert len(server.seen) == 2  # nothing was asked for behind the back of who closed
     client.close()
-
-
-def test_an_engine_that_is_closed_asks_nothing_again_for_whoever_still_waits(server):
-    """What its batch was halved and asked again for was answered over connections that nobody closed any more."""
-    server.faults = [503] * 4
-    engine = OpenAIEngine(server.url, "m", server="vllm", tokenizer=TinyTokenizer(), patience=PATIENT)
-    asked = [Request((1, 2), Key(0, 0, 0, member, 0), Sampling(2)) for member in range(4)]
-    thread, found = in_thread(lambda: generate_each(engine, asked, retries=3))
-    until(lambda: len(server.seen) == 4 and not server.busy)
-    engine.close()
-    thread.join(60)
-    assert ["closed before the" in str(answer) for answer in found[0]] == [True] * 4
-    assert len(server.seen) == 4
-    assert engine.client._loop is None
 
 
 def test_closing_one_client_leaves_another_one_of_the_same_server_alone(server):

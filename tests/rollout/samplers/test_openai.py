@@ -415,14 +415,17 @@ def test_requests_that_were_begun_before_a_push_name_the_adapter_of_their_versio
     server, engine = serve("vllm")
     engine.load_adapter(tmp_path, 1)
     plain = engine.dialect
+    swap = threading.Thread(target=engine.load_adapter, args=(tmp_path, 2))
 
     def body(*arguments):
-        if engine.weights_version == 1:
-            engine.load_adapter(tmp_path, 2)
+        if not swap.ident:
+            swap.start()
         return plain.body(*arguments)
 
     engine.dialect = replace(plain, body=body)
     assert [answer.weights_version for answer in engine.generate([request(), request(1)])] == [1, 1]
+    swap.join(60)
+    assert engine.weights_version == 2
     first = next(said["lora_name"] for path, said, _ in server.seen if path == "/v1/load_lora_adapter")
     assert [said["model"] for path, said, _ in server.seen if path == "/v1/completions"] == [first] * 2
 

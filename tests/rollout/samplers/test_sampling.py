@@ -12,6 +12,7 @@ from tests.rollout.doubles import FakeServer
 from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal.core.errors import EngineError
+from shoal.rollout.samplers.batching import ask
 from shoal.rollout.samplers.http import Patience
 from shoal.rollout.samplers.openai import DIALECTS, OpenAIEngine
 from shoal.rollout.samplers.sampler import (
@@ -20,7 +21,6 @@ from shoal.rollout.samplers.sampler import (
     Noise,
     Request,
     Sampling,
-    generate_each,
     restricted,
 )
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
@@ -95,7 +95,7 @@ def test_weights_that_give_no_numbers_are_told_as_such_however_tokens_are_chosen
         with torch.no_grad():
             next(engine.model.parameters()).fill_(math.nan)
         prompt = engine.tokenizer.start([{"role": "user", "content": "Up"}])
-        found = generate_each(engine, [Request(prompt, Key(0, 0, 0, 0, 0), Sampling(4, **sampling))])
+        found = ask(engine, [Request(prompt, Key(0, 0, 0, 0, 0), Sampling(4, **sampling))])
         assert NO_NUMBERS in str(found[0])
 
 

@@ -106,23 +106,28 @@ class HttpClient:
 
     def post_each(self, questions: Sequence[Question], at_once: int = 1) -> list[Any]:
         """The reply to each question, or an `EngineError` in its place; up to `at_once` are under way at a time."""
-        texts = [json.dumps(question.body).encode() for question in questions]
 
-        async def all_of_them(session: Any) -> list[bytes | EngineError]:
+        async def all_of_them(session: Any) -> list[Any]:
             free = asyncio.Semaphore(at_once)
 
-            async def one(question: Question, text: bytes) -> bytes | EngineError:
+            async def one(question: Question) -> Any:
                 async with free:
-                    return await self._ask(session, "POST", question.path, text, question.name)
+                    return await self.reply_to(session, question)
 
-            return await asyncio.gather(*map(one, questions, texts))
+            return await asyncio.gather(*map(one, questions))
 
-        found = self._run(all_of_them)
-        return [self._parsed(question.path, data) for question, data in zip(questions, found, strict=True)]
+        return self.run(all_of_them)  # type: ignore[no-any-return]
+
+    async def reply_to(self, session: Any, question: Question) -> Any:
+        """The reply to a question, or an `EngineError` in its place; in the event loop of the `session`."""
+        text = json.dumps(question.body).encode()
+        return self._parsed(
+            question.path, await self._ask(session, "POST", question.path, text, question.name)
+        )
 
     def get(self, path: str) -> Any:
         """The reply to a GET; raises like `post`."""
-        reply = self._parsed(path, self._run(lambda session: self._ask(session, "GET", path, None, "")))
+        reply = self._parsed(path, self.run(lambda session: self._ask(session, "GET", path, None, "")))
         if isinstance(reply, EngineError):
             raise reply
         return reply
@@ -135,16 +140,22 @@ class HttpClient:
         if end is not None:
             end()
 
-    def _run(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
+    def run(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
         """What `work` gives, with the connections of the event loop it runs in, while the calling thread waits."""
+        return self._running().run(work, self.url)
+
+    async def within(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
+        """What `work` gives, with the connections of the event loop it runs in, while another event loop waits."""
+        return await self._running().within(work, self.url)
+
+    def _running(self) -> _Loop:
         with self._lock:
             if self._closed:
                 raise EngineError(f"the connection to {self.url} was closed before the request")
             if self._loop is None:
                 self._loop = _Loop(self.patience.timeout)
                 self._end = weakref.finalize(self, self._loop.end)
-            loop = self._loop
-        return loop.run(work, self.url)
+            return self._loop
 
     async def _ask(
         self, session: Any, method: str, path: str, body: bytes | None, name: str
@@ -252,12 +263,28 @@ class _Loop:
 
         self._session = asyncio.run_coroutine_threadsafe(connect(), self._loop).result()
 
-    def run(self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str) -> Any:
+    def _submit(
+        self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str
+    ) -> concurrent.futures.Future[Any]:
         with self._lock:
             if self._shut:
                 raise EngineError(f"the connection to {url} was closed before the request")
             future = asyncio.run_coroutine_threadsafe(work(self._session), self._loop)
             self._inside.add(future)
+        future.add_done_callback(self._inside.discard)
+        return future
+
+    async def within(self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str) -> Any:
+        future = self._submit(work, url)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not future.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise
+            raise EngineError(f"the connection to {url} was closed before the answer came") from None
+
+    def run(self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str) -> Any:
+        future = self._submit(work, url)
         try:
             return future.result()
         except concurrent.futures.CancelledError as error:
@@ -265,8 +292,6 @@ class _Loop:
         except BaseException:
             future.cancel()
             raise
-        finally:
-            self._inside.discard(future)
 
     def end(self) -> None:
         """Cancel what is under way, close the connections, and let the thread go."""

@@ -10,6 +10,7 @@ it does not make a batching server exact, and with it vllm's CPU build ends on t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -113,6 +114,7 @@ class OpenAIEngine(Closing):
         self._weights: str | None = ""
         self._taken = threading.Lock()  # what is in use has its version at any moment
         self._concurrency = concurrency
+        self._free: tuple[Any, asyncio.Semaphore] | None = None
 
     @property
     def server(self) -> str:
@@ -138,19 +140,37 @@ class OpenAIEngine(Closing):
 
     def generate_each(self, requests: Sequence[Request]) -> list[Completion | EngineError]:
         """Like `generate`, with an error in the place of each request that has no answer."""
+
+        async def all_of_them(session: Any) -> list[Completion | EngineError]:
+            return await asyncio.gather(*(self._answer(session, request) for request in requests))
+
+        return self.client.run(all_of_them) if requests else []  # type: ignore[no-any-return]
+
+    async def sample(self, request: Request) -> Completion:
+        """The completion of a request, which waits for no other one.
+
+        Raises:
+            EngineError: the server gave none.
+        """
+        answer = await self.client.within(lambda session: self._answer(session, request))
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    async def _answer(self, session: Any, request: Request) -> Completion | EngineError:
+        """The story of a request, in the event loop of the connections."""
         with self._taken:
             version, adapter, weights = self.weights_version, self._adapter, self._weights
         if weights is None:
-            return [EngineError(UNKNOWN.format(self.client.url)) for _ in requests]
-        asked = [self._question(request, version, adapter) for request in requests]
-        questions = [question for question in asked if isinstance(question, Question)]
-        replies = iter(self.client.post_each(questions, self._concurrency))
-        return [
-            self._completion(request, next(replies), version, weights)
-            if isinstance(question, Question)
-            else question
-            for request, question in zip(requests, asked, strict=True)
-        ]
+            return EngineError(UNKNOWN.format(self.client.url))
+        question = self._question(request, version, adapter)
+        if not isinstance(question, Question):
+            return question
+        if self._free is None or self._free[0] is not session:  # the connections were made anew
+            self._free = session, asyncio.Semaphore(self._concurrency)
+        async with self._free[1]:
+            reply = await self.client.reply_to(session, question)
+        return self._completion(request, reply, version, weights)
 
     def _question(self, request: Request, version: int, adapter: str) -> Question | Completion | EngineError:
         """What to post for a request; what there is to say of it where it cannot or need not be asked."""
