@@ -38,6 +38,7 @@ sys.path.insert(0, str(REPO / "src"))
 
 
 from shoal import envs  # noqa: E402
+from shoal.core.executors import available_cpus  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
 from shoal.envs.actions import Projection  # noqa: E402
 from shoal.envs.text import Outcome, TextEnv  # noqa: E402
@@ -58,13 +59,17 @@ from shoal.rollout.samplers.tokenizers import TinyTokenizer  # noqa: E402
 RESULTS = REPO / "benchmarks" / "results" / "rollout.json"
 TURNS, WORKERS = 20, 4
 FIXED, PER_ITEM = 0.020, 0.001
-CASES = ("pareto", "uniform", "log-uniform")
+COMPUTING = 0.005
+"""Seconds of Python a turn in the case "cpu"."""
+CASES = ("pareto", "uniform", "log-uniform", "cpu")
 rows: list[dict[str, Any]] = []
 
 
 def latencies(kind: str, seed: int, turns: int = TURNS) -> np.ndarray:
     """Seconds that an env takes before each of its requests: between 1 and 50 ms."""
     uniform = stream(seed, "latencies").random(turns)
+    if kind == "cpu":
+        return np.full(turns, COMPUTING)
     if kind == "pareto":  # bounded, alpha 1
         return 1 / (1000 - uniform * (1000 - 20))
     if kind == "uniform":
@@ -90,14 +95,22 @@ class SleepEnv(TextEnv[SleepConfig]):
     instructions = "Go."
 
     def _start(self, rng: np.random.Generator) -> None:
-        self._latencies = latencies(self.config.kind, self._seed)
         self._rng = rng
-        time.sleep(self._latencies[0])
+        self._latencies = latencies(self.config.kind, self._seed)
+        self._wait(self._latencies[0])
 
     def _advance(self, action: Any) -> Outcome:
         if self._steps + 1 < self.config.max_steps:
-            time.sleep(self._latencies[self._steps + 1])
+            self._wait(self._latencies[self._steps + 1])
         return Outcome(float(self._rng.integers(1000)))
+
+    def _wait(self, seconds: float) -> None:
+        if self.config.kind != "cpu":
+            return time.sleep(seconds)
+        end = time.thread_time() + seconds  # Python that holds the interpreter
+        while time.thread_time() < end:
+            sum(range(100))
+        return None
 
     def observe(self) -> str:
         return f"step {self._steps}"
@@ -135,8 +148,10 @@ def draws(kind: str, n_envs: int, run: int, turns: int = TURNS) -> np.ndarray:
     return np.array([latencies(kind, place_of(0, run, g, 0).env_seed, turns) for g in range(n_envs)])
 
 
-def ideal(drawn: np.ndarray) -> float:
+def ideal(drawn: np.ndarray, kind: str = "") -> float:
     n_envs, turns = drawn.shape
+    if kind == "cpu":
+        return float(drawn.sum()) / min(WORKERS, available_cpus())
     engine = turns * FIXED + n_envs * turns * PER_ITEM + drawn[:, 0].min()
     return max(engine, float(drawn.sum(1).max()) + turns * (FIXED + PER_ITEM))
 
@@ -152,7 +167,7 @@ def shoal_run(kind: str, n_envs: int, schedule: str, run: int, expected: Any) ->
     played = [t.reward for t in trajectories]
     assert all(t.status == "ok" and len(t.turns) == TURNS for t in trajectories)
     assert expected is None or played == expected, "a schedule changed a trajectory"
-    return ideal(draws(kind, n_envs, run)) / manager.report.seconds, played
+    return ideal(draws(kind, n_envs, run), kind) / manager.report.seconds, played
 
 
 managers: dict[Any, ParallelRolloutManager] = {}
@@ -208,12 +223,13 @@ def utilisation(kind: str, n_envs: int, runs: int) -> None:
         expected = None
         for subject, schedule in (
             ("shoal", "adaptive"),
-            ("greedy (shoal)", "greedy"),
             ("barrier (shoal, lockstep)", "barrier"),
         ):
             value, expected = shoal_run(kind, n_envs, schedule, run, expected)
             found.setdefault(subject, []).append(value)
-        found.setdefault("worker-batched lock", []).append(lock_run(kind, n_envs, run, TURNS, batched=True))
+        if kind != "cpu":
+            batched = lock_run(kind, n_envs, run, TURNS, batched=True)
+            found.setdefault("worker-batched lock", []).append(batched)
         if run == 0 and kind == "pareto":
             found["lock per request"] = [lock_run(kind, n_envs, run, few, batched=False)]
     for subject, values in found.items():
@@ -397,7 +413,7 @@ def main() -> None:
         for n_clients in (1, 4):
             overhead(n_clients, **({"requests": 500, "runs": 1} if options.quick else {}))
     for kind in CASES[: 1 if options.quick else None]:
-        for n_envs in options.envs if kind == "pareto" else options.envs[:1]:
+        for n_envs in options.envs if kind in ("pareto", "cpu") else options.envs[:1]:
             if options.only in kind:
                 utilisation(kind, n_envs, options.runs)
     versions = {name: importlib.metadata.version(name) for name in ("numpy", "gymnasium", "msgspec")}

@@ -16,7 +16,7 @@ from shoal.rollout.factory import (
     validate_environment_config,
 )
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.samplers.http import Patience
+from shoal.rollout.samplers.http import RetryPolicy
 from shoal.rollout.samplers.sampler import Capabilities, Sampling
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
 from shoal.rollout.samplers.tiny import TinyShape
@@ -57,8 +57,8 @@ NAN, INF = float("nan"), float("inf")
         (ServerConfig, {"kind": "vlm"}, "kind must be 'auto', 'vllm'"),
         (ServerConfig, {"timeout": NAN}, "timeout must be positive, got nan"),
         (ReplicaConfig, {"retries": -1}, "retries must be at least 0, got -1"),
-        (Patience, {"timeout": INF}, "timeout must be at most"),
-        (Patience, {"max_backoff": NAN}, "max_backoff"),
+        (RetryPolicy, {"timeout": INF}, "timeout must be at most"),
+        (RetryPolicy, {"max_backoff": NAN}, "max_backoff"),
         (Sampling, {"temperature": INF}, "temperature must be 0 .* or positive, got inf"),
     ],
 )
@@ -239,7 +239,7 @@ def test_a_time_limit_is_above_nothing_and_no_longer_than_can_be_waited_for():
         (EngineConfig, dict.fromkeys(("width", "layers", "heads", "context", "threads", "max_batch"), 1)),
         (EnvGroups, {"env_groups": 1, "group_size": 1}),
         (VectorConfig, {"num_workers": 1}),
-        (Patience, {"retries": 0, "backoff": 0}),
+        (RetryPolicy, {"retries": 0, "backoff": 0}),
     ],
 )
 def test_numbers_may_be_as_small_as_makes_sense_and_no_smaller(kind, least):
@@ -263,8 +263,8 @@ def test_what_is_not_said_of_an_engine_and_of_workers_is_this():
     assert (work.engine_retries, work.engine_restarts, work.env_retries, work.max_deaths) == (1, 3, 1, 3)
     assert (work.keep_envs, work.ray_options) == (False, {})
     # four retries of 120 s, and pauses of at most 8 s between them
-    assert Patience().total == 5 * 120 + 4 * 8
-    assert (Patience().backoff, Patience().max_backoff) == (0.25, 8.0)
+    assert RetryPolicy().total == 5 * 120 + 4 * 8
+    assert (RetryPolicy().backoff, RetryPolicy().max_backoff) == (0.25, 8.0)
     assert Sampling() == Sampling(64, 1.0, (), 1.0, 0, 0.0)
     known = Capabilities("L1", token_ids=True, logprobs=True)
     assert not any((known.gradients, known.weights, known.adapters, known.images))

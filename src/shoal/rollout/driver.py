@@ -292,21 +292,18 @@ class Driver:
                 if limit is not None and time.monotonic() - began > limit:
                     reply = Refused(slot, "timeout", f"the episode did not end within {limit:g} s")
                 else:
-                    reply = await self._ask(slot, request)
+                    try:
+                        completion = await within(self._limits.request_timeout, self._sampler, request)
+                        reply = Answer(slot, completion)
+                    except (EngineError, TimeoutError) as error:
+                        status: Status = "timeout" if isinstance(error, TimeoutError) else "engine_error"
+                        reply = Refused(slot, status, str(error))
                 if isinstance(reply, Answer):
                     context = prompt + reply.completion.token_ids
                 event = await host.tell(reply)
         finally:
             self._sampler.playing -= 1
         self._end(job, event)
-
-    async def _ask(self, slot: int, request: Request) -> Reply:
-        try:
-            return Answer(slot, await within(self._limits.request_timeout, self._sampler, request))
-        except TimeoutError as error:
-            return Refused(slot, "timeout", str(error))
-        except EngineError as error:
-            return Refused(slot, "engine_error", str(error))
 
     def _end(self, job: _Job, event: Ended) -> None:
         if self._over.done():  # the rollout was broken off

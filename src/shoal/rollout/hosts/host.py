@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from shoal.core.errors import WorkerError
@@ -37,7 +37,7 @@ class Host(Protocol):
     def lost(self) -> bool:
         """Whether it does not answer any more."""
 
-    async def tell(self, message: Begin | Reply) -> Event:
+    def tell(self, message: Begin | Reply) -> Awaitable[Event]:
         """What the slot of a message answers.
 
         Raises:
@@ -165,11 +165,11 @@ class ThreadHost:
     def _reply(self, event: Event) -> None:
         self._loop.call_soon_threadsafe(self._slots.settle, event)
 
-    async def tell(self, message: Begin | Reply) -> Event:
+    def tell(self, message: Begin | Reply) -> Awaitable[Event]:
         """The slot's answer."""
         future = self._slots.open(message)
         self._threads.post(message)
-        return await future
+        return future
 
     async def overdue(self) -> list[tuple[int, str]]:
         """Slots whose env does not answer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from shoal.core.data import Status
@@ -68,14 +68,14 @@ class PoolHost:
         self._episodes: dict[int, Episode] = {}
         self._tries: dict[int, list[str]] = {}
 
-    async def tell(self, message: Begin | Reply) -> Event:
+    def tell(self, message: Begin | Reply) -> Awaitable[Event]:
         """The slot's answer, after those of all that is said in this turn of the loop."""
         loop = asyncio.get_running_loop()
         if not self._said:
             loop.call_soon(self._move)
         future: asyncio.Future[Event] = loop.create_future()
         self._said[message.slot] = message, future
-        return await future
+        return future
 
     async def overdue(self) -> list[tuple[int, str]]:
         """The pool keeps its own time."""

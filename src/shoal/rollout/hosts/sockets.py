@@ -16,7 +16,7 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
 
@@ -151,11 +151,11 @@ class SocketHost(asyncio.Protocol):
         if not self.lost:
             self._transport.write(b"".join(out))
 
-    async def tell(self, message: Begin | Reply) -> Event:
+    def tell(self, message: Begin | Reply) -> Awaitable[Event]:
         """The slot's answer."""
         future = self._slots.open(message)
         self.send(encode(message))
-        return await future
+        return future
 
     async def overdue(self) -> list[tuple[int, str]]:
         """What the host says; it is lost if it says nothing for long."""

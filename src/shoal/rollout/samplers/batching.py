@@ -11,7 +11,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
@@ -63,7 +63,7 @@ class Asked(Protocol):
     playing: int
     """Episodes that may ask; in lockstep the engine waits for all of them."""
 
-    async def sample(self, request: Request) -> Completion:
+    def sample(self, request: Request) -> Awaitable[Completion]:
         """The completion of a request.
 
         Raises:
@@ -161,7 +161,7 @@ class BatchingSampler:
         if self._news is not None:
             self._news.set()
 
-    async def sample(self, request: Request) -> Completion:
+    def sample(self, request: Request) -> Awaitable[Completion]:
         """The completion of a request, in the next batch."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
@@ -170,7 +170,7 @@ class BatchingSampler:
             self._news.set()
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._work())
-        return await future
+        return future
 
     def close(self) -> None:
         """End the engine's thread after its call; one that hangs is left behind."""
@@ -418,10 +418,12 @@ class SharedLLMInferenceManager(Closing):
         self.sampler.close()
 
 
-async def within(seconds: float | None, sampler: Asked, request: Request) -> Completion:
+def within(seconds: float | None, sampler: Asked, request: Request) -> Awaitable[Completion]:
     """The completion of a request; a `TimeoutError` where that takes longer."""
-    if seconds is None:
-        return await sampler.sample(request)
+    return sampler.sample(request) if seconds is None else _within(seconds, sampler, request)
+
+
+async def _within(seconds: float, sampler: Asked, request: Request) -> Completion:
     try:
         async with asyncio.timeout(seconds) as limit:
             return await sampler.sample(request)

@@ -35,7 +35,7 @@ _SECONDS = re.compile(r"[0-9]{1,300}")
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long a server is waited for."""
 
     timeout: float = 120.0  # seconds of one attempt
@@ -74,16 +74,18 @@ class HttpClient:
 
     Args:
         url: base address, such as `http://127.0.0.1:8000`.
-        patience: timeouts and retries.
+        retry_policy: timeouts and retries.
         api_key: sent as a bearer token; never shown.
     """
 
-    def __init__(self, url: str, patience: Patience = Patience(), api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, retry_policy: RetryPolicy = RetryPolicy(), api_key: str | None = None
+    ) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the server's address must begin with http:// or https://, got {url!r}")
         self.url = url.rstrip("/")
-        self.patience = patience
+        self.retry_policy = retry_policy
         # A packed answer could unpack to any size, so none is asked for.
         kind = "application/json"
         headers = {"Content-Type": kind, "Accept": kind, "Accept-Encoding": "identity"}
@@ -153,7 +155,7 @@ class HttpClient:
             if self._closed:
                 raise EngineError(f"the connection to {self.url} was closed before the request")
             if self._loop is None:
-                self._loop = _Loop(self.patience.timeout)
+                self._loop = _Loop(self.retry_policy.timeout)
                 self._end = weakref.finalize(self, self._loop.end)
             return self._loop
 
@@ -161,25 +163,27 @@ class HttpClient:
         self, session: Any, method: str, path: str, body: bytes | None, name: str
     ) -> bytes | EngineError:
         try:
-            async with asyncio.timeout(self.patience.total):
+            async with asyncio.timeout(self.retry_policy.total):
                 return await self._attempts(session, method, path, body, name)
         except TimeoutError:
-            return EngineError(f"{self.url}{path} gave no answer within {self.patience.total:.1f} s in all")
+            return EngineError(
+                f"{self.url}{path} gave no answer within {self.retry_policy.total:.1f} s in all"
+            )
 
     async def _attempts(
         self, session: Any, method: str, path: str, body: bytes | None, name: str
     ) -> bytes | EngineError:
         import aiohttp
 
-        patience, trouble, asked_for, begin = self.patience, "", 0.0, time.monotonic()
-        for attempt in range(patience.retries + 1):
+        retry_policy, trouble, asked_for, begin = self.retry_policy, "", 0.0, time.monotonic()
+        for attempt in range(retry_policy.retries + 1):
             if attempt:
                 await asyncio.sleep(max(asked_for, self._pause(attempt, name or path, trouble)))
                 asked_for = 0.0
             try:
                 status, retry_after, data = await self._once(session, method, path, body)
             except TimeoutError:
-                trouble = f"it timed out after {patience.timeout:g} s"
+                trouble = f"it timed out after {retry_policy.timeout:g} s"
                 continue
             except aiohttp.ClientConnectorError as error:
                 number = error.os_error.errno or 0
@@ -197,16 +201,16 @@ class HttpClient:
             if status not in RETRIED:
                 return RefusedError(f"{self.url}{path} refused the request: {trouble}", code)
             if _SECONDS.fullmatch(retry_after):
-                asked_for = min(float(retry_after), patience.max_backoff)
+                asked_for = min(float(retry_after), retry_policy.max_backoff)
         seconds = time.monotonic() - begin
         return EngineError(
-            f"{self.url}{path} gave no answer in {patience.retries + 1} attempts over {seconds:.1f} s; "
+            f"{self.url}{path} gave no answer in {retry_policy.retries + 1} attempts over {seconds:.1f} s; "
             f"the last: {trouble}"
         )
 
     def _pause(self, attempt: int, name: str, trouble: str) -> float:
         """Seconds before an attempt: doubled each time, and spread so that clients do not come back together."""
-        base = min(self.patience.backoff * 2.0 ** min(attempt - 1, 99), self.patience.max_backoff)
+        base = min(self.retry_policy.backoff * 2.0 ** min(attempt - 1, 99), self.retry_policy.max_backoff)
         pause = base * (0.5 + 0.5 * float(stream(0, "http", name, attempt).random()))
         logger.warning("%s: %s; attempt %d in %.2f s", self.url, trouble, attempt + 1, pause)
         return pause

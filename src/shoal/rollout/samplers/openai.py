@@ -27,7 +27,7 @@ from shoal.core.errors import EngineError, did_you_mean
 from shoal.core.executors import Closing
 from shoal.core.registry import check_name
 from shoal.rollout.images import as_url
-from shoal.rollout.samplers.http import HttpClient, Patience, Question, RefusedError
+from shoal.rollout.samplers.http import HttpClient, Question, RefusedError, RetryPolicy
 from shoal.rollout.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
@@ -64,7 +64,7 @@ class OpenAIEngine(Closing):
         server: which kind it is; "auto" asks it.
         concurrency: requests under way at once; batching is the server's.
         context: longest prompt and response together, in tokens; what the server says of its model if None.
-        patience: timeouts and retries of each request.
+        retry_policy: timeouts and retries of each request.
         api_key: sent as a bearer token.
         logprobs: which log-probabilities the server was told to give; the default of its kind if None.
     """
@@ -80,7 +80,7 @@ class OpenAIEngine(Closing):
         server: Server = "auto",
         concurrency: int = 64,
         context: int | None = None,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
         api_key: str | None = None,
         logprobs: LogprobsMode | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class OpenAIEngine(Closing):
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
         if context is not None and context < 1:
             raise ValueError(f"context must be at least 1, or None, got {context}")
-        self.client = HttpClient(url, patience or Patience(), api_key)
+        self.client = HttpClient(url, retry_policy or RetryPolicy(), api_key)
         self.tokenizer: ChatTokenizer = tokenizer if tokenizer is not None else ChatCodec()
         try:
             self._kind, self.model, known = self._identify(server, model)

@@ -215,6 +215,7 @@ class ChatTokenizer(Protocol):
 class Sampler(Protocol):
     """Anything that completes prompts.
 
+    One with `async sample(request) -> Completion` is asked for each request at once; `generate` is for whole batches.
     It may have more: `context`, the longest prompt and response together, in tokens, with which `max_tokens` is capped
     to the room that is left, and a prompt that leaves none is answered by no tokens and finish "context"; `vocabulary`,
     how many tokens its network knows; `generate_each(requests)` with an exception in the place of each answer that it
