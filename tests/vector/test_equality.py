@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 from collections import OrderedDict, deque
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -270,20 +271,23 @@ class ShowsTheUnreadable(Numbers):
 
     observation_space = Coordinates()
 
-    def __init__(self, number: int, pid: int) -> None:
+    def __init__(self, marker: str, number: int, pid: int) -> None:
         super().__init__(number, [{"x": "float64"}], 100, 9)
-        self.pid = pid
+        self.marker, self.pid = Path(marker), pid
 
     def observe(self) -> Any:
-        self.shown = getattr(self, "shown", 0) + 1
-        return {"it": Unreadable(self.pid) if self.shown == 2 and self.number == 0 else self.t}
+        if self.t == 1 and self.number == 0 and not self.marker.exists():
+            self.marker.touch()
+            return {"it": Unreadable(self.pid)}
+        return {"it": self.t}
 
     def told(self) -> dict[str, Any]:
         return super().told() if self.t else {}
 
 
-def test_numbers_that_came_with_what_cannot_be_read_are_known_in_later_steps() -> None:
-    fns = [functools.partial(ShowsTheUnreadable, i, os.getpid()) for i in range(2)]
+def test_numbers_that_came_with_what_cannot_be_read_are_known_in_later_steps(tmp_path: Path) -> None:
+    marker = str(tmp_path / "shown")
+    fns = [functools.partial(ShowsTheUnreadable, marker, i, os.getpid()) for i in range(2)]
     with contextlib.closing(make_vec(fns, backend="process", num_workers=1)) as ours:
         ours.reset(seed=0)
         with pytest.raises(ValueError, match="not here"):

@@ -23,7 +23,7 @@ from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
 
-from shoal.core.errors import ConfigError, EnvError
+from shoal.core.errors import ConfigError, EnvError, WorkerTimeoutError
 from shoal.vector import (
     AsyncVectorEnv,
     EnvPoolStyle,
@@ -32,8 +32,11 @@ from shoal.vector import (
     SB3VecEnv,
     make_vec,
 )
+from shoal.vector.make import Plan
 from tests.vector.faulty import CountEnv, Faulty
+from tests.vector.living import alive
 from tests.vector.scripted import SlowEnv
+from tests.vector.test_equality import same
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ["serial", "thread", "process"]
@@ -431,3 +434,51 @@ def test_a_warm_step_enters_at_most_five_files_in_all_processes() -> None:
 
 
 FILES_OF_A_STEP = ("vector_env", "buffers", "workers", "worker_process", "env_group")
+
+
+# --- the same results, and nothing left behind
+BUILT_IN = ["bandit", "countdown", "frozen_lake", "metamathqa", "sokoban", "webshop"]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_auto_serial_and_processes_give_the_same_over_built_in_envs(name: str, monkeypatch: Any) -> None:
+    def played(backend: Any, plan: Plan | None = None) -> list[Any]:
+        with monkeypatch.context() as patch:
+            if plan is not None:
+                patch.setattr("shoal.vector.make.choose", lambda *_: plan)
+            with make_vec(name, 4, backend=backend, autoreset="same_step") as envs:
+                shown = [envs.reset(seed=3)]
+                space = envs.action_space
+                space.seed(0)
+                return shown + [envs.step(space.sample()) for _ in range(12)]
+
+    expected = played("serial")
+    assert same(played("process"), expected)
+    for plan in (
+        Plan("serial", caller_share=4),
+        Plan("process", workers=1, caller_share=2),
+        Plan("thread", workers=3, caller_share=1),
+    ):
+        assert same(played("auto", plan), expected)
+
+
+class StartsAProgram(CountEnv):
+    """Starts a program in a session of its own, then hangs."""
+
+    def misbehave(self, action: Any) -> None:
+        program = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+        )
+        Path(os.environ["SHOAL_TEST_PID"]).write_text(str(program.pid))
+        time.sleep(600)
+
+
+@pytest.mark.flaky(reruns=2)
+def test_programs_of_a_worker_that_is_killed_end_with_it(tmp_path: Path, monkeypatch: Any) -> None:
+    pid = tmp_path / "pid"
+    monkeypatch.setenv("SHOAL_TEST_PID", str(pid))
+    with make_vec(StartsAProgram, 1, backend="process", step_timeout=1.0) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(WorkerTimeoutError):
+            envs.step(np.ones(1, np.int64))
+        assert not alive(int(pid.read_text()))

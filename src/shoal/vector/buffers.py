@@ -29,6 +29,8 @@ ALIGNMENT = 64
 """Bytes: arrays of the block share no cache line."""
 TEXT_BYTES = 2048
 """Room per env and text leaf in shared memory; longer text goes by message."""
+INFO_BYTES = 128
+"""Room per env in shared memory for the numbers of its info, 8 bytes each."""
 
 
 class Buffers:
@@ -56,6 +58,7 @@ class Buffers:
         self.n_envs, self.observations, self.actions = n_envs, observations, actions
         self._size = 0
         rewards, flags = self._place("f8", (n_envs,)), self._place("?", (2 * n_envs,))
+        info = self._place("u1", (n_envs * INFO_BYTES,))
         act = [self._leaf(leaf, n_envs, text=False) for leaf in actions.leaves]
         obs = [self._leaf(leaf, n_envs, text=text) for leaf in observations.leaves]
         final = self._leaf(observations.leaves[0], n_envs, text=False) if observations.is_leaf else None
@@ -65,6 +68,7 @@ class Buffers:
         view = memoryview(bytearray(self.nbytes) if memory is None else memory)
         self.rewards, self.flags = _array(view, rewards), _array(view, flags)
         self.terminated, self.truncated = self.flags[:n_envs], self.flags[n_envs:]
+        self._info = _array(view, info)
         self.act = [_array(view, place) for place in act]
         self.obs = [_array(view, place) for place in obs]
         self.final = _array(view, final)
@@ -80,6 +84,13 @@ class Buffers:
         if leaf.kind == "text" and text:
             return self._place("u1", (n_envs, 8 + TEXT_BYTES))
         return None
+
+    def info_columns(self, first: int, count: int, kinds: Sequence[type]) -> list[Array]:
+        """Room for numbers in the infos of a group: a column `[count]` of each kind; none if there is too little."""
+        cells, size = self._info[first * INFO_BYTES : (first + count) * INFO_BYTES], 8 * count
+        if len(kinds) * 8 > INFO_BYTES:
+            return []
+        return [cells[k * size : (k + 1) * size].view(kind)[:count] for k, kind in enumerate(kinds)]
 
     def any_end(self) -> bool:
         """Whether an episode ended in the last step."""

@@ -24,8 +24,9 @@ from shoal.vector.env_group import Attach, even_cuts
 from shoal.vector.failures import OnFailure, raise_first
 from shoal.vector.multi_agent import MULTI_AGENT, is_multi_agent
 from shoal.vector.native import make_native
+from shoal.vector.serial import SerialVectorEnv
 from shoal.vector.spaces import Layout, batched
-from shoal.vector.vector_env import Description, SerialVectorEnv, VectorPool, close_all
+from shoal.vector.vector_env import Description, VectorPool, close_all
 from shoal.vector.workers import Limits, ProcessWorker, Signals, ThreadWorker, Worker, attach_all, collect
 
 BackendName = Literal["auto", "serial", "process", "thread", "ray", "native"]

@@ -43,12 +43,10 @@ from shoal.vector.buffers import (
     Loose,
     Observations,
     of_group,
-    plain_target,
     write_actions,
     write_some,
 )
 from shoal.vector.env_group import (
-    NOTHING,
     STEP_ALL,
     Apply,
     Attach,
@@ -165,9 +163,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._state: str | None = None  # the operation between `*_async` and `*_wait`
         self._pending: Pending = []
         self._chosen: Sequence[int] = ()  # the environments that the pending step is for
-        self._in_flight: dict[
-            Worker, tuple[Command, list[int]]
-        ] = {}  # sent and not received, with their envs
+        # Sent and not received: the command of each worker, and its environments.
+        self._in_flight: dict[Worker, tuple[Command, list[int]]] = {}
         self._broken = ""  # why only a whole reset can follow
         self._calls: dict[str, object] = {}
         self._steps, self._seconds = 0, 0.0
@@ -232,9 +229,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             try:
                 result = take(replies, self._pending)
             except Exception:
-                if (
-                    self._remembers
-                ):  # an env failed for which there is no other: the call is lost, nothing else
+                if self._remembers:  # no other env can replace one that failed: only this call is lost
                     self._broken = ""
                 raise
         except DeadlineError:
@@ -259,13 +254,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             wait_for(busy, time.monotonic() + seconds)
         except DeadlineError:
             late = [worker for worker in busy if not worker.answered()]
-            if any(worker.pid is None for worker in late):  # a thread cannot be killed
-                names = ", ".join(f"env {worker.first + worker.progress()}" for worker in late)
-                logger.warning("reset() waits for %s, still at work after %g s", names, seconds)
-                wait_for([worker for worker in late if worker.pid is None])
             for worker in late:
-                if not worker.answered():
+                if worker.can_be_killed:
                     worker.lose(worker.failure("timeout", f"no answer within {seconds:g} s"))
+            threads = [worker for worker in late if not worker.can_be_killed]
+            if threads:
+                names = ", ".join(f"env {worker.first + worker.progress()}" for worker in threads)
+                logger.warning("reset() waits for %s, still at work after %g s", names, seconds)
+                wait_for(threads)
         for worker in busy:
             worker.receive()
 
@@ -765,45 +761,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.closed = True  # first: a call in another thread ends, and says so
         close_all(self.workers, self._close_rest, 0.0 if terminate else (2.0 if timeout is None else timeout))
         self._finish.cancel()
-
-
-class SerialVectorEnv(VectorPool):
-    """All environments in the caller's thread: a plain step crosses no worker."""
-
-    @one_at_a_time
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Info]:
-        """Step every environment with its action."""
-        self._check_idle("step")
-        buffers = self.buffers
-        target = plain_target(buffers)
-        if (
-            self._policy.masked_by is not None
-            or self._policy.cut
-            or target is None
-            or type(actions) is not np.ndarray
-            or actions.dtype != target.dtype
-            or actions.shape != target.shape
-        ):
-            self._step_all(write_actions(buffers, actions))
-            return self._end("step", None, self._step_result)
-        began = time.perf_counter()
-        self._broken = "the last step failed or was interrupted"
-        buffers.flags.fill(False)
-        worker = self.workers[0]
-        assert worker.group is not None
-        given = list(actions if actions.ndim == 1 else actions.copy())
-        reply = worker.group.step(given)
-        infos: Info = {}
-        if reply is not NOTHING:
-            told = self._take([reply], [(worker, Step(None, {}, given))])
-            infos = batch_infos(self.num_envs, told) if told else {}
-        result = (*self._arrays(), infos)
-        if self._remembers:
-            self._policy.remember()
-        self._broken = ""
-        self._steps += 1
-        self._seconds += time.perf_counter() - began
-        return result
 
 
 _pools: weakref.WeakSet[VectorPool] = weakref.WeakSet()

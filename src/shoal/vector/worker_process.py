@@ -16,7 +16,7 @@ import numpy as np
 
 from shoal.core.seeding import derive_seed
 from shoal.core.workers import dumps
-from shoal.vector.buffers import TextBuffer
+from shoal.vector.buffers import Buffers, TextBuffer
 from shoal.vector.env_group import (
     NOTHING,
     STEP_ALL,
@@ -31,11 +31,17 @@ from shoal.vector.failures import Failure, from_exception
 from shoal.vector.infos import EnvInfo, InfoTable
 from shoal.vector.threads import ThreadedGroup
 
-COMMAND, ANSWER, TO_WORKER, TO_CALLER, TEXT, PROGRESS = range(6)
+COMMAND, ANSWER, TO_WORKER, TO_CALLER, IN_MEMORY, PROGRESS = range(6)
 """Words that a worker shares with its caller: numbers of the latest command and answer; whether a message goes with
-the command and with the answer; whether text is in shared memory; which env is at work."""
+the command and with the answer; what of the answer is in shared memory; which env is at work."""
+TEXT, INFOS = 1, 2
+"""In shared memory: text, and numbers of infos, with the names and types of the last message that had some."""
 WORDS = 16
 """Room per worker: a cache line."""
+
+
+SMALL = 16_384
+"""Bytes of a message that every pipe takes at once: it is sent before its signal, so that nobody waits twice."""
 
 
 class Link:
@@ -61,17 +67,20 @@ class Link:
         self._semaphores[0].acquire()
         return self.pipe.recv_bytes() if self.words[TO_WORKER] else b""
 
-    def send(self, data: bytes, *, text: bool) -> None:
+    def send(self, data: bytes, in_memory: int = 0) -> None:
         """Answer the last command."""
         words = self.words
-        words[TEXT] = text
+        words[IN_MEMORY] = in_memory
         if self._semaphores is None:
             self.pipe.send_bytes(data)
             return
         words[TO_CALLER] = bool(data)
+        early = 0 < len(data) <= SMALL
+        if early:
+            self.pipe.send_bytes(data)
         words[ANSWER] = words[COMMAND]
         self._semaphores[1].release()
-        if data:
+        if data and not early:
             self.pipe.send_bytes(data)
 
 
@@ -82,6 +91,7 @@ def serve(
     link = Link(pipe, words, number, semaphores)
     group: Any = None
     texts: dict[int, TextBuffer] = {}
+    numbers = InfoNumbers()
     memory: SharedMemory | None = None
     random.seed()  # a fork of the fork server would draw what its siblings draw
     np.random.seed()
@@ -98,7 +108,7 @@ def serve(
                 doing = "make" if group is None else "reading a command"
                 ids = range(first, first + (1 if group is None else group.count))
                 failures = [from_exception(i, doing, error, os.getpid()) for i in ids]
-                link.send(dumps(Reply(failures=failures)), text=False)
+                link.send(dumps(Reply(failures=failures)))
                 continue
             if isinstance(command, Close):
                 break
@@ -108,6 +118,7 @@ def serve(
                 found = command.buffers(memory.buf)
                 group.attach(found, command.autoreset, command.check_nan)
                 texts = TextBuffer.of(found, first, group.count)
+                numbers = InfoNumbers(found, first, group.count)
                 gc.collect()
                 gc.freeze()
                 reply = NOTHING
@@ -115,8 +126,10 @@ def serve(
                 if isinstance(command, Reset) and not seeded:
                     seeded = seed_globals(command.seeds, first)
                 reply = group.run(command)
-            text = _pack_text(reply, texts) if reply.columns and texts else False
-            link.send(b"" if is_empty(reply) else packed(reply, first), text=text)
+            in_memory = TEXT if reply.columns and texts and _pack_text(reply, texts) else 0
+            if isinstance(reply.told, InfoTable) and numbers.take(reply.told) and not reply.columns:
+                reply, in_memory = NOTHING, in_memory | INFOS
+            link.send(b"" if is_empty(reply) else packed(reply, first), in_memory)
     if group is not None:
         group.close()
     for stream in (sys.stdout, sys.stderr):
@@ -138,6 +151,37 @@ def seed_globals(seeds: Sequence[int | None], first: int) -> bool:
     random.seed(number)
     np.random.seed(number % 2**32)
     return True
+
+
+class InfoNumbers:
+    """The numbers in the infos of a group: once their names and types were told, they go through shared memory.
+
+    Both sides have one, and it knows what the last message with such numbers was.
+    """
+
+    def __init__(self, buffers: Buffers | None = None, first: int = 0, count: int = 0) -> None:
+        self._buffers, self._first, self._count = buffers, first, count
+        self._schema: tuple[Any, Any] = (), ()
+        self._columns: list[Any] = []
+
+    def know(self, table: InfoTable) -> None:
+        """Note what a message told."""
+        if self._buffers is not None:
+            self._schema = table.keys, table.kinds
+            self._columns = self._buffers.info_columns(self._first, self._count, table.kinds)
+
+    def take(self, table: InfoTable) -> bool:
+        """Write a table into memory; False where it must be sent, as the first one of its kind."""
+        if (table.keys, table.kinds) != self._schema:
+            self.know(table)
+            return False
+        for column, values in zip(self._columns, table.columns, strict=False):
+            column[...] = values
+        return bool(self._columns)
+
+    def table(self) -> InfoTable:
+        """The table that the other side wrote."""
+        return InfoTable(self._first, self._count, *self._schema, [column.copy() for column in self._columns])
 
 
 def is_empty(reply: Reply) -> bool:
@@ -171,7 +215,8 @@ def _plain(reply: Reply) -> tuple[Any, ...]:
     """A reply of tuples, which pickle faster."""
     told: Any = reply.told
     if isinstance(told, InfoTable):
-        told = (told.first, told.count, told.keys, told.kinds, told.columns)
+        columns = [column.tobytes() for column in told.columns]  # arrays take five times as long
+        told = (told.first, told.count, told.keys, told.kinds, columns)
     else:
         told = [tuple(item) for item in told]
     return reply.columns, told, reply.failures, reply.value
@@ -181,7 +226,10 @@ def unpacked(data: bytes) -> Reply:
     """The reply in what `packed` gave."""
     columns, told, failures, value = pickle.loads(data)
     if isinstance(told, tuple):
-        return Reply(columns, InfoTable(*told), failures, value)
+        *about, kinds, packed_columns = told
+        values = [np.frombuffer(data, kind).copy() for data, kind in zip(packed_columns, kinds, strict=True)]
+        first, count, keys = about
+        return Reply(columns, InfoTable(first, count, keys, kinds, values), failures, value)
     return Reply(columns, [EnvInfo(*item) for item in told], failures, value)
 
 

@@ -38,15 +38,20 @@ from shoal.vector.env_group import (
     Step,
 )
 from shoal.vector.failures import Failure, from_exception, where_it_was
+from shoal.vector.infos import InfoTable
 from shoal.vector.threads import GroupThread, copy_rows, rows_of, with_actions
 from shoal.vector.worker_process import (
     ANSWER,
     COMMAND,
+    IN_MEMORY,
+    INFOS,
     PROGRESS,
+    SMALL,
     TEXT,
     TO_CALLER,
     TO_WORKER,
     WORDS,
+    InfoNumbers,
     serve,
     unpacked,
 )
@@ -80,6 +85,7 @@ class Worker:
     """
 
     inline = True
+    can_be_killed = True
     side_by_side = False
     """Its environments are at work at the same time, or nobody knows which of them is."""
 
@@ -301,7 +307,7 @@ def attach_all(workers: Sequence[Worker], attach: Attach, buffers: Buffers) -> l
 class ThreadWorker(Worker):
     """A group in a thread of the caller's process."""
 
-    inline = False
+    inline = can_be_killed = False
 
     def __init__(
         self, done: threading.Semaphore, first: int, env_fns: Sequence[EnvFn], limits: Limits
@@ -392,6 +398,7 @@ class ProcessWorker(Worker):
         self._asked = 0
         self._begin: Any = None
         self._texts: dict[int, TextBuffer] = {}
+        self._numbers = InfoNumbers()
         self._state: dict[str, Any] | None = None
         self.process: WorkerProcess | None = None
 
@@ -411,6 +418,7 @@ class ProcessWorker(Worker):
         """Know where its results go."""
         super().attach(buffers)
         self._texts = TextBuffer.of(buffers, self.first, self.count)
+        self._numbers = InfoNumbers(buffers, self.first, self.count)
 
     def _send(self, command: Any) -> None:
         if command is STEP_ALL:
@@ -424,10 +432,13 @@ class ProcessWorker(Worker):
             self._asked += 1
             self._words[COMMAND] = self._asked & 0xFFFFFFFF
             self._words[TO_WORKER] = bool(data)
-            self._begin.release()
+            if len(data) > SMALL or not data:
+                self._begin.release()
         if data or self._begin is None:
             with contextlib.suppress(OSError):  # it is gone, as `check` will find
                 self.process.pipe.send_bytes(data)
+        if self._begin is not None and 0 < len(data) <= SMALL:
+            self._begin.release()
 
     def answered(self) -> bool:
         """Whether `receive` does not wait."""
@@ -457,19 +468,21 @@ class ProcessWorker(Worker):
                 self.process.wait(1.0)
                 self.lose(self.death())
                 return Reply()
-        has_text = self._words[TEXT]
-        if not data and not has_text:
+        in_memory = self._words[IN_MEMORY]
+        if not data and not in_memory:
             return Reply()
         try:
             reply = unpacked(data) if data else Reply()
         except Exception as error:  # what its environments gave cannot be read here
-            doing = f"reading its reply to {self.command.doing}"
-            members = getattr(self.command, "members", None)
-            ids = self.ids if members is None else [self.first + j for j in members]
-            return Reply(failures=[from_exception(i, doing, error) for i in ids])
-        if has_text:
+            self.lose(from_exception(self.first, f"reading its reply to {self.command.doing}", error))
+            return Reply()
+        if in_memory & TEXT:
             for leaf, text in self._texts.items():
                 reply.columns[leaf] = text.unpack()
+        if in_memory & INFOS:
+            reply.told = self._numbers.table()
+        elif isinstance(reply.told, InfoTable):
+            self._numbers.know(reply.told)
         return reply
 
     def progress(self) -> int:
