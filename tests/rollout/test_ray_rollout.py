@@ -1,8 +1,6 @@
 """Rollouts on a Ray cluster of three nodes, all on this machine."""
 
 import threading
-import time
-from concurrent.futures import BrokenExecutor
 
 import pytest
 from tests.rollout.doubles import (
@@ -16,8 +14,6 @@ from tests.rollout.doubles import (
 )
 
 from shoal import envs
-from shoal.core.errors import WorkerDiedError
-from shoal.core.executors import RayExecutor, make_executor
 from shoal.rollout.journal import Journal
 from shoal.rollout.rollouts import ParallelRolloutManager
 
@@ -112,32 +108,7 @@ def test_a_node_that_is_lost_costs_time_and_no_episode(cluster):
     assert played == calm
 
 
-def test_a_cancelled_task_of_the_ray_executor_ends_as_a_death(cluster):
-    executor = RayExecutor()
-    future = executor.submit(time.sleep, 200)
-    executor.shutdown(cancel_futures=True)
-    with pytest.raises(WorkerDiedError, match="Ray worker was lost: .+"):
-        future.result(60)
-
-
-def test_the_ray_executor_tells_errors_from_deaths(cluster):
-    with make_executor("ray") as executor:
-        assert executor.submit(pow, 2, 10).result() == 1024
-        with pytest.raises(ZeroDivisionError):
-            executor.submit(divmod, 1, 0).result()
-        with pytest.raises(WorkerDiedError, match="Ray worker was lost"):
-            executor.submit(exec, "import os; os.kill(os.getpid(), 9)").result()
-        told = executor._translate(executor._ray.exceptions.LocalRayletDiedError())
-    assert isinstance(told, WorkerDiedError)
-    assert isinstance(told, BrokenExecutor)
-
-
 def test_workers_go_to_nodes_with_the_resources_they_ask_for(cluster):
-    import ray
-
-    node = cluster.add_node(num_cpus=2, resources={"env": 2}, include_dashboard=False)
-    with RayExecutor({"resources": {"env": 1}}) as executor:
-        where = {executor.submit(lambda: ray.get_runtime_context().get_node_id()).result() for _ in range(3)}
-    assert where == {node.node_id}
+    cluster.add_node(num_cpus=2, resources={"env": 2}, include_dashboard=False)
     settings = {"ray_options": {"resources": {"env": 1}}}
     assert play("ray", n_jobs=2, parallel=settings)[0] == play("serial")[0]
