@@ -286,7 +286,7 @@ def test_async_vector_env_takes_gymnasiums_arguments() -> None:
         envs.close()
     refused: list[tuple[dict[str, Any], str]] = [
         ({"worker": print}, "worker"),
-        ({"context": "frok"}, "context must be one of .* or None, got 'frok'"),
+        ({"context": "frok"}, "no start method named 'frok'. Did you mean 'fork'"),
         ({"max_concurrency": 0}, "`max_concurrency` must be a positive or None, got 0"),
         ({"max_concurrency": 1.5}, "`max_concurrency` must be an integer or None, got <class 'float'>"),
     ]

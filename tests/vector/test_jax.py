@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from shoal.core.errors import EnvError, MissingExtraError
 from shoal.vector import JaxVectorEnv, make_vec
@@ -170,7 +171,7 @@ def test_what_terminates_at_its_time_limit_is_both_told_apart() -> None:
 def test_gymnaxs_environments_are_made_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     made = types.SimpleNamespace(make=lambda env_id, **settings: (Walk(), len(env_id) * settings["far"]))
     monkeypatch.setitem(sys.modules, "gymnax", made)
-    assert native("gymnax:Walk-v0", 2, far=3).batch.params == 21
+    assert native("gymnax:Walk-v0", 2, far=3).env.params == 21
     monkeypatch.setitem(sys.modules, "gymnax", None)
     with pytest.raises(MissingExtraError, match='gymnax envs need a package: run pip install "gymnax"'):
         native("gymnax:Walk-v0", 2)
@@ -197,3 +198,26 @@ def test_a_batch_of_jax_says_what_it_needs_before_it_can_step() -> None:
         envs.reset(options=["reset_mask"])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="num_envs must be a whole number"):
         JaxVectorEnv(Walk(), 2.0)  # type: ignore[arg-type]
+
+
+def test_spaces_of_gymnax_are_gymnasiums() -> None:
+    discrete, box = (
+        types.SimpleNamespace(n=3),
+        types.SimpleNamespace(low=-1, high=[1, 2], shape=(2,), dtype="f4"),
+    )
+    nested = types.SimpleNamespace(spaces={"a": discrete, "b": types.SimpleNamespace(spaces=[box, discrete])})
+    expected = spaces.Box(np.float32(-1), np.array([1, 2], np.float32), (2,), np.float32)
+
+    class Spaced(Walk):
+        def observation_space(self, params: Any) -> Any:
+            return params
+
+        def action_space(self, params: Any) -> Any:
+            return expected
+
+    envs = JaxVectorEnv(Spaced(), 2, params=nested)
+    parts = {"a": spaces.Discrete(3), "b": spaces.Tuple((expected, spaces.Discrete(3)))}
+    assert envs.single_observation_space == spaces.Dict(parts)
+    assert envs.single_action_space is expected
+    with pytest.raises(TypeError, match="expected a space of gymnax or Gymnasium, got SimpleNamespace"):
+        JaxVectorEnv(Spaced(), 2, params=types.SimpleNamespace())

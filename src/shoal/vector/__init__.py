@@ -8,7 +8,7 @@ from typing import Any
 _HOME = {
     "AsyncVectorEnv": "compat",
     "EnvPoolStyle": "compat",
-    "JaxVectorEnv": "native",
+    "JaxVectorEnv": "jax",
     "MultiProcessEnvironmentContainer": "compat",
     "ParallelEnv": "compat",
     "PettingZooVectorEnv": "multi_agent",

@@ -11,6 +11,7 @@ import numpy as np
 
 from shoal.core.seeding import derive_seed
 
+CONVERTERS = "pettingzoo.utils.conversions"  # where its `parallel_env` functions are made
 Seeds = int | Sequence[int | None] | None
 
 
@@ -123,3 +124,13 @@ def check_mask(mask: Any, n_envs: int) -> Any:
             f"got reset_mask={mask}"
         )
     return mask
+
+
+def check_single_agent(env: Any) -> None:
+    """A `TypeError` for one of PettingZoo's environments, or its class, module or function `parallel_env`."""
+    made = getattr(env, "__name__", "") == "parallel_env" or getattr(env, "__module__", "") == CONVERTERS
+    if made or hasattr(env, "possible_agents") or hasattr(env, "parallel_env"):
+        raise TypeError(
+            f"make_vec takes environments of one agent, got {env!r}; use "
+            "shoal.vector.PettingZooVectorEnv(function_that_makes_it, num_copies)"
+        )

@@ -19,7 +19,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.executors import Closing
-from shoal.core.workers import START_METHODS, StartMethod
+from shoal.core.workers import StartMethod
 from shoal.vector.arguments import check_whole, groups, one_each, seeds_per_env
 from shoal.vector.failures import Failure, OnFailure
 from shoal.vector.make import (
@@ -218,8 +218,6 @@ class AsyncVectorEnv(VectorPool):
     ) -> None:
         if worker is not None:
             raise ValueError("a custom `worker` is not supported: put what it does into the env or a wrapper")
-        if context is not None and context not in START_METHODS:
-            raise ValueError(f"context must be one of {START_METHODS} or None, got {context!r}")
         if max_concurrency is not None:
             if not isinstance(max_concurrency, int | np.integer):
                 raise ValueError(
@@ -372,28 +370,22 @@ class EnvPoolStyle:
 
         `infos["env_id"]` says which they are, `infos["infos"]` has what each of them reported.
         """
+        layout = self.pool.buffers.observations
         wanted = max(1, min(self.batch_size, len(self._spare) + len(self.pool.in_flight)))
         if len(self._spare) < wanted:
             ready = self.pool.recv(wanted - len(self._spare))
-            columns = self.pool.buffers.observations.flatten(ready.observations)
-            for k, i in enumerate(ready.ids.tolist()):
-                row = [column[k] for column in columns]
-                flags = (ready.rewards[k], ready.terminated[k], ready.truncated[k])
-                self._spare.append((i, row, *flags, ready.infos[k]))
+            leaves = layout.flatten(ready.observations)
+            each = [[leaf[k] for leaf in leaves] for k in range(len(ready.ids))]
+            self._spare += zip(ready.ids, each, *ready[2:], strict=True)
         taken, self._spare = self._spare[:wanted], self._spare[wanted:]
-        ids, rows, rewards, terminated, truncated, infos = zip(*taken, strict=True)
-        layout = self.pool.buffers.observations
+        ids, rows, *paid, infos = map(list, zip(*taken, strict=True))
         columns = [
             np.stack(column) if leaf.kind == "fixed" else column
             for leaf, column in zip(layout.leaves, zip(*rows, strict=True), strict=True)
         ]
-        return (
-            layout.rebuild(columns),
-            np.array(rewards),
-            np.array(terminated),
-            np.array(truncated),
-            {"env_id": np.array(ids, dtype=np.int64), "infos": list(infos)},
-        )
+        rewards, terminated, truncated = map(np.array, paid)
+        told = {"env_id": np.array(ids, dtype=np.int64), "infos": infos}
+        return layout.rebuild(columns), rewards, terminated, truncated, told
 
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Give these environments their next actions; without ids, all of them in order.
@@ -467,21 +459,6 @@ def patched(fn: Callable[[], Any]) -> Any:
     from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
     return _patch_env(env)
-
-
-def get(env: Any, name: str) -> Any:
-    """An attribute of the env or of a wrapper around it."""
-    return env.get_wrapper_attr(name)
-
-
-def has(env: Any, name: str) -> bool:
-    """Whether `get` would find it."""
-    return bool(env.has_wrapper_attr(name))
-
-
-def call(env: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a method of the env or of a wrapper around it."""
-    return env.get_wrapper_attr(name)(*args, **kwargs)
 
 
 def is_wrapped(env: Any, module: str, name: str) -> bool:

@@ -18,11 +18,10 @@ from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.executors import available_cpus
 from shoal.core.workers import START_METHODS, StartMethod, explain_file_limit
 from shoal.envs.catalogue import EnvFn, Source, Wrapper, resolve
-from shoal.vector.arguments import check_limit, check_whole
+from shoal.vector.arguments import check_limit, check_single_agent, check_whole
 from shoal.vector.buffers import Buffers, shared_block
 from shoal.vector.env_group import Attach, even_cuts
 from shoal.vector.failures import OnFailure, raise_first
-from shoal.vector.multi_agent import MULTI_AGENT, is_multi_agent
 from shoal.vector.native import make_native
 from shoal.vector.serial import SerialVectorEnv
 from shoal.vector.spaces import Layout, batched
@@ -90,8 +89,7 @@ def make_vec(
             an argument that this backend has no use for.
         Exception: when an environment cannot be made; a note says which.
     """
-    if is_multi_agent(env):
-        raise TypeError(f"make_vec takes environments of one agent; for {env!r} use {MULTI_AGENT}")
+    check_single_agent(env)
     options = Options(
         backend, num_workers=num_workers, start_method=start_method, autoreset=autoreset_mode(autoreset),
         step_timeout=step_timeout, make_timeout=make_timeout, on_failure=on_failure, max_restarts=max_restarts,

@@ -16,17 +16,8 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 from shoal.core.data import check_flags, check_step_result, info_of, reward_of
 from shoal.core.errors import ConfigError, EnvError
 from shoal.vector.arguments import check_options
-from shoal.vector.native import tree
-
-MULTI_AGENT = "shoal.vector.PettingZooVectorEnv(function_that_makes_it, num_copies)"
-
-CONVERTERS = "pettingzoo.utils.conversions"  # where its `parallel_env` functions are made
-
-
-def is_multi_agent(env: Any) -> bool:
-    """Whether this is one of PettingZoo's environments, or its class, module or function `parallel_env`."""
-    made = getattr(env, "__name__", "") == "parallel_env" or getattr(env, "__module__", "") == CONVERTERS
-    return made or hasattr(env, "possible_agents") or hasattr(env, "parallel_env")
+from shoal.vector.make import make_vec
+from shoal.vector.spaces import Layout
 
 
 class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
@@ -55,8 +46,6 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
         env_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        from shoal.vector.make import make_vec
-
         make = getattr(make, "parallel_env", make)
         if not callable(make):
             raise TypeError(f"expected a function that makes a parallel environment, got {make!r}")
@@ -68,6 +57,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
         self.num_copies, self.n_agents = num_copies, len(self.agents)
         self.num_envs = num_copies * self.n_agents
         self.single_observation_space, self.single_action_space = single, act
+        self._layout = Layout.of(single)
         self.observation_space = batch_space(single, self.num_envs)
         self.action_space = batch_space(act, self.num_envs)
         self.metadata = {**self.pool.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -107,7 +97,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
                 )
             return np.asarray(leaf).reshape(self.num_copies, self.n_agents, *shape[1:])
 
-        self.pool.step_async(tree(by_copy, actions))
+        self.pool.step_async(Layout.of(self.single_action_space).map(by_copy, actions))
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Observations, rewards, terminations, truncations and infos of every slot."""
@@ -124,10 +114,9 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
         ended = (terminated | truncated).reshape(-1)
         for slot in np.flatnonzero(ended).tolist():
             c, a = divmod(slot, self.n_agents)
-            views = (
-                told["final_obs"][c]["obs"] if over[c] or lost[c] else tree(lambda x, c=c: x[c], seen["obs"])
-            )
-            self._add_info(infos, {"final_obs": tree(lambda leaf, a=a: np.array(leaf[a]), views)}, slot)
+            obs, at = (told["final_obs"][c]["obs"], a) if over[c] or lost[c] else (seen["obs"], (c, a))
+            final = self._layout.map(lambda leaf, at=at: np.array(leaf[at]), obs)  # type: ignore[misc]
+            self._add_info(infos, {"final_obs": final}, slot)
         self._tell(infos, told.get("final_info", {}), ended)
         self._tell(infos, told, ended & ~np.repeat(over | lost, self.n_agents))
         obs = self._slots(seen, infos)
@@ -143,7 +132,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
         """The observation of every slot; who is in play is noted, and told."""
         self.active = (seen["active"].astype(np.bool_) & self.pool.active[:, None]).reshape(-1)
         infos["active"] = self.active.copy()
-        return tree(lambda leaf: leaf.reshape(self.num_envs, *leaf.shape[2:]), seen["obs"])
+        return self._layout.map(lambda leaf: leaf.reshape(self.num_envs, *leaf.shape[2:]), seen["obs"])
 
     def _tell(self, infos: dict[str, Any], told: dict[str, Any], ended: Any = None) -> None:
         """What the copies told, by slot; of agents that ended as `final_info`."""
@@ -154,7 +143,13 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
                 self._add_info(infos, {"final_info": info} if final else info, slot)
         for key, value in told.items():
             if key.removeprefix("_") not in ("agent_infos", "final_obs", "final_info"):
-                infos[key] = tree(lambda leaf: np.repeat(leaf, self.n_agents, axis=0), value)
+                infos[key] = self._by_slot(value)
+
+    def _by_slot(self, column: Any) -> Any:
+        """What each copy told, or each of nested infos, for each of its agents."""
+        if isinstance(column, dict):
+            return {key: self._by_slot(value) for key, value in column.items()}
+        return np.repeat(column, self.n_agents, axis=0)
 
 
 class TeamEnv(gymnasium.Env[Any, Any]):
@@ -214,7 +209,7 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         return np.array([agent in self.env.agents for agent in self.agents])
 
     def _answer(self, obs: Any, paid: Any, ends: Any, cuts: Any) -> dict[str, Any]:
-        none = tree(lambda leaf: leaf[0], create_empty_array(self.single))
+        (none,) = iterate(batch_space(self.single), create_empty_array(self.single))
         here = [a for a, active in zip(self.agents, self.active, strict=True) if active]
         seeing = self.active | self._left() & ~self.over  # those who join are first seen now
         rows = [obs[a] if sees and a in obs else none for a, sees in zip(self.agents, seeing, strict=True)]

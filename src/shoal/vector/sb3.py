@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 from shoal.core.errors import ConfigError, MissingExtraError
-from shoal.vector.compat import call, get, has, is_wrapped, needs_same_step, patched
+from shoal.vector.compat import is_wrapped, needs_same_step, patched
+from shoal.vector.env_group import call_attribute
 from shoal.vector.make import make_vec
 from shoal.vector.vector_env import VectorPool
 
@@ -115,10 +117,10 @@ class SB3VecEnv(VecEnv):
         return list(self.pool.render())
 
     def has_attr(self, attr_name: str) -> bool:
-        return all(self.pool.apply(has, attr_name))
+        return all(self.pool.apply(methodcaller("has_wrapper_attr", attr_name)))
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        return self._apply(indices, get, attr_name)
+        return self._apply(indices, methodcaller("get_wrapper_attr", attr_name))
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
         self._apply(indices, setattr, attr_name, value)
@@ -126,7 +128,7 @@ class SB3VecEnv(VecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any
     ) -> list[Any]:
-        return self._apply(indices, call, method_name, method_args, method_kwargs)
+        return self._apply(indices, call_attribute, method_name, method_args, method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
         return self._apply(indices, is_wrapped, wrapper_class.__module__, wrapper_class.__qualname__)

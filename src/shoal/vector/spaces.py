@@ -6,7 +6,7 @@ Batching is the same rebuilding over columns; batches look exactly like those of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
+from shoal.core.data import deep_copy
 from shoal.core.errors import EnvError
 
 OBJECT = np.dtype(object)
@@ -77,6 +78,10 @@ class Layout:
     def rebuild(self, columns: Sequence[Any]) -> Any:
         """A value, or a batch, from one entry per leaf."""
         return columns[0] if self.is_leaf else _gather(self.node, columns)
+
+    def map(self, change: Callable[[Any], Any], value: Any) -> Any:
+        """The value, or batch, with `change` of each leaf."""
+        return self.rebuild([change(leaf) for leaf in self.flatten(value)])
 
 
 def refuse_loss(given: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> None:
@@ -145,3 +150,43 @@ def batched(all_spaces: Sequence[Space[Any]]) -> Space[Any]:
         except (TypeError, ValueError):
             pass
     return spaces.Tuple(tuple(all_spaces))
+
+
+# --- batches that somebody else made
+def check_actions(space: Space[Any], actions: Any, env_ids: Sequence[int]) -> Any:
+    """A copy of one action for each of these environments, in the dtype of their space.
+
+    Raises:
+        ValueError: for another shape, dtype or index, which in a batch of C++ can end the process.
+    """
+    n_envs = len(env_ids)
+    if not isinstance(space, FIXED):
+        if not batch_space(space, n_envs).contains(actions):
+            raise ValueError(f"expected {n_envs} actions of {space}, got {actions!r}")
+        return deep_copy(actions)
+    array, shape = np.asarray(actions), (n_envs, *(space.shape or ()))
+    if array.shape != shape or not np.can_cast(array.dtype, space.dtype, "same_kind"):
+        raise ValueError(f"expected actions {shape} of {space.dtype}, got {array.shape} of {array.dtype}")
+    if not isinstance(space, spaces.Box):  # Boxes clip or scale as they like
+        start, end = _bounds(space)
+        wrong = ((array < start) | (array >= end)).reshape(n_envs, -1).any(axis=1)
+        if wrong.any():
+            raise ValueError(
+                f"expected actions in {space}, got others from environments {np.array(env_ids)[wrong].tolist()}"
+            )
+    return array.astype(space.dtype)
+
+
+def _bounds(space: Any) -> tuple[Any, Any]:
+    """The first index and the one after the last of every part of an action."""
+    if isinstance(space, spaces.Discrete):
+        return space.start, space.start + space.n
+    return (space.start, space.start + space.nvec) if isinstance(space, spaces.MultiDiscrete) else (0, 2)
+
+
+def final_observations(layout: Layout, obs: Any, ended: Any) -> Any:
+    """A copy of the observation of each episode that ended, as Gymnasium has them in `final_obs`; else None."""
+    final = np.full(len(ended), None, dtype=object)
+    for i in np.flatnonzero(ended).tolist():
+        final[i] = layout.map(lambda rows, i=i: np.array(rows[i]), obs)  # type: ignore[misc]
+    return final

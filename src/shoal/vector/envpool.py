@@ -1,0 +1,168 @@
+"""EnvPool as a plain `gymnasium.vector.VectorEnv`, for `backend="native"`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from shoal.core.errors import ConfigError, EnvError
+from shoal.core.seeding import derive_seed
+from shoal.envs.adapters.library import library
+from shoal.vector.arguments import check_whole, seeds_per_env
+from shoal.vector.infos import Ready
+from shoal.vector.spaces import Layout, check_actions
+
+
+def int32_seed(seed: int) -> int:
+    """A seed for a batch that knows 31 bits: itself where it fits, else one derived from it."""
+    return seed if 0 <= seed < 2**31 else derive_seed(seed, "native") % 2**31
+
+
+class EnvPoolBatch(VectorEnv[Any, Any, Any]):
+    """EnvPool with what its own Gymnasium face lacks: seeds at reset, batched spaces, whole rows after part of a reset.
+
+    EnvPool takes seeds when it is made, so a reset with seeds makes it anew.
+
+    Args:
+        env_id: one of `envpool.list_all_envs()`.
+        num_envs: how many.
+        **settings: of `envpool.make_gymnasium`, such as `num_threads`, `batch_size`, `stack_num`.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, **settings: Any) -> None:
+        self._envpool = library("envpool")
+        self.num_envs, self._id, self._settings = num_envs, env_id, settings
+        self._make(settings.pop("seed", int(np.random.SeedSequence().generate_state(1)[0] >> 1)))
+        if self._pool.config.get("max_num_players", 1) != 1:
+            raise ConfigError(f"expected one player in each environment, 'envpool:{env_id}' has several")
+        self.batch_size = self._pool.config["batch_size"] or num_envs
+        self._whole = self.batch_size == num_envs  # all of them can be stepped, and answer, at once
+        self.metadata = {**self._pool.metadata, "seed_per_env": True, "reset_mask": self._whole}
+        self.render_mode = self._pool.render_mode
+        self.single_observation_space = self._pool.observation_space
+        self.single_action_space = self._pool.action_space
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._layout = Layout.of(self.single_observation_space)
+        self._last: list[Any] = []  # the leaves of the present observations
+
+    def _make(self, seed: int | list[int]) -> None:
+        make = self._envpool.make_gymnasium
+        self._pool = make(self._id, num_envs=self.num_envs, seed=seed, **self._settings)
+        self._in_flight: set[int] = set()
+
+    def _seed(self, seed: Any) -> None:
+        if seed is not None:
+            self._make([int32_seed(one) for one in seeds_per_env(seed, self.num_envs)])  # type: ignore[arg-type]
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode in all, or in those of `options["reset_mask"]` (without seeds)."""
+        given = dict(options or {})
+        mask = given.pop("reset_mask", None)
+        if given or (mask is not None and seed is not None):
+            raise ValueError(f"expected a reset_mask or a seed, got {options} and seed={seed}")
+        self._check_whole()
+        self._seed(seed)
+        while self._in_flight:  # of a step that was broken off
+            self._receive()
+        ids = np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
+        obs, told = self._pool.reset(ids.astype(np.int32))
+        rows = _sorted(told["env_id"], self._layout.flatten(obs))
+        infos = dict(zip(_columns(told), _sorted(told["env_id"], _columns(told).values()), strict=True))
+        if mask is None:
+            self._last = rows
+            return self._layout.rebuild(rows), infos
+        self._last = [leaf.copy() for leaf in self._last]
+        for leaf, new in zip(self._last, rows, strict=True):
+            leaf[ids] = new
+        whole: dict[str, Any] = {}
+        for key, column in infos.items():
+            whole[key] = np.zeros((self.num_envs, *column.shape[1:]), column.dtype)
+            whole[key][ids], whole[f"_{key}"] = column, np.array(mask)
+        return self._layout.rebuild(self._last), whole
+
+    def step_async(self, actions: Any) -> None:
+        """Begin to step all."""
+        self._check_whole()
+        if self._in_flight:
+            raise EnvError(f"environments {sorted(self._in_flight)} are in flight: recv them before a step")
+        self._pool.send(actions)
+        self._in_flight = set(range(self.num_envs))
+
+    def step_wait(self) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """The step of all, in the order of the environments."""
+        ids, obs, *paid, infos = self._receive()
+        self._last = _sorted(ids, self._layout.flatten(obs))
+        rewards, terminated, truncated, *told = _sorted(ids, [*paid, *infos.values()])
+        named = dict(zip(infos, told, strict=True))
+        return self._layout.rebuild(self._last), rewards, terminated, truncated, named
+
+    def send_reset(self, env_ids: Sequence[int], seeds: Sequence[int] | None = None) -> None:
+        """Begin to reset all environments; `recv` returns their first observations."""
+        if sorted(env_ids) != list(range(self.num_envs)):
+            raise EnvError("EnvPool begins to reset all at once; use send_reset(range(num_envs))")
+        self._seed(seeds)
+        if self._in_flight:
+            raise EnvError(
+                f"environments {sorted(self._in_flight)} are in flight: recv them before send_reset, or give it "
+                "seeds, with which EnvPool is made anew"
+            )
+        self._pool.async_reset()
+        self._in_flight = set(range(self.num_envs))
+
+    def send(self, env_ids: Sequence[int], actions: Any) -> None:
+        """Begin to step these environments; `recv` returns them."""
+        ids = [check_whole(i, "an index", 0) for i in env_ids]
+        free = set(range(self.num_envs)) - self._in_flight
+        if not ids or len(set(ids)) != len(ids) or not free.issuperset(ids):
+            raise ValueError(
+                f"env_ids must be different numbers in [0, {self.num_envs}) that are not in flight, got {ids}"
+            )
+        self._pool.send(check_actions(self.single_action_space, actions, ids), np.array(ids, dtype=np.int32))
+        self._in_flight.update(ids)
+
+    def recv(self) -> Ready:
+        """The next `batch_size` of those in flight; all of them, where that is `num_envs`."""
+        size = max(1, len(self._in_flight)) if self._whole else self.batch_size
+        if len(self._in_flight) < size:
+            raise EnvError(
+                f"recv needs {size} environments in flight, for which EnvPool would wait for ever, got "
+                f"{len(self._in_flight)}; send more"
+            )
+        *columns, infos = self._receive()
+        told = [{key: rows[k] for key, rows in infos.items()} for k in range(size)]
+        return Ready(*columns, told)  # type: ignore[call-arg]
+
+    def _receive(self) -> tuple[Any, ...]:
+        """Ids, observations, rewards, terminated, truncated and infos of the next batch that is ready."""
+        obs, rewards, terminated, truncated, infos = self._pool.recv()
+        ids = infos["env_id"].astype(np.int64)
+        self._in_flight.difference_update(ids.tolist())
+        return ids, obs, rewards.astype(np.float64), terminated, truncated, _columns(infos)
+
+    def _check_whole(self) -> None:
+        if not self._whole:
+            raise EnvError(
+                f"EnvPool answers {self.batch_size} of {self.num_envs} at a time; "
+                "use send_reset(range(num_envs)), then recv and send"
+            )
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """End its threads."""
+        self._pool = None
+
+
+def _columns(infos: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in infos.items() if k not in ("env_id", "players") and isinstance(v, np.ndarray)}
+
+
+def _sorted(ids: Any, columns: Iterable[Any]) -> list[Any]:
+    """The rows of these environments in the order of the environments."""
+    if (ids[1:] > ids[:-1]).all():
+        return list(columns)
+    order = np.argsort(ids)
+    return [column[order] for column in columns]
