@@ -13,6 +13,7 @@ and saves nothing.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.metadata
 import json
 import multiprocessing
@@ -35,27 +36,40 @@ from gymnasium.spaces import Discrete, Text
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "src"))
 
+
 from shoal import envs  # noqa: E402
+from shoal.core.executors import available_cpus  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
 from shoal.envs.actions import Projection  # noqa: E402
 from shoal.envs.text import Outcome, TextEnv  # noqa: E402
-from shoal.rollout.collector import place_of  # noqa: E402
-from shoal.rollout.parallel.rollout import ParallelRolloutManager, spread  # noqa: E402
-from shoal.rollout.parallel.server import SharedLLMInferenceManager  # noqa: E402
-from shoal.rollout.parallel.transport import Address, SocketLink  # noqa: E402
-from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
+from shoal.rollout.driver import Driver, without_turns  # noqa: E402
+from shoal.rollout.episode import EpisodeId  # noqa: E402
+from shoal.rollout.hosts import sockets  # noqa: E402
+from shoal.rollout.hosts.episodes import Ask, Begin, Ended, Setup  # noqa: E402
+from shoal.rollout.hosts.host import LocalHosts  # noqa: E402
+from shoal.rollout.hosts.sockets import Listener  # noqa: E402
+from shoal.rollout.loops import run_here  # noqa: E402
+from shoal.rollout.plan import Assignment, place_of  # noqa: E402
+from shoal.rollout.prompts import PromptConfig  # noqa: E402
+from shoal.rollout.rollouts import ParallelRolloutManager  # noqa: E402
+from shoal.rollout.samplers.batching import Statistics  # noqa: E402
+from shoal.rollout.samplers.sampler import Completion, Request, Sampling  # noqa: E402
 from shoal.rollout.samplers.tokenizers import TinyTokenizer  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "rollout.json"
 TURNS, WORKERS = 20, 4
 FIXED, PER_ITEM = 0.020, 0.001
-CASES = ("pareto", "uniform", "log-uniform")
+COMPUTING = 0.005
+"""Seconds of Python a turn in the case "cpu"."""
+CASES = ("pareto", "uniform", "log-uniform", "cpu")
 rows: list[dict[str, Any]] = []
 
 
 def latencies(kind: str, seed: int, turns: int = TURNS) -> np.ndarray:
     """Seconds that an env takes before each of its requests: between 1 and 50 ms."""
     uniform = stream(seed, "latencies").random(turns)
+    if kind == "cpu":
+        return np.full(turns, COMPUTING)
     if kind == "pareto":  # bounded, alpha 1
         return 1 / (1000 - uniform * (1000 - 20))
     if kind == "uniform":
@@ -81,14 +95,22 @@ class SleepEnv(TextEnv[SleepConfig]):
     instructions = "Go."
 
     def _start(self, rng: np.random.Generator) -> None:
-        self._latencies = latencies(self.config.kind, self._seed)
         self._rng = rng
-        time.sleep(self._latencies[0])
+        self._latencies = latencies(self.config.kind, self._seed)
+        self._wait(self._latencies[0])
 
     def _advance(self, action: Any) -> Outcome:
         if self._steps + 1 < self.config.max_steps:
-            time.sleep(self._latencies[self._steps + 1])
+            self._wait(self._latencies[self._steps + 1])
         return Outcome(float(self._rng.integers(1000)))
+
+    def _wait(self, seconds: float) -> None:
+        if self.config.kind != "cpu":
+            return time.sleep(seconds)
+        end = time.thread_time() + seconds  # Python that holds the interpreter
+        while time.thread_time() < end:
+            sum(range(100))
+        return None
 
     def observe(self) -> str:
         return f"step {self._steps}"
@@ -126,8 +148,10 @@ def draws(kind: str, n_envs: int, run: int, turns: int = TURNS) -> np.ndarray:
     return np.array([latencies(kind, place_of(0, run, g, 0).env_seed, turns) for g in range(n_envs)])
 
 
-def ideal(drawn: np.ndarray) -> float:
+def ideal(drawn: np.ndarray, kind: str = "") -> float:
     n_envs, turns = drawn.shape
+    if kind == "cpu":
+        return float(drawn.sum()) / min(WORKERS, available_cpus())
     engine = turns * FIXED + n_envs * turns * PER_ITEM + drawn[:, 0].min()
     return max(engine, float(drawn.sum(1).max()) + turns * (FIXED + PER_ITEM))
 
@@ -143,7 +167,7 @@ def shoal_run(kind: str, n_envs: int, schedule: str, run: int, expected: Any) ->
     played = [t.reward for t in trajectories]
     assert all(t.status == "ok" and len(t.turns) == TURNS for t in trajectories)
     assert expected is None or played == expected, "a schedule changed a trajectory"
-    return ideal(draws(kind, n_envs, run)) / manager.report.seconds, played
+    return ideal(draws(kind, n_envs, run), kind) / manager.report.seconds, played
 
 
 managers: dict[Any, ParallelRolloutManager] = {}
@@ -156,7 +180,8 @@ def lock_run(kind: str, n_envs: int, run: int, turns: int, *, batched: bool) -> 
     lock, gate = context.Lock(), context.Barrier(WORKERS + 1)
     play = _worker_batched if batched else _one_by_one
     processes = [
-        context.Process(target=play, args=(part, lock, gate)) for part in spread(list(drawn), WORKERS)
+        context.Process(target=play, args=([drawn[i] for i in part], lock, gate))
+        for part in np.array_split(np.arange(n_envs), WORKERS)
     ]
     for process in processes:
         process.start()
@@ -198,12 +223,13 @@ def utilisation(kind: str, n_envs: int, runs: int) -> None:
         expected = None
         for subject, schedule in (
             ("shoal", "adaptive"),
-            ("greedy (shoal)", "greedy"),
             ("barrier (shoal, lockstep)", "barrier"),
         ):
             value, expected = shoal_run(kind, n_envs, schedule, run, expected)
             found.setdefault(subject, []).append(value)
-        found.setdefault("worker-batched lock", []).append(lock_run(kind, n_envs, run, TURNS, batched=True))
+        if kind != "cpu":
+            batched = lock_run(kind, n_envs, run, TURNS, batched=True)
+            found.setdefault("worker-batched lock", []).append(batched)
         if run == 0 and kind == "pareto":
             found["lock per request"] = [lock_run(kind, n_envs, run, few, batched=False)]
     for subject, values in found.items():
@@ -215,30 +241,83 @@ def utilisation(kind: str, n_envs: int, runs: int) -> None:
 
 
 # --- the cost of asking
-class EchoEngine(SleepEngine):
-    """Answers at once."""
-
-    def generate(self, requests: Any) -> list[Completion]:
-        return [Completion(self.answer, (0.0,) * len(self.answer), "stop", 0) for _ in requests]
-
-
 def overhead(n_clients: int, requests: int = 3000, runs: int = 3) -> None:
-    """Microseconds of one request of 250 tokens to an engine that answers at once, over the socket.
+    """Microseconds of one request of 250 tokens to an engine that answers at once, from a host over its connection.
 
     Beside it a bare echo of as many bytes over the same kind of socket, in turns: what the machine takes for waking
     processes alone, which varies from hour to hour.
     """
-    name = f"request overhead, {n_clients} client{'s' * (n_clients > 1)}"
-    found: dict[str, list[np.ndarray]] = {"shoal": [], "bare echo": []}
+    name = f"request overhead, {n_clients} in flight"
+    found: dict[str, list[float]] = {"shoal": [], "shoal, CPU of the driver": [], "bare echo": []}
     for _ in range(runs):
-        with SharedLLMInferenceManager(EchoEngine()) as inference:
-            address = inference.serve()
-            found["shoal"].append(_times(n_clients, _ask, address, requests))
-        found["bare echo"].append(_bare_echo(n_clients, requests))
+        seconds, cpu = _through_the_driver(n_clients, requests)
+        found["shoal"].append(seconds)
+        found["shoal, CPU of the driver"].append(cpu)
+        found["bare echo"].append(float(np.median(_bare_echo(n_clients, requests))) / n_clients)
     for subject, times in found.items():
-        for percent in (50, 99):
-            values = [float(np.percentile(one, percent) * 1e6) for one in times]
-            add(name, f"{subject}, p{percent}", values, "us")
+        add(name, subject, [value * 1e6 for value in times], "us a request")
+
+
+class _Echo:
+    """A sampler that answers at once, in the driver's loop."""
+
+    def __init__(self) -> None:
+        self.statistics, self.playing = Statistics(), 0
+
+    async def sample(self, request: Request) -> Completion:
+        return Completion((1, 2, 3, 4), (0.0,) * 4, "stop", 0)
+
+    def close(self) -> None:
+        pass
+
+
+def _through_the_driver(n_slots: int, requests: int) -> tuple[float, float]:
+    """Seconds a request, and seconds of the driver's CPU, with a host that asks and does nothing else."""
+    setup = Setup({}, {}, PromptConfig(), TinyTokenizer(["go"]))
+    assignments = [Assignment(i, EpisodeId(0, 0, i, 0, 0), f"{requests}") for i in range(n_slots)]
+
+    async def play() -> tuple[float, float]:
+        listener = Listener(setup)
+        await listener.start()
+        arrives = listener.expect(0)
+        process = multiprocessing.get_context("spawn").Process(
+            target=_asks_only, args=(listener.path, listener.key), daemon=True
+        )
+        process.start()
+        host = await arrives
+        hosts: Any = LocalHosts(lambda: host)
+        driver = Driver(hosts, _Echo(), Sampling(), lambda index, ended: None)
+        began, cpu = time.perf_counter(), time.thread_time()
+        await driver.play(assignments)
+        seconds, cpu = time.perf_counter() - began, time.thread_time() - cpu
+        listener.close()
+        await asyncio.sleep(0)
+        process.join()
+        return seconds / (n_slots * requests), cpu / (n_slots * requests)
+
+    return run_here(play())
+
+
+def _asks_only(path: str, key: str) -> None:
+    """A host whose episodes ask for the same again and again."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        connection.sendall(sockets.framed(sockets.encode(sockets.Hello(key, 0, os.getpid()))))
+        frames = sockets._frames(connection)
+        next(frames)
+        turns: dict[int, int] = {}
+        prompt = tuple(range(250))
+        for frame in frames:
+            message = sockets._to_host.decode(frame)
+            if isinstance(message, Begin):
+                turns[message.slot], most = 0, int(message.assignment.tag)
+                assignment = message.assignment
+            turn = turns[message.slot]
+            turns[message.slot] += 1
+            event: Any = Ask(message.slot, turn, prompt, False)
+            if turn == most:
+                event = Ended(message.slot, without_turns(assignment, "ok", ""))
+            connection.sendall(sockets.framed(sockets.encode(event)))
 
 
 def _times(n_clients: int, client: Any, address: Any, requests: int) -> np.ndarray:
@@ -256,20 +335,6 @@ def _times(n_clients: int, client: Any, address: Any, requests: int) -> np.ndarr
     for process in clients:
         process.join()
     return times
-
-
-def _ask(address: Address, number: int, requests: int, gate: Any, results: Any) -> None:
-    link = SocketLink(address, number)
-    prompt = tuple(range(250))
-    times = []
-    gate.wait()
-    for turn in range(requests):
-        request = Request(prompt, Key(0, 0, number, 0, turn), Sampling())
-        began = time.perf_counter()
-        link.generate([request])
-        times.append(time.perf_counter() - began)
-    results.put(np.array(times))
-    link.close()
 
 
 ASKED, ANSWERED = b"x" * 400, b"y" * 80
@@ -348,7 +413,7 @@ def main() -> None:
         for n_clients in (1, 4):
             overhead(n_clients, **({"requests": 500, "runs": 1} if options.quick else {}))
     for kind in CASES[: 1 if options.quick else None]:
-        for n_envs in options.envs if kind == "pareto" else options.envs[:1]:
+        for n_envs in options.envs if kind in ("pareto", "cpu") else options.envs[:1]:
             if options.only in kind:
                 utilisation(kind, n_envs, options.runs)
     versions = {name: importlib.metadata.version(name) for name in ("numpy", "gymnasium", "msgspec")}

@@ -54,31 +54,21 @@ def test_episodes_that_fail_alike_are_equal_whoever_played_them(tmp_path):
 
 
 def test_a_stream_that_is_broken_is_found_and_its_first_token_is_named(tmp_path, monkeypatch):
-    from dataclasses import replace
-
     import msgspec
 
-    from shoal.rollout import collector
+    from shoal.rollout.hosts import pool
 
-    class Broken(collector.Episode):
-        """Of one turn of one episode the noise has another name."""
+    class Broken(pool.Episode):
+        """One turn of one episode hears another token than the model wrote."""
 
-        def request(self):
-            request = super().request()
-            key = request.key
-            if (key.iteration, key.group, key.member, key.turn) == (
-                1,
-                2,
-                1,
-                1,
-            ) and request.sampling.temperature:
-                key = msgspec.structs.replace(key, seed=key.seed + 1)
-                return msgspec.structs.replace(
-                    request, key=key, sampling=replace(request.sampling, temperature=99.0)
-                )
-            return request
+        def respond(self, completion):
+            place = self.place
+            if (place.iteration, place.group, place.member, len(self._turns)) == (1, 2, 1, 1):
+                other = 4 if completion.token_ids[0] != 4 else 5
+                completion = msgspec.structs.replace(completion, token_ids=(other,))
+            return super().respond(completion)
 
-    monkeypatch.setattr(collector, "Episode", Broken)
+    monkeypatch.setattr(pool, "Episode", Broken)
     rows = prove(agents("one by one", "lockstep"), tmp_path)
     assert rows[0].equal
     assert not rows[1].equal

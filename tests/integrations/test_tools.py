@@ -8,7 +8,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed
 from shoal.envs.text import Outcome
 from shoal.integrations.trl import tool_environment
-from shoal.rollout.parallel.worker import EnvFailedError
+from shoal.rollout.hosts.episodes import EnvFailedError
 
 
 def test_an_env_is_a_tool_of_its_start_state():

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from gymnasium.spaces import Discrete, Text
 
-from shoal import derive_seed
+from shoal import derive_seed, envs
 from shoal.core.errors import EngineError
 from shoal.envs.actions import Projection
 from shoal.envs.text import Outcome, TextEnv
@@ -173,6 +173,14 @@ def config(groups=8, members=2, n_jobs=2, fault="", parallel=None, **env):
     }
 
 
+def with_env(env, **changes):
+    """The settings above, with envs that `env` makes: a class or a function."""
+    envs.register("test_own", env, replace=True)
+    settings = config(**changes)
+    settings["custom_envs"]["Counter"]["env_type"] = "test_own"
+    return settings
+
+
 # --- faults by name: which can be where
 TURNS = 5
 SHORT = 1.0
@@ -223,12 +231,12 @@ HARMLESS = ("env: raise once", "env: close", "engine: stumble")
 def kinds(backend):
     """All faults that can be where `backend` plays."""
     found = [
-        *(f"env: {kind}" for kind in (*ENV_ERRORS, "hang")),
+        *(f"env: {kind}" for kind in ENV_ERRORS),
         *(f"engine: {kind}" for kind in ENGINE_ERRORS),
     ]
     found += [*HARMLESS, "engine: context"]
-    if backend != "serial":  # which asks the engine itself
-        found.append("engine: hang")
+    if backend != "serial":  # which cannot leave its own thread
+        found += ["env: hang", "engine: hang"]
     if backend == "processes":
         found += ["env: kill", "env: kill once"]
     return found

@@ -11,8 +11,8 @@ from shoal.envs.actions import Projected, Projection
 from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.factory import EnvGroups, make_environments, make_set, validate_environment_config
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
 

@@ -12,8 +12,8 @@ from shoal.envs.actions import Projection
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import Episode, EpisodeId, Role, anchor_of, words_of
 from shoal.rollout.factory import make_environments
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import PromptConfig, Prompter, find_drift
+from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Completion, Request, Sampling
 from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
 from shoal.rollout.samplers.tokenizers import ChatCodec, TemplateTokenizer

@@ -9,11 +9,12 @@ from tests.rollout.doubles import BreakingOff, BrokenOff, CounterEnv, HashEngine
 from shoal import envs
 from shoal.core.data import Trajectory, Turn, encode_trajectory
 from shoal.core.errors import ConfigError, DataError
-from shoal.rollout.collector import TrajectoryCollector, collect_with_signal, place_of
+from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.factory import make_environments
 from shoal.rollout.journal import Journal
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.plan import place_of
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampling
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))

@@ -54,7 +54,7 @@ def draw(seed, backend, n_faults):
     known = kinds(backend)
     slow = [kind for kind in known if kind.endswith(("hang", "kill", "kill once"))]
     drawn = [
-        rng.choice(slow if rng.random() < 0.08 else [kind for kind in known if kind not in slow])
+        rng.choice(slow if slow and rng.random() < 0.08 else [kind for kind in known if kind not in slow])
         for _ in range(n_faults)
     ]
     of_envs = [kind for kind in drawn if kind.startswith("env")][: n_faults // 4]  # each counts twice
@@ -105,6 +105,8 @@ def wanted(kind, at, calm):
         return "ok", calm.turns[:at], None
     if kind == "env: kill":
         return "env_error", None, "lost"
+    if kind == "env: hang":
+        return "timeout", (), r"no answer within 1(\.0)? s"
     if name == "hang":
         return "timeout", calm.turns[:at], r"(did not|no) answer within 1(\.0)? s"
     if kind.startswith("env"):

@@ -1,4 +1,3 @@
-import inspect
 import re
 
 import numpy as np
@@ -16,10 +15,8 @@ from shoal.rollout.factory import (
     make_roles,
     validate_environment_config,
 )
-from shoal.rollout.parallel.server import Batcher, SharedLLMInferenceManager
-from shoal.rollout.parallel.worker import MAKE
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.samplers.http import Patience
+from shoal.rollout.samplers.http import RetryPolicy
 from shoal.rollout.samplers.sampler import Capabilities, Sampling
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
 from shoal.rollout.samplers.tiny import TinyShape
@@ -60,8 +57,8 @@ NAN, INF = float("nan"), float("inf")
         (ServerConfig, {"kind": "vlm"}, "kind must be 'auto', 'vllm'"),
         (ServerConfig, {"timeout": NAN}, "timeout must be positive, got nan"),
         (ReplicaConfig, {"retries": -1}, "retries must be at least 0, got -1"),
-        (Patience, {"timeout": INF}, "timeout must be at most"),
-        (Patience, {"max_backoff": NAN}, "max_backoff"),
+        (RetryPolicy, {"timeout": INF}, "timeout must be at most"),
+        (RetryPolicy, {"max_backoff": NAN}, "max_backoff"),
         (Sampling, {"temperature": INF}, "temperature must be 0 .* or positive, got inf"),
     ],
 )
@@ -242,7 +239,7 @@ def test_a_time_limit_is_above_nothing_and_no_longer_than_can_be_waited_for():
         (EngineConfig, dict.fromkeys(("width", "layers", "heads", "context", "threads", "max_batch"), 1)),
         (EnvGroups, {"env_groups": 1, "group_size": 1}),
         (VectorConfig, {"num_workers": 1}),
-        (Patience, {"retries": 0, "backoff": 0}),
+        (RetryPolicy, {"retries": 0, "backoff": 0}),
     ],
 )
 def test_numbers_may_be_as_small_as_makes_sense_and_no_smaller(kind, least):
@@ -261,29 +258,13 @@ def test_what_is_not_said_of_an_engine_and_of_workers_is_this():
     assert (engine.name, engine.width, engine.layers, engine.heads, engine.context) == ("tiny", 64, 2, 4, 256)
     assert (engine.device, engine.threads, engine.dtype, engine.max_batch) == ("cpu", 1, "float32", 32)
     assert (TinyShape().width, TinyShape().layers, TinyShape().heads, TinyShape().context) == (64, 2, 4, 256)
-    assert (Batcher().schedule, Batcher().max_batch) == ("greedy", 4096)
-    shared = {
-        name: one.default for name, one in inspect.signature(SharedLLMInferenceManager).parameters.items()
-    }
-    assert (shared["schedule"], shared["max_batch"], shared["retries"]) == ("adaptive", 4096, 1)
-    assert (shared["max_restarts"], shared["max_pending"]) == (3, 1024)
     work = ParallelConfig()
     assert (work.schedule, work.max_batch) == ("adaptive", 4096)
     assert (work.engine_retries, work.engine_restarts, work.env_retries, work.max_deaths) == (1, 3, 1, 3)
-    assert (work.keep_envs, work.deadlines, work.ray_options) == (False, [], {})
-    assert ParallelConfig(step_timeout=1, make_timeout=2, episode_timeout=3).deadlines == [1, 2, 3]
+    assert (work.keep_envs, work.ray_options) == (False, {})
     # four retries of 120 s, and pauses of at most 8 s between them
-    assert Patience().total == 5 * 120 + 4 * 8
-    assert (Patience().backoff, Patience().max_backoff) == (0.25, 8.0)
+    assert RetryPolicy().total == 5 * 120 + 4 * 8
+    assert (RetryPolicy().backoff, RetryPolicy().max_backoff) == (0.25, 8.0)
     assert Sampling() == Sampling(64, 1.0, (), 1.0, 0, 0.0)
     known = Capabilities("L1", token_ids=True, logprobs=True)
     assert not any((known.gradients, known.weights, known.adapters, known.images))
-
-
-def test_a_new_env_has_the_time_that_it_is_given_or_that_of_a_step():
-    for settings, making in (
-        (ParallelConfig(step_timeout=2), 2),
-        (ParallelConfig(step_timeout=2, make_timeout=9), 9),
-    ):
-        assert settings.seconds_for(MAKE) == making
-        assert settings.seconds_for("env.step") == 2

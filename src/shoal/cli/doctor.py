@@ -317,7 +317,7 @@ def _try_rollout() -> str:
     import torch
 
     from shoal.rollout.factory import words_of
-    from shoal.rollout.parallel.rollout import ParallelRolloutManager
+    from shoal.rollout.rollouts import ParallelRolloutManager
     from shoal.rollout.samplers.registry import make_engine
     from shoal.rollout.verify import compare
     from shoal.train.agent.config import compose_config

@@ -39,10 +39,9 @@ from shoal.core.data import Trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import UNFINISHED, RunFolder
 from shoal.core.seeding import derive_seed
-from shoal.rollout.collector import place_of
 from shoal.rollout.journal import Journal
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.parallel.worker import Assignment
+from shoal.rollout.plan import Assignment, place_of
+from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Engine, Level
 from shoal.rollout.settings import Backend
 from shoal.rollout.verify import Verdict, compare

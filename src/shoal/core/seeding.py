@@ -53,7 +53,12 @@ def stream(seed: int, *names: Name) -> np.random.Generator:
     >>> float(stream(7, "minibatch", 2).random()) == float(stream(7, "minibatch", 2).random())
     True
     """
-    key: Any = _Key(stream_key(seed, *names))
+    return keyed(stream_key(seed, *names))
+
+
+def keyed(words: tuple[int, int]) -> np.random.Generator:
+    """The generator of a `stream_key`."""
+    key: Any = _Key(words)
     return np.random.Generator(np.random.Philox(key))
 
 

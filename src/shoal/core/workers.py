@@ -27,7 +27,7 @@ from shoal.core.errors import ConfigError, WorkerDiedError
 
 StartMethod = Literal["forkserver", "spawn", "fork"]
 START_METHODS: tuple[str, ...] = get_args(StartMethod)
-PRELOAD = ["numpy", "gymnasium", "shoal.vector.worker_process"]
+PRELOAD = ["numpy", "gymnasium", "shoal.vector.worker_process", "shoal.rollout.hosts.processes"]
 """Modules that the fork server imports once, so that its workers need not."""
 _STARTING = threading.RLock()
 

@@ -24,10 +24,10 @@ from shoal.integrations.rows import (
     row_of_nothing,
     token_rows,
 )
-from shoal.rollout.collector import place_of
 from shoal.rollout.episode import EpisodeId, words_of
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.parallel.worker import Assignment, EnvFailedError, Player, close_all
+from shoal.rollout.hosts.episodes import CLOSE_SECONDS, EnvFailedError, close_all, in_env
+from shoal.rollout.plan import Assignment, place_of
+from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Engine, Sampling
 from shoal.rollout.settings import Backend
 
@@ -264,7 +264,7 @@ class ToolEnvironment:
         if start is None:
             raise ConfigError("the dataset needs a column `start` with the number of each row's start state")
         if self._failed:
-            close_all([self._env])
+            close_all([self._env], CLOSE_SECONDS)
             self._env, self._failed = self._make(), False
         self._over = self._failed = True  # should it fail
         observation, info = self._env.reset(seed=derive_seed(self._seed, "env", 0, int(start)))
@@ -283,7 +283,7 @@ class ToolEnvironment:
         if self._over:
             return "The episode is over."
         try:
-            return str(Player().in_env("step", lambda: self._act(action)))
+            return str(in_env("step", lambda: self._act(action)))
         except EnvFailedError:
             self._over = self._failed = True
             raise

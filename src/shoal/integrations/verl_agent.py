@@ -30,21 +30,23 @@ from shoal.core.errors import ConfigError, DataError, EngineError, did_you_mean,
 from shoal.core.executors import OwnThread
 from shoal.integrations.rows import bridge_config, require_whole_episodes
 from shoal.integrations.verl import agent_loop_outputs
-from shoal.rollout.collector import place_of
 from shoal.rollout.episode import Episode
-from shoal.rollout.factory import CLOSE_SECONDS, make_roles
-from shoal.rollout.parallel.worker import (
+from shoal.rollout.factory import make_roles
+from shoal.rollout.hosts.episodes import (
+    CLOSE_SECONDS,
     MAKE,
     EnvFailedError,
-    ParallelConfig,
-    Player,
     close_all,
+    in_env,
     reset_env,
+    seconds_for,
     step_env,
 )
+from shoal.rollout.plan import place_of
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Completion, Finish, Request, checked
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
+from shoal.rollout.settings import ParallelConfig
 
 with needs_extra("the agent loop for verl", "verl"):
     from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
@@ -112,10 +114,12 @@ class ShoalAgentLoop(AgentLoopBase):
         episode = Episode(place, self._roles[tag], self._prompter, sampling)
         kind = self.settings.custom_envs[tag]
         name = uuid4().hex  # the same for all turns: verl then asks the server that knows the context
-        home = _Home(partial(envs.make, kind.env_type, **kind.env_config), self.settings.agent_proxy.parallel)
+        own = _OwnEnv(
+            partial(envs.make, kind.env_type, **kind.env_config), self.settings.agent_proxy.parallel
+        )
         try:
-            await home.make()
-            await home.do("reset", lambda env: reset_env(episode, env))
+            await own.make()
+            await own.do("reset", lambda env: reset_env(episode, env))
             prompt = 0
             while not episode.over:
                 request = episode.request()
@@ -125,9 +129,7 @@ class ShoalAgentLoop(AgentLoopBase):
                     break  # what verl keeps of a response is full
                 completion = await self._ask(name, request, room, sampling_params, metrics)
                 for action in episode.respond(completion):
-                    if await home.do(
-                        f"step({action!r})", partial(step_env, home.player, episode, action=action)
-                    ):
+                    if await own.do(f"step({action!r})", partial(step_env, episode, action=action)):
                         break
                 episode.end_turn()
         except EnvFailedError as error:
@@ -137,7 +139,7 @@ class ShoalAgentLoop(AgentLoopBase):
         except Exception as error:  # of the tokenizer or a template, say: it costs this episode alone
             return episode.trajectory("engine_error", format_error(error))
         finally:
-            await home.close()
+            await own.close()
         return episode.trajectory()
 
     async def _ask(
@@ -193,11 +195,11 @@ class ShoalAgentLoop(AgentLoopBase):
         return output
 
 
-class _Home:
+class _OwnEnv:
     """Where the env of one episode lives and dies: in a thread of its own, so that the loop waits for none."""
 
     def __init__(self, make: Callable[[], Any], limits: ParallelConfig) -> None:
-        self.player = Player(in_caller=False)
+        self._lost = False
         self._make, self._limits = make, limits
         self._envs: list[Any] = []
         self._thread = OwnThread("shoal-verl-env")
@@ -207,25 +209,25 @@ class _Home:
         await self._in_thread(MAKE, lambda: self._envs.append(self._make()))
 
     async def do(self, doing: str, call: Callable[[Any], Any]) -> Any:
-        """`call(env)`, see `Player.in_env`; an env that takes too long is left behind with its thread."""
+        """`call(env)`, see `in_env`; an env that takes too long is left behind with its thread."""
         return await self._in_thread(doing, lambda: call(self._envs[0]))
 
     async def close(self) -> None:
         """Close the env, one that hangs when it comes back."""
-        closing = self._thread.submit(partial(close_all, self._envs))
+        closing = self._thread.submit(partial(close_all, self._envs, CLOSE_SECONDS))
         self._thread.end()
-        if not self.player.abandoned:
+        if not self._lost:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.wrap_future(closing), CLOSE_SECONDS)
 
     async def _in_thread(self, doing: str, call: Callable[[], Any]) -> Any:
-        seconds = self._limits.seconds_for(doing)
-        work = self._thread.submit(partial(self.player.in_env, doing, call))
+        seconds = seconds_for(self._limits, doing)
+        work = self._thread.submit(partial(in_env, doing, call))
         try:
             return await asyncio.wait_for(asyncio.wrap_future(work), seconds)
         except TimeoutError:
-            self.player.abandoned = True
+            self._lost = True
             raise EnvFailedError(f"{doing} failed: no answer within {seconds:g} s") from None
         except asyncio.CancelledError:
-            self.player.abandoned = True
+            self._lost = True
             raise

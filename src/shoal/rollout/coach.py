@@ -73,19 +73,27 @@ class CoachedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 class Coach:
     """Passes on what coached envs say: a pool and an engine at once, as a collector needs them."""
 
-    def __init__(self, pool: VectorPool, prompter: Prompter, sampling: Sampling, context: int | None) -> None:
+    def __init__(
+        self,
+        pool: VectorPool,
+        roles: Mapping[str, Role],
+        prompter: Prompter,
+        sampling: Sampling,
+        context: int | None,
+    ) -> None:
         self._pool, self._prompter, self._sampling, self._context = pool, prompter, sampling, context
         self.tokenizer = prompter.tokenizer
         self.level: Level = "L0"
         self.weights_version = 0
-        self._at: dict[int, tuple[EpisodeId, Role]] = {}
+        self._roles = dict(roles)
+        self._at: dict[int, tuple[EpisodeId, str]] = {}
         self._answers: dict[int, tuple[str, bool, bytes]] = {}
         self.learned: dict[int, list[bool]] = {}
         """Of each env, which turns of its episode are learned from."""
         self.rng: dict[int, bytes] = {}
         """Of each env, the generator after its episode."""
 
-    def expect(self, places: Mapping[int, tuple[EpisodeId, Role]]) -> None:
+    def expect(self, places: Mapping[int, tuple[EpisodeId, str]]) -> None:
         """The episodes that these envs play next."""
         self._at = dict(places)
 
@@ -115,7 +123,7 @@ class Coach:
         self._answers[i] = word, _, _ = info[ANSWER]
         if word is None:
             raise ConfigError(
-                f"warm-up on random play needs an env that draws actions by lot, and {self._at[i][1].tag!r} takes "
+                f"warm-up on random play needs an env that draws actions by lot, and {self._at[i][1]!r} takes "
                 f"free text: set warmup.steps=0, or warmup.expert=1 where the env has an expert"
             )
 
@@ -129,7 +137,7 @@ class Coach:
         if request.key.turn == MAX_EPISODE_TURNS:
             return nothing
         word, learned, self.rng[i] = self._answers[i]
-        role = self._at[i][1]
+        role = self._roles[self._at[i][1]]
         prompt = self._prompter.variant(role.prompt).config
         answer = answer_ids(word, role, prompt, self._sampling, self.tokenizer)
         context = self._context

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,6 +58,16 @@ class EpisodeId:
         return Key(self.seed, self.iteration, self.group, self.member, turn)
 
 
+class Question(NamedTuple):
+    """What is new in a request."""
+
+    turn: int
+    new_ids: tuple[int, ...]
+    goes_on: bool
+    """Whether `new_ids` follow the prompt and the response of the turn before."""
+    images: tuple[str, ...]
+
+
 class Episode:
     """From reset to the end; `begin`, then `request`/`respond`/`observe` in turn until `over`."""
 
@@ -103,6 +113,13 @@ class Episode:
             )
         key = self.place.key(len(self._turns))
         return Request(self._prompt, key, self._sampling, self._images)
+
+    def question(self) -> Question:
+        """What to ask the engine now, for who knows what was said before."""
+        prompt, before = self.request().prompt_ids, self._before
+        goes_on = before is not None and self._prompter.config.mode == "append"
+        known = len(before[0]) + len(before[1]) if before is not None and goes_on else 0
+        return Question(len(self._turns), prompt[known:], goes_on, self._images)
 
     def respond(self, completion: Completion) -> list[int | str]:
         """The engine answered; returns the env actions of this turn, to be stepped one by one until the end.
@@ -228,7 +245,7 @@ class Episode:
         self._image = None if picture is None else picture_url(picture)
         self._words = words_of(info)
         self._anchor = anchor_of(info, self._text or self._image)
-        for text in (self._text, self._anchor, *self._words):
+        for text in (self._text, self._anchor, *self._words, self._image or ""):
             _text(text)
 
 

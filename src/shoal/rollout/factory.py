@@ -17,9 +17,9 @@ from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.core.executors import OwnThread, available_cpus
 from shoal.envs import TextEnv
 from shoal.envs.catalogue import resolve_text
-from shoal.rollout.collector import EnvPool
 from shoal.rollout.episode import Role
-from shoal.rollout.parallel.worker import close_all
+from shoal.rollout.hosts.episodes import CLOSE_SECONDS, close_all
+from shoal.rollout.hosts.pool import EnvPool
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.settings import check_settings
 from shoal.vector import make_vec
@@ -29,8 +29,6 @@ from shoal.vector.vector_env import VectorPool
 C = TypeVar("C")
 STEP_TIMEOUT = 60.0
 """Seconds, where nobody says otherwise."""
-CLOSE_SECONDS = 10.0
-"""For which the end of an env that was made to look at it is waited for."""
 
 
 @dataclass(frozen=True)

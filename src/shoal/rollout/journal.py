@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import append_line, write_bytes
 from shoal.rollout.episode import EpisodeId
+from shoal.rollout.plan import Assignment
 
 logger = logging.getLogger(__name__)
 SYNC_SECONDS = 1.0
@@ -77,6 +78,11 @@ class Journal:
 
     def __contains__(self, trajectory: Trajectory) -> bool:
         return _key(trajectory) in self._played
+
+    def known(self, assignments: Iterable[Assignment]) -> dict[int, Trajectory]:
+        """Of these episodes those that were there when the journal was opened, by index."""
+        found = {a.index: self.find(a.tag, a.place) for a in assignments} if self._played else {}
+        return {index: trajectory for index, trajectory in found.items() if trajectory is not None}
 
     def find(self, tag: str, place: EpisodeId) -> Trajectory | None:
         """The episode, if it was there when the journal was opened."""

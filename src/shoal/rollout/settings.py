@@ -3,18 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
 from shoal.core.configuration import plain_values
 from shoal.core.errors import ConfigError
 from shoal.rollout.factory import EnvironmentConfig, part_of
-from shoal.rollout.parallel.worker import Backend as Backend
-from shoal.rollout.parallel.worker import ParallelConfig
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.samplers.batching import Schedule
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.samplers.settings import check_settings
+
+Backend = Literal["auto", "serial", "threads", "processes", "loky", "threading", "multiprocessing", "ray"]
+"""Where episodes are played: the caller's thread, threads, processes, tasks of joblib, or Ray actors."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a parallel rollout is run; nothing here changes a trajectory."""
+
+    backend: Backend = "auto"
+    """Where episodes are played; "auto" is "processes"."""
+    schedule: Schedule = "adaptive"
+    """When an engine that works in batches runs: "adaptive" or "greedy", whenever it is free and something waits, or
+    "barrier", when all episodes at play have asked (lockstep)."""
+    episodes_at_once: int | None = None
+    """Of one host; its whole share if not given."""
+    max_batch: int = 4096
+    """Requests that the engine gets at once, at most."""
+    step_timeout: float | None = None
+    """Seconds after which an env that does not answer is given up with its host, and its episode is played again; with
+    `make_timeout` those of `vector` if neither is given. Nothing is given up in the caller's thread ("serial")."""
+    make_timeout: float | None = None
+    """Seconds that the constructor of an env may take; `step_timeout` if not given."""
+    episode_timeout: float | None = None
+    """Seconds after which an episode ends as "timeout"."""
+    request_timeout: float | None = None
+    """Seconds within which the engine must answer a request."""
+    engine_timeout: float | None = None
+    """Seconds of one call of the engine, after which it counts as hung."""
+    engine_retries: int = 1
+    """Further attempts for a request that the engine failed to answer."""
+    engine_restarts: int = 3
+    """Times that an engine which crashed or hangs begins anew, where it can (vllm, ray, openai)."""
+    env_retries: int = 1
+    """Times an episode starts again, in a fresh env, after its env failed."""
+    max_deaths: int = 3
+    """Hosts that an episode may kill, or hang in; then it ends as "env_error" or "timeout"."""
+    ray_options: dict[str, Any] = field(default_factory=dict)
+    """Of each Ray actor: `num_cpus`, `resources`, `runtime_env`, …"""
+    keep_envs: bool = False
+    """Keep envs for the next rollout instead of making new ones, until the manager is closed (not with joblib)."""
+
+    def __post_init__(self) -> None:
+        limits = ("step_timeout", "make_timeout", "episode_timeout", "request_timeout", "engine_timeout")
+        retries = dict.fromkeys(("engine_retries", "engine_restarts", "env_retries"), 0)
+        check_settings(self, limits, **retries, max_batch=1, max_deaths=1, episodes_at_once=1)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from tests.rollout.doubles import CounterEnv, HashEngine, config
 
 from shoal import envs
 from shoal.core.errors import EngineError
-from shoal.rollout.collector import TrajectoryCollector, generate_each
+from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.factory import make_environments
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.parallel.server import SharedLLMInferenceManager
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.samplers.batching import SharedLLMInferenceManager
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling, checked
 from shoal.rollout.samplers.tokenizers import ChatCodec
 
@@ -202,7 +202,8 @@ def test_fewer_answers_than_requests_fail_all_of_them():
         def generate(self, requests):
             return super().generate(requests)[:-1]
 
-    assert all(isinstance(answer, EngineError) for answer in generate_each(Short(), [request(16)] * 3))
+    with SharedLLMInferenceManager(Short()) as engine:
+        assert all(isinstance(answer, EngineError) for answer in engine.generate_each([request(16)] * 3))
 
 
 @pytest.mark.parametrize("change", ["clear", "reverse"])

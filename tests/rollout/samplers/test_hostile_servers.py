@@ -11,9 +11,10 @@ from tests.rollout.doubles import FakeServer, written
 
 from shoal.core.errors import EngineError
 from shoal.rollout.samplers import http
-from shoal.rollout.samplers.http import HttpClient, Patience
+from shoal.rollout.samplers.batching import SharedLLMInferenceManager
+from shoal.rollout.samplers.http import HttpClient, RetryPolicy
 from shoal.rollout.samplers.openai import OpenAIEngine
-from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling, generate_each
+from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling
 from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -77,7 +78,7 @@ def test_a_server_that_never_ends_its_answer_is_given_up_in_time(how, pause, mon
     monkeypatch.setattr(http, "MAX_REPLY", 2**20)
     first, again = HOSTILE[how]
     server = Hostile(first, again or b"", pause or (0 if again else 0.02))
-    client = HttpClient(server.url, Patience(timeout=0.4, retries=1, backoff=0.01, max_backoff=0.02))
+    client = HttpClient(server.url, RetryPolicy(timeout=0.4, retries=1, backoff=0.01, max_backoff=0.02))
     begin = time.monotonic()
     try:
         with pytest.raises(EngineError, match="gave no answer in 2 attempts|no answer within"):
@@ -93,7 +94,7 @@ def test_an_answer_is_capped_in_bytes(monkeypatch):
     for size in (1000, 1001):
         body = json.dumps("x" * (size - 2)).encode()
         server = Hostile(OK + b"Content-Length: %d\r\n\r\n" % size + body, b"", 0.02)
-        client = HttpClient(server.url, Patience(timeout=30, retries=0))
+        client = HttpClient(server.url, RetryPolicy(timeout=30, retries=0))
         try:
             if size == 1000:
                 assert client.post("/x", {}) == "x" * 998
@@ -109,7 +110,7 @@ def test_an_answer_is_capped_in_bytes(monkeypatch):
 def fake():
     server = FakeServer("vllm")
     engine = OpenAIEngine(
-        server.url, tokenizer=TinyTokenizer(), patience=Patience(5.0, 3, 0.001, 0.01), concurrency=4
+        server.url, tokenizer=TinyTokenizer(), retry_policy=RetryPolicy(5.0, 3, 0.001, 0.01), concurrency=4
     )
     yield server, engine
     engine.close()
@@ -181,7 +182,7 @@ def answer(head, body=b"{}"):
 )
 def test_odd_heads_and_errors_are_engine_errors(head, body, message):
     server = Hostile(answer(head, body), b"", 0.02)
-    client = HttpClient(server.url, Patience(timeout=30, retries=1, backoff=0.001, max_backoff=0.01))
+    client = HttpClient(server.url, RetryPolicy(timeout=30, retries=1, backoff=0.001, max_backoff=0.01))
     begin = time.monotonic()
     try:
         if message:
@@ -197,7 +198,7 @@ def test_odd_heads_and_errors_are_engine_errors(head, body, message):
 
 def test_an_address_that_speaks_no_tls_is_told_in_the_words_of_tls():
     server = Hostile(answer(b"400 Bad Request"), b"", 0.02)
-    client = HttpClient(server.url.replace("http", "https"), Patience(timeout=30, retries=0))
+    client = HttpClient(server.url.replace("http", "https"), RetryPolicy(timeout=30, retries=0))
     with pytest.raises(EngineError, match="no connection: .*SSL: "):
         client.get("/v1/models")
     client.close()
@@ -208,7 +209,7 @@ def test_an_address_that_speaks_no_tls_is_told_in_the_words_of_tls():
 def test_a_server_may_ask_for_a_pause_and_gets_no_longer_one_than_allowed(monkeypatch, seconds):
     asked = {}  # the pauses of each thread: other loops may be running
     server = Hostile(answer(b"429 Busy\r\nRetry-After: " + seconds), b"", 0.02)
-    client = HttpClient(server.url, Patience(timeout=30, retries=2, backoff=0.001, max_backoff=0.05))
+    client = HttpClient(server.url, RetryPolicy(timeout=30, retries=2, backoff=0.001, max_backoff=0.05))
     sleep = http.asyncio.sleep
 
     async def note(seconds):
@@ -259,7 +260,7 @@ def test_responses_are_capped_to_what_the_server_says_of_its_context(kind, says)
 
     server.change = bend
     server.props = {"default_generation_settings": {"n_ctx": says}}
-    engine = OpenAIEngine(server.url, tokenizer=TinyTokenizer(), patience=Patience(5.0, 0))
+    engine = OpenAIEngine(server.url, tokenizer=TinyTokenizer(), retry_policy=RetryPolicy(5.0, 0))
     try:
         assert engine.context == says
         full = Request((1,) * 6, Key(0, 0, 0, 0, 0), Sampling(5))
@@ -295,7 +296,7 @@ def test_responses_are_capped_to_what_the_server_says_of_its_context(kind, says)
 def test_a_chat_that_is_too_long_for_the_server_fills_the_context(error):
     server = FakeServer("openai")
     body = json.dumps({"error": error}).encode()
-    engine = OpenAIEngine(server.url, patience=Patience(5.0, 0))
+    engine = OpenAIEngine(server.url, retry_policy=RetryPolicy(5.0, 0))
     prompt = engine.tokenizer.start([{"role": "user", "content": "hello"}])
     asked = Request(prompt, Key(0, 0, 0, 0, 0), Sampling(5))
     try:
@@ -333,11 +334,12 @@ def test_an_answer_that_cannot_be_one_is_asked_for_again_by_itself(fake, wrong):
         return reply
 
     server.change, before = change, len(server.seen)
-    assert generate_each(engine, asked, retries=1) == expected
+    with SharedLLMInferenceManager(engine) as shared:
+        assert shared.generate_each(asked) == expected
     assert (bad, len(server.seen) - before) == ([], 4)
 
 
-PATIENT = Patience(timeout=60, retries=3, backoff=60, max_backoff=60)
+PATIENT = RetryPolicy(timeout=60, retries=3, backoff=60, max_backoff=60)
 
 
 def in_thread(work):
@@ -379,20 +381,6 @@ def test_a_request_whose_retry_is_waited_for_ends_when_the_client_is_closed_and_
     client.close()
 
 
-def test_an_engine_that_is_closed_asks_nothing_again_for_whoever_still_waits(server):
-    """What its batch was halved and asked again for was answered over connections that nobody closed any more."""
-    server.faults = [503] * 4
-    engine = OpenAIEngine(server.url, "m", server="vllm", tokenizer=TinyTokenizer(), patience=PATIENT)
-    asked = [Request((1, 2), Key(0, 0, 0, member, 0), Sampling(2)) for member in range(4)]
-    thread, found = in_thread(lambda: generate_each(engine, asked, retries=3))
-    until(lambda: len(server.seen) == 4 and not server.busy)
-    engine.close()
-    thread.join(60)
-    assert ["closed before the" in str(answer) for answer in found[0]] == [True] * 4
-    assert len(server.seen) == 4
-    assert engine.client._loop is None
-
-
 def test_closing_one_client_leaves_another_one_of_the_same_server_alone(server):
     answer = threading.Event()
     server.change = lambda reply: answer.wait(60) and reply
@@ -412,7 +400,7 @@ def test_closing_one_client_leaves_another_one_of_the_same_server_alone(server):
 def test_a_torn_answer_and_an_endless_one_are_asked_for_again(server, monkeypatch):
     monkeypatch.setattr(http, "MAX_REPLY", 10_000)
     server.faults = ["cut", b"[" + b" " * 20_000 + b"]", "drop", 503]
-    client = HttpClient(server.url, Patience(timeout=60, retries=4, backoff=0.0))
+    client = HttpClient(server.url, RetryPolicy(timeout=60, retries=4, backoff=0.0))
     body = {"prompt": [1, 2], "max_tokens": 3, "repetition_penalty": 1.0, "return_token_ids": True}
     reply = client.post("/v1/completions", {**body, "top_p": 1, "top_k": -1, "min_p": 0})
     assert reply["choices"][0]["token_ids"] == written([1, 2], 3)

@@ -13,13 +13,13 @@ from tests.rollout.doubles import FakeServer, logprob_of, written
 from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PromptConfig, Prompter, Scene
-from shoal.rollout.samplers.http import HttpClient, Patience
+from shoal.rollout.samplers.http import HttpClient, RetryPolicy
 from shoal.rollout.samplers.openai import DIALECTS, OpenAIEngine
 from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_of, require_trainable
 from shoal.rollout.samplers.scripted import RandomEngine
 from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
-QUICK = Patience(timeout=30.0, retries=3, backoff=0.001, max_backoff=0.01)
+QUICK = RetryPolicy(timeout=30.0, retries=3, backoff=0.001, max_backoff=0.01)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def serve():
 
     def start(kind="vllm", **settings):
         server = FakeServer(kind)
-        settings = {"patience": QUICK, "tokenizer": TinyTokenizer(), **settings}
+        settings = {"retry_policy": QUICK, "tokenizer": TinyTokenizer(), **settings}
         engine = OpenAIEngine(server.url, **settings)
         opened.append((server, engine))
         return server, engine
@@ -98,10 +98,10 @@ def test_a_failed_request_does_not_take_the_others_with_it(serve):
 
 @pytest.mark.flaky(reruns=2)
 def test_an_answer_that_takes_too_long_is_given_up_and_asked_for_again(serve):
-    server, engine = serve(patience=Patience(1.0, 1, 0.001, 0.01))
+    server, engine = serve(retry_policy=RetryPolicy(1.0, 1, 0.001, 0.01))
     server.faults = [3.0]
     assert engine.generate([request()])[0].token_ids == tuple(written((7, 8, 9), 5))
-    server, engine = serve(patience=Patience(0.1, 1, 0.001, 0.01), server="vllm", model="m")
+    server, engine = serve(retry_policy=RetryPolicy(0.1, 1, 0.001, 0.01), server="vllm", model="m")
     server.faults = [1.0, 1.0]
     with pytest.raises(
         EngineError, match="timed out|no answer within"
@@ -111,10 +111,10 @@ def test_an_answer_that_takes_too_long_is_given_up_and_asked_for_again(serve):
 
 @pytest.mark.flaky(reruns=2)
 def test_a_reply_that_comes_byte_by_byte_is_given_up_in_time(serve):
-    server, engine = serve(patience=Patience(1.0, 1, 0.001, 0.01))
+    server, engine = serve(retry_policy=RetryPolicy(1.0, 1, 0.001, 0.01))
     server.faults = ["drip"]
     assert engine.generate([request()])[0].token_ids == tuple(written((7, 8, 9), 5))
-    server, engine = serve(patience=Patience(0.1, 1, 0.001, 0.01), server="vllm", model="m")
+    server, engine = serve(retry_policy=RetryPolicy(0.1, 1, 0.001, 0.01), server="vllm", model="m")
     server.faults = ["drip", "drip"]
     with pytest.raises(
         EngineError, match="timed out|no answer within"
@@ -164,7 +164,7 @@ def test_a_list_of_models_that_is_none_is_an_engine_error(serve, reply):
     server.change = lambda _: reply
     try:
         with pytest.raises(EngineError, match="no list of models|lists no model"):
-            OpenAIEngine(server.url, patience=QUICK)
+            OpenAIEngine(server.url, retry_policy=QUICK)
     finally:
         server.shutdown()
         server.server_close()
@@ -398,7 +398,7 @@ def test_a_server_that_no_longer_has_the_weights_it_was_given_is_not_believed(
 
 @pytest.mark.parametrize("fault", ["drop", 400, b"{}"])
 def test_nothing_is_asked_of_a_server_that_may_have_taken_weights_or_not(serve, tmp_path, fault):
-    server, engine = serve("sglang", patience=Patience(5.0, 0))
+    server, engine = serve("sglang", retry_policy=RetryPolicy(5.0, 0))
     server.faults = [fault]
     with pytest.raises(EngineError):
         engine.load_folder(tmp_path / "good", 3)
@@ -415,14 +415,17 @@ def test_requests_that_were_begun_before_a_push_name_the_adapter_of_their_versio
     server, engine = serve("vllm")
     engine.load_adapter(tmp_path, 1)
     plain = engine.dialect
+    swap = threading.Thread(target=engine.load_adapter, args=(tmp_path, 2))
 
     def body(*arguments):
-        if engine.weights_version == 1:
-            engine.load_adapter(tmp_path, 2)
+        if not swap.ident:
+            swap.start()
         return plain.body(*arguments)
 
     engine.dialect = replace(plain, body=body)
     assert [answer.weights_version for answer in engine.generate([request(), request(1)])] == [1, 1]
+    swap.join(60)
+    assert engine.weights_version == 2
     first = next(said["lora_name"] for path, said, _ in server.seen if path == "/v1/load_lora_adapter")
     assert [said["model"] for path, said, _ in server.seen if path == "/v1/completions"] == [first] * 2
 
@@ -450,7 +453,7 @@ def test_what_cannot_work_is_refused_when_the_engine_is_made(serve):
     with pytest.raises(ValueError, match="context must be at least 1, or None, got 0"):
         serve(context=0)
     with pytest.raises(ValueError, match="timeout must be positive, got nan"):
-        Patience(timeout=math.nan)
+        RetryPolicy(timeout=math.nan)
 
 
 def test_the_key_is_sent_and_never_shown(serve):
@@ -465,7 +468,7 @@ def test_the_key_is_sent_and_never_shown(serve):
 
 
 def test_pauses_between_attempts_double_up_to_a_limit():
-    client = HttpClient("http://127.0.0.1:1", Patience(1, 9999, 0.1, 0.5))
+    client = HttpClient("http://127.0.0.1:1", RetryPolicy(1, 9999, 0.1, 0.5))
     pauses = [client._pause(attempt, "x", "down") for attempt in (1, 2, 3, 4, 5, 9999)]
     for pause, base in zip(pauses, [0.1, 0.2, 0.4, 0.5, 0.5, 0.5], strict=True):
         assert base / 2 <= pause <= base
@@ -556,7 +559,7 @@ def test_a_status_that_is_the_requests_own_is_not(serve, status):
 
 
 def test_an_error_after_several_attempts_tells_how_long_they_took(serve):
-    server, engine = serve(patience=Patience(5.0, 1, 0.2, 0.2))
+    server, engine = serve(retry_policy=RetryPolicy(5.0, 1, 0.2, 0.2))
     server.faults = [500, 500]
     began = time.monotonic()
     with pytest.raises(EngineError) as caught:
@@ -592,11 +595,11 @@ def test_the_kind_is_the_first_models_and_the_context_that_of_the_model_that_is_
     server.change = lambda _: {"data": listed}
     try:
         for model, length in ((None, 10), ("a", 10), ("b", 20)):
-            with OpenAIEngine(server.url, model, tokenizer=TinyTokenizer(), patience=QUICK) as engine:
+            with OpenAIEngine(server.url, model, tokenizer=TinyTokenizer(), retry_policy=QUICK) as engine:
                 assert (engine.server, engine.model, engine.context) == ("vllm", model or "a", length)
         server.change = lambda _: {"data": []}
         with OpenAIEngine(
-            server.url, "c", patience=QUICK
+            server.url, "c", retry_policy=QUICK
         ) as engine:  # it lists nothing: the name is believed
             assert (engine.server, engine.model) == ("openai", "c")
     finally:

@@ -12,7 +12,7 @@ from tests.rollout.doubles import llama_engine as make_llama
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.registry import (
     SAMPLERS,
     _replica,

@@ -12,7 +12,8 @@ from tests.rollout.doubles import FakeServer
 from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal.core.errors import EngineError
-from shoal.rollout.samplers.http import Patience
+from shoal.rollout.samplers.batching import ask
+from shoal.rollout.samplers.http import RetryPolicy
 from shoal.rollout.samplers.openai import DIALECTS, OpenAIEngine
 from shoal.rollout.samplers.sampler import (
     NO_NUMBERS,
@@ -20,7 +21,6 @@ from shoal.rollout.samplers.sampler import (
     Noise,
     Request,
     Sampling,
-    generate_each,
     restricted,
 )
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
@@ -95,7 +95,7 @@ def test_weights_that_give_no_numbers_are_told_as_such_however_tokens_are_chosen
         with torch.no_grad():
             next(engine.model.parameters()).fill_(math.nan)
         prompt = engine.tokenizer.start([{"role": "user", "content": "Up"}])
-        found = generate_each(engine, [Request(prompt, Key(0, 0, 0, 0, 0), Sampling(4, **sampling))])
+        found = ask(engine, [Request(prompt, Key(0, 0, 0, 0, 0), Sampling(4, **sampling))])
         assert NO_NUMBERS in str(found[0])
 
 
@@ -219,7 +219,9 @@ def test_limits_are_said_in_full_to_every_kind_of_server(kind, off):
 ])  # fmt: skip
 def test_log_probs_of_all_tokens_are_not_passed_off_as_those_of_what_is_left(kind, logprobs, fine):
     server = FakeServer(kind)
-    engine = OpenAIEngine(server.url, tokenizer=TinyTokenizer(), logprobs=logprobs, patience=Patience(5.0, 0))
+    engine = OpenAIEngine(
+        server.url, tokenizer=TinyTokenizer(), logprobs=logprobs, retry_policy=RetryPolicy(5.0, 0)
+    )
     try:
         (found,) = engine.generate_each([LIMITED])
         assert isinstance(found, EngineError) != fine
@@ -235,7 +237,7 @@ def test_log_probs_of_all_tokens_are_not_passed_off_as_those_of_what_is_left(kin
 
 def test_a_server_of_messages_is_told_what_its_api_has():
     server = FakeServer("openai")
-    engine = OpenAIEngine(server.url, patience=Patience(5.0, 0))
+    engine = OpenAIEngine(server.url, retry_policy=RetryPolicy(5.0, 0))
     prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
     try:
         engine.generate([Request(prompt, LIMITED.key, LIMITED.sampling)])

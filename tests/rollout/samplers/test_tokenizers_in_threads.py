@@ -13,8 +13,8 @@ from tokenizers import AddedToken
 
 from shoal import envs
 from shoal.core.errors import EngineError
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import PromptConfig, Prompter, Scene
+from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Completion
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 

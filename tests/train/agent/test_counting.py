@@ -8,8 +8,8 @@ import pytest
 
 from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import DataError
-from shoal.rollout.collector import slot_of
 from shoal.rollout.filters import filter_groups, filter_rollouts
+from shoal.rollout.plan import slot_of
 from shoal.train.agent.advantages import ESTIMATORS, critic_advantages, turn_advantages
 from shoal.train.agent.config import AgentProxy, Algorithm
 from shoal.train.agent.distributed import refuse_miscounted

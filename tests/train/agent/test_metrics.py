@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from shoal.core.data import Trajectory, Turn, read_trajectories
-from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
+from shoal.rollout.driver import RolloutReport
+from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, compose_config
 from shoal.train.agent.distributed import Processes, SharedCollector
@@ -246,7 +247,7 @@ def test_a_parallel_rollout_is_reported_whole_with_its_refills_and_from_all_proc
         """The other one plays for 2 seconds when it has a share, of which its engine works 0.5."""
 
         def together(self, work):
-            other = RolloutReport(2.0, 3, 0.0, 0.5, 6, 0, 2)
+            other = RolloutReport(2.0, 3, 0.5, 6, 0, 2)
             return [work(), ([], None if refill else other)]
 
     collector, refill = SharedCollector(Manager(), Two(0, 2)), False

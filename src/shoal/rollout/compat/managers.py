@@ -18,9 +18,9 @@ from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, unknown_name
 from shoal.core.executors import Closing
 from shoal.envs.actions import Projected, Projection
-from shoal.rollout.collector import Failed, TrajectoryCollector
+from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.compat.projections import ActionSpace, as_actions, create_projection_function, takes_two
-from shoal.rollout.episode import Episode, Role, anchor_of, words_of
+from shoal.rollout.episode import Role, anchor_of, words_of
 from shoal.rollout.prompts import PastTurn, PromptConfig, Scene, compose
 from shoal.rollout.samplers.sampler import Engine, Sampling
 from shoal.vector import MultiProcessEnvironmentContainer
@@ -400,12 +400,11 @@ class _ManagersRole(Role):
 class _ManagersCollector(TrajectoryCollector):
     """Plays the envs of a manager, each with the words that it has in this episode."""
 
-    def _begin(self, episodes: Mapping[int, Episode], failed: dict[int, Failed]) -> None:
-        TrajectoryCollector._begin(self, episodes, failed)
-        manager: Any = next(iter(self.roles.values())).manager  # type: ignore[attr-defined]
-        words = manager._ask("action_words", {})
-        for i, episode in episodes.items():
-            episode.role = replace(episode.role, projection=Projection(lookup=words[i]))
+    def _role_of(self, slot: int, tag: str) -> Role:
+        """The role with the words of the env, which was reset."""
+        role = self.roles[tag]
+        words = role.manager._ask("action_words", {})[slot]  # type: ignore[attr-defined]
+        return replace(role, projection=Projection(lookup=words))
 
 
 def _success(info: Mapping[str, Any]) -> float:

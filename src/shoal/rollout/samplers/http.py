@@ -35,7 +35,7 @@ _SECONDS = re.compile(r"[0-9]{1,300}")
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How long a server is waited for."""
 
     timeout: float = 120.0  # seconds of one attempt
@@ -74,16 +74,18 @@ class HttpClient:
 
     Args:
         url: base address, such as `http://127.0.0.1:8000`.
-        patience: timeouts and retries.
+        retry_policy: timeouts and retries.
         api_key: sent as a bearer token; never shown.
     """
 
-    def __init__(self, url: str, patience: Patience = Patience(), api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, retry_policy: RetryPolicy = RetryPolicy(), api_key: str | None = None
+    ) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the server's address must begin with http:// or https://, got {url!r}")
         self.url = url.rstrip("/")
-        self.patience = patience
+        self.retry_policy = retry_policy
         # A packed answer could unpack to any size, so none is asked for.
         kind = "application/json"
         headers = {"Content-Type": kind, "Accept": kind, "Accept-Encoding": "identity"}
@@ -106,23 +108,28 @@ class HttpClient:
 
     def post_each(self, questions: Sequence[Question], at_once: int = 1) -> list[Any]:
         """The reply to each question, or an `EngineError` in its place; up to `at_once` are under way at a time."""
-        texts = [json.dumps(question.body).encode() for question in questions]
 
-        async def all_of_them(session: Any) -> list[bytes | EngineError]:
+        async def all_of_them(session: Any) -> list[Any]:
             free = asyncio.Semaphore(at_once)
 
-            async def one(question: Question, text: bytes) -> bytes | EngineError:
+            async def one(question: Question) -> Any:
                 async with free:
-                    return await self._ask(session, "POST", question.path, text, question.name)
+                    return await self.reply_to(session, question)
 
-            return await asyncio.gather(*map(one, questions, texts))
+            return await asyncio.gather(*map(one, questions))
 
-        found = self._run(all_of_them)
-        return [self._parsed(question.path, data) for question, data in zip(questions, found, strict=True)]
+        return self.run(all_of_them)  # type: ignore[no-any-return]
+
+    async def reply_to(self, session: Any, question: Question) -> Any:
+        """The reply to a question, or an `EngineError` in its place; in the event loop of the `session`."""
+        text = json.dumps(question.body).encode()
+        return self._parsed(
+            question.path, await self._ask(session, "POST", question.path, text, question.name)
+        )
 
     def get(self, path: str) -> Any:
         """The reply to a GET; raises like `post`."""
-        reply = self._parsed(path, self._run(lambda session: self._ask(session, "GET", path, None, "")))
+        reply = self._parsed(path, self.run(lambda session: self._ask(session, "GET", path, None, "")))
         if isinstance(reply, EngineError):
             raise reply
         return reply
@@ -135,40 +142,48 @@ class HttpClient:
         if end is not None:
             end()
 
-    def _run(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
+    def run(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
         """What `work` gives, with the connections of the event loop it runs in, while the calling thread waits."""
+        return self._running().run(work, self.url)
+
+    async def within(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
+        """What `work` gives, with the connections of the event loop it runs in, while another event loop waits."""
+        return await self._running().within(work, self.url)
+
+    def _running(self) -> _Loop:
         with self._lock:
             if self._closed:
                 raise EngineError(f"the connection to {self.url} was closed before the request")
             if self._loop is None:
-                self._loop = _Loop(self.patience.timeout)
+                self._loop = _Loop(self.retry_policy.timeout)
                 self._end = weakref.finalize(self, self._loop.end)
-            loop = self._loop
-        return loop.run(work, self.url)
+            return self._loop
 
     async def _ask(
         self, session: Any, method: str, path: str, body: bytes | None, name: str
     ) -> bytes | EngineError:
         try:
-            async with asyncio.timeout(self.patience.total):
+            async with asyncio.timeout(self.retry_policy.total):
                 return await self._attempts(session, method, path, body, name)
         except TimeoutError:
-            return EngineError(f"{self.url}{path} gave no answer within {self.patience.total:.1f} s in all")
+            return EngineError(
+                f"{self.url}{path} gave no answer within {self.retry_policy.total:.1f} s in all"
+            )
 
     async def _attempts(
         self, session: Any, method: str, path: str, body: bytes | None, name: str
     ) -> bytes | EngineError:
         import aiohttp
 
-        patience, trouble, asked_for, begin = self.patience, "", 0.0, time.monotonic()
-        for attempt in range(patience.retries + 1):
+        retry_policy, trouble, asked_for, begin = self.retry_policy, "", 0.0, time.monotonic()
+        for attempt in range(retry_policy.retries + 1):
             if attempt:
                 await asyncio.sleep(max(asked_for, self._pause(attempt, name or path, trouble)))
                 asked_for = 0.0
             try:
                 status, retry_after, data = await self._once(session, method, path, body)
             except TimeoutError:
-                trouble = f"it timed out after {patience.timeout:g} s"
+                trouble = f"it timed out after {retry_policy.timeout:g} s"
                 continue
             except aiohttp.ClientConnectorError as error:
                 number = error.os_error.errno or 0
@@ -186,16 +201,16 @@ class HttpClient:
             if status not in RETRIED:
                 return RefusedError(f"{self.url}{path} refused the request: {trouble}", code)
             if _SECONDS.fullmatch(retry_after):
-                asked_for = min(float(retry_after), patience.max_backoff)
+                asked_for = min(float(retry_after), retry_policy.max_backoff)
         seconds = time.monotonic() - begin
         return EngineError(
-            f"{self.url}{path} gave no answer in {patience.retries + 1} attempts over {seconds:.1f} s; "
+            f"{self.url}{path} gave no answer in {retry_policy.retries + 1} attempts over {seconds:.1f} s; "
             f"the last: {trouble}"
         )
 
     def _pause(self, attempt: int, name: str, trouble: str) -> float:
         """Seconds before an attempt: doubled each time, and spread so that clients do not come back together."""
-        base = min(self.patience.backoff * 2.0 ** min(attempt - 1, 99), self.patience.max_backoff)
+        base = min(self.retry_policy.backoff * 2.0 ** min(attempt - 1, 99), self.retry_policy.max_backoff)
         pause = base * (0.5 + 0.5 * float(stream(0, "http", name, attempt).random()))
         logger.warning("%s: %s; attempt %d in %.2f s", self.url, trouble, attempt + 1, pause)
         return pause
@@ -252,12 +267,28 @@ class _Loop:
 
         self._session = asyncio.run_coroutine_threadsafe(connect(), self._loop).result()
 
-    def run(self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str) -> Any:
+    def _submit(
+        self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str
+    ) -> concurrent.futures.Future[Any]:
         with self._lock:
             if self._shut:
                 raise EngineError(f"the connection to {url} was closed before the request")
             future = asyncio.run_coroutine_threadsafe(work(self._session), self._loop)
             self._inside.add(future)
+        future.add_done_callback(self._inside.discard)
+        return future
+
+    async def within(self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str) -> Any:
+        future = self._submit(work, url)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not future.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise
+            raise EngineError(f"the connection to {url} was closed before the answer came") from None
+
+    def run(self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str) -> Any:
+        future = self._submit(work, url)
         try:
             return future.result()
         except concurrent.futures.CancelledError as error:
@@ -265,8 +296,6 @@ class _Loop:
         except BaseException:
             future.cancel()
             raise
-        finally:
-            self._inside.discard(future)
 
     def end(self) -> None:
         """Cancel what is under way, close the connections, and let the thread go."""

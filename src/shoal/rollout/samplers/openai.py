@@ -10,6 +10,7 @@ it does not make a batching server exact, and with it vllm's CPU build ends on t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -26,7 +27,7 @@ from shoal.core.errors import EngineError, did_you_mean
 from shoal.core.executors import Closing
 from shoal.core.registry import check_name
 from shoal.rollout.images import as_url
-from shoal.rollout.samplers.http import HttpClient, Patience, Question, RefusedError
+from shoal.rollout.samplers.http import HttpClient, Question, RefusedError, RetryPolicy
 from shoal.rollout.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
@@ -63,7 +64,7 @@ class OpenAIEngine(Closing):
         server: which kind it is; "auto" asks it.
         concurrency: requests under way at once; batching is the server's.
         context: longest prompt and response together, in tokens; what the server says of its model if None.
-        patience: timeouts and retries of each request.
+        retry_policy: timeouts and retries of each request.
         api_key: sent as a bearer token.
         logprobs: which log-probabilities the server was told to give; the default of its kind if None.
     """
@@ -79,7 +80,7 @@ class OpenAIEngine(Closing):
         server: Server = "auto",
         concurrency: int = 64,
         context: int | None = None,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
         api_key: str | None = None,
         logprobs: LogprobsMode | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class OpenAIEngine(Closing):
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
         if context is not None and context < 1:
             raise ValueError(f"context must be at least 1, or None, got {context}")
-        self.client = HttpClient(url, patience or Patience(), api_key)
+        self.client = HttpClient(url, retry_policy or RetryPolicy(), api_key)
         self.tokenizer: ChatTokenizer = tokenizer if tokenizer is not None else ChatCodec()
         try:
             self._kind, self.model, known = self._identify(server, model)
@@ -113,6 +114,7 @@ class OpenAIEngine(Closing):
         self._weights: str | None = ""
         self._taken = threading.Lock()  # what is in use has its version at any moment
         self._concurrency = concurrency
+        self._free: tuple[Any, asyncio.Semaphore] | None = None
 
     @property
     def server(self) -> str:
@@ -138,19 +140,37 @@ class OpenAIEngine(Closing):
 
     def generate_each(self, requests: Sequence[Request]) -> list[Completion | EngineError]:
         """Like `generate`, with an error in the place of each request that has no answer."""
+
+        async def all_of_them(session: Any) -> list[Completion | EngineError]:
+            return await asyncio.gather(*(self._answer(session, request) for request in requests))
+
+        return self.client.run(all_of_them) if requests else []  # type: ignore[no-any-return]
+
+    async def sample(self, request: Request) -> Completion:
+        """The completion of a request, which waits for no other one.
+
+        Raises:
+            EngineError: the server gave none.
+        """
+        answer = await self.client.within(lambda session: self._answer(session, request))
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    async def _answer(self, session: Any, request: Request) -> Completion | EngineError:
+        """The story of a request, in the event loop of the connections."""
         with self._taken:
             version, adapter, weights = self.weights_version, self._adapter, self._weights
         if weights is None:
-            return [EngineError(UNKNOWN.format(self.client.url)) for _ in requests]
-        asked = [self._question(request, version, adapter) for request in requests]
-        questions = [question for question in asked if isinstance(question, Question)]
-        replies = iter(self.client.post_each(questions, self._concurrency))
-        return [
-            self._completion(request, next(replies), version, weights)
-            if isinstance(question, Question)
-            else question
-            for request, question in zip(requests, asked, strict=True)
-        ]
+            return EngineError(UNKNOWN.format(self.client.url))
+        question = self._question(request, version, adapter)
+        if not isinstance(question, Question):
+            return question
+        if self._free is None or self._free[0] is not session:  # the connections were made anew
+            self._free = session, asyncio.Semaphore(self._concurrency)
+        async with self._free[1]:
+            reply = await self.client.reply_to(session, question)
+        return self._completion(request, reply, version, weights)
 
     def _question(self, request: Request, version: int, adapter: str) -> Question | Completion | EngineError:
         """What to post for a request; what there is to say of it where it cannot or need not be asked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.core.errors import EngineError, needs_extra
+from shoal.rollout.samplers.batching import as_sampler
 from shoal.rollout.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
@@ -53,6 +55,7 @@ class _Replica:
 
     def __init__(self, make: Callable[[], Engine], *told: Any) -> None:
         self.engine: Any = make()
+        self._sampler = as_sampler(self.engine)
         for place in range(0, len(told), 3):
             self.call(*told[place : place + 3])
 
@@ -63,6 +66,9 @@ class _Replica:
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self.engine, method)(*arguments)
+
+    async def sample(self, request: Request) -> Completion:
+        return await self._sampler.sample(request)
 
 
 class RayEngine:
@@ -169,6 +175,33 @@ class RayEngine:
             if not shares:
                 break
         return [done[index] for index in range(len(requests))]
+
+    async def sample(self, request: Request) -> Completion:
+        """The completion of a request from the replica of its episode, which batches what waits there.
+
+        Raises:
+            EngineError: the replica could not answer, or was lost too often.
+        """
+        for attempt in range(self.retries + 1):
+            actors = self._open()
+            home = _home(request, len(actors))
+            actor = actors[home]
+            try:
+                async with asyncio.timeout(self.timeout):
+                    return await actor.sample.remote(request)  # type: ignore[no-any-return]
+            except (TimeoutError, *LOST) as error:
+                self._renew(home, actor, error)
+                if attempt == self.retries:
+                    told = f"{type(error).__name__}: {error}"
+                    raise EngineError(
+                        f"replica {home} failed {attempt + 1} times; the last: {told}"
+                    ) from error
+            except RayTaskError as error:
+                cause = error.cause if isinstance(error.cause, EngineError) else error
+                raise EngineError(f"replica {home}: {cause}") from error
+            except RayError as error:
+                raise EngineError(f"replica {home}: its answer cannot be read: {_first(error)}") from error
+        raise AssertionError
 
     def load_weights(self, weights: Any, version: int) -> None:
         """Weights by name, put into Ray's store once for all replicas."""

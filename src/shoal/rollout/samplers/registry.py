@@ -104,7 +104,7 @@ def _replica(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
 
 @sampler("openai")
 def _openai(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
-    from shoal.rollout.samplers.http import Patience
+    from shoal.rollout.samplers.http import RetryPolicy
     from shoal.rollout.samplers.openai import OpenAIEngine
 
     server = config.server
@@ -119,7 +119,7 @@ def _openai(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
         server=server.kind,
         concurrency=server.concurrency,
         context=server.context,
-        patience=Patience(server.timeout, server.retries),
+        retry_policy=RetryPolicy(server.timeout, server.retries),
         api_key=_api_key(server.api_key_env),
         logprobs=server.logprobs,
     )

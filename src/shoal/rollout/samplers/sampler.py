@@ -7,8 +7,7 @@ not depend on what else is in the batch, on order, padding, or the number of wor
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, index
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args, runtime_checkable
@@ -17,7 +16,7 @@ import msgspec
 import numpy as np
 
 from shoal.core.errors import ConfigError, DataError, EngineError, format_error
-from shoal.core.seeding import stream, stream_key
+from shoal.core.seeding import keyed, stream_key
 
 Level = Literal["L0", "L1", "L2"]
 """L0 no promise; L1 the same tokens whatever the batching (up to float ties); L2 bit-equal log-probs too."""
@@ -216,6 +215,7 @@ class ChatTokenizer(Protocol):
 class Sampler(Protocol):
     """Anything that completes prompts.
 
+    One with `async sample(request) -> Completion` is asked for each request at once; `generate` is for whole batches.
     It may have more: `context`, the longest prompt and response together, in tokens, with which `max_tokens` is capped
     to the room that is left, and a prompt that leaves none is answered by no tokens and finish "context"; `vocabulary`,
     how many tokens its network knows; `generate_each(requests)` with an exception in the place of each answer that it
@@ -254,73 +254,6 @@ def room_left(sampler: Any, request: Request) -> int:
     if context is None:
         return request.sampling.max_tokens
     return max(0, min(request.sampling.max_tokens, int(context) - len(request.prompt_ids)))
-
-
-def generate_each(
-    engine: Engine,
-    requests: Sequence[Request],
-    *,
-    retries: int = 0,
-    on_failure: Callable[[int, BaseException | None], Engine] | None = None,
-    given_up: Callable[[], bool] = lambda: False,
-) -> list[Completion | Exception]:
-    """The engine's answers, with an exception in the place of each request that has none.
-
-    An engine that fails is asked again for half of the requests, so that one that cannot be answered fails alone;
-    one that names its failures itself (`generate_each`, a server) is asked again for those.
-
-    Args:
-        engine: what answers.
-        requests: one batch.
-        retries: further attempts for a request that fails alone.
-        on_failure: told how many requests failed, and what the engine raised (None where it named them itself);
-            returns the engine to ask from then on.
-        given_up: whether nobody waits for the answers any more; then nothing is tried again.
-    """
-    # an engine that sorted or emptied a list would answer others than were asked
-    return _Asking(engine, retries, on_failure, given_up).ask(tuple(requests), 0)
-
-
-@dataclass(slots=True)
-class _Asking:
-    """One batch at the engine: `generate_each` without a function that holds itself, which the collector must free."""
-
-    engine: Engine
-    retries: int
-    on_failure: Callable[[int, BaseException | None], Engine] | None
-    given_up: Callable[[], bool]
-
-    def ask(self, part: tuple[Request, ...], attempt: int) -> list[Completion | Exception]:
-        """The answers to a part of it, which failed `attempt` times before."""
-        engine = self.engine
-        each = getattr(engine, "generate_each", None)
-        try:
-            answers = checked(engine, part, engine.generate(part) if each is None else each(part))
-        except BaseException as error:
-            # SystemExit, say: the engine's own, of which its neighbours do not end
-            main = threading.current_thread() is threading.main_thread()
-            if isinstance(error, KeyboardInterrupt) and main:  # Ctrl-C, which comes there alone
-                raise
-            refused = as_completion(error)
-            if self.given_up():
-                return [refused] * len(part)
-            self._failed(1, error)
-            if len(part) > 1:
-                half = len(part) // 2
-                return self.ask(part[:half], attempt) + self.ask(part[half:], attempt)
-            return self.ask(part, attempt + 1) if attempt < self.retries else [refused]
-        if each is None or attempt >= self.retries:
-            return answers
-        failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
-        if failed and not self.given_up():
-            self._failed(len(failed), None)
-            for i, answer in zip(failed, self.ask(tuple(part[i] for i in failed), attempt + 1), strict=True):
-                answers[i] = answer
-        return answers
-
-    def _failed(self, requests: int, error: BaseException | None) -> None:
-        if self.on_failure is not None:
-            self.engine = self.on_failure(requests, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,29 +333,6 @@ def of_inner(name: str, inner: str = "inner") -> Any:
     return property(attrgetter(f"{inner}.{name}"))
 
 
-class EngineAround:
-    """An engine around another one, to which it leaves whatever it does not do itself."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine: Any = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    tokenizer = of_inner("tokenizer", "_engine")
-    level = of_inner("level", "_engine")
-    generate = of_inner("generate", "_engine")
-
-    @property
-    def weights_version(self) -> int:
-        """The engine's."""
-        return self._engine.weights_version  # type: ignore[no-any-return]
-
-    @weights_version.setter
-    def weights_version(self, version: int) -> None:
-        self._engine.weights_version = version
-
-
 def restricted(logprobs: np.ndarray, sampling: Sampling) -> np.ndarray:
     """Log-probabilities of what is sampled from: renormalised over the tokens that are left, -inf for the others.
 
@@ -463,7 +373,7 @@ class Noise:
         names = ("sampling", key.iteration, key.group, key.member, key.turn)
         self.key = stream_key(key.seed, *names)
         """Two words that key the stream."""
-        self._rng = stream(key.seed, *names)
+        self._rng = keyed(self.key)
 
     def rows(self, n_tokens: int, vocabulary: int) -> np.ndarray:
         """`[n_tokens, vocabulary]` float64 for the next tokens of the response."""

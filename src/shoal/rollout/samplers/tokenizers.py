@@ -30,7 +30,7 @@ class _Content(NamedTuple):
     behind: str
 
 
-_Piece = tuple[int, ...] | _Content
+_Part = tuple[int, ...] | _Content
 """Of a chat: tokens of the template, or a content."""
 
 
@@ -109,8 +109,8 @@ class TemplateTokenizer:
         self._spaced = puts_spaces(lambda text: self._ids(self._template, text))
         self._marks = self._marks_of_turns()
         self._contents = _Alone(copy.deepcopy(own))
-        self._starts: dict[tuple[str, ...], list[_Piece]] = {}
-        self._between: list[_Piece] | None = None
+        self._starts: dict[tuple[str, ...], list[_Part]] = {}
+        self._between: list[_Part] | None = None
         asked = self._written([{"role": "user", "content": "\ue0000\ue001"}], add_generation_prompt=True)
         self._header = self._before(ANY + asked.split("\ue001")[-1])
         self.end_ids = self._end_of_turn()
@@ -175,9 +175,9 @@ class TemplateTokenizer:
             how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
             return str(tokenizer.decode(list(ids), **how))
 
-    def _cut(self, rendered: str, behind: str = "") -> list[_Piece]:
+    def _cut(self, rendered: str, behind: str = "") -> list[_Part]:
         """Rendered text that goes on from another one as tokens, and as a content where a mark stands."""
-        pieces, cut = _MARK.split(rendered), list[_Piece]()
+        pieces, cut = _MARK.split(rendered), list[_Part]()
         for header, number in zip(pieces[::2], [*pieces[1::2], None], strict=True):
             cut.append(self._control(header, behind))
             if number is not None:
@@ -200,7 +200,7 @@ class TemplateTokenizer:
         put = not text[-1].isspace() and self._control(f"{text}a")[-len(said) :] == said
         return "" if put else ANY
 
-    def _join(self, pieces: Sequence[_Piece], contents: Sequence[str]) -> tuple[int, ...]:
+    def _join(self, pieces: Sequence[_Part], contents: Sequence[str]) -> tuple[int, ...]:
         """The tokens of a chat from those of its template and its contents."""
         ids: list[int] = []
         for piece in pieces:

@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
+from shoal.core.data import Trajectory
 from shoal.core.errors import (
     ConfigError,
-    DataError,
     DivergedError,
     EngineError,
     EnvError,
@@ -37,7 +36,8 @@ from shoal.core.errors import (
 from shoal.core.executors import connect_ray
 from shoal.core.files import verify_folder, write_folder
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport
+from shoal.rollout.driver import RolloutReport
+from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampling, of_inner
 from shoal.rollout.samplers.settings import ReplicaConfig
 from shoal.train.agent.policy import Around, Critic, Policy, add_file, trained_parameters
@@ -514,21 +514,18 @@ class SharedCollector:
         cuts = [n_groups * rank // processes.count for rank in range(processes.count + 1)]
         first, last = cuts[processes.rank], cuts[processes.rank + 1]
 
-        def play() -> tuple[list[bytes], RolloutReport | None]:
+        def play() -> tuple[list[Trajectory], RolloutReport | None]:
             if first == last:
                 return [], None
             own = first_group + first
             played = self.collector.collect(iteration, sampling, first_group=own, n_groups=last - first)
             refuse_no_numbers(played)
-            report = self.collector.report if isinstance(self.collector, ParallelRolloutManager) else None
-            return [encode_trajectory(trajectory) for trajectory in played], report
+            return played, self.collector.report
 
         with self._ready():
             everyone = processes.together(play)
         self._reports.append([report for _, report in everyone if report is not None])
-        played = [decode_trajectory(line) for lines, _ in everyone for line in lines]
-        refuse_miscounted(played, range(first_group, first_group + n_groups), self.collector.group_size)
-        return played
+        return [trajectory for part, _ in everyone for trajectory in part]
 
     def lap(self) -> dict[str, float]:
         """How parallel rollouts went since the last lap, all calls and processes together; nothing for others."""
@@ -544,27 +541,6 @@ class SharedCollector:
     def close(self) -> None:
         """End this process's envs and workers."""
         self.collector.close()
-
-
-def refuse_miscounted(played: Sequence[Trajectory], groups: range, group_size: int) -> None:
-    """Check that each episode is there once, in order, with the reason why it ended.
-
-    Raises:
-        DataError: one is missing, there twice, or neither ended nor failed: a fault of shoal, or of a collector.
-    """
-    found = [(t.group, t.member) for t in played]
-    wanted = [(group, member) for group in groups for member in range(group_size)]
-    if found != wanted:
-        odd = sorted({*found} ^ {*wanted})[:3] or "those that are there twice or out of order"
-        raise DataError(
-            f"a rollout of groups {groups.start} to {groups.stop - 1} with {group_size} members each gave "
-            f"{len(found)} episodes where {len(wanted)} were played: look at {odd} (group, member)"
-        )
-    for t in played:
-        if t.status == "ok" and not (t.terminated or t.truncated):
-            raise DataError(
-                f"episode (group {t.group}, member {t.member}) is whole, yet neither terminated nor truncated"
-            )
 
 
 def refuse_no_numbers(trajectories: Sequence[Trajectory]) -> None:

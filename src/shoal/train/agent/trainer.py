@@ -26,14 +26,15 @@ from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import resolve_text
 from shoal.maths.updates import decayed
 from shoal.rollout.answers import with_room
-from shoal.rollout.collector import FailureLog, TrajectoryCollector, collect_with_signal
+from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import EnvironmentSet, host_of, make_environments, make_roles
+from shoal.rollout.failures import FailureLog
 from shoal.rollout.filters import filter_rollouts
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.registry import close_engine
-from shoal.rollout.samplers.sampler import Completion, EngineAround, Request, Sampler
+from shoal.rollout.samplers.sampler import Sampler
 from shoal.train.advice import Rejected
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
@@ -187,7 +188,6 @@ class AgentTrainer(Closing):
             config.trainer.log_entropy,
         )  # fmt: skip
         self.progress = Progress(0, 0.0, 0, 0)
-        self._timed = TimedSampler(sampler)
         self._failures = FailureLog()
         self._collector = self._make_collector("train", config.seed)
         begun.callback(self._collector.close)
@@ -251,13 +251,10 @@ class AgentTrainer(Closing):
     def train_iteration(self) -> dict[str, Any]:
         """One round of rollouts and one update; returns its metrics."""
         config, iteration = self.config, self.progress.iteration
-        self._timed.lap()
         clock = time.perf_counter()
         self._doing = f"iteration {iteration + 1}", self._collector
         trajectories, learned, share, rollouts = play_groups(self._collector, iteration, config)
         rollout_seconds = time.perf_counter() - clock
-        if "engine_busy" not in rollouts:
-            rollouts["engine_busy"] = round(self._timed.lap() / rollout_seconds, 4)
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
         self._doing = f"iteration {iteration + 1}, learning from {len(learned)} episodes", None
         learning, samples = self._learn(trajectories, learned, share, iteration)
@@ -370,7 +367,7 @@ class AgentTrainer(Closing):
             )
             return SharedCollector(manager, self.processes, self._in_sync)
         side = self.train_envs if which == "train" else self.val_envs
-        collector = lockstep_collector(self.config, side, self._timed, seed, self._failures)
+        collector = lockstep_collector(self.config, side, self.sampler, seed, self._failures)
         return SharedCollector(collector, self.processes, self._in_sync)
 
     @contextmanager
@@ -512,31 +509,3 @@ def play_groups(
         )
         row |= filtered
     return played, learned, share, row
-
-
-class TimedSampler(EngineAround):
-    """The same sampler, which adds up the seconds that it spends on completions."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        super().__init__(sampler)
-        self._seconds = 0.0
-
-    def lap(self) -> float:
-        """The seconds since the last lap."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        return partial(self._timed, found) if name == "generate_each" else found  # not all samplers have it
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """The sampler's, timed."""
-        return self._timed(super().generate, requests)  # type: ignore[no-any-return]
-
-    def _timed(self, ask: Any, requests: Sequence[Request]) -> Any:
-        began = time.perf_counter()
-        try:
-            return ask(requests)
-        finally:
-            self._seconds += time.perf_counter() - began

@@ -22,9 +22,10 @@ from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.maths.updates import decayed
 from shoal.rollout.coach import Coach, CoachedEnv
-from shoal.rollout.collector import FailureLog, TrajectoryCollector
+from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.factory import VectorConfig, make_pool
+from shoal.rollout.failures import FailureLog
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batches
@@ -125,7 +126,7 @@ def warmup_samples(
     expert = config.expert, config.only_expert
     coached = [partial(CoachedEnv, makers[tag], seed, tag, *expert) for tag in tags for _ in range(each)]
     pool = make_pool(coached, vector or VectorConfig())
-    coach = Coach(pool, prompter, sampling, policy.context)
+    coach = Coach(pool, roles, prompter, sampling, policy.context)
     collector = TrajectoryCollector(coach, tags, roles, each, coach, prompter.config, seed, failures=failures)
     try:
         yield [
@@ -150,7 +151,7 @@ def _play(
         places = {}
         for i, number in enumerate(range(first, first + len(envs)), start=envs.start):
             env_seed = derive_seed(seed, "warmup-env", tag, number)
-            places[i] = EpisodeId(seed, 0, number, envs.start, env_seed), role
+            places[i] = EpisodeId(seed, 0, number, envs.start, env_seed), tag
         coach.expect(places)
         played = dict(zip(envs, collector.play(places, ANY_LENGTH), strict=True))
         for i, trajectory in played.items():

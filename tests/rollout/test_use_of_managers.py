@@ -1,16 +1,15 @@
 """A manager that is used by several threads, interrupted, closed meanwhile, or used again."""
 
 import os
-import signal
 import threading
 import time
 
 import pytest
-from tests.rollout.doubles import CounterEnv, HashEngine, InterruptingEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, InterruptingEngine, config, with_env
 
 from shoal import envs
 from shoal.core.errors import WorkerError
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.rollouts import ParallelRolloutManager
 
 BACKENDS = ("serial", "threads", "processes")
 
@@ -60,62 +59,24 @@ def until(condition):
         time.sleep(0.01)
 
 
-class Asked:
-    """A lock that counts who asks for it."""
-
-    def __init__(self, lock):
-        self.lock, self.asked = lock, 0
-
-    def acquire(self, timeout=-1):
-        self.asked += 1
-        return self.lock.acquire(timeout=timeout)
-
-    def release(self, *_):
-        self.lock.release()
-
-    __enter__, __exit__ = acquire, release
-
-
 @pytest.mark.parametrize("backend", [*BACKENDS, "loky"])
 def test_closing_ends_a_rollout_that_another_thread_plays_and_leaves_no_worker(calm, backend):
     engine = HashEngine()
     manager = manager_of(backend, engine, nap=0.03 if backend == "serial" else 0.3)
-    manager._playing = Asked(manager._playing)
     thread, result = in_thread(lambda: manager.collect(4))
     until(lambda: engine.batches)
-    waiting, second = in_thread(lambda: manager.collect(4))
-    until(lambda: manager._playing.asked == 2)
     pids = manager.worker_pids()
     clock = time.monotonic()
     manager.close()
     assert time.monotonic() - clock < 30
-    for ended, found in ((thread, result), (waiting, second)):
-        ended.join(60)
-        assert isinstance(found["error"], WorkerError)
+    thread.join(60)
+    assert isinstance(result["error"], WorkerError)
     assert not manager.worker_pids()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     with manager:  # and it can be used again
         assert manager.collect(4) == calm[4]
-
-
-def test_closing_in_the_thread_that_plays_ends_its_rollout():
-    interrupted = []
-
-    def interrupt(requests):
-        if not interrupted and any(r.key.turn == 1 for r in requests):
-            interrupted.append(True)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-
-    manager = manager_of("processes", HashEngine(interrupt), nap=0.3, parallel={"keep_envs": True})
-    before = signal.signal(signal.SIGUSR1, lambda *_: manager.close())
-    try:
-        with pytest.raises(WorkerError):
-            manager.collect(4)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert not manager.worker_pids()
 
 
 @pytest.mark.parametrize("settings", [{}, {"episodes_at_once": 2}, {"episode_timeout": 50}])
@@ -155,9 +116,9 @@ class Noted(CounterEnv):
 def test_every_env_is_closed_in_the_end(backend, keep, tmp_path, monkeypatch):
     notes = tmp_path / "notes"
     monkeypatch.setenv("SHOAL_TEST_NOTES", str(notes))
-    monkeypatch.setattr("shoal.rollout.parallel.pool.CLOSE_SECONDS", 60.0)  # on a busy machine
-    with manager_of(backend, parallel={"keep_envs": keep}) as manager:
-        manager._env_fns["Counter"] = Noted
+    settings = with_env(Noted, parallel={"keep_envs": keep})
+    with ParallelRolloutManager(settings, HashEngine(), backend=backend) as manager:
+        notes.write_text("")  # of the envs that were made to look at them
         manager.collect(4)
         manager.collect(5)
         assert bool(notes.read_text().count("-")) != keep

@@ -1,8 +1,6 @@
 """Rollouts on a Ray cluster of three nodes, all on this machine."""
 
 import threading
-import time
-from concurrent.futures import BrokenExecutor
 
 import pytest
 from tests.rollout.doubles import (
@@ -16,12 +14,8 @@ from tests.rollout.doubles import (
 )
 
 from shoal import envs
-from shoal.core.errors import WorkerDiedError
-from shoal.core.executors import RayExecutor, make_executor
 from shoal.rollout.journal import Journal
-from shoal.rollout.parallel.ray import Mailbox
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
-from shoal.rollout.parallel.server import SharedLLMInferenceManager
+from shoal.rollout.rollouts import ParallelRolloutManager
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -114,69 +108,7 @@ def test_a_node_that_is_lost_costs_time_and_no_episode(cluster):
     assert played == calm
 
 
-@pytest.mark.parametrize("schedule", ["greedy", "barrier"])
-def test_a_mailbox_that_is_lost_costs_time_and_no_episode(cluster, schedule):
-    import ray
-
-    settings = config(n_jobs=2, nap=0.1, parallel={"schedule": schedule})
-    with ParallelRolloutManager(settings, HashEngine(), backend="ray") as manager:
-        assert manager.collect(3)[0].status == "ok"
-        first = manager._pool._mailbox
-        thread = threading.Timer(1.0, ray.kill, (first.actor,))
-        thread.start()
-        played = manager.collect(4)
-        thread.join()
-        assert manager.collect(4) == played
-        assert manager._pool._mailbox is not first
-    assert played == play("serial")[0]
-
-
-def test_the_mailbox_is_on_the_node_of_the_engine_whatever_nodes_there_are(cluster):
-    import ray
-
-    extra = cluster.add_node(num_cpus=8, include_dashboard=False)
-    here = ray.get_runtime_context().get_node_id()
-    assert extra.node_id != here
-    with SharedLLMInferenceManager(HashEngine()) as inference:
-        boxes = [Mailbox(inference) for _ in range(6)]
-        where = ray.get(
-            [
-                box.actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
-                for box in boxes
-            ]
-        )
-        for box in boxes:
-            box.close()
-    cluster.remove_node(extra)
-    assert where == [here] * 6
-
-
-def test_a_cancelled_task_of_the_ray_executor_ends_as_a_death(cluster):
-    executor = RayExecutor()
-    future = executor.submit(time.sleep, 200)
-    executor.shutdown(cancel_futures=True)
-    with pytest.raises(WorkerDiedError, match="Ray worker was lost: .+"):
-        future.result(60)
-
-
-def test_the_ray_executor_tells_errors_from_deaths(cluster):
-    with make_executor("ray") as executor:
-        assert executor.submit(pow, 2, 10).result() == 1024
-        with pytest.raises(ZeroDivisionError):
-            executor.submit(divmod, 1, 0).result()
-        with pytest.raises(WorkerDiedError, match="Ray worker was lost"):
-            executor.submit(exec, "import os; os.kill(os.getpid(), 9)").result()
-        told = executor._translate(executor._ray.exceptions.LocalRayletDiedError())
-    assert isinstance(told, WorkerDiedError)
-    assert isinstance(told, BrokenExecutor)
-
-
 def test_workers_go_to_nodes_with_the_resources_they_ask_for(cluster):
-    import ray
-
-    node = cluster.add_node(num_cpus=2, resources={"env": 2}, include_dashboard=False)
-    with RayExecutor({"resources": {"env": 1}}) as executor:
-        where = {executor.submit(lambda: ray.get_runtime_context().get_node_id()).result() for _ in range(3)}
-    assert where == {node.node_id}
+    cluster.add_node(num_cpus=2, resources={"env": 2}, include_dashboard=False)
     settings = {"ray_options": {"resources": {"env": 1}}}
     assert play("ray", n_jobs=2, parallel=settings)[0] == play("serial")[0]

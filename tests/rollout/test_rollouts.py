@@ -6,7 +6,6 @@ import re
 import signal
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,8 +18,8 @@ from shoal.envs.text import Outcome
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.factory import make_environments
 from shoal.rollout.filters import filter_groups
-from shoal.rollout.parallel.rollout import ParallelRolloutManager, RolloutReport, spread, worthwhile_workers
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Completion, Sampling
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
@@ -104,14 +103,7 @@ def test_the_barrier_waits_for_no_episode_that_cannot_begin_yet(calm, backend, a
     engine = HashEngine()
     settings = {"schedule": "barrier", "episodes_at_once": at_once}
     assert play(backend, parallel=settings, engine=engine)[0] == calm
-    assert set(engine.batches[: 8 // at_once * 6]) == {2 * at_once}  # two workers, in lockstep
-
-
-def test_the_barrier_does_not_wait_for_those_that_a_dead_worker_left_open(calm, tmp_path):
-    settings = {"schedule": "barrier"}
-    played, report = play("processes", n_jobs=1, parallel=settings, fault="kill", once=str(tmp_path / "once"))
-    assert played == calm
-    assert report.worker_deaths == 1
+    assert max(engine.batches) == 2 * at_once  # two workers, in lockstep
 
 
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
@@ -161,7 +153,7 @@ def check_failures(calm, played, status, cause):
         else:
             assert now.status == status
             assert re.search(cause, now.error)
-            assert now.turns == before.turns[:2]
+            assert now.turns == (() if status == "timeout" else before.turns[:2])
             assert not now.success
 
 
@@ -174,15 +166,6 @@ def test_an_env_that_hangs_is_given_up_in_time(calm, backend):
     check_failures(calm, played, "timeout", r"step\(\d\) failed: no answer within 0.6 s")
 
 
-def test_time_in_which_the_process_itself_stands_still_is_no_envs(calm, monkeypatch):
-    """As after Ctrl-Z and `fg`: half a second after its begin it is a quarter of an hour later."""
-    now = time.monotonic
-    later = now() + 0.5
-    jumping = {**vars(time), "monotonic": lambda: now() + 1000.0 * (now() > later)}
-    monkeypatch.setattr("shoal.rollout.parallel.worker.time", SimpleNamespace(**jumping))
-    assert play("threads", nap=0.4, parallel={"step_timeout": 2.4})[0] == calm
-
-
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 @pytest.mark.flaky(reruns=2)
 def test_a_constructor_may_have_more_time_than_a_step(calm, backend):
@@ -192,13 +175,22 @@ def test_a_constructor_may_have_more_time_than_a_step(calm, backend):
     assert report.worker_deaths == 0
 
 
+class SlowInThreads(CounterEnv):
+    """Is made at once where a config is checked, and slowly where it plays."""
+
+    def __init__(self, config=None, **settings):
+        super().__init__(config, **settings)
+        if threading.current_thread().name == "shoal-episode":
+            time.sleep(5.0)
+
+
 @pytest.mark.parametrize("n_jobs", [1, 2])
 def test_a_constructor_that_takes_too_long_is_given_up_though_steps_may_take_for_ever(n_jobs):
     parallel = {"make_timeout": 0.3, "episodes_at_once": 1}
-    with ParallelRolloutManager(
-        config(groups=1, n_jobs=n_jobs, parallel=parallel), HashEngine(), backend="threads"
-    ) as m:
-        m._env_fns["Counter"] = lambda: CounterEnv(make_nap=20.0)
+    settings = config(groups=1, n_jobs=n_jobs, parallel=parallel)
+    settings["custom_envs"]["Counter"]["env_type"] = "test_slow_here"
+    envs.register("test_slow_here", SlowInThreads, replace=True)
+    with ParallelRolloutManager(settings, HashEngine(), backend="threads") as m:
         began = time.monotonic()
         played = m.collect(4)
         assert time.monotonic() - began < 18
@@ -260,9 +252,16 @@ def test_what_a_constructor_raises_is_told(limit):
 
 
 def test_an_env_that_cannot_be_made_is_data(calm):
+    class Unmakable(CounterEnv):
+        def __init__(self, config=None, **settings):
+            super().__init__(config, **settings)
+            if threading.current_thread().name == "shoal-episode":
+                raise OSError("no such world")
+
+    envs.register("test_unmakable", Unmakable, replace=True)
     settings = config()
+    settings["custom_envs"]["Counter"]["env_type"] = "test_unmakable"
     with ParallelRolloutManager(settings, HashEngine(), backend="threads") as manager:
-        manager._env_fns["Counter"] = lambda: CounterEnv(fault="make")
         played = manager.collect(4)
     assert all(t.status == "env_error" and "make failed: OSError: no such world" in t.error for t in played)
     assert len(played) == len(calm)
@@ -295,7 +294,7 @@ def test_an_env_that_kills_its_worker_costs_only_its_own_episode(calm, backend, 
             assert now.status == "env_error"
             assert "workers that played it were lost" in now.error
     assert report.worker_deaths > 0
-    assert "played again in fresh processes" in caplog.text
+    assert "the open ones are played again" in caplog.text
 
 
 def test_a_worker_that_dies_once_changes_nothing(calm, tmp_path):
@@ -303,15 +302,6 @@ def test_a_worker_that_dies_once_changes_nothing(calm, tmp_path):
     assert played == calm
     assert report.worker_deaths == 1
     assert 0 < report.replayed_episodes <= 8
-
-
-@pytest.mark.flaky(reruns=2)
-def test_a_loky_pool_whose_envs_hung_is_replaced():
-    settings = config(fault="hang", parallel={"step_timeout": 0.5})
-    with ParallelRolloutManager(settings, HashEngine(), backend="loky") as manager:
-        first = manager.collect(4)
-        assert manager._pool._executor is None
-        assert manager.collect(4) == first
 
 
 @pytest.mark.slow
@@ -389,21 +379,6 @@ def test_an_engine_that_stumbles_is_asked_again(calm):
 
 
 # --- small things
-@pytest.mark.parametrize(("n", "parts", "sizes"), [(64, 3, [22, 21, 21]), (2, 5, [1, 1]), (7, 1, [7])])
-def test_a_remainder_is_spread(n, parts, sizes):
-    cut = spread(list(range(n)), parts)
-    assert [len(part) for part in cut] == sizes
-    assert [item for part in cut for item in part] == list(range(n))
-
-
-def test_the_number_of_workers_follows_what_envs_need():
-    assert worthwhile_workers(RolloutReport(seconds=1.0, worker_cpu_seconds=0.01), 8) == 1
-    assert worthwhile_workers(RolloutReport(seconds=1.0, worker_cpu_seconds=100), 8) == 8
-    with ParallelRolloutManager(config(n_jobs=-1), HashEngine(), backend="threads") as manager:
-        manager.collect(0)
-        assert 1 <= manager._workers <= os.cpu_count()
-
-
 def test_refills_are_further_whole_groups_and_only_groups_with_signal_are_kept():
     with ParallelRolloutManager(config(groups=4, members=3), HashEngine(), backend="serial") as manager:
         played, kept, report = collect_with_signal(manager, 0, SAMPLING, max_batches=5)
@@ -463,48 +438,12 @@ def test_no_process_is_left_behind():
             os.kill(pid, 0)
 
 
-@pytest.mark.parametrize("backend", ["serial", "process"])
-@pytest.mark.filterwarnings("ignore")
-def test_a_failing_env_of_the_lockstep_collector_ends_its_episode_alone(calm, backend):
-    from shoal.rollout.prompts import PromptConfig
-
-    settings = config(fault="raise") | {"vector": {"backend": backend, "num_workers": 2}}
-    settings["custom_envs"]["Counter"]["env_type"] = f"{CounterEnv.__module__}:CounterEnv"
-    train, _ = make_environments(settings)
-    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
-    tags, roles, size = train.tags, train.roles, train.group_size
-    playing = TrajectoryCollector(train.pool, tags, roles, size, HashEngine(), prompt, 7)
-    played = playing.collect(4, SAMPLING)
-    playing.close()
-    check_failures(calm, played, "env_error", "KeyError: 'lost'")
-
-
-def test_an_episode_that_kills_its_worker_is_given_up_after_as_many_deaths_as_allowed_and_one(tmp_path):
+def test_an_episode_that_kills_its_worker_is_given_up_after_as_many_deaths_as_allowed():
     settings = config(groups=2, members=1, n_jobs=1, fault="kill", every=1, parallel={"max_deaths": 2})
     played, report = play("processes", settings)
-    assert [t.error.startswith("3 workers that played it were lost") for t in played] == [True, True]
-    # Both in one worker, then each alone three times.
-    assert (report.worker_deaths, report.replayed_episodes) == (7, 8)
+    assert [t.error.startswith("2 workers that played it were lost") for t in played] == [True, True]
+    assert 4 <= report.worker_deaths <= 6  # at most twice both in one, then each alone twice
     assert report.seconds > 0
-
-
-def test_the_engine_of_a_serial_rollout_is_entered_by_one_thread_at_a_time():
-    """An episode that is given up while the engine answers it is still there when the next one asks."""
-    inside, most, others = threading.Lock(), [], set(threading.enumerate())
-
-    def before(requests):
-        most.append(inside.acquire(blocking=False))
-        if len(most) == 2:
-            while [t.name for t in set(threading.enumerate()) - others].count("shoal-episode") < 2:
-                time.sleep(0.05)
-            time.sleep(0.3)  # in which the next one asks
-        if most[-1]:
-            inside.release()
-
-    played, _ = play("serial", engine=HashEngine(before), groups=2, parallel={"episode_timeout": 1.5})
-    assert played[0].status == "timeout"
-    assert played[-1].status == "ok"
-    assert all(most)
 
 
 @pytest.mark.parametrize("turn", [1, 2])
@@ -534,7 +473,7 @@ def test_rewards_that_are_too_large_together_end_their_episode_and_can_be_read_a
         assert filter_groups(played)[1].too_few == 1
 
 
-@pytest.mark.parametrize("backend", ["serial", "threads"])
+@pytest.mark.parametrize("backend", ["threads", "processes"])
 @pytest.mark.flaky(reruns=2)
 def test_workers_keep_the_step_timeout_of_the_envs_unless_they_have_their_own(calm, backend):
     settings = config(fault="hang") | {"vector": {"step_timeout": 0.7}}

@@ -5,12 +5,12 @@ import functools
 import random
 
 import pytest
-from tests.rollout.doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, with_env
 
 from shoal import envs
 from shoal.core.errors import EngineError
-from shoal.rollout.collector import place_of
-from shoal.rollout.parallel.rollout import ParallelRolloutManager
+from shoal.rollout.plan import place_of
+from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Completion
 from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
@@ -50,8 +50,8 @@ class PlannedEnv(CounterEnv):
         return outcome
 
 
-def make_env(plan):
-    env = PlannedEnv(max_steps=6)
+def make_env(plan, **settings):
+    env = PlannedEnv(**settings)
     env.plan = plan
     return env
 
@@ -117,9 +117,9 @@ def plans(seed, backend):
 
 def play(backend, by_seed, by_episode, schedule="greedy"):
     limits = {"step_timeout": 0.8, "max_deaths": 1, "env_retries": 0, "schedule": schedule}
-    settings = config(groups=GROUPS, members=MEMBERS, parallel=limits)
+    env = functools.partial(make_env, by_seed)
+    settings = with_env(env, groups=GROUPS, members=MEMBERS, parallel=limits)
     with ParallelRolloutManager(settings, PlannedEngine(by_episode), backend=backend) as manager:
-        manager._env_fns["Counter"] = functools.partial(make_env, by_seed)
         return manager.collect(4)
 
 
@@ -145,8 +145,8 @@ def test_each_episode_is_there_once_with_its_reason_and_the_calm_ones_are_unchan
             found, expected = (now.status, now.turns, now.truncated), ("ok", before.turns[:1], True)
         elif of_engine:
             found, expected = (now.status, now.turns), ("engine_error", before.turns[:1])
-        elif of_env == "kill":
-            found, expected = (now.status, now.turns), ("env_error", ())
+        elif of_env in ("kill", "hang"):
+            found, expected = (now.status, now.turns), (OF_ENVS[of_env], ())
         elif of_env:
             found, expected = (now.status, now.turns), (OF_ENVS[of_env], before.turns[:2])
         else:

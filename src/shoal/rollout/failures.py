@@ -1,0 +1,38 @@
+"""Warnings of episodes that fail: the first ones of each cause in full, the others as a count."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+logger = logging.getLogger(__name__)
+MOST_CAUSES = 3
+"""Failures of different causes that are told in full."""
+PLAYED_AGAIN, LEFT_OUT = "it is played again", "it is left out"
+
+
+class FailureLog:
+    """Warns of episodes that fail: the first failures in full, later ones as a count that comes ever more rarely."""
+
+    def __init__(self) -> None:
+        self._causes = set[str]()
+        self._failures = self._left_out = self._unsaid = 0
+        self._enough = 1
+
+    def add(self, what: str, why: str, then: str) -> None:
+        """An episode failed, or a worker with its episodes; `then` says what is done about it."""
+        self._failures += 1
+        self._left_out += then == LEFT_OUT
+        cause = re.sub(r"\d+", "", why.partition(" failed: ")[2] or why)
+        if cause in self._causes or len(self._causes) == MOST_CAUSES:
+            self._unsaid += 1
+            return
+        self._causes.add(cause)
+        logger.warning("%s: %s; %s", what, why, then)
+
+    def sum_up(self) -> None:
+        """At the end of a rollout: how many more failed, if there are four times as many as at the last count."""
+        if self._unsaid and self._failures >= 4 * self._enough:
+            counted = "%d more times an episode failed the same way; %d episodes are left out so far"
+            logger.warning(counted, self._unsaid, self._left_out)
+            self._unsaid, self._enough = 0, self._failures

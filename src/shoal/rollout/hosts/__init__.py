@@ -1,0 +1,1 @@
+"""Hosts of episodes: where envs are made, reset and stepped, and prompts are written."""

@@ -1,1 +1,0 @@
-"""Rollouts on parallel workers that share one sampler."""

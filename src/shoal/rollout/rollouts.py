@@ -1,0 +1,329 @@
+"""Rollouts of a config on hosts that make their own envs: the same trajectories as in sequence, sooner."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, get_args
+
+from shoal.core.data import Trajectory
+from shoal.core.errors import ConfigError, WorkerError, did_you_mean
+from shoal.core.executors import Closing, available_cpus
+from shoal.envs.catalogue import resolve_text
+from shoal.rollout.driver import Driver, Limits, RolloutReport, report_failures
+from shoal.rollout.factory import make_roles, validate_environment_config
+from shoal.rollout.failures import FailureLog
+from shoal.rollout.hosts.episodes import Ended, Setup
+from shoal.rollout.hosts.host import (
+    Hosts,
+    HostsFailedError,
+    InlineHost,
+    LocalHosts,
+    ThreadHost,
+)
+from shoal.rollout.journal import Journal
+from shoal.rollout.loops import run_here
+from shoal.rollout.plan import Assignment, assignments_of
+from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.batching import Asking, SharedLLMInferenceManager, as_sampler
+from shoal.rollout.samplers.sampler import Engine, Sampling
+from shoal.rollout.settings import Backend, check_jobs, rollout_config
+
+logger = logging.getLogger(__name__)
+INTERRUPTED_SECONDS = 30.0
+"""For which the present steps of envs are waited for after Ctrl-C."""
+OTHER_ROLLOUT_SECONDS = 10.0
+"""For which a rollout in another thread may end when the manager is closed."""
+
+
+class ParallelRolloutManager(Closing):
+    """Plays groups of episodes on hosts; the counterpart of `TrajectoryCollector`.
+
+    Args:
+        config: with the keys `es_manager`, `custom_envs`, `agent_proxy` and `seed`; a training config has them.
+        engine: what writes the responses; it stays in this process.
+        n_jobs: hosts; -1 is one per core, None takes `agent_proxy.parallel_n_jobs`.
+        side: "train" or "val": which groups of `es_manager`.
+        seed: names the episodes; `config.seed` if not given.
+        backend: where episodes are played, see `Backend`; `agent_proxy.parallel.backend` if not given.
+        journal: where episodes are written down as they end; those that are there are not played again.
+        failures: warns of episodes that fail.
+
+    Use it as a context manager, or call `close`, so that hosts end.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        engine: Engine,
+        n_jobs: int | None = None,
+        *,
+        side: str = "train",
+        seed: int | None = None,
+        backend: Backend | None = None,
+        journal: Journal | None = None,
+        failures: FailureLog | None = None,
+    ) -> None:
+        self.config = rollout_config(config)
+        proxy = self.config.agent_proxy
+        self.settings = own = proxy.parallel
+        chosen = backend or own.backend
+        self.backend: str = "processes" if chosen == "auto" else chosen
+        if self.backend not in get_args(Backend):
+            raise ConfigError(
+                f"no rollout backend named {self.backend!r}.{did_you_mean(self.backend, get_args(Backend))}"
+            )
+        if (
+            own.step_timeout is None and own.make_timeout is None
+        ):  # then those of the envs, whoever steps them
+            limits = self.config.vector
+            self.settings = replace(own, step_timeout=limits.limit, make_timeout=limits.make_timeout)
+        environments = validate_environment_config(self.config)
+        if side not in ("train", "val"):
+            raise ConfigError(f"side must be 'train' or 'val', got {side!r}")
+        groups = getattr(environments.es_manager, side)
+        self.engine = engine
+        self.tags: tuple[str, ...] = groups.group_tags()
+        self.group_size: int = groups.group_size
+        kinds = environments.custom_envs
+        self.roles = make_roles(kinds, self.tags, proxy.max_turn)
+        self.seed = self.config.seed if seed is None else seed
+        self.prompter = Prompter(proxy.prompt, engine.tokenizer)
+        self.report = RolloutReport()
+        self.journal = journal or Journal()
+        self.failures = failures or FailureLog()
+        check_jobs(n_jobs := proxy.parallel_n_jobs if n_jobs is None else n_jobs, "n_jobs")
+        self.n_jobs = available_cpus() if n_jobs == -1 else int(n_jobs)
+        self._setup = Setup(
+            {tag: resolve_text(kinds[tag].env_type, kinds[tag].env_config) for tag in self.roles},
+            self.roles,
+            proxy.prompt,
+            engine.tokenizer,
+            self.settings.env_retries,
+            self.settings.step_timeout,
+            self.settings.make_timeout,
+        )
+        self._inference: SharedLLMInferenceManager | None = None
+        self._hosts: Hosts | None = None
+        self._here: Hosts | None = None  # the caller's thread
+        self._playing = threading.Lock()
+        self._closed = threading.Event()
+        self._results: dict[int, Trajectory] = {}  # of the latest rollout, which grow while it lasts
+        self._wanted = 0
+
+    def close(self) -> None:
+        """End hosts and the shared engine's thread; may be called twice.
+
+        A rollout that another thread plays ends with a `WorkerError`.
+        """
+        self._closed.set()
+        alone = self._playing.acquire(timeout=OTHER_ROLLOUT_SECONDS)
+        try:
+            self._end_hosts()
+            if self._inference is not None:
+                self._inference.close()
+            self._inference = None
+        finally:
+            self._closed = threading.Event()
+            if alone:
+                self._playing.release()
+
+    def _end_hosts(self) -> None:
+        hosts, self._hosts = self._hosts, None
+        if hosts is not None:
+            self.inference.loop.run(hosts.close())
+        here, self._here = self._here, None
+        if here is not None:
+            run_here(here.close())
+
+    @property
+    def inference(self) -> SharedLLMInferenceManager:
+        """The shared engine, started when first needed."""
+        if self._inference is None:
+            settings = self.settings
+            self._inference = SharedLLMInferenceManager(
+                self.engine,
+                schedule=settings.schedule,
+                max_batch=settings.max_batch,
+                engine_timeout=settings.engine_timeout,
+                request_timeout=settings.request_timeout,
+                retries=settings.engine_retries,
+                max_restarts=settings.engine_restarts,
+            )
+        return self._inference
+
+    def worker_pids(self) -> list[int]:
+        """The worker processes that run now (of the "processes" backend and of replays)."""
+        return [] if self._hosts is None else self._hosts.pids()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Episodes of the latest rollout that have ended, and all of it; may be asked while it lasts."""
+        return len(self._results), self._wanted
+
+    # --- playing
+    def collect(
+        self,
+        iteration: int = 0,
+        sampling: Sampling | None = None,
+        *,
+        first_group: int = 0,
+        n_groups: int | None = None,
+    ) -> list[Trajectory]:
+        """Play groups once; trajectories come group by group, member by member, whatever the hosts did.
+
+        Args:
+            iteration: names the env seeds and the sampling noise.
+            sampling: how tokens are picked; as `agent_proxy` says if not given.
+            first_group: the number of the first group, for further batches of groups in one iteration.
+            n_groups: how many groups, at most as many as there are tags; all if not given.
+        """
+        sampling = sampling or self.config.agent_proxy.sampling()
+        return self.play(
+            assignments_of(self.seed, iteration, self.tags, self.group_size, first_group, n_groups), sampling
+        )
+
+    rollout = collect
+
+    def play(self, assignments: Sequence[Assignment], sampling: Sampling) -> list[Trajectory]:
+        """Play these episodes, whichever they are, and return their trajectories in the same order.
+
+        Args:
+            assignments: which episodes, of the config's kinds of env, numbered without gaps from 0.
+            sampling: how tokens are picked.
+        """
+        for number in {n for a in assignments for n in (a.place.seed, a.place.iteration)}:
+            if not -(2**63) <= number < 2**64:
+                raise ValueError(
+                    f"a seed or iteration must be in [-2**63, 2**64) to reach workers, got {number}"
+                )
+        closed = self._closed
+        with self._playing:  # one rollout at a time, whoever asks
+            if closed.is_set():
+                raise WorkerError("the rollout did not begin: its manager was closed")
+            return self._play(list(assignments), sampling, closed)
+
+    def _play(
+        self, assignments: list[Assignment], sampling: Sampling, closed: threading.Event
+    ) -> list[Trajectory]:
+        began = time.perf_counter()
+        self._wanted = len(assignments)
+        self._results = results = self.journal.known(assignments)
+        self.report = RolloutReport()
+
+        def finished(index: int, ended: Ended) -> None:
+            results[index] = ended.trajectory
+            report_failures(self.failures, index, ended)
+            if ended.trajectory.status == "ok":
+                self.journal.add(ended.trajectory)
+            if closed.is_set():
+                raise WorkerError("the rollout was ended: its manager was closed")
+
+        def left() -> list[Assignment]:
+            return [a for a in assignments if a.index not in results]
+
+        if left() and self.backend != "serial":
+            try:
+                self._play_on_hosts(left(), sampling, finished, closed)
+            except HostsFailedError as error:
+                logger.warning(
+                    "%s; the %d episodes that are left are played here, in sequence", error, len(left())
+                )
+                self._end_hosts()
+        if left():
+            self._play_here(left(), sampling, finished)
+        self.failures.sum_up()
+        self.report.seconds = time.perf_counter() - began
+        return [results[assignment.index] for assignment in assignments]
+
+    def _play_here(
+        self, assignments: list[Assignment], sampling: Sampling, finished: Callable[[int, Ended], None]
+    ) -> None:
+        """One episode after another in the caller: the reference that the others equal."""
+        asking = Asking(retries=self.settings.engine_retries)
+        sampler = as_sampler(self.engine, asking, inline=True)
+        hosts = self._here = self._here or LocalHosts(partial(InlineHost, self._setup))
+        driver = Driver(hosts, sampler, sampling, finished, Limits(episodes_at_once=1))
+
+        async def play() -> None:
+            try:
+                await driver.play(assignments)
+            finally:
+                await hosts.rest(keep_envs=self.settings.keep_envs)
+
+        self._count(driver)
+        run_here(play())
+
+    def _count(self, driver: Driver) -> None:
+        """Add up what several drivers did in one rollout."""
+        before, self.report = self.report, driver.report
+        for name in ("worker_deaths", "replayed_episodes", "batches", "engine_seconds"):
+            setattr(driver.report, name, getattr(before, name) + getattr(driver.report, name))
+
+    def _play_on_hosts(
+        self,
+        assignments: list[Assignment],
+        sampling: Sampling,
+        finished: Callable[[int, Ended], None],
+        closed: threading.Event,
+    ) -> None:
+        """Play in the driver's thread, and keep in this one what has finished."""
+        settings, inference = self.settings, self.inference
+        limits = Limits(
+            settings.step_timeout, settings.make_timeout, settings.episode_timeout, settings.request_timeout,
+            settings.max_deaths, settings.episodes_at_once,
+        )  # fmt: skip
+        news = queue.SimpleQueue[tuple[int, Ended] | None]()
+        if self._hosts is None:
+            self._hosts = make_hosts(self.backend, self._setup, self.n_jobs, settings.ray_options)
+        hosts = self._hosts
+        driver = Driver(
+            hosts, inference.sampler, sampling, lambda *item: news.put(item), limits, self.failures
+        )
+        self._count(driver)
+
+        playing = inference.loop.submit(driver.play(assignments))
+        playing.add_done_callback(lambda _: news.put(None))
+        try:
+            while True:
+                try:
+                    item = news.get(timeout=0.5)
+                except queue.Empty:
+                    if closed.is_set():
+                        raise WorkerError("the rollout was ended: its manager was closed") from None
+                    continue
+                if item is None:
+                    break
+                finished(*item)
+            playing.result()
+            inference.loop.run(hosts.rest(keep_envs=settings.keep_envs))
+        except BaseException:
+            playing.cancel()
+            if self._hosts is not None:
+                self._hosts = None
+                with contextlib.suppress(TimeoutError):
+                    inference.loop.run(hosts.close(), INTERRUPTED_SECONDS)
+            raise
+
+
+def make_hosts(backend: str, setup: Setup, count: int, ray_options: dict[str, Any]) -> Hosts:
+    """The hosts of a backend."""
+    if backend == "threads":
+        return LocalHosts(partial(ThreadHost, setup), count, setup.close_seconds)
+    if backend == "processes":
+        from shoal.rollout.hosts.processes import ProcessHosts
+
+        return ProcessHosts(setup, count)
+    if backend == "ray":
+        from shoal.rollout.hosts.ray import RayHosts
+
+        return RayHosts(setup, count, ray_options)
+    from shoal.rollout.hosts.joblib import JoblibHosts
+
+    return JoblibHosts(setup, count, backend)

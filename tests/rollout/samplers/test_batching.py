@@ -1,0 +1,139 @@
+"""Engines as samplers: what waits is answered together, what fails fails alone, and a slow answer holds up nobody."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from tests.rollout.doubles import CounterEnv, HashEngine, config
+
+from shoal import envs
+from shoal.core.errors import EngineError
+from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.samplers.batching import SharedLLMInferenceManager
+from shoal.rollout.samplers.sampler import Key, Request
+
+
+def request(member=0):
+    return Request((1, 2, 3), Key(1, 0, 0, member, 0))
+
+
+def test_threads_that_ask_at_once_each_get_their_own_answers_in_few_batches():
+    engine = HashEngine(lambda requests: time.sleep(0.05))
+    found = {}
+    with SharedLLMInferenceManager(engine) as shared:
+
+        def ask(member):
+            found[member] = shared.generate([request(member)])[0]
+
+        threads = [threading.Thread(target=ask, args=(member,)) for member in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert shared.statistics.requests == 20
+    assert found == {member: HashEngine().generate([request(member)])[0] for member in range(20)}
+    assert len(engine.batches) < 10
+
+
+def test_one_request_that_cannot_be_answered_fails_alone():
+    def refuse(requests):
+        if any(r.key.member == 3 for r in requests):
+            raise EngineError("not this one")
+
+    with SharedLLMInferenceManager(HashEngine(refuse)) as shared:
+        answers = shared.generate_each([request(member) for member in range(6)])
+    assert [member for member, answer in enumerate(answers) if isinstance(answer, EngineError)] == [3]
+
+
+class Restartable(HashEngine):
+    """Does something odd at its first calls."""
+
+    def __init__(self, odd, calls=1):
+        super().__init__()
+        self.odd, self.calls, self.restarts, self.go = odd, calls, 0, threading.Event()
+
+    def restart(self):
+        self.restarts += 1
+
+    def generate(self, requests):
+        if self.calls:
+            self.calls -= 1
+            self.odd(self)
+        return super().generate(requests)
+
+
+def crash(engine):
+    raise ZeroDivisionError("lost")
+
+
+def hang(engine):
+    engine.go.wait(60)
+
+
+@pytest.mark.parametrize("odd", [crash, hang])
+def test_an_engine_that_crashes_or_hangs_is_restarted_and_asked_again(odd):
+    engine = Restartable(odd)
+    with SharedLLMInferenceManager(engine, engine_timeout=0.5) as shared:
+        assert shared.generate([request()]) == HashEngine().generate([request()])
+    engine.go.set()
+    assert engine.restarts == 1
+
+
+def test_an_engine_that_hangs_and_cannot_be_restarted_refuses_everybody():
+    go = threading.Event()
+    with SharedLLMInferenceManager(HashEngine(lambda _: go.wait(60)), engine_timeout=0.3) as shared:
+        for _ in range(2):
+            with pytest.raises((EngineError, TimeoutError), match="the engine hangs"):
+                shared.generate([request()])
+    go.set()
+
+
+def test_who_asks_waits_no_longer_than_it_said():
+    engine = HashEngine(lambda _: time.sleep(1.0))
+    late = pytest.raises(TimeoutError, match="did not answer within 0.2 s")
+    with SharedLLMInferenceManager(engine, request_timeout=0.2) as shared, late:
+        shared.generate([request()])
+
+
+def test_after_closing_nothing_is_answered():
+    shared = SharedLLMInferenceManager(HashEngine())
+    shared.close()
+    shared.close()
+    with pytest.raises(EngineError, match="closed"):
+        shared.generate([request()])
+
+
+class Patient(HashEngine):
+    """Answers each request at once: one member after a second and a half, the others after a tenth."""
+
+    def __init__(self):
+        super().__init__()
+        self.took = {}
+
+    async def sample(self, request):
+        began = time.monotonic()
+        await asyncio.sleep(1.5 if request.key.member else 0.1)
+        self.took[request.key.group, request.key.member] = time.monotonic() - began
+        return self._answer(request)
+
+
+def test_a_slow_answer_holds_up_no_other():
+    envs.register("test_counter", CounterEnv, replace=True)
+    ended = {}
+    engine = Patient()
+    settings = config(groups=2, members=2, max_steps=2)
+    with ParallelRolloutManager(settings, engine, backend="threads") as manager:
+        began = time.monotonic()
+        real = engine._answer
+
+        def answer(request):
+            ended[request.key.member, request.key.turn] = time.monotonic() - began
+            return real(request)
+
+        engine._answer = answer
+        played = manager.collect(4)
+    with ParallelRolloutManager(settings, HashEngine(), backend="serial") as manager:
+        assert manager.collect(4) == played
+    assert ended[0, 1] < 1.0  # two turns of a quick episode, beside one answer of a slow one
+    assert ended[1, 1] > 3.0

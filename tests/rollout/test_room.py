@@ -1,0 +1,31 @@
+"""How many files of the rollout carry a request from a host to the engine and back."""
+
+import sys
+
+from tests.rollout.doubles import CounterEnv, HashEngine, config
+
+from shoal import ParallelRolloutManager, envs
+
+MACHINE = {"episode.py", "prompts.py", "samplers/tokenizers.py"}
+"""What an episode itself is made of, wherever it plays."""
+
+
+def test_a_request_passes_few_files_beside_the_machine_of_the_episode():
+    """From one answer of the engine to the next question, in the caller's thread."""
+    seen = set()
+
+    def note(frame, event, argument):
+        if event == "call":
+            seen.add(frame.f_code.co_filename.partition("/shoal/rollout/")[2])
+
+    def before(requests):
+        sys.setprofile(note if requests[0].key.turn == 1 else None)
+
+    envs.register("test_counter", CounterEnv, replace=True)
+    settings = config(groups=1, members=1)
+    with ParallelRolloutManager(settings, HashEngine(before), backend="serial") as manager:
+        manager.collect(4)
+    passed = seen - MACHINE - {""}
+    assert passed == {
+        "driver.py", "hosts/host.py", "hosts/episodes.py", "samplers/batching.py", "samplers/sampler.py",
+    }  # fmt: skip

@@ -1,0 +1,142 @@
+"""The same tokens as at the commit that wrote `same_tokens.json`, and the same wherever episodes are played.
+
+`python -m tests.rollout.test_same_tokens` writes the file anew; digests hold for one kind of machine alone.
+"""
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+from tests.rollout.doubles import llama_engine
+
+from shoal import ParallelRolloutManager
+from shoal.rollout.factory import words_of
+from shoal.rollout.samplers.registry import make_engine
+from shoal.train.agent.config import compose_config
+from shoal.train.agent.trainer import AgentTrainer
+
+KNOWN = Path(__file__).with_name("same_tokens.json")
+MACHINE = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
+SMALL = ["es_manager.train.env_groups=6", "es_manager.train.group_size=3"]
+DEMO = [
+    *SMALL,
+    "es_manager.val.env_groups=4",
+    "warmup.steps=6",
+    "trainer.iterations=3",
+    "trainer.eval_every=1",
+    "trainer.tensorboard=false",
+]
+LLAMA = [*SMALL, "agent_proxy.max_tokens=6", "agent_proxy.prompt.prefill=''", "agent_proxy.prompt.closing=''"]
+PLACES = [
+    ("serial", 1),
+    ("threads", 2),
+    ("processes", 1),
+    ("processes", 3),
+    ("loky", 2),
+    pytest.param("processes", 4, marks=pytest.mark.slow),
+    pytest.param("ray", 2, marks=[pytest.mark.slow, pytest.mark.ray]),
+]
+
+
+def digest(trajectories):
+    """One hash of all tokens with their log-probabilities, and of all rewards."""
+    told = [
+        (
+            *(t.env, t.iteration, t.group, t.member, t.env_seed, t.status, t.terminated, t.truncated),
+            *((u.response_ids, [round(p, 4) for p in u.logprobs], u.reward) for u in t.turns),
+        )
+        for t in trajectories
+    ]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def of_training(run, *changes):
+    """What `demo` plays in three iterations, and in the evaluations between them."""
+    played = []
+    config = compose_config("demo", [*DEMO, f"run_dir={run}", *changes])
+    with AgentTrainer(config) as trainer:
+        for _ in trainer.train():
+            pass
+    for file in sorted((Path(run) / "trajectories").glob("*.jsonl")):
+        played += [json.loads(line) for line in file.read_text().splitlines()]
+    told = [
+        [(u["response_ids"], [round(p, 4) for p in u["logprobs"]], u["reward"]) for u in t["turns"]]
+        for t in played
+    ]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def of_base_parallel(backend, n_jobs):
+    config = compose_config("base-parallel", SMALL)
+    engine = make_engine(config.engine, words_of(config), config.seed)
+    with ParallelRolloutManager(config, engine, n_jobs, backend=backend) as manager:
+        return digest(manager.collect(0) + manager.collect(1))
+
+
+def of_llama(backend, n_jobs):
+    config = compose_config("base-parallel", [*LLAMA, "agent_proxy.prompt.mode=append"])
+    with ParallelRolloutManager(config, llama_engine(context=400), n_jobs, backend=backend) as manager:
+        return digest(manager.collect(0))
+
+
+def known(name, found):
+    """Whether this is the digest of that name, where digests of this kind of machine are known."""
+    told = json.loads(KNOWN.read_text())
+    return told["machine"] != MACHINE or told[name] == found
+
+
+@pytest.fixture(scope="module")
+def serial():
+    torch.set_num_threads(1)
+    return {"base-parallel": of_base_parallel("serial", 1), "llama": of_llama("serial", 1)}
+
+
+@pytest.mark.parametrize(("backend", "n_jobs"), PLACES)
+def test_base_parallel_plays_the_known_tokens_everywhere(serial, backend, n_jobs):
+    found = of_base_parallel(backend, n_jobs)
+    assert found == serial["base-parallel"]
+    assert known("base-parallel", found)
+
+
+@pytest.mark.parametrize(("backend", "n_jobs"), PLACES)
+def test_a_transformer_writes_the_known_tokens_everywhere(serial, backend, n_jobs):
+    found = of_llama(backend, n_jobs)
+    assert found == serial["llama"]
+    assert known("llama", found)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=serial"),
+        ("agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel_n_jobs=2"),
+    ],
+)
+def test_demo_trains_on_the_known_tokens(tmp_path, changes):
+    assert known("demo", of_training(tmp_path / "run", *changes))
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        found = {
+            "machine": MACHINE,
+            "demo": of_training(f"{folder}/run"),
+            "base-parallel": of_base_parallel("serial", 1),
+            "llama": of_llama("serial", 1),
+        }
+    KNOWN.write_text(json.dumps(found, indent=1) + "\n")
