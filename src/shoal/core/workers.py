@@ -288,14 +288,14 @@ def _end_with_parent(stays: bool) -> None:
     direct = os.getppid() == parent.pid  # else a fork server stands between
     linux = stays and not portable()
     if linux:  # also while it is stuck in C code
-        _signal_at_parents_end(signal.SIGKILL)
+        die_with_parent()
 
     def watch() -> None:
         while not connection.wait([parent.sentinel], timeout=1.0):
             if direct and os.getppid() != parent.pid:
                 break
         if linux:  # first what the environments started
-            _signal_at_parents_end(0)
+            die_with_parent(0)
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -304,8 +304,16 @@ def _end_with_parent(stays: bool) -> None:
     threading.Thread(target=watch, daemon=True, name="shoal-watch-parent").start()
 
 
-def _signal_at_parents_end(number: int) -> None:
+def die_with_parent(number: int = 9) -> None:
+    """Have Linux send this process a signal when the thread that started it ends; 0 for none."""
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+def command_lines() -> Iterator[tuple[int, list[str]]]:
+    """The processes that can be looked at, each with the words of its command."""
+    for process in psutil.process_iter(["cmdline"]):
+        if process.info["cmdline"]:
+            yield process.pid, process.info["cmdline"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import WorkerDiedError
-from shoal.core.processes import Channel, ChannelClosedError, WorkerProcess, dumps
+from shoal.core.workers import WorkerProcess, describe_exit, dumps
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Level, Request
 from shoal.rollout.samplers.settings import EngineConfig
 from shoal.rollout.verify import Difference
@@ -263,7 +262,7 @@ class SamplerProcess:
     def __init__(self, config: EngineConfig, words: Sequence[str] = (), seed: int = 0) -> None:
         self._made_of = (config, tuple(words), seed)
         self._lock = threading.Lock()
-        self._process = WorkerProcess("shoal.testing.prove_agents:serve")
+        self._process: WorkerProcess | None = None
         self._weights: tuple[bytes, int] | None = None
         self.asking = 0
         """Requests that it is answering now."""
@@ -282,6 +281,7 @@ class SamplerProcess:
     @property
     def pid(self) -> int:
         """Of the process."""
+        assert self._process is not None
         return self._process.pid
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -294,7 +294,7 @@ class SamplerProcess:
             self.asking = len(requests)
             try:
                 answer: list[Completion] = self._ask("generate", list(requests))
-            except (WorkerDiedError, ChannelClosedError) as error:
+            except WorkerDiedError as error:
                 self.lost_requests += len(requests)
                 raise WorkerDiedError(f"the sampler's process {self.pid} is gone") from error
             finally:
@@ -312,7 +312,7 @@ class SamplerProcess:
             self.weights_version = version
             try:
                 self._ask("weights", self._weights)
-            except (WorkerDiedError, ChannelClosedError):
+            except WorkerDiedError:
                 # killed just now: the next one gets them as it starts
                 self._begin_anew()
 
@@ -324,70 +324,68 @@ class SamplerProcess:
     def close(self) -> None:
         """End the process; may be called twice."""
         with self._lock:
-            if self._process.pid > 0:
-                self._process.kill()
-                self._process.release()
-                self._process.pid = -1
+            if self._process is not None:
+                self._process.close()
 
     def _begin_anew(self) -> None:
         began = time.monotonic()
         for attempt in range(ATTEMPTS):
-            self._process.kill()
-            self._process.release()
             try:
                 self._start()
                 if self._weights is not None:
                     self._ask("weights", self._weights)
                 break
-            except (WorkerDiedError, ChannelClosedError):  # killed again before it was ready
+            except WorkerDiedError:  # killed again before it was ready
                 if attempt == ATTEMPTS - 1:
                     raise
         self.lost_seconds += time.monotonic() - began
 
     def _start(self) -> None:
-        self._process.start()
+        if self._process is not None:
+            self._process.close()
+        self._process = WorkerProcess(serve)
         self.tokenizer, self.level, version = self._ask("make", self._made_of)
         if self._weights is None:
             self.weights_version = version
 
     def _ask(self, what: str, value: Any) -> Any:
-        channel, check = self._process.channel, self._process.check
-        channel.send(dumps((what, value))[0], check)
-        answer = channel.receive(check)
+        assert self._process is not None
+        try:
+            self._process.pipe.send_bytes(dumps((what, value)))
+            answer = pickle.loads(self._process.pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            self._process.wait(1.0)
+            raise WorkerDiedError(f"worker {self.pid} {describe_exit(self._process.exit_code)}") from error
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
 
-def serve(descriptor: int, log: int) -> int:
+def serve(pipe: Any) -> None:
     """What the process runs: make a sampler, then answer until the other side is gone."""
-    from shoal.core.processes import settle
     from shoal.rollout.samplers.registry import make_engine
 
-    os.close(log)
-    channel = Channel(socket.socket(fileno=descriptor))
     sampler: Any = None
-    try:
-        settle(channel.receive())
-        while True:
-            what, value = pickle.loads(channel.receive_bytes())
-            answer: Any = None
-            try:
-                if what == "make":
-                    import torch
+    while True:
+        try:
+            what, value = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        answer: Any = None
+        try:
+            if what == "make":
+                import torch
 
-                    config, words, seed = value
-                    torch.set_num_threads(config.threads)
-                    sampler = make_engine(config, words, seed)
-                    answer = (sampler.tokenizer, sampler.level, sampler.weights_version)
-                elif what == "weights":
-                    from safetensors.torch import load
+                config, words, seed = value
+                torch.set_num_threads(config.threads)
+                sampler = make_engine(config, words, seed)
+                answer = (sampler.tokenizer, sampler.level, sampler.weights_version)
+            elif what == "weights":
+                from safetensors.torch import load
 
-                    sampler.load_weights(load(value[0]), value[1])
-                else:
-                    answer = sampler.generate(value)
-            except Exception as error:
-                answer = error
-            channel.send(dumps(answer)[0])
-    except ChannelClosedError:
-        return 0
+                sampler.load_weights(load(value[0]), value[1])
+            else:
+                answer = sampler.generate(value)
+        except Exception as error:
+            answer = error
+        pipe.send_bytes(dumps(answer))

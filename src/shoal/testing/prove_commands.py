@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.core.errors import WorkerError
 from shoal.core.files import read_json
-from shoal.core.processes import command_lines
+from shoal.core.workers import command_lines
 from shoal.testing.proof import (
     Case,
     Part,

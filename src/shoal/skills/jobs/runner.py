@@ -28,8 +28,8 @@ from typing import Any, Protocol, SupportsFloat
 from shoal.core.errors import ConfigError, ShoalError, WorkerError, did_you_mean
 from shoal.core.executors import available_cpus, available_memory, connect_ray
 from shoal.core.files import cache_folder
-from shoal.core.processes import command_lines
 from shoal.core.run_folder import FolderLock, locked
+from shoal.core.workers import command_lines
 from shoal.skills.jobs.store import (
     DONE,
     Action,
@@ -937,7 +937,7 @@ class RayLauncher:
 
 
 _WITH_PARENT = """import os, sys
-from shoal.core.processes import die_with_parent
+from shoal.core.workers import die_with_parent
 die_with_parent()
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"""
