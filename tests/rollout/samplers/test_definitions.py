@@ -5,13 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.rollout.doubles import HashEngine
 
 from shoal.core.errors import ConfigError, DataError, EngineError, UnknownNameError
 from shoal.core.files import write_folder
 from shoal.rollout.samplers import models
 from shoal.rollout.samplers.models import get_model, resolve_model
-from shoal.rollout.samplers.sampler import EngineAround, Key, Request, Sampling
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig
 from shoal.rollout.samplers.tiny import TinyNetwork, TinyShape
 
@@ -78,23 +76,6 @@ def test_settings_of_samplers_have_their_bounds():
     for name in counts:
         with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
             EngineConfig(**{name: 0})
-
-
-def test_an_engine_around_another_has_its_version_and_sets_it():
-    inner = HashEngine()
-    inner.weights_version = 4
-    around = EngineAround(inner)
-    assert around.weights_version == 4
-    around.weights_version = 6
-    assert inner.weights_version == 6
-
-
-def test_an_engine_around_another_answers_as_it_does():
-    inner = HashEngine()
-    around = EngineAround(inner)
-    asked = [Request((1, 2), Key(0, 0, i, 0, 0), Sampling(3)) for i in range(3)]
-    assert around.generate(asked) == inner.generate(asked)
-    assert (around.tokenizer, around.level) == (inner.tokenizer, inner.level)
 
 
 def test_a_model_that_was_fetched_is_not_fetched_again_and_an_unknown_one_is_named(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from tests.train.agent.test_crash_points import train
 
 from shoal.core.errors import DivergedError, EngineError, EnvError
-from shoal.rollout.collector import Failed, TrajectoryCollector
+from shoal.envs import make
 from shoal.rollout.samplers.sampler import Completion
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent import update
@@ -46,29 +46,26 @@ def test_an_engine_that_is_lost_in_training_ends_the_run_at_its_last_checkpoint(
     assert train(tmp_path / "run", "resume=true")[-1]["iteration"] == 4
 
 
-def test_envs_that_all_fail_end_the_run(tmp_path, monkeypatch):
-    act = TrajectoryCollector._act
-
-    def failing(self, actions, episodes, failed):
-        act(self, actions, episodes, failed)
-        failed |= {i: Failed("env_error", "no display") for i in actions}
-
-    monkeypatch.setattr(TrajectoryCollector, "_act", failing)
-    with pytest.raises(EnvError, match="all 2 episodes of the evaluation failed; the first: no display"):
-        train(tmp_path / "run", "warmup.steps=0")
+Lake = type(make("frozen_lake"))
 
 
-def test_some_failed_episodes_are_counted_in_training_and_held_out(tmp_path, monkeypatch):
-    act = TrajectoryCollector._act
+class NoDisplay(Lake):
+    """Cannot be stepped."""
 
-    def failing(self, actions, episodes, failed):
-        act(self, actions, episodes, failed)
-        failed |= {i: Failed("env_error", "no display") for i in actions if i == 0}
+    def step(self, action):
+        raise RuntimeError("no display")
 
-    monkeypatch.setattr(TrajectoryCollector, "_act", failing)
-    rows = train(tmp_path / "run")
-    assert [row["heldout_failed_episodes"] for row in rows] == [1.0] * 5
-    assert rows[-1]["failed_episodes"] == 1.0
+
+def lake(kind):
+    return f"custom_envs.FrozenLakeEnv.env_type=tests.train.agent.test_broken_training:{kind}"
+
+
+HERE = ("vector.backend=serial", "trainer.check_envs=false", "warmup.steps=0")
+
+
+def test_envs_that_all_fail_end_the_run(tmp_path):
+    with pytest.raises(EnvError, match="all 2 episodes of the evaluation failed; the first: .*no display"):
+        train(tmp_path / "run", lake("NoDisplay"), *HERE)
 
 
 def test_a_gradient_that_is_no_number_changes_no_weights_and_ends_the_run(tmp_path, monkeypatch):

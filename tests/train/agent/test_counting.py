@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 
 from shoal.core.data import Trajectory, Turn
-from shoal.core.errors import DataError
 from shoal.rollout.filters import filter_groups, filter_rollouts
 from shoal.rollout.plan import slot_of
 from shoal.train.agent.advantages import ESTIMATORS, critic_advantages, turn_advantages
 from shoal.train.agent.config import AgentProxy, Algorithm
-from shoal.train.agent.distributed import refuse_miscounted
 from shoal.train.agent.evaluation import rollout_metrics
 
 
@@ -57,15 +55,6 @@ def test_a_refill_of_one_kind_takes_the_groups_in_order():
 
 
 PLAYED = [episode(g, m, [1.0]) for g in (4, 5) for m in range(2)]
-
-
-def test_episodes_that_are_missing_doubled_or_without_an_end_stop_the_run():
-    refuse_miscounted(PLAYED, range(4, 6), 2)
-    for wrong in (PLAYED[:-1], [*PLAYED, PLAYED[0]], [PLAYED[1], PLAYED[0], *PLAYED[2:]]):
-        with pytest.raises(DataError, match="episodes where 4 were played"):
-            refuse_miscounted(wrong, range(4, 6), 2)
-    with pytest.raises(DataError, match="neither terminated nor truncated"):
-        refuse_miscounted([replace(PLAYED[0], terminated=False), *PLAYED[1:]], range(4, 6), 2)
 
 
 EMPTY = replace(episode(0, 2, [], success=False), terminated=False, truncated=True)
