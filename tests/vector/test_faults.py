@@ -654,10 +654,13 @@ def test_close_is_quick_in_every_state(moment: str) -> None:
 
 
 def test_a_hundred_pools_leave_no_memory_descriptors_or_shared_memory_behind() -> None:
+    names: set[Any] = set()
+
     def once() -> None:
         envs = make_vec(CountEnv, 2, backend="process", num_workers=1)
         envs.reset(seed=0)
         envs.step([1, 1])
+        names.add(envs._policy._attach.memory)
         envs.close()
 
     for _ in range(10):
@@ -669,7 +672,8 @@ def test_a_hundred_pools_leave_no_memory_descriptors_or_shared_memory_behind() -
         once()
     assert me.num_fds() <= files + 3
     assert me.memory_info().rss - memory < 16 * 2**20
-    assert not [name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name]
+    assert len(names) == 100
+    assert not names & set(os.listdir("/dev/shm"))
     assert children() <= processes
 
 
