@@ -165,7 +165,7 @@ class Bench:
         asked = []
         for i in range(n):
             words = stream(draw, "gpu", i // GROUP).integers(100, engine.vocabulary, self.prompt)
-            key = Key(0, 0, i // GROUP, i % GROUP, 0)
+            key = Key(0, (0, i // GROUP, i % GROUP, 0))
             asked.append(Request(tuple(words.tolist()), key, Sampling(answer, 1.0, ())))
         return asked
 

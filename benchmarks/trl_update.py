@@ -38,7 +38,9 @@ import transformers
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "src"))
 
-from shoal.core.data import Trajectory, Turn  # noqa: E402
+from tests.records import Exchange, trajectory_of  # noqa: E402
+
+from shoal.core.data import Trajectory  # noqa: E402
 from shoal.core.errors import EngineError  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine  # noqa: E402
@@ -148,10 +150,14 @@ def make_episodes(case: Case, seed: int) -> list[Trajectory]:
         for _ in range(rng.integers(case.turns[0], case.turns[1] + 1)):
             response = tokens(case.response)
             turns.append(
-                Turn("", context, response, (0.0,) * len(response), "", "a", True, float(rng.random()), "")
+                Exchange(
+                    "", context, response, (0.0,) * len(response), "", "a", True, float(rng.random()), ""
+                )
             )
             context += response + tokens(case.observation)
-        episodes.append(Trajectory("synthetic", 0, i // GROUP, i % GROUP, 0, tuple(turns), True, True, False))
+        episodes.append(
+            trajectory_of("synthetic", 0, i // GROUP, i % GROUP, 0, tuple(turns), True, True, False)
+        )
     return episodes
 
 

@@ -29,9 +29,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from tests.records import Exchange, trajectory_of  # noqa: E402
 from tests.viewer.browser import Browser, chromium  # noqa: E402
 
-from shoal.core.data import Trajectory, Turn, encode_trajectory  # noqa: E402
+from shoal.core.data import Trajectory, encode_trajectory  # noqa: E402
 from shoal.viewer.index import EpisodeIndex  # noqa: E402
 
 FILES = 100
@@ -63,13 +64,13 @@ def _episode(draw: random.Random, file: int, number: int) -> Trajectory:
         valid = draw.random() > 0.1
         chances = tuple(-draw.random() for _ in said)
         turns.append(
-            Turn("S F F F\nF H F H\nF F F H\nH F F G", prompt, said, chances, "<action>Down</action>",
+            Exchange("S F F F\nF H F H\nF F F H\nH F F G", prompt, said, chances, "<action>Down</action>",
                  "Down" if valid else None, valid, 0.0, "s", None, "stop")
         )  # fmt: skip
     turns[-1] = replace(turns[-1], reward=draw.choice((0.0, 0.0, 0.5, 1.0)))
     solved = turns[-1].reward == 1.0
     broken = ("env_error", "RuntimeError: the lake is frozen") if draw.random() < 0.01 else ("ok", None)
-    return Trajectory(
+    return trajectory_of(
         "Lake", file, number // 8, number % 8, number // 8, tuple(turns), solved, solved, not solved, *broken  # type: ignore[arg-type]
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ import yaml
 
 import shoal
 from shoal.cli.main import main
+from tests.records import exchanges
 
 CONTAINER = {"dim_room": (6, 6), "num_boxes": 1}
 
@@ -94,8 +95,8 @@ def test_001_a_manager_and_a_shared_engine_play_what_the_sequential_code_plays()
         assert isinstance(manager.inference, shoal.SharedLLMInferenceManager)
     with shoal.ParallelRolloutManager(config, engine, backend="serial") as manager:
         alone = manager.rollout(0)
-    assert [[turn.response_ids for turn in t.turns] for t in parallel] == [
-        [turn.response_ids for turn in t.turns] for t in alone
+    assert [[turn.response_ids for turn in exchanges(t)] for t in parallel] == [
+        [turn.response_ids for turn in exchanges(t)] for t in alone
     ]
 
 

@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "core.seeding": "derive_seed",
-    "core.data": "Trajectory Turn",
+    "core.data": "Call Trajectory Turn",
     "core.errors": "ShoalError",
     "envs.text": "TextEnv",
     "envs.sokoban.env": "SokobanEnv",

@@ -1,6 +1,6 @@
 """Made-up records of episodes."""
 
-from shoal.core.data import Trajectory, Turn
+from tests.records import Exchange, trajectory_of
 
 
 def turn(**changes):
@@ -9,7 +9,7 @@ def turn(**changes):
         "response": "<action>Up</action>", "action": "Up", "action_is_valid": True, "reward": 0.5, "anchor": "a room",
         "finish": "stop",
     }  # fmt: skip
-    return Turn(**{**values, **changes})
+    return Exchange(**{**values, **changes})
 
 
 def trajectory(turns=None, **changes):
@@ -17,4 +17,4 @@ def trajectory(turns=None, **changes):
         "env": "Lake", "iteration": 0, "group": 0, "member": 0, "env_seed": 7, "turns": turns or (turn(), turn()),
         "success": False, "terminated": False, "truncated": True,
     }  # fmt: skip
-    return Trajectory(**{**values, **changes})
+    return trajectory_of(**{**values, **changes})

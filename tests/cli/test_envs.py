@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.records import Exchange, trajectory_of
 
 from shoal.cli.envs import read_key
 from shoal.cli.main import main
-from shoal.core.data import Trajectory, Turn, write_trajectories
+from shoal.core.data import write_trajectories
 from shoal.envs import names
 
 
@@ -81,10 +82,10 @@ def test_play_ends_politely_when_input_ends(capsys, monkeypatch):
 
 def trajectory(number):
     turns = (
-        Turn("P_\nOG", (1,), (2,), (0.0,), "<action>Right</action>", "Right", True, 0.0, "a"),
-        Turn("_P\nOG", (1,), (2,), (0.0,), "up? [bold]no[/bold]", None, False, 0.5, "b"),
+        Exchange("P_\nOG", (1,), (2,), (0.0,), "<action>Right</action>", "Right", True, 0.0, "a"),
+        Exchange("_P\nOG", (1,), (2,), (0.0,), "up? [bold]no[/bold]", None, False, 0.5, "b"),
     )
-    return Trajectory("Lake", 0, number, 0, 7, turns, number == 1, True, False)
+    return trajectory_of("Lake", 0, number, 0, 7, turns, number == 1, True, False)
 
 
 def test_replay_shows_episodes_from_the_one_asked_for(capsys, tmp_path):

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from tests.records import exchanges, of_no_weights, with_call
 
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories, write_trajectories
@@ -58,7 +59,7 @@ def test_every_episode_of_a_run_on_workers_is_the_same_in_a_plain_loop(trained):
             for number, record in enumerate(read_trajectories(file)):
                 again = replay.play(find_episode(trained, f"{file.stem}:{number}"))
                 assert again.difference is None
-                assert replace(again.trajectory, weights_version=0) == replace(record, weights_version=0)
+                assert of_no_weights(again.trajectory) == of_no_weights(record)
                 sampled = file.stem in ("train-000002", "heldout-000001", "heldout-000002")
                 assert (
                     "sampled again with" if sampled else "the recorded tokens are replayed"
@@ -77,7 +78,7 @@ def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(
     asked += ["agent_proxy.max_tokens=1", "warmup.steps=120", "warmup.learning_rate=0.01"]
     assert main(["train", *small, *asked, f"run_dir={tmp_path / 'run'}"]) == 0
     records = list(read_trajectories(tmp_path / "run" / "trajectories" / "train-000001.jsonl"))
-    turns = [turn for record in records for turn in record.turns]
+    turns = [turn for record in records for turn in exchanges(record)]
     assert {len(turn.response_ids) for turn in turns} == {1}
     assert {turn.response for turn in turns if turn.action_is_valid} <= {
         f"<action>{word}</action>" for word in ("Up", "Down", "Left", "Right")
@@ -158,10 +159,8 @@ def test_other_weights_are_found_at_the_first_token(trained, tmp_path, capsys):
     shutil.copytree(trained, run)
     file = run / "trajectories" / "train-000002.jsonl"
     first, *rest = read_trajectories(file)
-    wrong = (first.turns[0].response_ids[0] + 1, *first.turns[0].response_ids[1:])
-    write_trajectories(
-        file, [replace(first, turns=(replace(first.turns[0], response_ids=wrong), *first.turns[1:])), *rest]
-    )
+    wrong = (exchanges(first)[0].response_ids[0] + 1, *exchanges(first)[0].response_ids[1:])
+    write_trajectories(file, [with_call(first, 0, response_ids=wrong), *rest])
     assert main(["replay", str(run), "train-000002:0", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["difference"]
     assert (found["what"], found["turn"], found["token"]) == ("response token", 1, 0)
@@ -186,7 +185,7 @@ def test_a_fork_takes_another_action_and_the_model_plays_on(trained, capsys):
     assert forked == again
     assert forked.turns[0] == found.trajectory.turns[0]
     assert forked.turns[1].action == "Left"
-    assert forked.turns[1].prompt_ids == found.trajectory.turns[1].prompt_ids
+    assert exchanges(forked)[1].prompt_ids == exchanges(found.trajectory)[1].prompt_ids
     assert len(forked.turns) > 2
     assert main(["replay", str(trained), "heldout-000002:0", "--action", "Sideways"]) == 2
     assert "is no action of FrozenLakeEnv; there are: Left, Down, Right, Up" in capsys.readouterr().err
@@ -286,7 +285,7 @@ def test_the_tokens_that_a_vllm_server_wrote_are_replayed_and_compared(from_vllm
     run, served = from_vllm
     file = run / "trajectories" / "rollout.jsonl"
     records = list(read_trajectories(file))
-    written = [turn for record in records for turn in record.turns]
+    written = [turn for record in records for turn in exchanges(record)]
     assert sorted(turn.prompt_ids for turn in written) == sorted(served.asked)
     assert all(turn.response_ids[-1] == served.tokenizer.end_ids[0] for turn in written)
     assert len({turn.action for turn in written}) > 1
@@ -296,7 +295,7 @@ def test_the_tokens_that_a_vllm_server_wrote_are_replayed_and_compared(from_vllm
         assert (said["equal"], said["turns"]) == (True, len(record.turns))
     with Replay(run) as replay:
         again = replay.play(find_episode(run, "rollout:2"))
-    assert again.trajectory == replace(records[2], weights_version=again.trajectory.weights_version)
+    assert of_no_weights(again.trajectory) == of_no_weights(records[2])
     assert "the recorded tokens are replayed" in again.source
 
 
@@ -306,24 +305,21 @@ def test_a_record_of_a_server_that_says_otherwise_than_its_tokens_is_found(from_
     file = run / "trajectories" / "rollout.jsonl"
     records = list(read_trajectories(file))
     at = next(number for number, record in enumerate(records) if len(record.turns) > 1)
-    begun = records[at].turns[1]
-    changes = {
-        "prompt token": {
-            "prompt_ids": (*begun.prompt_ids[:5], begun.prompt_ids[5] + 1, *begun.prompt_ids[6:])
-        },
-        "response": {
-            "response_ids": (*begun.response_ids[:-2], begun.response_ids[0], begun.response_ids[-1])
-        },
-        "observation": {"observation": begun.observation + "?"},
-    }
-    turns = (records[at].turns[0], replace(begun, **changes[what]), *records[at].turns[2:])
-    records[at] = replace(records[at], turns=turns)
+    record = records[at]
+    begun, call = record.turns[1], record.calls[1]
+    asked, said = call.new_prompt_ids, call.response_ids
+    other = replace(begun, observation=begun.observation + "?")
+    records[at] = {
+        "prompt token": with_call(record, 1, new_prompt_ids=(*asked[:5], asked[5] + 1, *asked[6:])),
+        "response": with_call(record, 1, response_ids=(*said[:-2], said[0], said[-1])),
+        "observation": replace(record, turns=(record.turns[0], other, *record.turns[2:])),
+    }[what]
     write_trajectories(file, records)
     assert main(["replay", str(run), f"rollout:{at}", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["difference"]
     assert (found["what"], found["turn"]) == (what, 2)
     if what == "prompt token":
-        assert found["token"] == 5
+        assert found["token"] == len(record.prompt_ids(1)) - len(asked) + 5
 
 
 def test_what_vllm_wrote_in_process_is_replayed_even_where_its_checkpoint_is(

@@ -2,6 +2,7 @@ import json
 import threading
 
 import pytest
+from tests.records import with_call
 from tests.rollout.doubles import FakeServer
 
 from shoal.cli import grammar
@@ -67,12 +68,13 @@ def test_a_changed_record_is_found(tmp_path, capsys):
     file = run / "trajectories" / "rollout.jsonl"
     saved = list(read_trajectories(file))
     turn = saved[4].turns[2]
-    for change, level, code in (
-        ({"logprobs": (turn.logprobs[0] - 1e-9, *turn.logprobs[1:])}, "L1", 0),
-        ({"reward": turn.reward + 1}, "L0", 1),
+    first, *others = saved[4].calls[2].logprobs
+    better = replace(turn, reward=turn.reward + 1)
+    for changed, level, code in (
+        (with_call(saved[4], 2, logprobs=(first - 1e-9, *others)), "L1", 0),
+        (replace(saved[4], turns=(*saved[4].turns[:2], better, *saved[4].turns[3:])), "L0", 1),
     ):
-        turns = (*saved[4].turns[:2], replace(turn, **change), *saved[4].turns[3:])
-        write_trajectories(file, [*saved[:4], replace(saved[4], turns=turns), *saved[5:]])
+        write_trajectories(file, [*saved[:4], changed, *saved[5:]])
         assert main(["rollout", "--verify", str(run)]) == code
         said = capsys.readouterr().out
         assert f"held {level}" in said

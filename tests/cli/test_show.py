@@ -7,12 +7,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+from tests.records import Exchange, trajectory_of
 from tests.viewer.test_index import episode
 
 from shoal.cli.grammar import came_to_an_end, show_warnings
 from shoal.cli.main import main
 from shoal.cli.output import watched_output
-from shoal.core.data import Trajectory, Turn, write_trajectories
+from shoal.core.data import write_trajectories
 from shoal.core.errors import EngineError
 from shoal.core.run_folder import RunFolder
 from shoal.viewer.index import EpisodeIndex
@@ -67,8 +68,8 @@ def test_what_a_run_says_is_shown_as_it_stands_there(run, capsys):
 def test_what_a_run_says_commands_no_terminal(run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "4000")
     hostile = "a\x1b]0;title\x07b\x1b[2Jc\x9b5nd\x00e\u202ef\x08g\x7f\rh\x1b[41mred\x1b[A\x1b[2Ki\x1b[?25l"
-    seen = Turn(hostile, (7,), (1,), (-0.1,), hostile, hostile, True, 1.0, "s", None, "stop")
-    played = Trajectory(hostile, 0, 0, 0, 1, (seen,), False, True, False, "env_error", hostile)
+    seen = Exchange(hostile, (7,), (1,), (-0.1,), hostile, hostile, True, 1.0, "s", None, "stop")
+    played = trajectory_of(hostile, 0, 0, 0, 1, (seen,), False, True, False, "env_error", hostile)
     write_trajectories(run / "trajectories" / "heldout-000002.jsonl", [played])
     told = {"command": hostile, "status": hostile, "metrics": {hostile: hostile}}
     (run / "summary.json").write_text(json.dumps(told))

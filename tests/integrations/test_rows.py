@@ -4,8 +4,8 @@ import types
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.records import Exchange, exchanges, trajectory_of
 
-from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError
 from shoal.integrations.rows import bridge_config, require_whole_episodes, token_rows
 from shoal.integrations.trl import TRLRollout
@@ -20,9 +20,9 @@ def make_trajectory(parts, grows, status="ok"):
     for told, written, reward in parts:
         context = context + told if grows else (99, len(turns), *told)
         logprobs = tuple(-0.5 - i for i in range(len(written)))
-        turns.append(Turn("", context, written, logprobs, "", "a", True, reward, ""))
+        turns.append(Exchange("", context, written, logprobs, "", "a", True, reward, ""))
         context += written
-    return Trajectory("lake", 0, 2, 1, 7, tuple(turns), False, True, False, status)
+    return trajectory_of("lake", 0, 2, 1, 7, tuple(turns), False, True, False, status)
 
 
 episodes = st.lists(st.tuples(tokens, tokens, st.integers(-3, 3).map(float)), min_size=1, max_size=5)
@@ -40,11 +40,11 @@ def test_every_written_token_is_in_one_row_with_its_log_prob(parts, grows):
         if mask
     ]
     assert written == [
-        pair for t in trajectory.turns for pair in zip(t.response_ids, t.logprobs, strict=True)
+        pair for t in exchanges(trajectory) for pair in zip(t.response_ids, t.logprobs, strict=True)
     ]
-    assert rows[0].prompt_ids == list(trajectory.turns[0].prompt_ids)
+    assert rows[0].prompt_ids == list(exchanges(trajectory)[0].prompt_ids)
     for row in rows:
-        last = trajectory.turns[row.first_turn + row.n_turns - 1]
+        last = exchanges(trajectory)[row.first_turn + row.n_turns - 1]
         assert tuple(row.prompt_ids + row.response_ids) == last.prompt_ids + last.response_ids
         assert sum(row.turn_lengths) == sum(row.mask)
     assert sum(sum(row.rewards) for row in rows) == trajectory.reward

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("trl")
 import torch
+from tests.records import exchanges
 from trl import GRPOConfig, GRPOTrainer
 
 from shoal import envs
@@ -81,7 +82,7 @@ def played(make_model, tokenizer, folder, backend="serial", steps=2, **settings)
 
 def names(calls):
     return [
-        [(t.env, t.group, t.member, t.env_seed, [turn.response_ids for turn in t.turns]) for t in call]
+        [(t.env, t.group, t.member, t.env_seed, [turn.response_ids for turn in exchanges(t)]) for t in call]
         for call in calls
     ]
 
@@ -103,7 +104,7 @@ def test_groups_share_their_start_and_the_same_seed_plays_the_same(make_model, t
             assert [t.member for t in group] == [0, 1, 2, 3]
             assert group[0].env_seed == derive_seed(3, "env", 0, group[0].group)
             assert len({t.turns[0].observation for t in group}) == 1
-            assert len({t.turns[0].response_ids for t in group}) > 1
+            assert len({exchanges(t)[0].response_ids for t in group}) > 1
     again, _, _ = played(make_model, tokenizer, tmp_path, backend="threads")
     assert names(again) == names(calls)
 
@@ -115,9 +116,9 @@ def test_trl_sees_the_tokens_their_log_probs_and_masks(make_model, tokenizer, tm
         real = batch["completion_mask"][place].bool()
         written = (batch["tool_mask"][place] * batch["completion_mask"][place]).bool()
         ids = batch["completion_ids"][place][written].tolist()
-        assert ids == [i for turn in trajectory.turns for i in turn.response_ids]
+        assert ids == [i for turn in exchanges(trajectory) for i in turn.response_ids]
         prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()].tolist()
-        last = trajectory.turns[-1]
+        last = exchanges(trajectory)[-1]
         whole = prompt + batch["completion_ids"][place][real].tolist()
         assert (
             tuple(whole)[: len(last.prompt_ids) + len(last.response_ids)]

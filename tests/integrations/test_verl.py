@@ -27,6 +27,7 @@ with pytest.MonkeyPatch.context() as patch:
 
 from omegaconf import OmegaConf
 from tests.integrations import doubles
+from tests.records import exchanges
 
 from shoal.core.errors import DataError, EngineError
 from shoal.core.seeding import derive_seed, stream
@@ -78,8 +79,8 @@ def spread(trajectories, turns, width):
     """The slow way: one number a turn onto the written tokens of one row an episode."""
     found = np.zeros((len(trajectories), width))
     for place, (trajectory, numbers) in enumerate(zip(trajectories, turns, strict=True)):
-        begin = len(trajectory.turns[0].prompt_ids)
-        for turn, number in zip(trajectory.turns, numbers, strict=True):
+        begin = len(exchanges(trajectory)[0].prompt_ids)
+        for turn, number in zip(exchanges(trajectory), numbers, strict=True):
             first = len(turn.prompt_ids) - begin
             found[place, first : first + len(turn.response_ids)] = number
     return found
@@ -93,14 +94,14 @@ def test_tensors_are_what_verl_expects(engine):
     torch.testing.assert_close(batch["position_ids"], compute_position_id_with_mask(batch["attention_mask"]))
     torch.testing.assert_close(torch.cat([batch["prompts"], batch["responses"]], 1), batch["input_ids"])
     for place, trajectory in enumerate(trajectories):
-        last = trajectory.turns[-1]
+        last = exchanges(trajectory)[-1]
         real = batch["input_ids"][place][batch["attention_mask"][place].bool()]
         assert tuple(real.tolist()) == last.prompt_ids + last.response_ids
         written = batch["response_mask"][place].bool()
         assert batch["responses"][place][written].tolist() == [
-            i for t in trajectory.turns for i in t.response_ids
+            i for t in exchanges(trajectory) for i in t.response_ids
         ]
-        expected = [p for t in trajectory.turns for p in t.logprobs]
+        expected = [p for t in exchanges(trajectory) for p in t.logprobs]
         np.testing.assert_allclose(batch["rollout_log_probs"][place][written], expected, rtol=1e-6)
     np.testing.assert_allclose(batch["rm_scores"].sum(-1), [t.reward for t in trajectories])
     assert list(data.non_tensor_batch["uid"]) == [f"letter-0-{t.group}" for t in trajectories]
@@ -160,7 +161,7 @@ def test_token_gae_of_verl_and_of_shoal_are_the_same(engine):
     )
     for place, trajectory in enumerate(trajectories):
         written = mask[place].bool()
-        cuts = np.cumsum([len(t.response_ids) for t in trajectory.turns])[:-1]
+        cuts = np.cumsum([len(t.response_ids) for t in exchanges(trajectory)])[:-1]
         known = np.split(values[place][written].numpy().astype(np.float64), cuts)
         _, targets = token_gae([t.reward for t in trajectory.turns], known, 1.0, 0.9)
         np.testing.assert_allclose(returns[place][written], np.concatenate(targets), atol=1e-5)
@@ -197,7 +198,7 @@ def test_a_fresh_chat_each_turn_gives_one_row_a_turn_with_shoals_advantages(engi
     assert len(data) == sum(len(t.turns) for t in trajectories)
     row = 0
     for trajectory, numbers in zip(trajectories, turns, strict=True):
-        for place, turn in enumerate(trajectory.turns):
+        for place, turn in enumerate(exchanges(trajectory)):
             mask = data.batch["response_mask"][row].bool()
             assert data.batch["responses"][row][mask].tolist() == list(turn.response_ids)
             np.testing.assert_allclose(data.batch["advantages"][row][mask], numbers[place], rtol=1e-6)
@@ -213,7 +214,7 @@ class Client:
 
     async def generate(self, request_id, *, prompt_ids, sampling_params, **rest):
         self.requests.append((request_id, list(prompt_ids), sampling_params))
-        key = Key(0, 0, 0, len(self.requests), 0)
+        key = Key(0, (0, 0, len(self.requests), 0))
         sampling = Sampling(sampling_params["max_tokens"], sampling_params["temperature"])
         answer = self.engine.generate([Request(tuple(prompt_ids), key, sampling)])[0]
         return TokenOutput(

@@ -51,7 +51,7 @@ class HashEngine:
 
     def _answer(self, request):
         key = request.key
-        names = [key.iteration, key.group, key.member, key.turn, *request.prompt_ids]
+        names = [*key.path, *request.prompt_ids]
         word = WORDS[derive_seed(key.seed, "word", *names) % 3]
         ids = self.tokenizer.encode(f"<action>{word}</action>")
         logprobs = tuple(-float(derive_seed(key.seed, "lp", i, *names) % 997) / 997 for i in range(len(ids)))
@@ -351,8 +351,8 @@ class FaultyEngine(HashEngine):
         return super().generate(requests)
 
     def _kind(self, request):
-        kind, at = self.faults.get((request.key.group, request.key.member), ("", 0))
-        return kind if request.key.turn == at else ""
+        kind, at = self.faults.get(request.key.path[1:3], ("", 0))
+        return kind if request.key.path[3] == at else ""
 
     def _meet(self, kind, request):
         if kind == "refuse":
@@ -483,7 +483,7 @@ def llama_requests(engine, n):
     return [
         Request(
             engine.tokenizer.start([{"role": "user", "content": chats[i // 3]}]),
-            Key(0, 0, i // 3, i % 3, 0),
+            Key(0, (0, i // 3, i % 3, 0)),
             Sampling(int(rng.integers(1, 9)), float(rng.choice([0.0, 0.8, 1.0]))),
         )
         for i in range(n)

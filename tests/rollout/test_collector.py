@@ -3,6 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import pytest
+from tests.records import exchanges
 
 from shoal import envs
 from shoal.core.errors import ConfigError
@@ -48,7 +49,7 @@ def play_by_hand(engine, seed, iteration, group, member):
     turns, success, over = [], False, False
     while not over and len(turns) < limit:
         prompt = engine.tokenizer.start([{"role": "user", "content": observation}])
-        request = Request(prompt, Key(seed, iteration, group, member, len(turns)), SAMPLING)
+        request = Request(prompt, Key(seed, (iteration, group, member, len(turns))), SAMPLING)
         completion = engine.generate([request])[0]
         text = engine.tokenizer.decode(completion.token_ids)
         action = env.projection(text).actions[0]
@@ -106,7 +107,7 @@ def test_responses_without_an_action_cost_turns_and_are_recorded_as_such():
 
 def test_the_known_way_over_the_known_lake_succeeds():
     way = ["Down", "Down", "Right", "Right", "Down", "Right"]
-    engine = ScriptedEngine(lambda prompt, key: f"<action>{way[key.turn % 6]}</action>", WORDS)
+    engine = ScriptedEngine(lambda prompt, key: f"<action>{way[key.path[-1] % 6]}</action>", WORDS)
     fixed = [t for t in collector(engine).collect(0, SAMPLING) if t.env == "Fixed"]
     assert all(t.success and t.reward == 1.0 and len(t.turns) == 6 and t.terminated for t in fixed)
 
@@ -138,7 +139,7 @@ def test_what_cannot_be_asked_or_read_costs_its_own_episode_in_lockstep_as_on_wo
             return roles
         return {t: replace(r, projection=OnlyValid(lookup=r.projection.lookup)) for t, r in roles.items()}
 
-    engine = Picky() if change == "prompt" else ScriptedEngine(lambda p, k: "Up" * (k.turn % 2), WORDS)
+    engine = Picky() if change == "prompt" else ScriptedEngine(lambda p, k: "Up" * (k.path[-1] % 2), WORDS)
     settings = {"max_tokens": 8, "prompt": asdict(PROMPT)}
     playing = collector(engine)
     playing.roles = of(playing.roles)
@@ -158,7 +159,7 @@ class Late(RandomEngine):
     """A server that does not answer the third turn of group 1 in time."""
 
     def generate(self, requests):
-        if any(request.key.group == 1 and request.key.turn == 2 for request in requests):
+        if any(request.key.path[1] == 1 and request.key.path[3] == 2 for request in requests):
             raise TimeoutError("no answer within 1 s")
         return super().generate(requests)
 
@@ -200,7 +201,7 @@ def test_an_env_that_is_late_is_told_as_a_timeout_in_lockstep_as_on_workers():
 def test_in_append_mode_each_prompt_extends_the_tokens_before_it():
     prompt = PromptConfig(mode="append", first="{observation}", later="{observation}")
     for trajectory in collector(RandomEngine(WORDS), prompt).collect(0, SAMPLING):
-        for before, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+        for before, after in zip(exchanges(trajectory), exchanges(trajectory)[1:], strict=False):
             known = before.prompt_ids + before.response_ids
             assert after.prompt_ids[: len(known)] == known
 

@@ -32,7 +32,7 @@ class NumpyEngine(HashEngine):
     def _answer(self, request):
         plain = super()._answer(request)
         ids, logprobs = np.array(plain.token_ids), np.array(plain.logprobs)
-        if request.key.member:
+        if request.key.path[2]:
             ids, logprobs = tuple(ids), list(logprobs)
         return Completion(ids, logprobs, plain.finish, np.int64(plain.weights_version))
 
@@ -46,7 +46,7 @@ class OddEngine(HashEngine):
     odd = None
 
     def _answer(self, request):
-        return self.odd if (request.key.group, request.key.turn) == (1, 2) else super()._answer(request)
+        return self.odd if (request.key.path[1], request.key.path[3]) == (1, 2) else super()._answer(request)
 
 
 class Refusing(OddEngine):
@@ -89,7 +89,7 @@ class SpeechlessError(Exception):
 @pytest.mark.parametrize("error", [SpeechlessError, KeyboardInterrupt])
 def test_whatever_an_engine_raises_of_itself_ends_the_episode_alone_that_it_is_about(calm, backend, error):
     def before(requests):
-        if any((r.key.group, r.key.turn) == (1, 2) for r in requests):
+        if any((r.key.path[1], r.key.path[3]) == (1, 2) for r in requests):
             raise error
 
     for usual, now in zip(calm, play(backend, HashEngine(before)), strict=True):
@@ -144,7 +144,7 @@ def test_an_engine_whose_own_worker_is_late_ends_episodes_and_not_the_rollout(ca
     class Late(HashEngine):
         def _answer(self, request):
             late = WorkerTimeoutError("its replica is late")
-            return late if request.key.group == 2 else super()._answer(request)
+            return late if request.key.path[1] == 2 else super()._answer(request)
 
         def generate_each(self, requests):
             return self.generate(requests)

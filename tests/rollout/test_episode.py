@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+from tests.records import exchanges
 
 from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, EngineError, EnvError
@@ -56,7 +57,7 @@ def test_one_response_may_hold_several_actions_where_the_config_says_so():
 )
 def test_an_episode_is_truncated_after_its_last_turn_unless_it_has_ended_in_it(limit, turns, terminated):
     way = ["Down", "Down", "Right", "Right", "Down", "Right"]
-    engine = ScriptedEngine(lambda prompt, key: f"<action>{way[key.turn]}</action>", WORDS)
+    engine = ScriptedEngine(lambda prompt, key: f"<action>{way[key.path[-1]]}</action>", WORDS)
     for trajectory in collect(engine, max_actions_per_traj=limit):
         assert (len(trajectory.turns), trajectory.status) == (turns, "ok")
         assert (trajectory.terminated, trajectory.truncated) == (terminated, not terminated)
@@ -228,7 +229,7 @@ def test_a_template_that_cuts_thoughts_is_named_with_the_message_and_its_text(ca
         trajectories = collect(engine, append())
     assert drifts(caplog) == 1
     for trajectory in trajectories:  # the tokens are those that were sampled all the same
-        for before, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+        for before, after in zip(exchanges(trajectory), exchanges(trajectory)[1:], strict=False):
             known = before.prompt_ids + before.response_ids
             assert after.prompt_ids[: len(known)] == known
     caplog.clear()

@@ -5,6 +5,7 @@ import json
 import logging
 
 import pytest
+from tests.records import exchanges
 from tests.rollout.doubles import WORDS, World, fast_tokenizer, llama_engine
 
 from shoal import ParallelRolloutManager, TrajectoryCollector, derive_seed, envs, make_environments
@@ -71,7 +72,7 @@ def tokens(trajectories):
     """One hash of all tokens, read and written."""
     assert len(trajectories) == GROUPS * MEMBERS
     assert all(t.status == "ok" and len(t.turns) == TURNS for t in trajectories)
-    written = [[(turn.prompt_ids, turn.response_ids) for turn in t.turns] for t in trajectories]
+    written = [[(turn.prompt_ids, turn.response_ids) for turn in exchanges(t)] for t in trajectories]
     return hashlib.sha256(json.dumps(written).encode()).hexdigest()
 
 
@@ -94,7 +95,7 @@ def mode(request):
 @pytest.fixture(scope="module")
 def tiny_hash(_world, tiny, mode):
     played, _ = play(tiny, "serial", mode=mode)
-    assert len({turn.response_ids for t in played for turn in t.turns}) > 100  # they are not all alike
+    assert len({call.response_ids for t in played for call in t.calls}) > 100  # they are not all alike
     return whole(played)
 
 
@@ -181,7 +182,7 @@ def llama_hash(_world, llama, mode):
     played, _ = play(llama, "serial", mode=mode)
     start, end = llama.tokenizer.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     for trajectory in played:
-        first = trajectory.turns[0].prompt_ids
+        first = exchanges(trajectory)[0].prompt_ids
         assert (first.count(start), first.count(end)) == (2, 1)  # those of the template: nothing is forged
     return tokens(played)
 

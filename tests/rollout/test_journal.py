@@ -4,10 +4,11 @@ import json
 
 import msgspec
 import pytest
+from tests.records import Exchange, trajectory_of
 from tests.rollout.doubles import BreakingOff, BrokenOff, CounterEnv, HashEngine, config
 
 from shoal import envs
-from shoal.core.data import Trajectory, Turn, encode_trajectory
+from shoal.core.data import encode_trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.factory import make_environments
@@ -27,8 +28,8 @@ def _counter():
 
 
 def episode(group, status="ok", seed=7):
-    turn = Turn("see é", (1, 2), (3,), (-0.1,), "say\n", None, True, 0.1 + group, "")
-    return Trajectory(
+    turn = Exchange("see é", (1, 2), (3,), (-0.1,), "say\n", None, True, 0.1 + group, "")
+    return trajectory_of(
         "e", 0, group, 0, place_of(seed, 0, group, 0).env_seed, (turn,), True, True, False, status
     )
 
@@ -36,7 +37,7 @@ def episode(group, status="ok", seed=7):
 def read_back(path, n, settings=SETTINGS):
     """Which of the first `n` groups are there, each as it was."""
     journal = Journal(path, settings)
-    found = {group: journal.find("e", place_of(7, 0, group, 0)) for group in range(n)}
+    found = {group: journal.find("e", place_of(7, 0, group, 0), 0) for group in range(n)}
     assert all(trajectory in (None, episode(group)) for group, trajectory in found.items())
     return [group for group, trajectory in found.items() if trajectory is not None]
 
@@ -224,6 +225,21 @@ def full_after(n):
         append_line(path, line, **options)
 
     return write
+
+
+def test_what_other_weights_wrote_is_played_again_and_what_is_safe_elsewhere_is_forgotten(tmp_path):
+    calm = collect(player("serial", HashEngine(), Journal(path := tmp_path / "file", SETTINGS)))
+    engine = HashEngine()
+    engine.weights_version += 1
+    collect(player("serial", engine, Journal(path, SETTINGS)))
+    assert engine.batches
+    kept = Journal(path, SETTINGS)
+    assert kept.count == 2 * len(calm)
+    kept.begin_anew()
+    assert Journal(path, SETTINGS).count == 0
+    engine = HashEngine()
+    assert collect(player("serial", engine, kept)) == calm
+    assert engine.batches
 
 
 def test_settings_may_hold_what_yaml_can(tmp_path):

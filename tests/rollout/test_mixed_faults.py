@@ -81,7 +81,7 @@ class PlannedEngine(HashEngine):
         return super().generate(requests)
 
     def _fault(self, request):
-        return self.plan.get((request.key.group, request.key.member)) if request.key.turn == 1 else None
+        return self.plan.get(request.key.path[1:3]) if request.key.path[3] == 1 else None
 
     def _answer(self, request):
         good = super()._answer(request)

@@ -1,6 +1,6 @@
 import pytest
+from tests.records import Exchange, trajectory_of
 
-from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
 from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.filters import filter_groups, filter_rollouts, group_scores
@@ -9,10 +9,9 @@ from shoal.train.agent.config import Algorithm
 
 
 def played(group, reward, status="ok"):
-    from shoal.core.data import Turn
 
-    turn = Turn("", (1,), (2,), (-1.0,), "", None, True, reward, "")
-    return Trajectory("e", 0, group, 0, 0, (turn,), False, True, False, status)
+    turn = Exchange("", (1,), (2,), (-1.0,), "", None, True, reward, "")
+    return trajectory_of("e", 0, group, 0, 0, (turn,), False, True, False, status)
 
 
 GROUPS = {0: [0, 0, 0, 0], 1: [1, 0, 0, 0], 2: [1, 1, 0, 0], 3: [4, 0, 4, 0]}

@@ -49,7 +49,9 @@ def test_the_serial_rollout_is_that_of_the_lockstep_collector(calm):
     playing = TrajectoryCollector(train.pool, train.tags, train.roles, train.group_size, engine, prompt, 7)
     assert playing.collect(4, SAMPLING) == calm
     assert len({t.turns[0].observation for t in calm}) > 4  # not all alike
-    assert all(t.status == "ok" and len(t.turns) == 6 and t.weights_version == 3 for t in calm)
+    assert all(
+        t.status == "ok" and len(t.turns) == 6 and {c.weights_version for c in t.calls} == {3} for t in calm
+    )
 
 
 @pytest.mark.parametrize("schedule", ["adaptive", "greedy", "barrier"])
@@ -362,7 +364,7 @@ class FailingEngine(HashEngine):
 
 @pytest.mark.parametrize("backend", ["serial", "threads", "processes"])
 def test_a_request_that_the_engine_cannot_answer_ends_its_episode_alone(calm, backend):
-    engine = FailingEngine(lambda r, _: (r.key.group, r.key.member, r.key.turn) == (1, 1, 3))
+    engine = FailingEngine(lambda r, _: (r.key.path[1], r.key.path[2], r.key.path[3]) == (1, 1, 3))
     played, _ = play(backend, engine=engine)
     for before, now in zip(calm, played, strict=True):
         if (now.group, now.member) == (1, 1):
@@ -373,7 +375,7 @@ def test_a_request_that_the_engine_cannot_answer_ends_its_episode_alone(calm, ba
 
 
 def test_an_engine_that_stumbles_is_asked_again(calm):
-    engine = FailingEngine(lambda r, e: e.failed < 1 and r.key.turn == 2)
+    engine = FailingEngine(lambda r, e: e.failed < 1 and r.key.path[3] == 2)
     assert play("threads", engine=engine)[0] == calm
     assert engine.failed == 1
 

@@ -19,7 +19,7 @@ def test_a_request_passes_few_files_beside_the_machine_of_the_episode():
             seen.add(frame.f_code.co_filename.partition("/shoal/rollout/")[2])
 
     def before(requests):
-        sys.setprofile(note if requests[0].key.turn == 1 else None)
+        sys.setprofile(note if requests[0].key.path[3] == 1 else None)
 
     envs.register("test_counter", CounterEnv, replace=True)
     settings = config(groups=1, members=1)

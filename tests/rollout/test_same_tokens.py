@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.records import exchanges
 from tests.rollout.doubles import llama_engine
 
 from shoal import ParallelRolloutManager
+from shoal.core.data import read_trajectories
 from shoal.rollout.factory import words_of
 from shoal.rollout.samplers.registry import make_engine
 from shoal.train.agent.config import compose_config
@@ -46,7 +48,7 @@ def digest(trajectories):
     told = [
         (
             *(t.env, t.iteration, t.group, t.member, t.env_seed, t.status, t.terminated, t.truncated),
-            *((u.response_ids, [round(p, 4) for p in u.logprobs], u.reward) for u in t.turns),
+            *((u.response_ids, [round(p, 4) for p in u.logprobs], u.reward) for u in exchanges(t)),
         )
         for t in trajectories
     ]
@@ -69,10 +71,9 @@ def of_training(run, *changes):
         for _ in trainer.train():
             pass
     for file in sorted((Path(run) / "trajectories").glob("*.jsonl")):
-        played += [json.loads(line) for line in file.read_text().splitlines()]
+        played += read_trajectories(file)
     told = [
-        [(u["response_ids"], [round(p, 4) for p in u["logprobs"]], u["reward"]) for u in t["turns"]]
-        for t in played
+        [(u.response_ids, [round(p, 4) for p in u.logprobs], u.reward) for u in exchanges(t)] for t in played
     ]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 

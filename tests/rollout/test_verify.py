@@ -4,8 +4,9 @@ from dataclasses import fields, replace
 
 import pytest
 from tests.cli.recorded import trajectory, turn
+from tests.records import exchanges, with_call
 
-from shoal.core.data import Trajectory, Turn
+from shoal.core.data import Call, Trajectory, Turn
 from shoal.rollout.verify import compare, difference_of
 
 CHANGES = [
@@ -39,7 +40,9 @@ def other_than(value):
     return value + type(value)("x" if isinstance(value, str) else [9] if isinstance(value, tuple) else 1)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Trajectory) if field.name != "turns"])
+@pytest.mark.parametrize(
+    "name", [field.name for field in fields(Trajectory) if field.name not in ("calls", "turns")]
+)
 def test_no_field_of_an_episode_goes_unseen(name):
     one = trajectory()
     other = replace(one, **{name: other_than(getattr(one, name))})
@@ -47,11 +50,18 @@ def test_no_field_of_an_episode_goes_unseen(name):
     assert compare([one], [other]).level == "L0"
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Turn)])
+@pytest.mark.parametrize("name", [field.name for field in fields(Turn) if field.name != "call"])
 def test_no_field_of_a_turn_goes_unseen(name):
     one = trajectory()
     bent = replace(one.turns[1], **{name: other_than(getattr(one.turns[1], name))})
     assert difference_of(one, replace(one, turns=(one.turns[0], bent))).turn == 2
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Call) if field.name != "parent"])
+def test_no_field_of_a_call_goes_unseen(name):
+    one = trajectory()
+    assert difference_of(one, with_call(one, 1, **{name: other_than(getattr(one.calls[1], name))})).turn == 2
+    assert difference_of(one, with_call(one, 1, parent=0)).what == "prompt token"
 
 
 def test_a_verdict_counts_what_is_equal():
@@ -61,7 +71,7 @@ def test_a_verdict_counts_what_is_equal():
     assert compare(one, one).level == "L2"
     verdict = compare(one, [one[0], rounded, *one[2:]])
     assert (verdict.level, verdict.same_episodes, verdict.turns, verdict.same_logprobs) == ("L1", 4, 8, 7)
-    assert verdict.largest_difference == pytest.approx(abs(-0.125 - one[0].turns[1].logprobs[1]))
+    assert verdict.largest_difference == pytest.approx(abs(-0.125 - exchanges(one[0])[1].logprobs[1]))
     assert verdict.first is None
     verdict = compare(one, [one[0], rounded, wrong, one[3]])
     assert (verdict.level, verdict.same_episodes) == ("L0", 3)

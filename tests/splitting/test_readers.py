@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.records import Exchange, exchanges, trajectory_of
 
-from shoal.core.data import Trajectory, Turn, write_trajectories
+from shoal.core.data import write_trajectories
 from shoal.core.errors import DataError
 from shoal.core.executors import make_executor
 from shoal.splitting import (
@@ -179,10 +180,12 @@ def trajectory(processor, member=0, status="ok", image=None):
         answer = encode(f"go {number}<|im_end|>")
         logprobs = tuple(-0.5 for _ in answer)
         seen, said = f"state {number}", f"go {number}"
-        turn = Turn(seen, tuple(prompt), tuple(answer), logprobs, said, "go", True, 0.5, seen, image=image)
+        turn = Exchange(
+            seen, tuple(prompt), tuple(answer), logprobs, said, "go", True, 0.5, seen, image=image
+        )
         turns.append(turn)
         prompt = prompt + answer + encode("\n")
-    return Trajectory("grid/x", 4, 2, member, 7, tuple(turns), True, True, False, status)
+    return trajectory_of("grid/x", 4, 2, member, 7, tuple(turns), True, True, False, status)
 
 
 def test_own_trajectories_train_on_the_very_tokens_that_were_sampled(processor, tmp_path):
@@ -195,7 +198,7 @@ def test_own_trajectories_train_on_the_very_tokens_that_were_sampled(processor, 
         processor, tmp_path, reader=reader, use_vllm_logp=True, padding="longest"
     ).split(reader.ids())
     assert batch["uid"].tolist() == ["grid/x-4-2"] * 6
-    for sample, turn in zip(batch.samples()[:3], played[0].turns, strict=True):
+    for sample, turn in zip(batch.samples()[:3], exchanges(played[0]), strict=True):
         assert sample.prompt_ids.tolist() == list(turn.prompt_ids)
         assert sample.response_ids.tolist() == list(turn.response_ids)
         assert sample.logprobs.tolist() == list(turn.logprobs)

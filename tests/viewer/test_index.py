@@ -4,16 +4,17 @@ import os
 import sqlite3
 
 import pytest
+from tests.records import Exchange, trajectory_of
 
 from shoal.cli.main import main
-from shoal.core.data import Trajectory, Turn, encode_trajectory, read_trajectories, write_trajectories
+from shoal.core.data import encode_trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import DataError
 from shoal.viewer.index import ORDERS, EpisodeIndex, Filter
 
 
 def turn(reward=0.0, response="<action>Up</action>", ids=(1, 2, 3), valid=True, finish="stop"):
     action, logprobs = "Up" if valid else None, (-0.1,) * len(ids)
-    return Turn("a lake", (7, 8), ids, logprobs, response, action, valid, reward, "s", None, finish)
+    return Exchange("a lake", (7, 8), ids, logprobs, response, action, valid, reward, "s", None, finish)
 
 
 def episode(
@@ -21,7 +22,7 @@ def episode(
 ):
     turns = tuple(turn(reward) for reward in rewards)
     status, error = more.get("status", "ok"), more.get("error")
-    return Trajectory(
+    return trajectory_of(
         env, iteration, group, member, 2**63 + group, turns, success, not truncated, truncated, status, error
     )
 

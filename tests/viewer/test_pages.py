@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 
 import pytest
+from tests.records import trajectory_of
 from tests.viewer.test_index import episode, turn
 from tests.viewer.test_server import make_run
 
@@ -126,10 +127,9 @@ def test_a_graph_stands_right_of_what_it_needs_and_bears_circles():
 
 # --- groups
 def test_members_part_where_the_first_does_something_else():
-    up, down = turn(), turn()
-    down = type(up)(up.observation, up.prompt_ids, up.response_ids, up.logprobs, "x", "Down", True, 0.0, "s")
-    one = episode()
-    with_ = lambda *turns: type(one)("Lake", 0, 0, 0, 1, turns, False, True, False)  # noqa: E731
+    up = turn()
+    down = up._replace(response="x", action="Down", action_is_valid=True, reward=0.0, anchor="s")
+    with_ = lambda *turns: trajectory_of("Lake", 0, 0, 0, 1, turns, False, True, False)  # noqa: E731
     assert parting([with_(up, up), with_(up, up)]) is None
     assert parting([with_(up, up), with_(up, down), with_(up, up)]) == 1
     assert parting([with_(up, up), with_(up)]) == 1

@@ -180,30 +180,30 @@ def _lacks_play(model: str) -> bool:
 
 def _tell_prompt(engine: Any, trajectories: list[Any]) -> None:
     """Show how a model was asked that does not come with prompts of its own."""
-    turn = next((trajectory.turns[0] for trajectory in trajectories if trajectory.turns), None)
-    if turn is not None:
+    prompt = next((trajectory.prompt_ids(0) for trajectory in trajectories if trajectory.calls), None)
+    if prompt is not None:
         spell = getattr(engine.tokenizer, "spell", engine.tokenizer.decode)
         print(
             "the model says nothing of its prompts (no shoal.json); the first that it got:", file=sys.stderr
         )
-        print(textwrap.indent(harmless(spell(turn.prompt_ids)), "    "), file=sys.stderr)
+        print(textwrap.indent(harmless(spell(prompt)), "    "), file=sys.stderr)
 
 
 def _warn_of_invalid(options: EvalOptions, trajectories: list[Any], run: Any, plan: _Plan) -> None:
     """Show an answer that holds no action, the words that would be one, and what to do."""
     from shoal.rollout.factory import make_roles
 
-    turns = [(t.env, turn) for t in trajectories if t.status == "ok" for turn in t.turns]
-    bad = [(tag, turn) for tag, turn in turns if not turn.action_is_valid]
+    turns = [(t, turn) for t in trajectories if t.status == "ok" for turn in t.turns]
+    bad = [(t, turn) for t, turn in turns if not turn.action_is_valid]
     if not bad:  # no turn was played: the first prompt has filled the context
         return
-    tag, turn = bad[0]
-    role = make_roles(plan.envs.custom_envs, [tag])[tag]
+    trajectory, turn = bad[0]
+    role = make_roles(plan.envs.custom_envs, [trajectory.env])[trajectory.env]
     words = ", ".join(role.projection.words()[:20]) or "any text"
     prompt, most = replace(run.agent_proxy.prompt, **role.prompt), plan.sampling.max_tokens
     if _lacks_play(options.model):
         remedy = "a model that shoal trained wants the prompts of its run: evaluate the run, or shoal export RUN OUT"
-    elif turn.finish == "length" and not prompt.closing:
+    elif trajectory.call_of(turn).finish == "length" and not prompt.closing:
         remedy = f"the answer was cut off at {most} tokens: --max-tokens {4 * most}"
     elif "{actions}" not in prompt.first + prompt.later:
         remedy = "the prompt does not name the actions: use {actions} in agent_proxy.prompt.first and later"
@@ -213,7 +213,7 @@ def _warn_of_invalid(options: EvalOptions, trajectories: list[Any], run: Any, pl
     tags = " or ".join(f"<{name}>…</{name}>" for name in role.projection.tags)
     said = turn.response if len(turn.response) <= 200 else f"{turn.response[:200]}…"
     told = [
-        f"WARNING {share:.0%} of the answers held an action that {tag} knows; one that did not:",
+        f"WARNING {share:.0%} of the answers held an action that {trajectory.env} knows; one that did not:",
         f"    {said!r}",
         f"  it takes, inside {tags}: {words}",
         f"  {remedy}",

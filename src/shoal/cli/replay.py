@@ -12,7 +12,7 @@ import tyro
 from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import print_json, refuse_idle
 from shoal.cli.output import harmless
-from shoal.core.data import Turn
+from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
 
 MORE = """\
@@ -110,11 +110,11 @@ def _replay(options: ReplayOptions) -> int:
     console = Console(highlight=False)
     shown = 0
 
-    def told(one: Turn) -> None:
+    def told(so_far: Trajectory) -> None:
         nonlocal shown
         shown += 1
         if turn is None or shown == turn or (fork is not None and shown >= turn):
-            print_turn(console, shown - 1, one, player.tokenizer().decode if turn == shown else None)
+            print_turn(console, so_far, shown - 1, player.tokenizer().decode if turn == shown else None)
 
     print(f"{found.name}: {record.env}, iteration {record.iteration}, group {record.group}, member {record.member}, "
           f"env seed {record.env_seed}")  # fmt: skip
@@ -133,7 +133,7 @@ def _replay(options: ReplayOptions) -> int:
     print(harmless(f"\n{played.source}\nrecorded: {_outcome(record)}\nnow:      {_outcome(again)}"))
     checked = options.sampler in ("auto", "checkpoint", "recorded")
     if fork is None and difference is None:
-        tokens = sum(len(one.response_ids) for one in again.turns)
+        tokens = again.n_tokens
         same = f"the same: {len(again.turns)} turns, {tokens} tokens, every prompt, env answer and reward"
         print(same if checked else "played by another sampler: not compared")
     elif difference is not None:

@@ -20,7 +20,7 @@ from shoal.cli.command import Command, Flag
 from shoal.cli.grammar import count_of, duration, print_json
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import describe, is_run
-from shoal.core.data import Trajectory, Turn
+from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import UNFINISHED, command_of, read_summary
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
@@ -232,8 +232,8 @@ def print_episode(
         f"{outcome(trajectory)}, reward {trajectory.reward:g} in {count_of(len(trajectory.turns), 'turn')}"
     )
     console.print(harmless(told), markup=False)
-    for at, turn in enumerate(trajectory.turns[:max_turns]):
-        print_turn(console, at, turn, decode)
+    for at in range(min(max_turns, len(trajectory.turns))):
+        print_turn(console, trajectory, at, decode)
     left = len(trajectory.turns) - max_turns
     if left > 0:
         console.print(
@@ -242,13 +242,15 @@ def print_episode(
 
 
 def print_turn(
-    console: Console, at: int, turn: Turn, decode: Callable[[Sequence[int]], str] | None = None
+    console: Console, trajectory: Trajectory, at: int, decode: Callable[[Sequence[int]], str] | None = None
 ) -> None:
     """One turn (from 0): what was seen, or with `decode` the whole prompt, what was written, and what it led to."""
     console.print(Text(f"\nturn {at + 1}", style="bold"), end="")
-    told = "" if decode is None else f"  prompt of {count_of(len(turn.prompt_ids), 'token')}"
+    turn = trajectory.turns[at]
+    prompt = trajectory.prompt_ids(turn.call)
+    told = "" if decode is None else f"  prompt of {count_of(len(prompt), 'token')}"
     console.print(told, markup=False)
-    shown = turn.observation if decode is None else decode(turn.prompt_ids)
+    shown = turn.observation if decode is None else decode(prompt)
     console.print(Padding(Text(harmless(shown)), (0, 0, 0, 4)))
     response = Text(harmless(turn.response.strip("\n")) or "(nothing)", style="cyan")
     for match in ACTION.finditer(response.plain):

@@ -1,4 +1,4 @@
-"""What crosses rooms: turns, trajectories, and how they and their advantages look on disk (one JSON value a line)."""
+"""What crosses rooms: calls, turns, trajectories, and how these and advantages look on disk (a JSON value a line)."""
 
 from __future__ import annotations
 
@@ -118,20 +118,32 @@ def deep_copy(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One exchange: what the agent saw, the tokens it was given and wrote, what the env paid."""
+class Call:
+    """What a model was asked once, and what it said.
 
-    observation: str
-    prompt_ids: tuple[int, ...]  # the whole context this turn was sampled from
+    The calls of an episode are a tree: a prompt is all that `parent` was asked and said, then `new_prompt_ids`.
+    """
+
+    new_prompt_ids: tuple[int, ...]
+    parent: int | None  # the number of a call before this one; None where the prompt begins anew
     response_ids: tuple[int, ...]
     logprobs: tuple[float, ...]  # of `response_ids`, under the weights that sampled them
+    weights_version: int = 0  # of these weights
+    finish: str | None = None  # how the response ended ("stop" or "length"); None where it was not noted
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange with the env: what the agent saw, what it did, what the env paid."""
+
+    observation: str
+    call: int  # the number of the episode's call whose response this is
     response: str
     action: str | None  # the env's word(s) for what the response said; None when nothing usable came
     action_is_valid: bool
     reward: float
     anchor: str  # equal for equal env states within a group (GiGPO)
     image: str | None = None  # what the agent saw beside the text: a data URL or the path of a file
-    finish: str | None = None  # how the response ended ("stop" or "length"); None where it was not noted
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +155,22 @@ class Trajectory:
     group: int  # trajectories of a group share `env_seed`
     member: int  # position in the group; members differ in their sampling stream
     env_seed: int
+    calls: tuple[Call, ...]
     turns: tuple[Turn, ...]
     success: bool
     terminated: bool
     truncated: bool
     status: Status = "ok"
     error: str | None = None  # the cause when `status` is not "ok"
-    weights_version: int = 0
     finish: str | None = None  # "context" where the next prompt did not fit into the context; None otherwise
+
+    def __post_init__(self) -> None:
+        for number, call in enumerate(self.calls):
+            if call.parent is not None and not 0 <= call.parent < number:
+                raise ValueError(f"the parent of call {number} must be a call before it, got {call.parent}")
+        for turn in self.turns:
+            if not 0 <= turn.call < len(self.calls):
+                raise ValueError(f"a turn must be of one of {len(self.calls)} calls, got number {turn.call}")
 
     @property
     def reward(self) -> float:
@@ -160,7 +180,28 @@ class Trajectory:
     @property
     def n_tokens(self) -> int:
         """Tokens the model wrote in this episode."""
-        return sum(len(turn.response_ids) for turn in self.turns)
+        return sum(len(call.response_ids) for call in self.calls)
+
+    @property
+    def response_lengths(self) -> list[int]:
+        """Tokens that the model wrote in each turn."""
+        return [len(self.calls[turn.call].response_ids) for turn in self.turns]
+
+    def call_of(self, turn: Turn) -> Call:
+        """What the model was asked and said in a turn."""
+        return self.calls[turn.call]
+
+    def prompt_ids(self, call: int) -> tuple[int, ...]:
+        """The whole context that a call, by its number, was sampled from."""
+        parts: list[tuple[int, ...]] = []
+        number: int | None = call
+        while number is not None:
+            one = self.calls[number]
+            parts.append(one.new_prompt_ids)
+            number = one.parent
+            if number is not None:
+                parts.append(self.calls[number].response_ids)
+        return tuple(token for part in reversed(parts) for token in part)
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -236,7 +277,7 @@ def read_advantages(path: Path, trajectories: Mapping[int, Trajectory]) -> dict[
         if values is None:
             found[row] = None
             continue
-        counts = [len(turn.response_ids) for turn in trajectories[row].turns]
+        counts = trajectories[row].response_lengths
         whole = [one if isinstance(one, list) else [one] * n for one, n in zip(values, counts, strict=False)]
         if len(values) != len(counts) or [len(turn) for turn in whole] != counts:
             raise DataError(f"{path}, line {row + 1}: these are not the advantages of this episode's tokens")

@@ -40,18 +40,19 @@ def token_rows(trajectory: Trajectory) -> Iterator[TokenRow]:
     taken = 0
     for sample in make_samples(trajectory):
         start = int(sample.places[0])
-        length = len(sample.ids) - start
-        mask, logprobs, rewards = [0] * length, [0.0] * length, [0.0] * length
+        rest = len(sample.ids) - start
+        mask, logprobs, rewards = [0] * rest, [0.0] * rest, [0.0] * rest
         for place, logprob in zip(sample.places, sample.columns["rollout_logprobs"], strict=True):
             mask[place - start], logprobs[place - start] = 1, float(logprob)
         first, written = taken, 0
         for turn in trajectory.turns[first:]:
-            if written == len(sample.places) and turn.response_ids:
+            length = len(trajectory.call_of(turn).response_ids)
+            if written == len(sample.places) and length:
                 break
-            written += len(turn.response_ids)
+            written += length
             rewards[int(sample.places[max(written - 1, 0)]) - start] += turn.reward
             taken += 1
-        lengths = tuple(len(turn.response_ids) for turn in trajectory.turns[first:taken])
+        lengths = tuple(trajectory.response_lengths[first:taken])
         ids = list(sample.ids)
         yield TokenRow(ids[:start], ids[start:], mask, logprobs, rewards, first, lengths)
 

@@ -130,11 +130,15 @@ class Coach:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """What the envs said, as a model would write it."""
         asked = {(place.group, place.member): i for i, (place, _) in self._at.items()}
-        return [self._answer(asked[request.key.group, request.key.member], request) for request in requests]
+        answers = []
+        for request in requests:
+            _, group, member, _ = request.key.path
+            answers.append(self._answer(asked[group, member], request))
+        return answers
 
     def _answer(self, i: int, request: Request) -> Completion:
         nothing = Completion((), (), "context")  # the episode ends here
-        if request.key.turn == MAX_EPISODE_TURNS:
+        if request.key.path[-1] == MAX_EPISODE_TURNS:
             return nothing
         word, learned, self.rng[i] = self._answers[i]
         role = self._roles[self._at[i][1]]

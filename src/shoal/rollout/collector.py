@@ -98,7 +98,7 @@ class TrajectoryCollector:
         return [played[i] for i in places]
 
     def _play(self, episodes: Sequence[Assignment], sampling: Sampling) -> dict[int, Trajectory]:
-        played = self.journal.known(episodes)
+        played = self.journal.known(episodes, self.engine.weights_version)
         todo = [episode for episode in episodes if episode.index not in played]
         self.counts = len(played), len(episodes)
 

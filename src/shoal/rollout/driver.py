@@ -324,7 +324,7 @@ def without_turns(assignment: Assignment, status: Status, why: str) -> Trajector
     place = assignment.place
     return Trajectory(
         env=assignment.tag, iteration=place.iteration, group=place.group, member=place.member,
-        env_seed=place.env_seed, turns=(), success=False, terminated=False, truncated=False, status=status,
+        env_seed=place.env_seed, calls=(), turns=(), success=False, terminated=False, truncated=False, status=status,
         error=why,
     )  # fmt: skip
 

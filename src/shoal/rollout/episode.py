@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.core.data import MOST_REWARD, Status, Trajectory, Turn, check_flags, info_of, reward_of
+from shoal.core.data import MOST_REWARD, Call, Status, Trajectory, Turn, check_flags, info_of, reward_of
 from shoal.core.errors import EngineError, EnvError, format_error
 from shoal.envs.actions import Projected, Projection
 from shoal.rollout.images import picture_url
@@ -55,7 +55,7 @@ class EpisodeId:
 
     def key(self, turn: int = 0) -> Key:
         """What names the noise of a turn."""
-        return Key(self.seed, self.iteration, self.group, self.member, turn)
+        return Key(self.seed, (self.iteration, self.group, self.member, turn))
 
 
 class Question(NamedTuple):
@@ -77,12 +77,12 @@ class Episode:
         self.over = False
         self._prompter = prompter.variant(role.prompt)
         self._sampling = sampling
+        self._calls: list[Call] = []
         self._turns: list[Turn] = []
         self._past: list[PastTurn] = []
         self._before: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._chat: list[Message] = []
         self._images: tuple[str, ...] = ()
-        self._version = 0
         self._paid = 0.0
         self._success = self._terminated = self._truncated = self._full = False
 
@@ -101,11 +101,13 @@ class Episode:
         words = self._words or role.projection.words()
         scene = Scene(role.instructions, self._text, words, self._past, role.max_turns, int(shown))
         self._prompt = prompter.prompt(scene, self._before)
+        before = () if self._before is None else self._before[0] + self._before[1]
+        self._known = len(before) if before and self._prompt[: len(before)] == before else 0
         if prompter.config.mode == "append":
             self._check_append(prompter.message(scene))
         if prompter.shows_images:
-            before = self._images if prompter.config.mode == "append" else ()
-            self._images = before if self._image is None else (*before, self._image)
+            shown_before = self._images if prompter.config.mode == "append" else ()
+            self._images = shown_before if self._image is None else (*shown_before, self._image)
         elif self._image is not None and not self._text:
             raise EngineError(
                 f"{role.tag} shows pictures only, and this engine takes none: use an engine for images, or an "
@@ -116,10 +118,8 @@ class Episode:
 
     def question(self) -> Question:
         """What to ask the engine now, for who knows what was said before."""
-        prompt, before = self.request().prompt_ids, self._before
-        goes_on = before is not None and self._prompter.config.mode == "append"
-        known = len(before[0]) + len(before[1]) if before is not None and goes_on else 0
-        return Question(len(self._turns), prompt[known:], goes_on, self._images)
+        self.request()
+        return Question(len(self._turns), self._prompt[self._known :], self._known > 0, self._images)
 
     def respond(self, completion: Completion) -> list[int | str]:
         """The engine answered; returns the env actions of this turn, to be stepped one by one until the end.
@@ -130,7 +130,6 @@ class Episode:
         Raises:
             EngineError: the tokenizer cannot decode the answer.
         """
-        self._version = completion.weights_version
         if completion.finish == "context":
             self._truncated = self.over = self._full = True
             return []
@@ -178,19 +177,27 @@ class Episode:
             return
         completion, actions = self._completion, self._projected.actions
         words = ", ".join(self.role.word(action) for action in actions) if self._projected.valid else "(none)"
+        parent = len(self._calls) - 1 if self._known else None
+        self._calls.append(
+            Call(
+                self._prompt[self._known :],
+                parent,
+                completion.token_ids,
+                completion.logprobs,
+                completion.weights_version,
+                completion.finish,
+            )
+        )
         self._turns.append(
             Turn(
                 observation=self._shown,
-                prompt_ids=self._prompt,
-                response_ids=completion.token_ids,
-                logprobs=completion.logprobs,
+                call=len(self._calls) - 1,
                 response=self._response,
                 action=words if self._projected.valid else None,
                 action_is_valid=self._valid,
                 reward=self._reward,
                 anchor=self._anchor_before,
                 image=self._image_before,
-                finish=completion.finish,
             )
         )
         self._chat.append({"role": "assistant", "content": self._response})
@@ -209,13 +216,13 @@ class Episode:
             group=place.group,
             member=place.member,
             env_seed=place.env_seed,
+            calls=tuple(self._calls),
             turns=tuple(self._turns),
             success=self._success and status == "ok",
             terminated=self._terminated,
             truncated=self._truncated,
             status=status,
             error=None if error is None else error.encode("utf-8", "backslashreplace").decode(),
-            weights_version=self._version,
             finish="context" if self._full else None,
         )
 

@@ -6,16 +6,16 @@ proportions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shoal.core.configuration import from_mapping, plain_values
 from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.core.executors import OwnThread, available_cpus
 from shoal.envs import TextEnv
+from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve_text
 from shoal.rollout.episode import Role
 from shoal.rollout.hosts.episodes import CLOSE_SECONDS, close_all
@@ -29,6 +29,15 @@ from shoal.vector.vector_env import VectorPool
 C = TypeVar("C")
 STEP_TIMEOUT = 60.0
 """Seconds, where nobody says otherwise."""
+
+
+class _Facts(NamedTuple):
+    """What all envs of a kind have in common."""
+
+    instructions: str
+    projection: Projection
+    max_steps: int
+    draws_actions: bool
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,20 @@ class EnvTag:
         if "mode" in self.prompt:
             raise ConfigError("prompt.mode is one for all envs: set agent_proxy.prompt.mode")
         from_mapping(PromptConfig, self.prompt, "prompt.")
+
+    def facts(self) -> _Facts:
+        """What an env of this kind tells of itself; the first to ask makes one, and closes it."""
+        known: _Facts | None = self.__dict__.get("_facts")
+        if known is not None:
+            return known
+        env = resolve_text(self.env_type, self.env_config)()
+        try:
+            draws = bool(env.projection.lookup) or type(env).random_action is not TextEnv.random_action
+            known = _Facts(env.instructions, env.projection, env.max_steps, draws)
+        finally:
+            close_all([env], CLOSE_SECONDS)
+        self.__dict__["_facts"] = known
+        return known
 
 
 @dataclass(frozen=True)
@@ -220,14 +243,13 @@ def make_roles(
     roles = {}
     for tag in dict.fromkeys(tags):
         kind = custom_envs[tag]
-        with _made(tag, kind) as env:
-            limits = (max_turn, kind.max_actions_per_traj, env.max_steps)
-            turns = min(limit for limit in limits if limit is not None)
-            projection = env.projection
-            if (most := kind.max_actions_per_turn) > 1:
-                projection = replace(projection, separator=kind.action_sep, max_actions=most)
-            draws = bool(projection.lookup) or type(env).random_action is not TextEnv.random_action
-            roles[tag] = Role(tag, env.instructions, projection, turns, kind.prompt, draws)
+        facts = _facts_of(tag, kind)
+        limits = (max_turn, kind.max_actions_per_traj, facts.max_steps)
+        turns = min(limit for limit in limits if limit is not None)
+        projection = facts.projection
+        if (most := kind.max_actions_per_turn) > 1:
+            projection = replace(projection, separator=kind.action_sep, max_actions=most)
+        roles[tag] = Role(tag, facts.instructions, projection, turns, kind.prompt, facts.draws_actions)
     return roles
 
 
@@ -249,8 +271,8 @@ def part_of(kind: type[C], config: Any) -> C:
 def validate_environment_config(config: Any) -> EnvironmentConfig:
     """The checked config; a `ConfigError` says which key is wrong, what was expected and what came.
 
-    Every kind of env that is used is made once, and closed, so that a wrong setting shows now and not in a worker;
-    within the time that `config` gives its constructor, if it gives one.
+    One env of every kind that is used is made and closed, so that a wrong setting shows now and not in a worker; within
+    the time that `config` gives its constructor, if it gives one.
     """
     proxy = None if isinstance(config, Mapping) else getattr(config, "agent_proxy", None)
     parallel, prompt = getattr(proxy, "parallel", None), getattr(proxy, "prompt", PromptConfig())
@@ -295,10 +317,10 @@ def _fits(tag: str, kind: EnvTag, prompt: PromptConfig) -> None:
 def _try(tag: str, kind: EnvTag, seconds: float | None) -> None:
     """Make an env of a kind and close it; a constructor that takes too long is left behind in its thread."""
     if seconds is None:
-        with _made(tag, kind):
-            return
+        _facts_of(tag, kind)
+        return
     thread = OwnThread(f"shoal-try-{tag}")
-    tried = thread.submit(lambda: _try(tag, kind, None))
+    tried = thread.submit(lambda: _facts_of(tag, kind))
     thread.end()
     if not wait([tried], seconds).done:
         raise ConfigError(
@@ -308,14 +330,8 @@ def _try(tag: str, kind: EnvTag, seconds: float | None) -> None:
     tried.result()
 
 
-@contextmanager
-def _made(tag: str, kind: EnvTag) -> Iterator[TextEnv[Any]]:
-    """An env of a kind, closed in the end; one that cannot be closed is left behind."""
+def _facts_of(tag: str, kind: EnvTag) -> _Facts:
     try:
-        env = resolve_text(kind.env_type, kind.env_config)()
+        return kind.facts()
     except (ShoalError, ImportError, AttributeError) as error:
         raise ConfigError(f"custom_envs.{tag}: {error}") from error
-    try:
-        yield env
-    finally:
-        close_all([env], CLOSE_SECONDS)

@@ -24,14 +24,14 @@ from shoal.rollout.plan import Assignment
 logger = logging.getLogger(__name__)
 SYNC_SECONDS = 1.0
 """Between two waits until what was written is on the disk itself, where the system brings it sooner or later."""
-_Key = tuple[str, int, int, int, int]
+_Key = tuple[str, int, int, int, int, int]
 
 
 class Journal:
     """What was played so far of work that is not finished, in a file that nobody else may write.
 
-    Episodes that failed are not kept: they are played again. Whoever has all the others removes the file, as
-    `RunFolder.finish` does.
+    Episodes that failed are not kept: they are played again. An episode is known by its place, its seed and the version
+    of the weights that wrote its first words. Whoever has all the others removes the file, as `RunFolder.finish` does.
 
     Args:
         path: the file, `RunFolder.unfinished_path` of a run folder; without one nothing is kept.
@@ -56,11 +56,11 @@ class Journal:
             self._open(path, settings or {})
 
     def _open(self, path: Path, settings: Mapping[str, Any]) -> None:
-        told = msgspec.json.encode({"settings": settings})
+        self._told = told = msgspec.json.encode({"settings": settings})
         first, *lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
         begun = _settings(path, first) if first else None
         for number, line in enumerate(lines, 2):
-            if (trajectory := _episode(path, number, line)) is not None:
+            if (trajectory := _episode(path, number, line)) and trajectory.calls:
                 self._played.setdefault(_key(trajectory), trajectory)
         change = first_change(begun, msgspec.json.decode(told)["settings"])
         if change and self._played:
@@ -71,26 +71,38 @@ class Journal:
         if change:  # nothing was played, or there is no such file
             write_bytes(path, told + b"\n")
 
+    def begin_anew(self) -> None:
+        """Forget all episodes: what they led to is safe elsewhere, as in a checkpoint."""
+        self._played.clear()
+        if self.path is not None:
+            self._hold()
+            write_bytes(self.path, self._told + b"\n")
+
     @property
     def count(self) -> int:
         """How many episodes were there when it was opened."""
         return len(self._played)
 
     def __contains__(self, trajectory: Trajectory) -> bool:
-        return _key(trajectory) in self._played
+        return bool(trajectory.calls) and _key(trajectory) in self._played
 
-    def known(self, assignments: Iterable[Assignment]) -> dict[int, Trajectory]:
-        """Of these episodes those that were there when the journal was opened, by index."""
-        found = {a.index: self.find(a.tag, a.place) for a in assignments} if self._played else {}
+    def known(self, assignments: Iterable[Assignment], version: int) -> dict[int, Trajectory]:
+        """Of these episodes those that were there when the journal was opened, by index.
+
+        Args:
+            assignments: the episodes.
+            version: of the weights that would play them now.
+        """
+        found = {a.index: self.find(a.tag, a.place, version) for a in assignments} if self._played else {}
         return {index: trajectory for index, trajectory in found.items() if trajectory is not None}
 
-    def find(self, tag: str, place: EpisodeId) -> Trajectory | None:
+    def find(self, tag: str, place: EpisodeId, version: int) -> Trajectory | None:
         """The episode, if it was there when the journal was opened."""
-        return self._played.get((tag, place.iteration, place.group, place.member, place.env_seed))
+        return self._played.get((tag, place.iteration, place.group, place.member, place.env_seed, version))
 
     def add(self, trajectory: Trajectory) -> None:
         """Write an episode down that has just ended; what `kill -9` leaves of it is all or nothing."""
-        if self.path is None or trajectory.status != "ok":
+        if self.path is None or trajectory.status != "ok" or not trajectory.calls:
             return
         self._hold()
         now = time.monotonic()
@@ -120,4 +132,5 @@ def _episode(path: Path, number: int, line: bytes) -> Trajectory | None:
 def _key(trajectory: Trajectory) -> _Key:
     return (
         trajectory.env, trajectory.iteration, trajectory.group, trajectory.member, trajectory.env_seed,
+        trajectory.calls[0].weights_version,
     )  # fmt: skip

@@ -214,7 +214,7 @@ class ParallelRolloutManager(Closing):
     ) -> list[Trajectory]:
         began = time.perf_counter()
         self._wanted = len(assignments)
-        self._results = results = self.journal.known(assignments)
+        self._results = results = self.journal.known(assignments, self.engine.weights_version)
         self.report = RolloutReport()
 
         def finished(index: int, ended: Ended) -> None:

@@ -52,7 +52,7 @@ class ParallelConfig:
     max_deaths: int = 3
     """Hosts that an episode may kill, or hang in; then it ends as "env_error" or "timeout"."""
     ray_options: dict[str, Any] = field(default_factory=dict)
-    """Of each Ray actor: `num_cpus`, `resources`, `runtime_env`, …"""
+    """Of each Ray actor: `num_cpus` (0 if not given: `parallel_n_jobs` alone says how many), `resources`, …"""
     keep_envs: bool = False
     """Keep envs for the next rollout instead of making new ones, until the manager is closed (not with joblib)."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.core.data import Trajectory
@@ -55,26 +55,44 @@ def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = Fal
         if a != b:
             return found(what, a, b)
     for number, (left, right) in enumerate(zip(one.turns, other.turns, strict=False), 1):
-        if left == right:
+        if same_turn(one, other, number - 1, logprobs=True):
             continue
+        said, answered = one.call_of(left), other.call_of(right)
         for what, name in (("observation", "observation"), ("picture", "image")):
             if getattr(left, name) != getattr(right, name):
                 return found(what, getattr(left, name), getattr(right, name), number)
-        for what, name in (("prompt token", "prompt_ids"), ("response token", "response_ids"),
-                           ("log-probability", "logprobs")):  # fmt: skip
-            a, b = getattr(left, name), getattr(right, name)
-            if a != b and not (tokens_only and name == "logprobs"):
+        tokens: list[tuple[str, tuple[float, ...], tuple[float, ...]]] = [
+            ("prompt token", one.prompt_ids(left.call), other.prompt_ids(right.call)),
+            ("response token", said.response_ids, answered.response_ids),
+        ]
+        if not tokens_only:
+            tokens.append(("log-probability", said.logprobs, answered.logprobs))
+        for what, a, b in tokens:
+            if a != b:
                 at = first_difference(a, b)
                 return found(what, _at(a, at), _at(b, at), number, at)
-        for name in ("response", "finish", "action", "action_is_valid", "reward", "anchor"):
+        if said.finish != answered.finish:
+            return found("finish", said.finish, answered.finish, number)
+        for name in ("response", "action", "action_is_valid", "reward", "anchor"):
             if getattr(left, name) != getattr(right, name):
                 return found(name, getattr(left, name), getattr(right, name), number)
+        if said.weights_version != answered.weights_version:
+            return found("weights_version", said.weights_version, answered.weights_version, number)
     if len(one.turns) != len(other.turns):
         return found("the number of turns", len(one.turns), len(other.turns))
-    for name in ("terminated", "truncated", "success", "status", "error", "finish", "weights_version"):
+    for name in ("terminated", "truncated", "success", "status", "error", "finish"):
         if getattr(one, name) != getattr(other, name):
             return found(name, getattr(one, name), getattr(other, name))
     return None
+
+
+def same_turn(one: Trajectory, other: Trajectory, number: int, *, logprobs: bool = False) -> bool:
+    """Whether two records agree on a turn (from 0): on all of it, or on all but log-probabilities and weights."""
+    left, right = one.turns[number], other.turns[number]
+    said, answered = one.call_of(left), other.call_of(right)
+    if not logprobs:
+        said, answered = (replace(call, logprobs=(), weights_version=0) for call in (said, answered))
+    return left == right and said == answered
 
 
 def _at(values: Sequence[Any], at: int) -> Any:
@@ -112,7 +130,7 @@ def compare(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> Verdict:
         difference = difference_of(a, b, tokens_only=True)
         same_episodes += difference is None
         first = first or (str(difference) if difference else None)
-        for left, right in zip(a.turns, b.turns, strict=False):
+        for left, right in zip(map(a.call_of, a.turns), map(b.call_of, b.turns), strict=False):
             if left.response_ids != right.response_ids:
                 break
             turns += 1

@@ -144,7 +144,7 @@ def check_engine(
         more = tokenizer.extend(start, {"role": "user", "content": prompt})
         expect(len(more) > 0, "extend must add a turn")
     asked = [
-        Request(start, Key(7, 1, group, member, 0), Sampling(2 + member, (1.0, 1.0, 0.0)[member]))
+        Request(start, Key(7, (1, group, member, 0)), Sampling(2 + member, (1.0, 1.0, 0.0)[member]))
         for group, start in enumerate(starts)
         for member in range(3)
     ]

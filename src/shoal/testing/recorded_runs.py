@@ -101,7 +101,7 @@ def episodes_digest(run: Path, *, tokens_only: bool = False) -> str:
 
 
 def _without_logprobs(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, turns=tuple(replace(turn, logprobs=()) for turn in trajectory.turns))
+    return replace(trajectory, calls=tuple(replace(call, logprobs=()) for call in trajectory.calls))
 
 
 def weights_digest(folder: Path) -> str:

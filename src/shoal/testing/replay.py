@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.core.data import Trajectory, Turn, read_trajectories
+from shoal.core.data import Trajectory, read_trajectories
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.core.executors import Closing
 from shoal.core.seeding import derive_seed
@@ -25,7 +25,7 @@ from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import make_roles, words_of
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
-from shoal.rollout.verify import Difference, difference_of
+from shoal.rollout.verify import Difference, difference_of, same_turn
 from shoal.testing.recorded_runs import Recording, agent_config_of, recordings_of
 
 Step = Callable[[int, Any, int | str], tuple[Any, Any, Any, Any, Any]]
@@ -119,7 +119,7 @@ class Replay(Closing):
         *,
         fork: tuple[int, str] | None = None,
         step: Step | None = None,
-        told: Callable[[Turn], None] = lambda turn: None,
+        told: Callable[[Trajectory], None] = lambda trajectory: None,
     ) -> Replayed:
         """Play an episode again, up to the first turn that differs from its record.
 
@@ -128,7 +128,7 @@ class Replay(Closing):
             fork: `(turn, action)`: from this turn (from 1) on it is another episode, which begins with this action,
                 an env's word or a whole response, and is then played on by the sampler.
             step: makes the steps of the env.
-            told: gets each turn as it is over.
+            told: gets the episode so far after each turn.
 
         Raises:
             ConfigError: a fork that nobody can play on, or an action that the env does not know.
@@ -167,7 +167,7 @@ class Replay(Closing):
         return Replayed(again, self._difference(record, again) if exact else None, source)
 
     def _loop(
-        self, env: Any, episode: Episode, writer: _Writer, step: Step, told: Callable[[Turn], None],
+        self, env: Any, episode: Episode, writer: _Writer, step: Step, told: Callable[[Trajectory], None],
         record: Trajectory | None,
     ) -> None:  # fmt: skip
         """The plain loop: no workers, no batches, one env."""
@@ -186,21 +186,22 @@ class Replay(Closing):
                 if terminated or truncated:
                     break
             episode.end_turn()
-            turns = episode.trajectory().turns
-            if len(turns) < number:
+            again = episode.trajectory()
+            if len(again.turns) < number:
                 return
-            told(turns[-1])
-            if record is not None and number <= len(record.turns) and turns[-1] != record.turns[number - 1]:
-                changed = replace(turns[-1], logprobs=()) != replace(record.turns[number - 1], logprobs=())
-                if changed:
-                    return
+            told(again)
+            if (
+                record is not None
+                and number <= len(record.turns)
+                and not same_turn(again, record, number - 1)
+            ):
+                return
 
     def _difference(self, record: Trajectory, again: Trajectory) -> Difference | None:
         """Where it first differs, of what is promised: log-probabilities only by an engine that is exact to the bit."""
         level = "L2" if self.config.engine.name == "tiny" and self.device == "cpu" else "L1"
-        found = difference_of(
-            record, replace(again, weights_version=record.weights_version), tokens_only=level != "L2"
-        )
+        one, other = _without_versions(record), _without_versions(again)
+        found = difference_of(one, other, tokens_only=level != "L2")
         if record.status != "ok" and found is not None and found.what in ("status", "error", "truncated", "terminated",
                                                                        "the number of turns"):  # fmt: skip
             return None  # what ended it was no part of the episode
@@ -297,6 +298,10 @@ class Replay(Closing):
         return load_tokenizer(engine.model, **engine.template)
 
 
+def _without_versions(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, calls=tuple(replace(call, weights_version=0) for call in trajectory.calls))
+
+
 class _Writer:
     """What answers the requests of a replay: the record, a sampler, and at a fork what was said."""
 
@@ -326,13 +331,14 @@ class _Writer:
         if number > len(self.record.turns):
             if self.record.finish != "context":
                 return None
-            return Completion((), (), "context", self.record.weights_version)
+            return Completion((), (), "context")
         turn = self.record.turns[number - 1]
-        ids, finish = turn.response_ids, turn.finish or "stop"
+        call = self.record.call_of(turn)
+        ids, finish = call.response_ids, call.finish or "stop"
         written = self.prompt.written(turn.response)
         if self.sampler is not None and self.tokenizer.decode(ids) != written:
             ids = self.tokenizer.encode(written)  # another model's tokens
-        return Completion(ids, turn.logprobs, finish, self.record.weights_version)  # type: ignore[arg-type]
+        return Completion(ids, call.logprobs, finish, call.weights_version)  # type: ignore[arg-type]
 
     def _said(self, action: str) -> Completion:
         wrapped = (
@@ -343,7 +349,7 @@ class _Writer:
         for response in wrapped:
             if self.role.projection(self.prompt.response(response)).valid:
                 ids = self.tokenizer.encode(response)
-                return Completion(ids, (0.0,) * len(ids), "stop", self.record.weights_version)
+                return Completion(ids, (0.0,) * len(ids), "stop")
         words = ", ".join(self.role.projection.words()) or "free text in <action>…</action>"
         raise ConfigError(f"{action!r} is no action of {self.role.tag}; there are: {words}")
 

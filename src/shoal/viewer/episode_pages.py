@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.core.data import Trajectory, Turn
+from shoal.core.data import Call, Trajectory, Turn
 from shoal.core.errors import DataError
 from shoal.core.files import read_json
 from shoal.viewer.index import ORDERS, Episode, Filter
@@ -284,14 +284,15 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
     # of a training without such a file nobody knows; a held-out episode is never learned from
     used = own is not None if known else None if episode.file.startswith("train-") else False
     strips = [
-        strip(t, spell, trained=used or None, advantages=own[k] if own else (), largest=largest)
-        for k, t in enumerate(trajectory.turns)
+        strip(call, spell, trained=used or None, advantages=own[k] if own else (), largest=largest)
+        for k, call in enumerate(map(trajectory.call_of, trajectory.turns))
     ]
     versus = (
         f"{episode.reward - mean:+.3g} against the mean of its {len(members)} members"
         if len(members) > 1
         else None
     )
+    versions = sorted({call.weights_version for call in trajectory.calls})
     told = {
         "env": episode.env,
         "iteration": episode.iteration,
@@ -300,7 +301,7 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
         "in its group": versus,
         "turns": episode.turns,
         "tokens": episode.tokens,
-        "weights": trajectory.weights_version,
+        "weights": " to ".join(map(str, dict.fromkeys(versions[:1] + versions[-1:]))) or None,
     }
     broke = f"{episode.status}: {episode.error or 'no cause was recorded'}"
     aside = f"Its group of {len(members)}, side by side"
@@ -311,10 +312,12 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
         tag("p", broke, class_="error") if episode.status != "ok" else None,
         tag("p", anchor(site, aside, f"{place}/group", class_="button", name=name)) if versus else None,
         command(["shoal", "replay", str(run.path), episode.name]),
-        key(largest if known else None) if spell or any(t.logprobs for t in trajectory.turns) else None,
+        key(largest if known else None) if spell or any(call.logprobs for call in trajectory.calls) else None,
         tag("p", "No update learned from this episode.", class_="hint") if used is False else None,
     )
-    turns = [_turn(site, run, k, t, spell, turn_number, strips[k]) for k, t in enumerate(trajectory.turns)]
+    turns = [
+        _turn(site, run, k, trajectory, spell, turn_number, strips[k]) for k in range(len(trajectory.turns))
+    ]
     nothing = tag("p", "This episode has no turns.", class_="empty") if not turns else None
     file = site.link(f"{place}/episodes", file=episode.file)
     behind = (episode.file.removesuffix(".jsonl"), file), (f"episode {episode.row}", None)
@@ -342,18 +345,21 @@ def key(largest: float | None) -> Html:
 
 
 def _turn(
-    site: Site, run: Run, k: int, turn: Turn, spell: Spell | None, chosen: int | None, tokens: Html | None
-) -> Html:
+    site: Site, run: Run, k: int, trajectory: Trajectory, spell: Spell | None, chosen: int | None,
+    tokens: Html | None,
+) -> Html:  # fmt: skip
+    turn = trajectory.turns[k]
+    ids, cut = trajectory.prompt_ids(turn.call), trajectory.call_of(turn).finish == "length"
     verdict = turn.action if turn.action_is_valid else "no valid action"
-    prompt = "".join(spell(turn.prompt_ids)) if spell and turn.prompt_ids else None
-    length = counted(len(turn.prompt_ids), "token")
+    prompt = "".join(spell(ids)) if spell and ids else None
+    length = counted(len(ids), "token")
     return tag(
         "article",
         tag(
             "h2",
             tag("a", f"Turn {k + 1}", href=f"#turn-{k + 1}") if site.only is None else f"Turn {k + 1}",
             tag("small", f"reward {number(turn.reward)}"),
-            tag("small", "cut at the limit of tokens") if turn.finish == "length" else None,
+            tag("small", "cut at the limit of tokens") if cut else None,
         ),
         _image(site, run, turn.image),
         tag("pre", turn.observation, class_="saw"),
@@ -369,15 +375,15 @@ def _turn(
 
 
 def strip(
-    turn: Turn, spell: Spell | None, *, trained: bool | None, advantages: Sequence[float], largest: float
+    call: Call, spell: Spell | None, *, trained: bool | None, advantages: Sequence[float], largest: float
 ) -> Html | None:
     """The tokens of a response, coloured by their probability or their advantage; both stand in the tip."""
-    if not turn.response_ids:
+    if not call.response_ids:
         return None
-    n = len(turn.response_ids)
-    pieces = spell(turn.response_ids) if spell else [str(i) for i in turn.response_ids]
+    n = len(call.response_ids)
+    pieces = spell(call.response_ids) if spell else [str(i) for i in call.response_ids]
     columns = zip(
-        turn.response_ids, pieces, turn.logprobs or (None,) * n, advantages or (None,) * n, strict=False
+        call.response_ids, pieces, call.logprobs or (None,) * n, advantages or (None,) * n, strict=False
     )
     tokens = [token(i, piece, p, trained=trained, advantage=a, largest=largest) for i, piece, p, a in columns]
     return tag("p", tokens, class_="strip")

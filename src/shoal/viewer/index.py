@@ -61,11 +61,14 @@ _CHUNK = 2000
 _BETWEEN_COMMITS = 64 * 2**20  # bytes read; a commit for each of a thousand small files is slow
 
 
-class _Turn(msgspec.Struct):
+class _Call(msgspec.Struct):
     response_ids: msgspec.Raw
+    finish: str | None = None
+
+
+class _Turn(msgspec.Struct):
     action_is_valid: bool
     reward: float
-    finish: str | None = None
 
 
 class _Episode(msgspec.Struct):
@@ -76,6 +79,7 @@ class _Episode(msgspec.Struct):
     group: int
     member: int
     env_seed: int
+    calls: list[_Call]
     turns: list[_Turn]
     success: bool
     truncated: bool
@@ -501,9 +505,9 @@ def _values(line: bytes) -> tuple[Any, ...] | None:
         return None
     if any(abs(number) >> 63 for number in (e.iteration, e.group, e.member)):  # SQLite holds no more
         return None
-    tokens = sum(ids.count(b",") + 1 for turn in e.turns if (ids := bytes(turn.response_ids)) != b"[]")
+    tokens = sum(ids.count(b",") + 1 for call in e.calls if (ids := bytes(call.response_ids)) != b"[]")
     invalid = sum(not turn.action_is_valid for turn in e.turns)
-    cut = sum(turn.finish == "length" for turn in e.turns)
+    cut = sum(call.finish == "length" for call in e.calls)
     reward = sum(turn.reward for turn in e.turns)
     return (
         e.env, e.iteration, e.group, e.member, str(e.env_seed), float(reward), len(e.turns), tokens, e.success,

@@ -60,7 +60,7 @@ class Bent(HashEngine):
 
     def _answer(self, request):
         plain = super()._answer(request)
-        if self.how is None or (request.key.group, request.key.turn) != (1, 2):
+        if self.how is None or (request.key.path[1], request.key.path[3]) != (1, 2):
             return plain
         return bent(plain, self.how)
 
@@ -72,7 +72,7 @@ class Undecodable(HashEngine):
 
     def _answer(self, request):
         plain = super()._answer(request)
-        if (request.key.group, request.key.turn) != (1, 2):
+        if (request.key.path[1], request.key.path[3]) != (1, 2):
             return plain
         return msgspec.structs.replace(plain, token_ids=(49_999, *plain.token_ids[1:]))
 
@@ -136,7 +136,7 @@ def test_a_token_that_the_tokenizer_cannot_decode_ends_its_own_episode(calm, bac
 
 
 def request(limit=4):
-    return Request((1, 2, 3), Key(1, 0, 0, 0, 0), Sampling(limit))
+    return Request((1, 2, 3), Key(1, (0, 0, 0, 0)), Sampling(limit))
 
 
 class Plain:
@@ -216,7 +216,7 @@ def test_an_engine_cannot_change_what_was_asked(change):
             getattr(requests, change)()
             return answers
 
-    asked = [Request((3,), Key(0, 0, 0, member, 0), Sampling(4)) for member in range(2)]
+    asked = [Request((3,), Key(0, (0, 0, member, 0)), Sampling(4)) for member in range(2)]
     with SharedLLMInferenceManager(Changing()) as engine:
         answers = engine.generate_each(asked, timeout=60)
     assert [f"'tuple' object has no attribute '{change}'" in str(answer) for answer in answers] == [

@@ -15,7 +15,7 @@ from shoal.rollout.samplers.sampler import Key, Request
 
 
 def request(member=0):
-    return Request((1, 2, 3), Key(1, 0, 0, member, 0))
+    return Request((1, 2, 3), Key(1, (0, 0, member, 0)))
 
 
 def test_threads_that_ask_at_once_each_get_their_own_answers_in_few_batches():
@@ -38,7 +38,7 @@ def test_threads_that_ask_at_once_each_get_their_own_answers_in_few_batches():
 
 def test_one_request_that_cannot_be_answered_fails_alone():
     def refuse(requests):
-        if any(r.key.member == 3 for r in requests):
+        if any(r.key.path[2] == 3 for r in requests):
             raise EngineError("not this one")
 
     with SharedLLMInferenceManager(HashEngine(refuse)) as shared:
@@ -113,8 +113,8 @@ class Patient(HashEngine):
 
     async def sample(self, request):
         began = time.monotonic()
-        await asyncio.sleep(1.5 if request.key.member else 0.1)
-        self.took[request.key.group, request.key.member] = time.monotonic() - began
+        await asyncio.sleep(1.5 if request.key.path[2] else 0.1)
+        self.took[request.key.path[1], request.key.path[2]] = time.monotonic() - began
         return self._answer(request)
 
 
@@ -128,7 +128,7 @@ def test_a_slow_answer_holds_up_no_other():
         real = engine._answer
 
         def answer(request):
-            ended[request.key.member, request.key.turn] = time.monotonic() - began
+            ended[request.key.path[2], request.key.path[3]] = time.monotonic() - began
             return real(request)
 
         engine._answer = answer

@@ -37,7 +37,7 @@ def test_a_response_ends_where_the_context_does(make, context):
     engine = make()
     ends = {1, 2} if isinstance(engine, TinyEngine) else set(engine.tokenizer.end_ids)
     asked = [
-        Request(tuple(3 + (7 * i) % 20 for i in range(length)), Key(1, 0, length, 0, 0), Sampling(6))
+        Request(tuple(3 + (7 * i) % 20 for i in range(length)), Key(1, (0, length, 0, 0)), Sampling(6))
         for length in (context - 9, context - 6, context - 5, context - 3, context - 1, context, context + 1)
     ]
     assert [room_left(engine, request) for request in asked] == [6, 6, 5, 3, 1, 0, 0]
@@ -134,6 +134,6 @@ def test_turns_keep_how_their_responses_ended():
 def test_the_noise_of_a_capped_response_is_that_of_a_longer_one():
     engine = tiny()
     prompt = tuple(3 + i % 20 for i in range(29))
-    capped = engine.generate([Request(prompt, Key(0, 0, 0, 0, 0), Sampling(9))])[0]
-    plain = engine.generate([Request(prompt, Key(0, 0, 0, 0, 0), Sampling(3))])[0]
+    capped = engine.generate([Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(9))])[0]
+    plain = engine.generate([Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(3))])[0]
     assert np.array_equal(capped.token_ids, plain.token_ids)

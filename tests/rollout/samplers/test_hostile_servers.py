@@ -119,7 +119,7 @@ def fake():
 
 
 def request(i=0, n=5):
-    return Request((7, 8, 9 + i), Key(0, 0, i, 0, 0), Sampling(n))
+    return Request((7, 8, 9 + i), Key(0, (0, i, 0, 0)), Sampling(n))
 
 
 def deep(n):
@@ -263,7 +263,7 @@ def test_responses_are_capped_to_what_the_server_says_of_its_context(kind, says)
     engine = OpenAIEngine(server.url, tokenizer=TinyTokenizer(), retry_policy=RetryPolicy(5.0, 0))
     try:
         assert engine.context == says
-        full = Request((1,) * 6, Key(0, 0, 0, 0, 0), Sampling(5))
+        full = Request((1,) * 6, Key(0, (0, 0, 0, 0)), Sampling(5))
         capped, none = engine.generate([request(), full])
         assert len(capped.token_ids) == (3 if says else 5)
         assert none == Completion((), (), "context", 0) if says else len(none.token_ids) == 5
@@ -298,7 +298,7 @@ def test_a_chat_that_is_too_long_for_the_server_fills_the_context(error):
     body = json.dumps({"error": error}).encode()
     engine = OpenAIEngine(server.url, retry_policy=RetryPolicy(5.0, 0))
     prompt = engine.tokenizer.start([{"role": "user", "content": "hello"}])
-    asked = Request(prompt, Key(0, 0, 0, 0, 0), Sampling(5))
+    asked = Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(5))
     try:
         server.faults = [(400, body)]
         assert engine.generate([asked]) == [Completion((), (), "context", 0)]

@@ -155,10 +155,10 @@ def play_turns(engine, n_turns=4, mode="append", seed=0):
             message = {"role": "user", "content": text}
             fresh = mode == "window" or not before
             prompt = tokenizer.start([message]) if fresh else before + tokenizer.extend(before, message)
-            batch.append(Request(prompt, Key(seed, 0, g, m, turn), Sampling(1 + (g + turn) % 5)))
+            batch.append(Request(prompt, Key(seed, (0, g, m, turn)), Sampling(1 + (g + turn) % 5)))
         completions = engine.generate(batch)
         for request, completion in zip(batch, completions, strict=True):
-            place = (request.key.group, request.key.member)
+            place = request.key.path[1:3]
             contexts[place] = request.prompt_ids + completion.token_ids
         asked += batch
         answers += completions
@@ -206,7 +206,7 @@ def test_models_with_other_layers_do_not_go_on_from_what_has_a_gap_behind_it(kin
     engine = HuggingFaceEngine(model, byte_tokenizer())
     begin = tuple(range(40, 80))
     asked = [
-        Request(begin + tuple(range(100, 100 + n)), Key(0, 0, n, 0, 0), Sampling(4)) for n in (1, 30, 12)
+        Request(begin + tuple(range(100, 100 + n)), Key(0, (0, n, 0, 0)), Sampling(4)) for n in (1, 30, 12)
     ]
     for request, answer in zip(asked, engine.generate(asked), strict=True):
         written, logprobs = decode_slowly(engine, request)
@@ -322,7 +322,7 @@ def test_contexts_that_were_computed_for_others_are_not_computed_again(picks_her
 
     def asked(member, max_tokens, temperature=1.0, **more):
         sampling = Sampling(max_tokens, temperature, **more)
-        return [Request(p, Key(0, 0, group, member, 0), sampling) for group, p in enumerate(prompts)]
+        return [Request(p, Key(0, (0, group, member, 0)), sampling) for group, p in enumerate(prompts)]
 
     def check(batch):
         for request, completion in zip(batch, engine.generate(batch), strict=True):
@@ -347,8 +347,8 @@ def test_contexts_that_were_computed_for_others_are_not_computed_again(picks_her
 def test_a_prompt_goes_on_from_what_any_episode_began_with():
     engine = make_engine()
     first = tuple(range(60, 90))
-    engine.generate([Request(first, Key(0, 0, 0, 0, 0), Sampling(1))])
-    request = Request((*first[:20], 5, 6, 7), Key(0, 0, 1, 0, 0), Sampling(4))
+    engine.generate([Request(first, Key(0, (0, 0, 0, 0)), Sampling(1))])
+    request = Request((*first[:20], 5, 6, 7), Key(0, (0, 1, 0, 0)), Sampling(4))
     completion = engine.generate([request])[0]
     written, logprobs = decode_slowly(engine, request)
     assert completion.token_ids == written
@@ -401,7 +401,7 @@ def test_a_token_that_the_network_does_not_know_is_named():
     engine = HuggingFaceEngine(small, tokenizer)
     prompt = engine.tokenizer.start([{"role": "user", "content": "a lamp"}])
     with pytest.raises(EngineError, match=r"has token 258, and the network knows 258: its tokenizer"):
-        engine.generate([Request(prompt, Key(0, 0, 0, 0, 0), Sampling(2))])
+        engine.generate([Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(2))])
 
 
 @pytest.mark.parametrize(
@@ -497,7 +497,7 @@ def test_smollm2_is_fetched_converted_and_speaks(tmp_path, monkeypatch):
     get_model("smollm2")
     real = HuggingFaceEngine.load(resolve_model("smollm2"))
     prompt = real.tokenizer.start([{"role": "user", "content": "What is the capital of France?"}])
-    said = real.generate([Request(prompt, Key(0, 0, 0, 0, 0), Sampling(12, 0.0))])[0]
+    said = real.generate([Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(12, 0.0))])[0]
     assert "Paris" in real.tokenizer.decode(said.token_ids)
 
 
@@ -519,7 +519,7 @@ def test_threads_that_ask_at_once_get_what_one_gets():
     asked = [
         Request(
             alone.tokenizer.start([{"role": "user", "content": "look " * (turn + 1)}]),
-            Key(0, 0, n % 4, 0, turn),
+            Key(0, (0, n % 4, 0, turn)),
             Sampling(4),
         )
         for turn in range(4)

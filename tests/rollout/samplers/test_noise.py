@@ -34,7 +34,7 @@ def test_words_of_a_device_are_those_of_numpys_generator_bit_for_bit(vocabulary)
 
 def test_a_device_picks_what_arrays_pick():
     logprobs = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0)).mul(3).log_softmax(-1)
-    keys = [Key(1, 0, group, 0, 0) for group in range(6)]
+    keys = [Key(1, (0, group, 0, 0)) for group in range(6)]
     for token in range(4):
         found = picks(logprobs, [Noise(key).key for key in keys], [token] * 6)
         plain = [
@@ -52,7 +52,7 @@ def test_the_few_tokens_that_noise_is_made_of_hold_the_one_that_wins(seed, sprea
     logprobs -= np.log(np.exp(logprobs).sum())
     logprobs[rng.random(vocabulary) < 0.2] = -np.inf
     logprobs[rng.integers(vocabulary)] = -1.0
-    key = Key(seed, 0, 1, 2, 3)
+    key = Key(seed, (0, 1, 2, 3))
     noise = Noise(key)
     found = [noise.pick(logprobs) for _ in range(3)]
     assert found == (logprobs + Noise(key).rows(3, vocabulary)).argmax(1).tolist()
@@ -113,7 +113,7 @@ def test_answers_are_computed_once_until_they_part(picks_here):
     engine, alone = make_engine(max_batch=64), make_engine(max_batch=1, prefix_tokens=0)
     engine.picks_here = picks_here
     asked = [
-        structs.replace(first, key=Key(0, 0, group, member, 0), sampling=Sampling(8, temperature))
+        structs.replace(first, key=Key(0, (0, group, member, 0)), sampling=Sampling(8, temperature))
         for group, first in enumerate(requests(engine, 3))
         for member, temperature in enumerate([0.3] * 8 + [0.0] * 8)
     ]

@@ -41,7 +41,7 @@ def serve():
 
 
 def request(i=0, n=5, temperature=1.0, **settings):
-    return Request((7, 8, 9 + i), Key(0, 0, i, 0, 0), Sampling(n, temperature), **settings)
+    return Request((7, 8, 9 + i), Key(0, (0, i, 0, 0)), Sampling(n, temperature), **settings)
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "llama.cpp"])
@@ -172,7 +172,7 @@ def test_a_list_of_models_that_is_none_is_an_engine_error(serve, reply):
 
 def chat_request(engine):
     prompt = engine.tokenizer.start([{"role": "user", "content": "hello"}])
-    return Request(prompt, Key(0, 0, 0, 0, 0), Sampling(5, 1.0))
+    return Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(5, 1.0))
 
 
 def test_no_more_requests_are_under_way_than_allowed(serve):
@@ -256,7 +256,7 @@ def test_without_a_tokenizer_messages_travel_and_nothing_may_be_learned(serve):
     server, engine = serve("openai", tokenizer=None)
     prompter = Prompter(PromptConfig(system="be brief", first="{observation}"), engine.tokenizer)
     prompt = prompter.prompt(Scene("", "ünd <|im_end|>", [], [], 1))
-    completion = engine.generate([Request(prompt, Key(0, 0, 0, 0, 0), Sampling(9, 0.7))])[0]
+    completion = engine.generate([Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(9, 0.7))])[0]
     assert engine.tokenizer.decode(completion.token_ids) == "you said be brief / ünd <|im_end|>"
     assert completion.logprobs == ()
     assert server.seen[-1][1]["messages"] == [
@@ -272,7 +272,7 @@ def test_a_growing_chat_and_a_prefill_keep_their_roles(serve):
     codec = engine.tokenizer
     prompt = codec.start([{"role": "user", "content": "a"}])
     prompt += codec.encode("b") + codec.extend(codec.encode("b"), {"role": "user", "content": "c"})
-    engine.generate([Request(prompt + codec.encode("<act"), Key(0, 0, 0, 0, 0))])
+    engine.generate([Request(prompt + codec.encode("<act"), Key(0, (0, 0, 0, 0)))])
     body = server.seen[-1][1]
     roles = [(m["role"], m["content"]) for m in body["messages"]]
     assert roles == [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "<act")]
@@ -284,14 +284,14 @@ def test_pictures_reach_the_server_beside_their_text(serve):
     url = picture_url(np.zeros((2, 2, 3), np.uint8))
     prompter = Prompter(PromptConfig(first="{observation}"), engine.tokenizer)
     prompt = prompter.prompt(Scene("", "look", [], [], 1, n_images=1))
-    engine.generate([Request(prompt, Key(0, 0, 0, 0, 0), images=(url,))])
+    engine.generate([Request(prompt, Key(0, (0, 0, 0, 0)), images=(url,))])
     (message,) = server.seen[-1][1]["messages"]
     expected = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "look"}]
     assert message["content"] == expected
     with pytest.raises(EngineError, match="more pictures than the 0"):
-        engine.generate([Request(prompt, Key(0, 0, 0, 0, 0))])
+        engine.generate([Request(prompt, Key(0, (0, 0, 0, 0)))])
     with pytest.raises(EngineError, match="1 of 2 pictures have no place"):
-        engine.generate([Request(prompt, Key(0, 0, 0, 0, 0), images=(url, url))])
+        engine.generate([Request(prompt, Key(0, (0, 0, 0, 0)), images=(url, url))])
 
 
 def test_a_picture_that_is_not_there_costs_its_own_request(serve, tmp_path):
@@ -300,7 +300,7 @@ def test_a_picture_that_is_not_there_costs_its_own_request(serve, tmp_path):
     asked = [chat_request(engine)]
     for image in ("/nowhere/a.png", "\0", str(tmp_path / "a.gif")):
         prompt = engine.tokenizer.start([{"role": "user", "content": "look", "images": 1}])
-        asked.append(Request(prompt, Key(0, 0, 0, 0, 0), images=(image,)))
+        asked.append(Request(prompt, Key(0, (0, 0, 0, 0)), images=(image,)))
     first, *others = engine.generate_each(asked)
     assert engine.tokenizer.decode(first.token_ids).startswith("you said")
     assert [type(other) for other in others] == [EngineError] * 3
@@ -537,7 +537,7 @@ def test_a_server_is_told_all_that_decides_what_it_writes(kind):
     class Ends(TinyTokenizer):
         end_ids = (2, 4)
 
-    asked = Request((7, 8), Key(0, 0, 0, 0, 0), Sampling(5, 0.5, (".",), 0.9, 7, 0.1))
+    asked = Request((7, 8), Key(0, (0, 0, 0, 0)), Sampling(5, 0.5, (".",), 0.9, 7, 0.1))
     assert DIALECTS[kind].body(asked, "m", Ends()) == TOLD[kind]
 
 

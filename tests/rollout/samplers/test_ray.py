@@ -30,7 +30,7 @@ def cluster(ray_finds_shoal):
 def requests(engine, n=12):
     start = engine.tokenizer.start
     return [
-        Request(start([{"role": "user", "content": f"say {i}"}]), Key(0, 0, i // 3, i % 3, 0), Sampling(5))
+        Request(start([{"role": "user", "content": f"say {i}"}]), Key(0, (0, i // 3, i % 3, 0)), Sampling(5))
         for i in range(n)
     ]
 
@@ -56,7 +56,7 @@ def test_replicas_write_what_one_engine_writes_also_after_one_has_died_and_with_
     assert remote.generate(asked) == local.generate(asked)
     assert remote.capabilities.trainable
     with pytest.raises(EngineError, match="replica 0.*must have at least one token"):
-        remote.generate([Request((), Key(0, 0, 0, 0, 0))])
+        remote.generate([Request((), Key(0, (0, 0, 0, 0)))])
     remote.close()
 
 

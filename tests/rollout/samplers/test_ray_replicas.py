@@ -9,7 +9,7 @@ from shoal.core.errors import EngineError
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.rollout.samplers.scripted import RandomEngine
 
-ASKED = [Request((3, 4), Key(0, 0, 0, member, 0), Sampling(8)) for member in range(4)]
+ASKED = [Request((3, 4), Key(0, (0, 0, member, 0)), Sampling(8)) for member in range(4)]
 
 
 class Actor:

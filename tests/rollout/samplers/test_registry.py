@@ -44,7 +44,7 @@ def openai(server, **settings):
 def ask(engine, n=6):
     start = engine.tokenizer.start
     return [
-        Request(start([{"role": "user", "content": f"say {i}"}]), Key(0, 0, i, 0, 0), Sampling(5))
+        Request(start([{"role": "user", "content": f"say {i}"}]), Key(0, (0, i, 0, 0)), Sampling(5))
         for i in range(n)
     ]
 

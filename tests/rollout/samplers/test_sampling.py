@@ -95,7 +95,7 @@ def test_weights_that_give_no_numbers_are_told_as_such_however_tokens_are_chosen
         with torch.no_grad():
             next(engine.model.parameters()).fill_(math.nan)
         prompt = engine.tokenizer.start([{"role": "user", "content": "Up"}])
-        found = ask(engine, [Request(prompt, Key(0, 0, 0, 0, 0), Sampling(4, **sampling))])
+        found = ask(engine, [Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(4, **sampling))])
         assert NO_NUMBERS in str(found[0])
 
 
@@ -136,7 +136,7 @@ def mixed(n):
     return [
         Request(
             tuple(map(int, rng.integers(6, 90, int(rng.integers(3, 12))))),
-            Key(1, 0, i, 0, 0),
+            Key(1, (0, i, 0, 0)),
             Sampling(
                 5,
                 float(rng.choice([0.0, 0.7, 1.0, 1.5])),
@@ -187,7 +187,7 @@ def test_tokens_come_as_often_as_their_probability_says():
     engine = tiny()
     sampling = Sampling(1, 1.3, (), 0.8, 12, 0.02)
     prompt = (7, 8, 9)
-    asked = [Request(prompt, Key(2, 0, i, 0, 0), sampling) for i in range(4000)]
+    asked = [Request(prompt, Key(2, (0, i, 0, 0)), sampling) for i in range(4000)]
     counts = Counter(completion.token_ids[0] for completion in engine.generate(asked))
     expected = by_hand((network(engine, list(prompt)) / 1.3).double().softmax(-1).tolist(), sampling)
     assert set(counts) <= set(expected)
@@ -198,7 +198,7 @@ def test_tokens_come_as_often_as_their_probability_says():
 
 
 # --- what servers are told
-LIMITED = Request((7, 8), Key(0, 0, 0, 0, 0), Sampling(5, 1.0, (), 0.9, 7, 0.1))
+LIMITED = Request((7, 8), Key(0, (0, 0, 0, 0)), Sampling(5, 1.0, (), 0.9, 7, 0.1))
 
 
 @pytest.mark.parametrize(("kind", "off"), [("vllm", -1), ("sglang", -1), ("llama.cpp", 0)])
@@ -210,7 +210,7 @@ def test_limits_are_said_in_full_to_every_kind_of_server(kind, off):
 
     assert told(LIMITED) == {"top_p": 0.9, "top_k": 7, "min_p": 0.1}
     for top_k in (0, -1):
-        plain = Request((7, 8), Key(0, 0, 0, 0, 0), Sampling(5, top_k=top_k))
+        plain = Request((7, 8), Key(0, (0, 0, 0, 0)), Sampling(5, top_k=top_k))
         assert told(plain) == {"top_p": 1.0, "top_k": off, "min_p": 0.0}
 
 

@@ -33,7 +33,7 @@ def requests(engine, n, seed=0):
     return [
         Request(
             tuple(rng.integers(6, engine.tokenizer.size, rng.integers(1, 40)).tolist()),
-            Key(seed, 0, i, 0, 0),
+            Key(seed, (0, i, 0, 0)),
             Sampling(max_tokens=int(rng.integers(1, 7)), temperature=float(rng.choice([0, 0.7, 1.0]))),
         )
         for i in range(n)
@@ -95,7 +95,7 @@ def test_completions_are_bit_equal_whatever_else_is_in_the_batch(order, size):
 def test_more_prompts_of_one_length_than_fit_in_a_batch_are_each_answered_as_alone(engine):
     ids = np.random.default_rng(0).permutation(np.arange(6, engine.tokenizer.size))
     asked = [
-        Request((int(ids[i]), int(ids[i + 1])), Key(0, 0, i, 0, 0), Sampling(max_tokens=2))
+        Request((int(ids[i]), int(ids[i + 1])), Key(0, (0, i, 0, 0)), Sampling(max_tokens=2))
         for i in range(ROWS + 5)
     ]
     assert engine.generate(asked) == [engine.generate([one])[0] for one in asked]
@@ -104,9 +104,9 @@ def test_more_prompts_of_one_length_than_fit_in_a_batch_are_each_answered_as_alo
 def test_members_of_a_group_differ_by_their_key_alone(engine):
     prompt = engine.tokenizer.start([{"role": "user", "content": "P__G"}])
     sampling = Sampling(max_tokens=6)
-    same = engine.generate([Request(prompt, Key(0, 1, 2, 3, 4), sampling)] * 2)
+    same = engine.generate([Request(prompt, Key(0, (1, 2, 3, 4)), sampling)] * 2)
     assert same[0] == same[1]
-    others = engine.generate([Request(prompt, Key(0, 1, 2, member, 4), sampling) for member in range(20)])
+    others = engine.generate([Request(prompt, Key(0, (1, 2, member, 4)), sampling) for member in range(20)])
     assert len({completion.token_ids for completion in others}) > 10
 
 
@@ -115,7 +115,7 @@ def test_sampling_follows_the_distribution(engine):
     hidden = engine.model.hidden(torch.tensor([prompt]), torch.zeros(1, dtype=torch.int64))
     expected = engine.model.head(hidden[0, -1]).softmax(-1).detach().numpy()
     n = 6000
-    drawn = engine.generate([Request(prompt, Key(5, 0, i, 0, 0), Sampling(1)) for i in range(n)])
+    drawn = engine.generate([Request(prompt, Key(5, (0, i, 0, 0)), Sampling(1)) for i in range(n)])
     counts = np.bincount([c.token_ids[0] for c in drawn], minlength=len(expected))
     chi_square = ((counts - n * expected) ** 2 / (n * expected)).sum()
     freedom = len(expected) - 1
@@ -125,7 +125,7 @@ def test_sampling_follows_the_distribution(engine):
 def test_a_response_ends_with_its_stop_text(engine):
     close = engine.tokenizer.encode("</action>")[0]
     prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
-    asked = [Request(prompt, Key(0, 0, i, 0, 0), Sampling(40, 2.0, ("</action>",))) for i in range(40)]
+    asked = [Request(prompt, Key(0, (0, i, 0, 0)), Sampling(40, 2.0, ("</action>",))) for i in range(40)]
     done = engine.generate(asked)
     assert any(completion.token_ids[-1] == close for completion in done)
     for completion in done:
@@ -136,13 +136,13 @@ def test_a_response_ends_with_its_stop_text(engine):
 @pytest.fixture(scope="module")
 def unstopped(engine):
     prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
-    return engine.generate([Request(prompt, Key(1, 0, i, 0, 0), Sampling(24, 3.0)) for i in range(60)])
+    return engine.generate([Request(prompt, Key(1, (0, i, 0, 0)), Sampling(24, 3.0)) for i in range(60)])
 
 
 @pytest.mark.parametrize("stop", ["p", "pU", "UpL", "tU", "oUp", "e</action>", "é\n", "r>", "</"])
 def test_a_response_ends_where_its_stop_text_is_whole_however_it_falls_on_tokens(engine, unstopped, stop):
     prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
-    asked = [Request(prompt, Key(1, 0, i, 0, 0), Sampling(24, 3.0, (stop,))) for i in range(60)]
+    asked = [Request(prompt, Key(1, (0, i, 0, 0)), Sampling(24, 3.0, (stop,))) for i in range(60)]
     ended = 0
     for free, found in zip(unstopped, engine.generate(asked), strict=True):
         said = [engine.tokenizer.decode(free.token_ids[: n + 1]) for n in range(len(free.token_ids))]
@@ -155,7 +155,7 @@ def test_a_response_ends_where_its_stop_text_is_whole_however_it_falls_on_tokens
 
 def test_a_prompt_without_tokens_is_an_error(engine):
     with pytest.raises(EngineError, match="at least one token"):
-        engine.generate([Request((), Key(0, 0, 0, 0, 0))])
+        engine.generate([Request((), Key(0, (0, 0, 0, 0)))])
 
 
 def test_weights_survive_the_disk_and_wrong_ones_are_refused(engine, tmp_path):
@@ -192,7 +192,7 @@ def test_nothing_is_computed_once_all_responses_have_ended(engine, monkeypatch):
     monkeypatch.setattr(
         engine.model, "hidden", lambda *args, **kwargs: passes.append(1) or hidden(*args, **kwargs)
     )
-    one = Request((6, 7, 8), Key(0, 0, 0, 0, 0), Sampling(max_tokens=20, temperature=0.0))
+    one = Request((6, 7, 8), Key(0, (0, 0, 0, 0)), Sampling(max_tokens=20, temperature=0.0))
     (whole,) = engine.generate([one])
     assert len(passes) == len(whole.token_ids)  # the prompt, and each token but the last
     first = engine.tokenizer.decode(whole.token_ids[:1])

@@ -123,7 +123,7 @@ class Answering:
 
     def generate(self, requests):
         said = [
-            (*self.tokenizer.encode(f"{request.key.member}<action>go</action>"), self.tokenizer.end_ids[0])
+            (*self.tokenizer.encode(f"{request.key.path[2]}<action>go</action>"), self.tokenizer.end_ids[0])
             for request in requests
         ]
         return [Completion(ids, (-0.5,) * len(ids), "stop") for ids in said]

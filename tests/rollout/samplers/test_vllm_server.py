@@ -75,7 +75,7 @@ def url(tmp_path_factory):
 
 def ask(local, text, n=12, temperature=0.0, number=0):
     prompt = local.tokenizer.start([{"role": "user", "content": text}])
-    return Request(prompt, Key(0, 0, number, 0, 0), Sampling(n, temperature))
+    return Request(prompt, Key(0, (0, number, 0, 0)), Sampling(n, temperature))
 
 
 def test_a_real_server_agrees_with_the_model_here_in_tokens_and_log_probs(url, local, tmp_path):

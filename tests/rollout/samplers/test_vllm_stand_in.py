@@ -61,7 +61,7 @@ def engine(monkeypatch, tmp_path):
 
 
 def ask(*ids):
-    return Request(ids, Key(0, 0, 0, 0, 0), Sampling(4))
+    return Request(ids, Key(0, (0, 0, 0, 0)), Sampling(4))
 
 
 def test_answers_of_a_call_that_was_broken_off_are_given_to_nobody(engine):
@@ -97,9 +97,9 @@ def test_answers_that_are_missing_or_short_of_log_probabilities_are_an_engine_er
 
 
 def test_vllm_is_asked_for_what_was_requested_within_the_context(engine):
-    words = Request((1, 2), Key(0, 0, 0, 0, 0), Sampling(9, 0.5, ("a", "b"), 0.8, -1, 0.1))
-    few = Request((5,) * 60, Key(0, 0, 0, 0, 1), Sampling(9, 0.0, top_k=3))
-    full = Request((6,) * 64, Key(0, 0, 0, 0, 2), Sampling(9))
+    words = Request((1, 2), Key(0, (0, 0, 0, 0)), Sampling(9, 0.5, ("a", "b"), 0.8, -1, 0.1))
+    few = Request((5,) * 60, Key(0, (0, 0, 0, 1)), Sampling(9, 0.0, top_k=3))
+    full = Request((6,) * 64, Key(0, (0, 0, 0, 2)), Sampling(9))
     engine.tokenizer.end_ids = (7, 8)
     answers = engine.generate([words, full, few])
     ((prompts, params, options),) = engine.llm.asked
@@ -145,7 +145,7 @@ def test_what_the_engine_can_do_is_said_and_what_it_cannot_is_refused(engine, tm
     assert engine.llm.made_of["logprobs_mode"] == "processed_logprobs"
     assert engine.llm.made_of["model"] == engine.llm.made_of["tokenizer"] == str(tmp_path)
     with pytest.raises(EngineError, match="this engine takes no pictures: use a server with messages"):
-        engine.generate([ask(1), Request((1,), Key(0, 0, 0, 0, 0), Sampling(4), ("a.png",))])
+        engine.generate([ask(1), Request((1,), Key(0, (0, 0, 0, 0)), Sampling(4), ("a.png",))])
     with pytest.raises(DataError, match="is not a model folder: it has no config.json"):
         type(engine)(tmp_path / "nothing")
     with pytest.raises(EngineError, match=r"make room for adapters first: VllmEngine\(..., adapters=True\)"):

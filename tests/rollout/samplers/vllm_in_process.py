@@ -16,7 +16,7 @@ def questions(tokenizer, stop=()):
     """What is asked, greedily."""
     return [
         Request(
-            tokenizer.start([{"role": "user", "content": text}]), Key(0, 0, i, 0, 0), Sampling(n, 0.0, stop)
+            tokenizer.start([{"role": "user", "content": text}]), Key(0, (0, i, 0, 0)), Sampling(n, 0.0, stop)
         )
         for i, (text, n) in enumerate(QUESTIONS)
     ]

@@ -21,12 +21,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import transformers
+from tests.records import Exchange, trajectory_of
 from tests.rollout.doubles import byte_tokenizer
 from tests.rollout.doubles import llama_engine as make_llama
 from tests.train.agent.checkpoints import tensors_of
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import EngineError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
@@ -136,9 +136,9 @@ def played(iteration):
         for _ in range(1 + i % 2):
             answer = tuple(rng.integers(6, 60, int(rng.integers(1, 6))).tolist())
             logprobs = tuple(rng.normal(-4, 0.2, len(answer)).tolist())
-            turns.append(Turn("", context, answer, logprobs, "", "x", True, float(rng.normal()), "a"))
+            turns.append(Exchange("", context, answer, logprobs, "", "x", True, float(rng.normal()), "a"))
             context = (*context, *answer, *rng.integers(6, 60, 2).tolist())
-        found.append(Trajectory("env", iteration, i // 3, i % 3, 0, tuple(turns), True, True, False))
+        found.append(trajectory_of("env", iteration, i // 3, i % 3, 0, tuple(turns), True, True, False))
     return found
 
 
@@ -212,7 +212,7 @@ def gap(one, two):
 
 def answers(engine):
     wanted = Sampling(max_tokens=6, temperature=1.0)
-    asked = [Request((7, 8, 9, 6 + i), Key(0, 0, 0, i, 0), wanted) for i in range(5)]
+    asked = [Request((7, 8, 9, 6 + i), Key(0, (0, 0, i, 0)), wanted) for i in range(5)]
     return [done.token_ids for done in engine.generate(asked)]
 
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.records import Exchange, trajectory_of
 
-from shoal.core.data import Trajectory, Turn
 from shoal.train.agent.advantages import (
     anchored_step_advantages,
     batch_normalized,
@@ -86,10 +86,10 @@ def test_steps_are_compared_where_they_met_the_same_state_of_the_same_group():
 
 def episode(group, rewards, valid=None, env="Lake"):
     turns = tuple(
-        Turn(f"s{i}", (1,), (2,), (0.0,), "", "Up", valid is None or valid[i], reward, f"s{i}")
+        Exchange(f"s{i}", (1,), (2,), (0.0,), "", "Up", valid is None or valid[i], reward, f"s{i}")
         for i, reward in enumerate(rewards)
     )
-    return Trajectory(env, 0, group, 0, 0, turns, sum(rewards) > 0, True, False)
+    return trajectory_of(env, 0, group, 0, 0, turns, sum(rewards) > 0, True, False)
 
 
 def test_when_all_fail_a_format_penalty_cannot_become_a_full_sized_gradient():

@@ -1,5 +1,7 @@
 """An episode whose next prompt does not fit into the context ends as that, and everybody is told."""
 
+from tests.records import exchanges
+
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
 from shoal.train.agent.config import compose_config
@@ -24,7 +26,7 @@ def test_a_prompt_that_fills_the_context_in_a_later_turn_is_counted_and_shown_as
     row, episodes = play(tmp_path / "roomy", 1000)
     assert row["context_full"] == 0.0
     assert {t.finish for t in episodes} == {None}
-    first = max(len(t.turns[0].prompt_ids) + len(t.turns[0].response_ids) for t in episodes)
+    first = max(len(exchanges(t)[0].prompt_ids) + len(exchanges(t)[0].response_ids) for t in episodes)
 
     row, episodes = play(tmp_path / "tight", first + 10)
     long = [t for t in episodes if not t.terminated]

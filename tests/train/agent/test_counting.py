@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.records import Exchange, trajectory_of
 
-from shoal.core.data import Trajectory, Turn
 from shoal.rollout.filters import filter_groups, filter_rollouts
 from shoal.rollout.plan import slot_of
 from shoal.train.agent.advantages import ESTIMATORS, critic_advantages, turn_advantages
@@ -16,10 +16,10 @@ from shoal.train.agent.evaluation import rollout_metrics
 
 def episode(group, member, rewards, success=True, tokens=1):
     turns = tuple(
-        Turn("s", (1,), (2,) * tokens, (0.0,) * tokens, "", "Up", True, reward, f"s{i}")
+        Exchange("s", (1,), (2,) * tokens, (0.0,) * tokens, "", "Up", True, reward, f"s{i}")
         for i, reward in enumerate(rewards)
     )
-    return Trajectory("Lake", 0, group, member, 0, turns, success, True, False)
+    return trajectory_of("Lake", 0, group, member, 0, turns, success, True, False)
 
 
 def test_a_group_that_differs_by_discounted_returns_is_learned_from():

@@ -14,7 +14,8 @@ from safetensors.numpy import load_file, save
 from shoal.core import files
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder
-from shoal.testing.recorded_runs import settings_of
+from shoal.envs import make
+from shoal.testing.recorded_runs import episodes_digest, settings_of
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import AgentConfig, compose_config
 from shoal.train.agent.records import Records
@@ -74,6 +75,57 @@ def test_a_run_that_never_succeeds_has_a_best_checkpoint_too(tmp_path, scored, m
     monkeypatch.setattr("tests.train.agent.test_crash_points.SCORES", [0.0] * 5)
     train(tmp_path / "run")
     assert state_of(tmp_path / "run")["best"][0] == 0
+
+
+class CountedLake(type(make("frozen_lake"))):
+    """Counts its episodes and steps, and at one of them somebody presses Ctrl-C."""
+
+    episodes = steps = 0
+    ends_at = None
+
+    def reset(self, **options):
+        CountedLake.episodes += 1
+        return super().reset(**options)
+
+    def step(self, action):
+        CountedLake.steps += 1
+        if CountedLake.steps == CountedLake.ends_at:
+            raise KeyboardInterrupt
+        return super().step(action)
+
+    @classmethod
+    def count(cls, ends_at=None):
+        """Count anew up to the last step; what was counted before."""
+        before = cls.episodes, cls.steps
+        cls.episodes, cls.steps, cls.ends_at = 0, 0, ends_at
+        return before
+
+
+@pytest.mark.parametrize("parallel", ["false", "true"])
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_episodes_that_ended_before_the_run_did_are_not_played_again(tmp_path, share, parallel):
+    lake = [
+        "custom_envs.FrozenLakeEnv.env_type=tests.train.agent.test_crash_points:CountedLake", "vector.backend=serial",
+        "trainer.check_envs=false", "warmup.steps=0", "trainer.save_every=9", "algorithm.entropy_coef=0.05",
+        f"agent_proxy.use_parallel_rollout={parallel}", "agent_proxy.parallel.backend=serial",
+    ]  # fmt: skip
+    CountedLake.count()
+    train(tmp_path / "calm", *lake)
+    episodes, _ = CountedLake.count(ends_at=int(share * CountedLake.steps))
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", *lake)
+    first, _ = CountedLake.count()
+    written = (tmp_path / "run" / "unfinished.jsonl").read_text().splitlines()
+    assert len(written) > 8  # more than an iteration, since the checkpoint of the start
+    train(tmp_path / "run", *lake, "resume=true")
+    again, _ = CountedLake.count()
+    assert again == episodes - 2 - (
+        len(written) - 1
+    )  # but those of the start and those that were written down
+    assert first + again < episodes + 6 + 2
+    assert not (tmp_path / "run" / "unfinished.jsonl").exists()
+    assert episodes_digest(tmp_path / "run") == episodes_digest(tmp_path / "calm")
+    assert state_of(tmp_path / "run") == state_of(tmp_path / "calm")
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.records import Exchange, exchanges, trajectory_of
 
-from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError
 from shoal.train.agent.advantages import (
     ESTIMATORS,
@@ -39,11 +39,11 @@ def random_batch(seed):
                 reward = 0.5 if alike else float(rng.choice([0.0, 0.0, 1.0, 0.25]))
                 anchor, valid = str(rng.integers(3)), bool(rng.random() < 0.7)
                 turns.append(
-                    Turn("", context, written, (-1.0,) * len(written), "", "a", valid, reward, anchor)
+                    Exchange("", context, written, (-1.0,) * len(written), "", "a", valid, reward, anchor)
                 )
                 context = (*context, *written, 2)
             env, won = ("lake", "maze")[group % 2], bool(rng.random() < 0.5)
-            trajectories.append(Trajectory(env, 0, group, member, 0, tuple(turns), won, won, not won))
+            trajectories.append(trajectory_of(env, 0, group, member, 0, tuple(turns), won, won, not won))
     return trajectories
 
 
@@ -142,7 +142,7 @@ def expected_turns(name, trajectories, algorithm, proxy):
         return per_turn(trajectories, compared(first, [0] * len(first), "mean_std"))
     if name == "reinforce_pp_tokens":
         tokens = [r for t, own in zip(trajectories, all_returns, strict=True)
-                  for turn, r in zip(t.turns, own, strict=True) for _ in turn.response_ids]  # fmt: skip
+                  for turn, r in zip(exchanges(t), own, strict=True) for _ in turn.response_ids]  # fmt: skip
         mean, variance = (mean_of(tokens), deviation(tokens) ** 2) if tokens else (0.0, 0.0)
         return [[(r - mean) / math.sqrt(variance + 1e-8) for r in own] for own in all_returns]
     if name == "gigpo":
@@ -230,7 +230,7 @@ def test_an_estimator_is_what_its_paper_says(name):
             found = turn_advantages(trajectories, algorithm, proxy)
             wanted = expected_turns(name, trajectories, algorithm, proxy)
             for turns, own, t in zip(found, wanted, trajectories, strict=True):
-                said = [bool(turn.response_ids) or name != "reinforce_pp_tokens" for turn in t.turns]
+                said = [bool(turn.response_ids) or name != "reinforce_pp_tokens" for turn in exchanges(t)]
                 np.testing.assert_allclose(
                     np.array(turns)[said],
                     np.array(own)[said],
@@ -243,12 +243,12 @@ def test_an_estimator_is_what_its_paper_says(name):
 @pytest.mark.parametrize("name", ["grpo", "gae", "distillation"])
 def test_shaping_is_added_after_the_normalisation_turn_by_turn(name):
     for seed in SEEDS:
-        trajectories = [t for t in random_batch(seed) if any(turn.response_ids for turn in t.turns)]
+        trajectories = [t for t in random_batch(seed) if any(turn.response_ids for turn in exchanges(t))]
         if not trajectories:
             continue
         rng = np.random.default_rng(seed)
         values, others = (
-            [[rng.normal(size=len(turn.response_ids)) for turn in t.turns] for t in trajectories]
+            [[rng.normal(size=len(turn.response_ids)) for turn in exchanges(t)] for t in trajectories]
             for _ in range(2)
         )
         algorithm = Algorithm(adv_estimator=name)
@@ -260,7 +260,7 @@ def test_shaping_is_added_after_the_normalisation_turn_by_turn(name):
             pair = [critic_advantages(trajectories, values, algorithm, proxy)[0] for proxy in (plain, shaped)]
         else:
             pair = [teacher_advantages(trajectories, values, others, algorithm, p) for p in (plain, shaped)]
-        turns = [turn for t in trajectories for turn in t.turns]
+        turns = [turn for t in trajectories for turn in exchanges(t)]
         invalid = mean_of([float(not turn.action_is_valid) for turn in turns])
         long = [-min(max((len(turn.response_ids) - 2) / 2, 0.0), 1.0) for turn in turns]
         bonus = iter([
@@ -335,7 +335,7 @@ def test_advantages_of_a_critic_are_whitened_over_the_tokens_of_the_batch(whiten
     for seed in SEEDS:
         trajectories = random_batch(seed)
         rng = np.random.default_rng(seed)
-        values = [[rng.normal(size=len(turn.response_ids)) for turn in t.turns] for t in trajectories]
+        values = [[rng.normal(size=len(turn.response_ids)) for turn in exchanges(t)] for t in trajectories]
         algorithm = Algorithm(adv_estimator="gae", gamma=0.9)
         algorithm = Algorithm(
             adv_estimator="gae", gamma=0.9, critic=type(algorithm.critic)(whitening=whitening)
@@ -363,8 +363,8 @@ def test_advantages_of_a_critic_are_whitened_over_the_tokens_of_the_batch(whiten
     ],
 )
 def test_errors_of_a_critic_are_not_blown_up_where_every_episode_succeeds(rewards, values, expected, unit):
-    turns = [Turn("", (1,), (5,), (-1.0,), "", "a", True, unit * reward, "") for reward in rewards]
-    alone = [Trajectory("lake", 0, i, 0, 0, (turn,), True, True, False) for i, turn in enumerate(turns)]
+    turns = [Exchange("", (1,), (5,), (-1.0,), "", "a", True, unit * reward, "") for reward in rewards]
+    alone = [trajectory_of("lake", 0, i, 0, 0, (turn,), True, True, False) for i, turn in enumerate(turns)]
     known = [[np.array([unit * value])] for value in values]
     found, _ = critic_advantages(alone, known, Algorithm(adv_estimator="gae"), AgentProxy())
     assert [float(tokens[0]) for (tokens,) in found] == pytest.approx(expected, abs=1e-6)
@@ -451,8 +451,8 @@ def test_a_loss_and_its_gradient_are_those_of_the_formula_over_masked_rows(name,
 )
 def test_an_estimator_of_the_users_own_that_gives_something_else_is_named(gives, monkeypatch):
     monkeypatch.setitem(ESTIMATORS._items, "mine", Estimator(gives))
-    turn = Turn("", (1,), (2,), (-1.0,), "", "a", True, 1.0, "s")
-    pair = [Trajectory("lake", 0, 0, member, 0, (turn, turn), True, True, False) for member in range(2)]
+    turn = Exchange("", (1,), (2,), (-1.0,), "", "a", True, 1.0, "s")
+    pair = [trajectory_of("lake", 0, 0, member, 0, (turn, turn), True, True, False) for member in range(2)]
     with pytest.raises(ValueError, match="adv_estimator=mine must give"):
         turn_advantages(pair, Algorithm(adv_estimator="mine"), AgentProxy())
 
@@ -460,8 +460,8 @@ def test_an_estimator_of_the_users_own_that_gives_something_else_is_named(gives,
 def test_an_estimator_cannot_change_whose_advantages_are_whose(monkeypatch):
     """One that sorted the episodes in place gave each the advantages of another."""
     monkeypatch.setitem(ESTIMATORS._items, "mine", Estimator(lambda played: played.trajectories.reverse()))
-    turn = Turn("", (1,), (2,), (-1.0,), "", "a", True, 1.0, "s")
-    pair = [Trajectory("lake", 0, 0, member, 0, (turn,), True, True, False) for member in range(2)]
+    turn = Exchange("", (1,), (2,), (-1.0,), "", "a", True, 1.0, "s")
+    pair = [trajectory_of("lake", 0, 0, member, 0, (turn,), True, True, False) for member in range(2)]
     with pytest.raises(AttributeError, match="no attribute 'reverse'"):
         turn_advantages(pair, Algorithm(adv_estimator="mine"), AgentProxy())
 
@@ -474,8 +474,8 @@ def test_an_estimator_may_use_its_memory_again_for_the_next_episode_or_turn(monk
         memory[:] = value
         return memory
 
-    turn = Turn("", (1,), (2, 3), (-1.0, -1.0), "", "a", True, 1.0, "s")
-    several = [Trajectory("lake", 0, 0, member, 0, (turn, turn), True, True, False) for member in range(2)]
+    turn = Exchange("", (1,), (2, 3), (-1.0, -1.0), "", "a", True, 1.0, "s")
+    several = [trajectory_of("lake", 0, 0, member, 0, (turn, turn), True, True, False) for member in range(2)]
     known = [[np.zeros(2), np.full(2, 2.0)], [np.ones(2), np.full(2, 3.0)]]
     teacher = Estimator(lambda ours, theirs: fill(ours), needs="teacher")
     critic = Estimator(lambda rewards, values, _: (values, [fill(values[0])] * 2), needs="critic")
@@ -493,8 +493,8 @@ def test_an_estimator_with_a_critic_that_gives_something_else_is_named(gives, mo
         return [gives(known) for known in values], values
 
     monkeypatch.setitem(ESTIMATORS._items, "mine", Estimator(mine, needs="critic"))
-    turn = Turn("", (1,), (2, 3), (-1.0, -1.0), "", "a", True, 1.0, "s")
-    one = [Trajectory("lake", 0, 0, 0, 0, (turn,), True, True, False)]
+    turn = Exchange("", (1,), (2, 3), (-1.0, -1.0), "", "a", True, 1.0, "s")
+    one = [trajectory_of("lake", 0, 0, 0, 0, (turn,), True, True, False)]
     with pytest.raises(
         ValueError, match="adv_estimator=mine must give advantages and targets of one finite number a token"
     ):
@@ -506,8 +506,8 @@ def test_an_estimator_with_a_critic_that_gives_something_else_is_named(gives, mo
 def test_an_estimator_with_a_teacher_that_gives_something_else_is_named(gives, monkeypatch):
     mine = Estimator(lambda ours, theirs: gives(theirs - ours), needs="teacher")
     monkeypatch.setitem(ESTIMATORS._items, "mine", mine)
-    turn = Turn("", (1,), (2, 3), (-1.0, -1.0), "", "a", True, 1.0, "s")
-    one = [Trajectory("lake", 0, 0, 0, 0, (turn,), True, True, False)]
+    turn = Exchange("", (1,), (2, 3), (-1.0, -1.0), "", "a", True, 1.0, "s")
+    one = [trajectory_of("lake", 0, 0, 0, 0, (turn,), True, True, False)]
     known = [[np.zeros(2)]]
     with pytest.raises(
         ValueError, match="adv_estimator=mine must give advantages of one finite number a token"

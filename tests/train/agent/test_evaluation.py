@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.records import exchanges
 
 from shoal.cli import eval as evaluation
 from shoal.cli.main import main
@@ -147,8 +148,8 @@ def test_a_run_is_evaluated_with_its_own_limit_of_turns_and_choice_of_tokens(tmp
 
     greedy, sampled = play(), play("--temperature", "1")
     assert max(len(t.turns) for t in greedy) == 2
-    assert [[turn.response_ids for turn in t.turns] for t in sampled] == [
-        [turn.response_ids for turn in t.turns] for t in greedy
+    assert [[turn.response_ids for turn in exchanges(t)] for t in sampled] == [
+        [turn.response_ids for turn in exchanges(t)] for t in greedy
     ]  # the likeliest token is the only one to sample from
     settings = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["agent_proxy"]
     assert (settings["max_turn"], settings["top_k"]) == (2, 1)

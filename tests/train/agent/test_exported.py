@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.records import exchanges
 from tests.train.agent.tiny_model import write_tiny_model
 from transformers import AutoTokenizer
 
@@ -112,7 +113,7 @@ def test_a_kind_of_env_that_is_named_keeps_the_templates_that_the_run_had_for_it
     [episode, *_] = played(
         tmp_path / "out", tmp_path / "eval", "--env", "letters:Letters", "--env-config", "goal", "99"
     )
-    shown = AutoTokenizer.from_pretrained(model).decode(episode.turns[-1].prompt_ids)
+    shown = AutoTokenizer.from_pretrained(model).decode(exchanges(episode)[-1].prompt_ids)
     assert "of9?" in shown.replace(" ", "")  # its own limit of turns, not that of the run
 
 
@@ -124,7 +125,7 @@ def test_adapters_are_exported_with_the_same_file_merged_or_alone(model, run, tm
     said = [(tmp_path / name / "shoal.json").read_text() for name in ("merged", "whole", "alone")]
     assert said[0] == said[1] == said[2]
     tokens = [
-        [[turn.response_ids for turn in episode.turns] for episode in played(folder, tmp_path / f"{folder.name}-eval")]
+        [[call.response_ids for call in episode.calls] for episode in played(folder, tmp_path / f"{folder.name}-eval")]
         for folder in (lora, tmp_path / "merged", tmp_path / "whole")
     ]  # fmt: skip
     assert tokens[0] == tokens[1] == tokens[2]

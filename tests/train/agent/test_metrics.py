@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.records import Exchange, trajectory_of
 
-from shoal.core.data import Trajectory, Turn, read_trajectories
+from shoal.core.data import read_trajectories
 from shoal.rollout.driver import RolloutReport
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampling
@@ -132,8 +133,10 @@ def test_nothing_played_is_nothing_shaped():
 
 def test_the_groups_with_signal_are_those_whose_whole_episodes_earned_differently():
     def episode(group, rewards, valid=True, status="ok"):
-        turns = tuple(Turn("", (1,), (2,), (-1.0,), "", None, valid, r, "", finish="length") for r in rewards)
-        return Trajectory("e", 0, group, 0, 0, turns, False, True, False, status)
+        turns = tuple(
+            Exchange("", (1,), (2,), (-1.0,), "", None, valid, r, "", finish="length") for r in rewards
+        )
+        return trajectory_of("e", 0, group, 0, 0, turns, False, True, False, status)
 
     played = [
         episode(0, [1.0]), episode(0, [0.0]),  # differs
@@ -220,7 +223,7 @@ def test_the_groups_that_differ_most_are_learned_from_and_the_others_dropped(how
 
 
 def test_failures_are_counted_by_their_kind():
-    whole = Trajectory("Lake", 0, 0, 0, 1, (), success=True, terminated=True, truncated=False)
+    whole = trajectory_of("Lake", 0, 0, 0, 1, (), success=True, terminated=True, truncated=False)
     row = rollout_metrics(
         [whole, *(replace(whole, status=status) for status in ("timeout", "env_error", "timeout"))]
     )

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from tests.records import Exchange, trajectory_of
 from tests.train.agent.test_update import ENGINE
 
-from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError
 from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, FilterGroups, compose_config
 from shoal.train.agent.losses import aggregation_weights
@@ -16,10 +16,12 @@ from shoal.train.agent.update import Learner, Totals, advantages_of, gradient_st
 
 def episode(member, reward, finishes, group=0):
     turns = [
-        Turn("", (7, 8, 10 + member), (20 + i, 30 + i), (-1.0, -1.0), "", None, True, reward, "", finish=how)
+        Exchange(
+            "", (7, 8, 10 + member), (20 + i, 30 + i), (-1.0, -1.0), "", None, True, reward, "", finish=how
+        )
         for i, how in enumerate(finishes)
     ]
-    return Trajectory("e", 0, group, member, 0, tuple(turns), reward > 0, True, False)
+    return trajectory_of("e", 0, group, member, 0, tuple(turns), reward > 0, True, False)
 
 
 def learner(**settings):

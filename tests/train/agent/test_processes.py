@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.records import exchanges
 from tests.train.agent.checkpoints import tensors_of
 
 from shoal.core.data import read_trajectories
@@ -104,8 +105,8 @@ def test_two_processes_train_as_one_does(alone, tmp_path, sharding):
     same_run(alone, two, 1e-5)
     for name in ("train-000001.jsonl", "heldout-000003.jsonl"):
         told = [list(read_trajectories(folder / "trajectories" / name)) for folder in (alone, two)]
-        assert [[turn.response_ids for turn in t.turns] for t in told[0]] == [
-            [turn.response_ids for turn in t.turns] for t in told[1]
+        assert [[turn.response_ids for turn in exchanges(t)] for t in told[0]] == [
+            [turn.response_ids for turn in exchanges(t)] for t in told[1]
         ]
 
 

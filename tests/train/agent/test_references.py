@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.records import Exchange, exchanges, trajectory_of
 
-from shoal.core.data import Trajectory, Turn
 from shoal.train.agent.advantages import (
     critic_advantages,
     graph_step_advantages,
@@ -37,11 +37,11 @@ def batch(seed, single_turn=False):
         equal = rng.random() < 0.2
         for member in range(int(rng.integers(1, 6))):
             turns = tuple(
-                Turn("s", (1,), (2,) * int(rng.integers(1, 5)), (), "", "x", bool(rng.random() < 0.7),
+                Exchange("s", (1,), (2,) * int(rng.integers(1, 5)), (), "", "x", bool(rng.random() < 0.7),
                      0.0 if equal else float(rng.integers(0, 3)), f"a{rng.integers(3)}")
                 for _ in range(1 if single_turn else int(rng.integers(1, 5)))
             )  # fmt: skip
-            episodes.append(Trajectory("e", 0, group, member, 0, turns, True, True, False))
+            episodes.append(trajectory_of("e", 0, group, member, 0, turns, True, True, False))
     return episodes
 
 
@@ -49,14 +49,14 @@ def flat(advantages, episodes):
     """One number a token, in the order of the episodes."""
     return np.concatenate(
         [np.full(len(turn.response_ids), a)
-         for own, t in zip(advantages, episodes, strict=True) for a, turn in zip(own, t.turns, strict=True)]
+         for own, t in zip(advantages, episodes, strict=True) for a, turn in zip(own, exchanges(t), strict=True)]
     )  # fmt: skip
 
 
 def tokens_of(episode):
     """The rewards of an episode on a row of its tokens, each at the last one of its turn."""
     row = []
-    for turn in episode.turns:
+    for turn in exchanges(episode):
         row += [0.0] * (len(turn.response_ids) - 1) + [turn.reward]
     return row
 
@@ -123,7 +123,7 @@ def verl_gae(rewards, values, gae_lambda):
 def test_gae_with_bessels_correction_is_verls():
     for seed in range(BATCHES):
         episodes, rng = batch(seed), np.random.default_rng(seed)
-        values = [[rng.normal(size=len(turn.response_ids)) for turn in t.turns] for t in episodes]
+        values = [[rng.normal(size=len(turn.response_ids)) for turn in exchanges(t)] for t in episodes]
         algorithm = Algorithm(adv_estimator="gae", critic=Critic(gae_lambda=0.9, whitening="sample"))
         found, targets = critic_advantages(episodes, values, algorithm, AgentProxy())
         raw, wanted = [], []
@@ -181,7 +181,7 @@ def test_gigpos_episode_part_may_be_the_plain_sum_of_the_paper():
     rewards = ([0.0, 1.0], [1.0, 0.0])  # equal sums, unequal returns
     turn = pair[0].turns[0]
     episodes = [
-        Trajectory("e", 0, 0, m, 0, tuple(Turn("s", (1,), (2,), (), "", "x", True, r, f"{m}{i}")
+        trajectory_of("e", 0, 0, m, 0, tuple(Exchange("s", (1,), (2,), (), "", "x", True, r, f"{m}{i}")
                                           for i, r in enumerate(own)), True, True, False)
         for m, own in enumerate(rewards)
     ]  # fmt: skip
@@ -260,9 +260,9 @@ def test_graphgpo_pays_a_good_turn_of_a_lost_episode_and_none_of_a_detour():
 
 def test_graphgpo_is_grpo_and_the_step_part_and_far_states_count_as_near_ones():
     long = [f"s{k}" for k in range(12)]
-    turns = [tuple(Turn("s", (1,), (2,), (), "", "x", True, float(name == "s11"), name) for name in names)
+    turns = [tuple(Exchange("s", (1,), (2,), (), "", "x", True, float(name == "s11"), name) for name in names)
              for names in (long, [long[0], "x"])]  # fmt: skip
-    episodes = [Trajectory("e", 0, 0, k, 0, t, k == 0, True, False) for k, t in enumerate(turns)]
+    episodes = [trajectory_of("e", 0, 0, k, 0, t, k == 0, True, False) for k, t in enumerate(turns)]
     settings = Algorithm(adv_estimator="graphgpo", step_advantage_weight=2.0)
     first, second = turn_advantages(episodes, settings, AgentProxy())
     half = np.sqrt(0.5)  # eleven turns from the goal, 0.1 ** 11 against 0.1 ** 13
@@ -313,7 +313,7 @@ def test_overlong_shaping_is_added_centred_to_the_turns_that_earned_it():
     episodes = [e for e in batch(3) if e.group == 0]
     proxy = AgentProxy(max_tokens=4, overlong_buffer=2, overlong_penalty=0.5)
     found = np.concatenate(shaping_of(episodes, proxy))
-    raw = [-0.5 * min(max((len(turn.response_ids) - 2) / 2, 0), 1) for t in episodes for turn in t.turns]
+    raw = [-0.5 * min(max((len(turn.response_ids) - 2) / 2, 0), 1) for t in episodes for turn in exchanges(t)]
     np.testing.assert_allclose(found, np.array(raw) - np.mean(raw), atol=1e-12)
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.records import Exchange, trajectory_of
 
-from shoal.core.data import Trajectory, Turn
 from shoal.envs.actions import Projection
 from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig, Prompter
@@ -37,22 +37,22 @@ def episode(engine, group, *, success=False, reward=0.0, logprob=-0.01):
     prompt = prompter.tokenizer.start(
         [{"role": "user", "content": f"state {group}"}]
     ) + engine.tokenizer.encode("<action>")
-    turn = Turn(
+    turn = Exchange(
         observation=f"state {group}", prompt_ids=prompt, response_ids=engine.tokenizer.encode("Up"),
         logprobs=(logprob,), response="<action>Up</action>", action="Up", action_is_valid=True, reward=reward,
         anchor="", image=None, finish="stop",
     )  # fmt: skip
-    return Trajectory(
+    return trajectory_of(
         env="Env", iteration=0, group=group, member=0, env_seed=0, turns=(turn,), success=success, terminated=True,
-        truncated=False, status="ok", error=None, weights_version=0,
+        truncated=False, status="ok", error=None,
     )  # fmt: skip
 
 
 def chances(engine, group):
     """The probability of each word in the state of a group."""
-    prompt = episode(engine, group).turns[0].prompt_ids
+    prompt = episode(engine, group).prompt_ids(0)
     said = [
-        engine.generate([Request(prompt, Key(0, 0, 0, 0, n), SAMPLING)])[0].token_ids[0] for n in range(200)
+        engine.generate([Request(prompt, Key(0, (0, 0, 0, n)), SAMPLING)])[0].token_ids[0] for n in range(200)
     ]
     ids = [engine.tokenizer.encode(word)[0] for word in WORDS]
     return np.array([said.count(i) / len(said) for i in ids])

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from tests.records import Exchange, trajectory_of
 from tests.train.agent.test_update import ENGINE, contrast, random_samples
 
-from shoal.core.data import Trajectory, Turn
 from shoal.train.agent.advantages import turn_advantages
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
@@ -122,12 +122,12 @@ def test_with_a_critic_the_bonus_is_no_larger_than_the_advantages(size, share):
 
 # --- reinforce
 def test_reinforce_learns_nothing_from_episodes_of_equal_rewards():
-    def played(*rewards):
-        turns = [(Turn("", (1,), (2,), (-1.0,), "", "a", True, reward, ""),) for reward in rewards]
-        return [Trajectory("e", 0, i, 0, 0, own, True, True, False) for i, own in enumerate(turns)]
+    def paid(*rewards):
+        turns = [(Exchange("", (1,), (2,), (-1.0,), "", "a", True, reward, ""),) for reward in rewards]
+        return [trajectory_of("e", 0, i, 0, 0, own, True, True, False) for i, own in enumerate(turns)]
 
     algorithm = Algorithm(adv_estimator="reinforce")
-    equal = turn_advantages(played(1.0, 1.0, 1.0), algorithm, AgentProxy())
+    equal = turn_advantages(paid(1.0, 1.0, 1.0), algorithm, AgentProxy())
     assert [turns.tolist() for turns in equal] == [[0.0], [0.0], [0.0]]
-    unequal = turn_advantages(played(1.0, 0.0, 0.5), algorithm, AgentProxy())
+    unequal = turn_advantages(paid(1.0, 0.0, 0.5), algorithm, AgentProxy())
     assert [turns.tolist() for turns in unequal] == [[0.5], [-0.5], [0.0]]

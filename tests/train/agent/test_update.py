@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.records import Exchange, trajectory_of
 
-from shoal.core.data import Trajectory, Turn
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import Sample, make_samples, micro_batches, token_values
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, RolloutCorrection
@@ -122,12 +122,12 @@ def test_the_loss_and_what_is_told_are_those_of_a_loop_over_tokens():
 
 
 def turn(prompt, response):
-    return Turn("", prompt, response, (-1.0,) * len(response), "", None, True, 0.0, "")
+    return Exchange("", prompt, response, (-1.0,) * len(response), "", None, True, 0.0, "")
 
 
 def test_turns_that_extend_each_other_are_one_sample_and_others_are_their_own():
     turns = (turn((1, 2), (3,)), turn((1, 2, 3, 4), (5, 6)), turn((9,), (7,)))
-    samples = make_samples(Trajectory("e", 0, 0, 0, 0, turns, False, True, False))
+    samples = make_samples(trajectory_of("e", 0, 0, 0, 0, turns, False, True, False))
     assert [(s.ids, s.places.tolist()) for s in samples] == [((1, 2, 3, 4, 5, 6), [2, 4, 5]), ((9, 7), [1])]
 
 
@@ -140,7 +140,7 @@ def test_every_token_that_was_written_is_learned_from_exactly_once(lengths, appe
             turns.append(turn(context, response))
             context = (*context, *response, 8) if append else (7,)
             written += n
-    samples = make_samples(Trajectory("e", 0, 0, 0, 0, tuple(turns), False, True, False))
+    samples = make_samples(trajectory_of("e", 0, 0, 0, 0, tuple(turns), False, True, False))
     assert [s.ids[place] for s in samples for place in s.places] == list(range(100, 100 + written))
 
 

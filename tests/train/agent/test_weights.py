@@ -17,7 +17,7 @@ from shoal.train.agent.weights import WeightSync
 def ask(sampler, n=6):
     start = sampler.tokenizer.start
     requests = [
-        Request(start([{"role": "user", "content": f"say {i}"}]), Key(0, 0, i, 0, 0), Sampling(5))
+        Request(start([{"role": "user", "content": f"say {i}"}]), Key(0, (0, i, 0, 0)), Sampling(5))
         for i in range(n)
     ]
     return sampler.generate(requests)

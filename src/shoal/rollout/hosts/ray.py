@@ -15,6 +15,8 @@ from shoal.rollout.hosts.processes import ProcessHosts
 from shoal.rollout.hosts.sockets import MISSED, encode, pickled, unpickled
 
 MOST_CALLS = 100_000
+ROOM_SECONDS = 30.0
+"""For which room is waited for that one episode alone needs."""
 _to_host = msgspec.msgpack.Decoder(Begin | Answer | Refused)
 _to_driver = msgspec.msgpack.Decoder(Ask | Ended)
 
@@ -134,7 +136,14 @@ class RayHosts:
         self.count = count
         self._setup, self._data = setup, pickled(setup)
         self._ray = connect_ray()
-        self._options = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": MOST_CALLS, **options}
+        # They hold no CPU unless they are told to: else two rollouts that keep theirs would wait for each other's room.
+        own = {
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "max_concurrency": MOST_CALLS,
+            "scheduling_strategy": "SPREAD",
+        }
+        self._options = own | options
         self._hosts: dict[int, RayHost] = {}
         self._next = count
         self._spare = ProcessHosts(setup, 0)
@@ -147,12 +156,15 @@ class RayHosts:
         return known
 
     async def spare(self) -> Host:
-        """An actor of its own; a process of this machine where Ray is gone."""
-        if not self._ray.is_initialized():
-            return await self._spare.spare()
-        self._next += 1
-        host = self._hosts[self._next] = await self._start()
-        return host
+        """An actor of its own; a process of this machine where Ray is gone, or has no room for one."""
+        if self._ray.is_initialized():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ROOM_SECONDS):
+                    host = await self._start()
+                self._next += 1
+                self._hosts[self._next] = host
+                return host
+        return await self._spare.spare()
 
     async def _start(self) -> RayHost:
         if not self._ray.is_initialized():

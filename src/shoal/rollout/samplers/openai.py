@@ -174,7 +174,7 @@ class OpenAIEngine(Closing):
 
     def _question(self, request: Request, version: int, adapter: str) -> Question | Completion | EngineError:
         """What to post for a request; what there is to say of it where it cannot or need not be asked."""
-        name = "/".join(map(str, (request.key, "request")))
+        name = "/".join(map(str, (request.key.seed, *request.key.path, "request")))
         try:
             room = room_left(self, request)
             if not room:

@@ -273,4 +273,4 @@ def _room() -> str:
 
 def _home(request: Request, n: int) -> int:
     """Which replica an episode belongs to: its members and groups dealt out in turn."""
-    return (request.key.group + request.key.member) % n
+    return sum(request.key.path[1:-1]) % n

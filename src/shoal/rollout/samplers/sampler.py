@@ -78,10 +78,8 @@ class Key(msgspec.Struct, frozen=True, array_like=True):
     """Names the noise of one response: equal keys, equal noise."""
 
     seed: int
-    iteration: int
-    group: int
-    member: int
-    turn: int
+    path: tuple[int, ...]
+    """Which response under this seed; of an env's episode its iteration, group, member and turn."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -370,8 +368,7 @@ class Noise:
     __slots__ = ("_rng", "key")
 
     def __init__(self, key: Key) -> None:
-        names = ("sampling", key.iteration, key.group, key.member, key.turn)
-        self.key = stream_key(key.seed, *names)
+        self.key = stream_key(key.seed, "sampling", *key.path)
         """Two words that key the stream."""
         self._rng = keyed(self.key)
 

@@ -46,5 +46,5 @@ class RandomEngine(ScriptedEngine):
         self._words = tuple(words)
 
     def _choose(self, prompt: str, key: Key) -> str:
-        rng = stream(key.seed, "random engine", key.iteration, key.group, key.member, key.turn)
+        rng = stream(key.seed, "random engine", *key.path)
         return f"<action>{self._words[int(rng.integers(len(self._words)))]}</action>"

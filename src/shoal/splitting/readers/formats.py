@@ -81,8 +81,9 @@ class ShoalReader:
                 messages.append(Message("user", parts, (locate(turn.image, source),)))
             messages.append(Message("assistant", turn.response))
         steps = tuple(
-            RolloutTokens(turn.prompt_ids, turn.response_ids, turn.logprobs, source)
+            RolloutTokens(trajectory.prompt_ids(turn.call), call.response_ids, call.logprobs, source)
             for turn in trajectory.turns
+            for call in (trajectory.call_of(turn),)
         )
         return Recording(
             dataset_id=dataset_id,

@@ -197,7 +197,7 @@ def shaping_of(trajectories: Sequence[Trajectory], proxy: AgentProxy) -> list[Ar
     if not proxy.overlong_buffer:
         return formats
     buffer, limit = proxy.overlong_buffer, proxy.token_limit
-    lengths = [np.array([len(turn.response_ids) for turn in t.turns], dtype=np.float64) for t in trajectories]
+    lengths = [np.array(t.response_lengths, dtype=np.float64) for t in trajectories]
     long = _centred([proxy.overlong_penalty * overlong_shaping(own, limit, buffer) for own in lengths])
     return [a + b for a, b in zip(formats, long, strict=True)]
 
@@ -264,7 +264,7 @@ def _reinforce_pp_baseline(played: Played) -> Array:
 
 @advantage("reinforce_pp_tokens")
 def _reinforce_pp_tokens(played: Played) -> list[Array]:
-    counts = [[len(turn.response_ids) for turn in t.turns] for t in played.trajectories]
+    counts = [t.response_lengths for t in played.trajectories]
     return token_whitened(played.returns, counts)
 
 

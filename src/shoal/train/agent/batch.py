@@ -1,7 +1,7 @@
 """From trajectories to what a gradient step sees: samples of tokens, and micro-batches of them.
 
-A sample is a stretch of context in which every prompt extends the tokens before it: one turn in `window` mode,
-a whole episode in `append` mode. What is known of its trained tokens stands in columns, one number a token.
+A sample is a walk of an episode's tree of calls, in which every prompt extends the tokens before it: one turn in
+`window` mode, a whole episode in `append` mode. What is known of its trained tokens stands in columns, one number each.
 How samples share rows decides speed and memory, never results: attention stays within a sample, and every token's
 weight in the loss is fixed before.
 """
@@ -9,7 +9,7 @@ weight in the loss is fixed before.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.core.data import Trajectory
+from shoal.core.data import Call, Trajectory
 
 Batching = Literal["auto", "padded", "bucketed", "packed"]
 Row = list[int]
@@ -261,28 +261,56 @@ class MicroBatch:
         return values if self.repeats is None else values[self.repeats]
 
 
-def make_samples(trajectory: Trajectory) -> list[Sample]:
-    """The samples of a trajectory, with the column `rollout_logprobs`; their trained tokens are all that it wrote."""
+def make_samples(trajectory: Trajectory, learned: Container[int] | None = None) -> list[Sample]:
+    """The samples of a trajectory, with the column `rollout_logprobs`.
+
+    Args:
+        trajectory: the episode.
+        learned: the numbers of the calls whose responses are trained; all if not given.
+    """
     samples: list[Sample] = []
-    ids: tuple[int, ...] = ()
-    places: list[int] = []
-    logprobs: list[float] = []
-    for turn in trajectory.turns:
-        if places and turn.prompt_ids[: len(ids)] != ids:
-            samples.append(_sample(ids, places, logprobs))
-            places, logprobs = [], []
-        start = len(turn.prompt_ids)
-        places += range(start, start + len(turn.response_ids))
-        logprobs += turn.logprobs
-        ids = turn.prompt_ids + turn.response_ids
-    if places:
-        samples.append(_sample(ids, places, logprobs))
+    for walk in walks(trajectory.calls):
+        ids, places, logprobs = list(trajectory.prompt_ids(walk[0])), list[int](), list[float]()
+        for number in walk:
+            call = trajectory.calls[number]
+            if number != walk[0]:
+                ids += call.new_prompt_ids
+            if learned is None or number in learned:
+                places += range(len(ids), len(ids) + len(call.response_ids))
+                logprobs += call.logprobs
+            ids += call.response_ids
+        if places:
+            samples.append(_sample(tuple(ids[: places[-1] + 1]), places, logprobs))
     return samples
+
+
+def walks(calls: Sequence[Call]) -> list[list[int]]:
+    """The calls that make each sample, by number: a call goes on from its parent unless another one does already.
+
+    >>> first, answer, other = Call((1,), None, (2,), (0.0,)), Call((3,), 0, (4,), (0.0,)), Call((5,), 0, (6,), (0.0,))
+    >>> walks([first, answer, other])
+    [[0, 1], [2]]
+    """
+    found: list[list[int]] = []
+    ends: dict[int | None, list[int]] = {}  # a walk by its last call
+    for number, call in enumerate(calls):
+        walk = ends.pop(call.parent, None)
+        if walk is None:
+            found.append(walk := [])
+        walk.append(number)
+        ends[number] = walk
+    return found
+
+
+def turns_in_samples(trajectory: Trajectory) -> list[int]:
+    """The turns, by number, in the order in which samples hold the tokens of their calls."""
+    of_call = {turn.call: number for number, turn in enumerate(trajectory.turns)}
+    return [of_call[call] for walk in walks(trajectory.calls) for call in walk]
 
 
 def was_cut(trajectory: Trajectory) -> bool:
     """Whether a response of this episode ended because its tokens were used up, or the episode with the context."""
-    return trajectory.finish == "context" or any(turn.finish == "length" for turn in trajectory.turns)
+    return trajectory.finish == "context" or any(call.finish == "length" for call in trajectory.calls)
 
 
 def _sample(ids: tuple[int, ...], places: list[int], logprobs: list[float]) -> Sample:

@@ -550,7 +550,7 @@ def refuse_no_numbers(trajectories: Sequence[Trajectory]) -> None:
         DivergedError: NaN or infinity, as from weights that a too large step has spoiled.
     """
     for trajectory in trajectories:
-        if not all(math.isfinite(logprob) for turn in trajectory.turns for logprob in turn.logprobs):
+        if not all(math.isfinite(logprob) for call in trajectory.calls for logprob in call.logprobs):
             raise _spoiled(trajectory)
 
 

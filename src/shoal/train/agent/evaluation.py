@@ -53,7 +53,7 @@ def rejected_answer(trajectories: Sequence[Trajectory], roles: Mapping[str, Role
         for turn in trajectory.turns:
             if not turn.action_is_valid:
                 words = roles[trajectory.env].projection.words()
-                return Rejected(turn.response, turn.finish, tuple(words))
+                return Rejected(turn.response, trajectory.call_of(turn).finish, tuple(words))
     return None
 
 

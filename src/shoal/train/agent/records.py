@@ -6,7 +6,7 @@ import contextlib
 import logging
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from shoal.core.configuration import as_yaml, to_mapping
 from shoal.core.data import Trajectory, write_advantages, write_trajectories
 from shoal.core.errors import ConfigError
 from shoal.core.files import remove_leftovers, replacing, write_text
-from shoal.core.run_folder import Event, RunFolder, finite
+from shoal.core.run_folder import UNFINISHED, Event, RunFolder, finite
+from shoal.rollout.journal import Journal
 from shoal.train.advice import Advice, Rejected, advise
 from shoal.train.agent.checkpoint import Progress, drop_old, list_checkpoints, save_checkpoint
 from shoal.train.agent.config import AgentConfig
@@ -75,6 +76,7 @@ class Records:
             raise ConfigError(
                 f"{self.folder.path} holds a run already: pass resume=true to go on with it, or another run_dir"
             )
+        self._drop_episodes()
         write_text(self.folder.path / "config.yaml", as_yaml(to_mapping(self._config)))
 
     def go_on(self, iteration: int) -> list[dict[str, Any]]:
@@ -124,6 +126,11 @@ class Records:
             write_curves(self.folder.read_metrics(), self.folder.path / "curves.png")
             self._drawn, self._is_drawn = time.monotonic(), True
 
+    def journal(self, settings: Mapping[str, Any], rank: int) -> Journal:
+        """Where a process of the run writes episodes down as they end, until a checkpoint holds what they taught."""
+        name = UNFINISHED if not rank else f"{UNFINISHED}-{rank}"
+        return Journal(self.folder.path / name, settings, self.folder.hold)
+
     def keep_trajectories(
         self, name: str, trajectories: Sequence[Trajectory], advantages: Sequence[Any] | None = None
     ) -> None:
@@ -166,6 +173,12 @@ class Records:
         final = {k: v for k, v in last.items() if k not in ("iteration", "seconds", "cpu_seconds")}
         final |= {"best_heldout_success": progress.best_success, "iterations": progress.iteration}
         self.folder.finish(final, advice=[advice._asdict() for advice in self._advice])
+        self._drop_episodes()
+
+    def _drop_episodes(self) -> None:
+        """Remove what `journal` wrote, of all processes."""
+        for path in self.folder.path.glob(f"{UNFINISHED}*"):
+            path.unlink()
 
     def close(self) -> None:
         """Close what is open, the curves of a run that was cut short too; may be called twice."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
-from shoal.core.data import Trajectory, Turn
+from shoal.core.data import Call, Trajectory
 from shoal.core.seeding import stream
 from shoal.rollout.answers import answer_ids
 from shoal.rollout.episode import Role
@@ -69,7 +69,7 @@ def rehearse(
     if not turns:
         return {}
     uniform = [math.log(len(roles[t.env].projection.words())) for t, _ in turns]
-    found = [-math.fsum(turn.logprobs) for _, turn in turns]
+    found = [-math.fsum(t.call_of(turn).logprobs) for t, turn in turns]
     share = len(stuck) / len(trajectories)
     scale = weight * share * max(0.0, 1 - float(np.mean(np.divide(found, uniform))) / RANDOM)
     if not scale:
@@ -82,12 +82,9 @@ def rehearse(
         words = role.projection.words()
         word = words[int(rng.integers(len(words)))]
         tokens = answer_ids(word, role, prompter.variant(role.prompt).config, sampling, prompter.tokenizer)
-        samples += make_samples(replace(trajectory, turns=(_answered(turn, tokens),)))
+        answered = Call(trajectory.prompt_ids(turn.call), None, tokens, (0.0,) * len(tokens))
+        samples += make_samples(replace(trajectory, calls=(answered,), turns=()))
     return {"rehearsal_loss": _step(learner, samples, scale), "episodes_stuck": share}
-
-
-def _answered(turn: Turn, tokens: tuple[int, ...]) -> Turn:
-    return replace(turn, response_ids=tokens, logprobs=(0.0,) * len(tokens))
 
 
 def _step(learner: Learner, samples: Sequence[Sample], scale: float) -> float:

@@ -323,6 +323,7 @@ class AgentTrainer(Closing):
         self._success = row["heldout_success"]
         self.progress = replace(self.progress, best_success=self._success)
         self.records.report(row)
+        self._keep_episodes()
         self._save(best=True)
         return row
 
@@ -336,6 +337,7 @@ class AgentTrainer(Closing):
         if self._reference is not None:
             self._reference.load()
         rows = self.processes.together(lambda: self.records.go_on(self.progress.iteration))[0]
+        self._keep_episodes()
         last = rows[-1] if rows else {}
         at_end = last.get("iteration") == self.progress.iteration  # else its row was lost: the best is known
         self._success = float(last.get("heldout_success") or 0.0) if at_end else self.progress.best_success
@@ -346,6 +348,13 @@ class AgentTrainer(Closing):
             self.progress = replace(self.progress, best_success=self._success if known else -1.0)
             self._save(best=True)
         yield from rows
+
+    def _keep_episodes(self) -> None:
+        """Write down from now on what is played, and play nothing again that was written down."""
+        self._journal = self.records.journal(self._settings, self.processes.rank)
+        if self._journal.count:
+            logger.info("%d episodes that were played after the checkpoint are kept", self._journal.count)
+        self._collector.collector.journal = self._val_collector.collector.journal = self._journal
 
     def _validate(self) -> dict[str, float]:
         self._doing = "evaluation", self._val_collector
@@ -359,6 +368,7 @@ class AgentTrainer(Closing):
         self._doing = "writing a checkpoint", None
         save = partial(self.records.save, *networks, self.progress, self._settings, self.processes, best=best)
         self.processes.together(save)
+        self._journal.begin_anew()
 
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
         if self.config.agent_proxy.use_parallel_rollout:

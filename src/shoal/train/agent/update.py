@@ -28,6 +28,7 @@ from shoal.train.agent.batch import (
     micro_batches,
     split_tokens,
     token_values,
+    turns_in_samples,
     was_cut,
 )
 from shoal.train.agent.config import AgentProxy, Algorithm
@@ -190,7 +191,7 @@ def bonus_of(algorithm: Algorithm, entropy: float | None, has_signal: bool = Tru
 
 def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
     """Nats a token, estimated by the log-probabilities of all tokens that were sampled; 0 where there are none."""
-    logprobs = [logprob for t in trajectories for turn in t.turns for logprob in turn.logprobs]
+    logprobs = [logprob for t in trajectories for call in t.calls for logprob in call.logprobs]
     return -math.fsum(logprobs) / max(1, len(logprobs))
 
 
@@ -356,17 +357,21 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
     if learner.critic is not None:
         columns["values"] = values = _ask(learner.critic, samples, learner)
         nested, targets = critic_advantages(trajectories, _by_turn(trajectories, values), algorithm, proxy)
-        columns["returns"] = split_tokens(samples, _flatten(targets))
-        advantages = _flatten(nested)
+        columns["returns"] = split_tokens(samples, _flatten(trajectories, targets))
+        advantages = _flatten(trajectories, nested)
     elif learner.teacher is not None:
         known = _by_turn(trajectories, old)
         told = _by_turn(trajectories, _ask(learner.teacher, samples, learner))
-        advantages = _flatten(teacher_advantages(trajectories, known, told, algorithm, proxy))
+        of_tokens = teacher_advantages(trajectories, known, told, algorithm, proxy)
+        advantages = _flatten(trajectories, of_tokens)
     else:
-        counts = [len(turn.response_ids) for t in trajectories for turn in t.turns]
         of_turns = turn_advantages(trajectories, algorithm, proxy)
         # of a turn: that of each token of its response
-        advantages = np.repeat(np.concatenate(of_turns), counts)
+        repeated = [
+            [np.repeat(one, length) for one, length in zip(own, t.response_lengths, strict=True)]
+            for t, own in zip(trajectories, of_turns, strict=True)
+        ]
+        advantages = _flatten(trajectories, repeated)
     columns["advantages"] = split_tokens(samples, advantages)
     for name, of_samples in columns.items():
         samples = [s.with_column(name, column) for s, column in zip(samples, of_samples, strict=True)]
@@ -441,10 +446,14 @@ def _by_turn(trajectories: Sequence[Trajectory], of_samples: Sequence[np.ndarray
     """Values of the tokens of samples, in the order of the trajectories, cut by trajectory and turn."""
     if not of_samples:
         return []
-    cuts = np.cumsum([len(turn.response_ids) for t in trajectories for turn in t.turns])[:-1]
+    orders = [(t.response_lengths, turns_in_samples(t)) for t in trajectories]
+    cuts = np.cumsum([lengths[turn] for lengths, order in orders for turn in order])[:-1]
     parts = iter(np.split(np.concatenate(of_samples).astype(np.float64), cuts))
-    return [[next(parts) for _ in t.turns] for t in trajectories]
+    found = [{turn: next(parts) for turn in order} for _, order in orders]
+    return [[of_turns[turn] for turn in range(len(of_turns))] for of_turns in found]
 
 
-def _flatten(nested: Sequence[Sequence[Array]]) -> np.ndarray:
-    return np.concatenate([tokens for turns in nested for tokens in turns])
+def _flatten(trajectories: Sequence[Trajectory], nested: Sequence[Sequence[Array]]) -> np.ndarray:
+    """Values of tokens by trajectory and turn, in the order in which samples hold them."""
+    pairs = zip(trajectories, nested, strict=True)
+    return np.concatenate([turns[turn] for t, turns in pairs for turn in turns_in_samples(t)])

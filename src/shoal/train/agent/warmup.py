@@ -10,7 +10,6 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -176,6 +175,5 @@ def _learned(trajectory: Trajectory, learned: list[bool], rng: bytes, policy: Po
             f"the first prompt of {trajectory.env!r} and an action do not fit the model's context of "
             f"{policy.context} tokens: shorten the prompt, or raise engine.context"
         )
-    turns = tuple(itertools.compress(trajectory.turns, learned))
-    samples = make_samples(replace(trajectory, turns=turns))
+    samples = make_samples(trajectory, [turn.call for turn in itertools.compress(trajectory.turns, learned)])
     return [samples[i] for i in pickle.loads(rng).permutation(len(samples))]
