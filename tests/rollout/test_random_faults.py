@@ -41,7 +41,7 @@ def config(n_groups, members, faults, folder, schedule):
                 "step_timeout": SHORT,
                 "engine_timeout": SHORT,
                 "engine_restarts": 10_000,
-                "max_deaths": 1,
+                "max_deaths": 2,
             },
             "prompt": {"history": 1, "first": "{observation}", "later": "{history}{observation}"},
         },

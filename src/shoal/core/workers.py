@@ -165,20 +165,23 @@ class WorkerProcess:
         self.pid: int = self._process.pid
         self.sentinel: int = self._process.sentinel
         self._log = b""
+        self._code: int | None = None
+        self._closed = False
         self._end = util.Finalize(self, _end, (self._process, self.pid), exitpriority=10)
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs; -n if signal n killed it."""
-        return self._process.exitcode  # type: ignore[no-any-return]
+        return self._code if self._closed else self._process.exitcode
 
     def alive(self) -> bool:
         """Whether it runs."""
-        return bool(self._process.is_alive())
+        return not self._closed and bool(self._process.is_alive())
 
     def wait(self, seconds: float | None = None) -> bool:
         """Whether it ended within so many seconds."""
-        self._process.join(None if seconds is None else max(0.0, seconds))
+        if not self._closed:
+            self._process.join(None if seconds is None else max(0.0, seconds))
         return not self.alive()
 
     def kill(self) -> None:
@@ -186,10 +189,13 @@ class WorkerProcess:
         self._end()
 
     def close(self) -> None:
-        """Kill it and close the pipes."""
+        """Kill it and close the pipes; may be called twice."""
         self.kill()
         self.pipe.close()
         self._stacks.close()
+        if not self._closed:
+            self._code, self._closed = self._process.exitcode, True
+            self._process.close()
 
     def memory(self) -> int:
         """Its resident memory in bytes; 0 when it is gone."""
