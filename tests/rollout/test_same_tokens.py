@@ -38,6 +38,8 @@ PLACES = [
     ("processes", 1),
     ("processes", 3),
     ("loky", 2),
+    ("threading", 2),
+    pytest.param("multiprocessing", 2, marks=pytest.mark.slow),
     pytest.param("processes", 4, marks=pytest.mark.slow),
     pytest.param("ray", 2, marks=[pytest.mark.slow, pytest.mark.ray]),
 ]

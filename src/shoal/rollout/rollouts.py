@@ -215,7 +215,7 @@ class ParallelRolloutManager(Closing):
         began = time.perf_counter()
         self._wanted = len(assignments)
         self._results = results = self.journal.known(assignments, self.engine.weights_version)
-        self.report = RolloutReport()
+        self.report = RolloutReport(workers=1 if self.backend == "serial" else self.n_jobs)
 
         def finished(index: int, ended: Ended) -> None:
             results[index] = ended.trajectory

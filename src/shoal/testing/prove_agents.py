@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from shoal.testing.proof import (
     rows_of,
     run_shoal,
     shoal_command,
-    workers_of,
 )
 from shoal.testing.recorded_runs import episodes_digest, first_difference, weights_digest
 
@@ -97,6 +95,7 @@ class _Training:
         config = self.config([])
         self.own_sampler = config.engine.name in ("tiny", "huggingface") and not config.model.lora.rank
         self.seed = config.seed
+        self._hosts: Callable[[], list[int]] = list  # the processes that play, of the run that is under way
         self.exact = (
             config.engine.name == "tiny" and config.engine.device == "cpu" and config.engine.threads == 1
         )
@@ -123,6 +122,7 @@ class _Training:
         torch.set_num_threads(config.engine.threads)
         try:
             with AgentTrainer(config, policy=policy, sampler=sampler) as trainer:
+                self._hosts = trainer.worker_pids
                 for _ in trainer.train():
                     pass
         finally:
@@ -152,7 +152,7 @@ class _Training:
                 rows = rows_of(run)
                 if sum(row.get("replayed_episodes", 0) for row in rows) and toll.kills >= 2:
                     return
-                for pid in workers_of(os.getpid()):
+                for pid in self._hosts():
                     before, heard[pid] = heard.get(pid), bytes_read_by(pid)
                     if rows and before is not None and heard[pid] != before:  # the run has begun
                         toll.kills += kill(pid)

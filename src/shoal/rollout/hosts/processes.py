@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from typing import Any
 
@@ -13,6 +14,7 @@ from shoal.rollout.hosts.episodes import Setup
 from shoal.rollout.hosts.host import Host, HostsFailedError
 from shoal.rollout.hosts.sockets import Listener, SocketHost, serve
 
+logger = logging.getLogger(__name__)
 START_SECONDS = 120.0
 """Within which a process must be there, where nobody limits the making of envs."""
 
@@ -47,6 +49,14 @@ class ProcessHosts:
         return host
 
     async def _start(self, number: int) -> SocketHost:
+        """A host in a new process; one that ends before it plays is started once more."""
+        try:
+            return await self._try(number)
+        except HostsFailedError as error:
+            logger.warning("%s; another one is started", error)
+            return await self._try(number)
+
+    async def _try(self, number: int) -> SocketHost:
         self._forget_lost()
         await self._listener.start()
         arrives = self._listener.expect(number)

@@ -222,6 +222,11 @@ class AgentTrainer(Closing):
         done, wanted = collector.collector.counts
         return f"{words}, {done} of {wanted} episodes played"
 
+    def worker_pids(self) -> list[int]:
+        """The worker processes that play training episodes now; any thread may ask."""
+        collector = self._collector.collector
+        return collector.worker_pids() if isinstance(collector, ParallelRolloutManager) else []
+
     # --- the loop
     def train(self) -> Iterator[dict[str, Any]]:
         """Run to the end, yielding one row of metrics an iteration (row 0 is the start); resumes if asked to."""
