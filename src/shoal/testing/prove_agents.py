@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,14 +149,19 @@ class _Training:
 
         def killing(done: threading.Event) -> None:
             heard: dict[int, int] = {}
+            in_row = Counter[int]()  # kills by the iteration: an episode that ends three workers counts as the cause
             while not done.wait(0.002):
                 rows = rows_of(run)
+                if in_row[len(rows)] == 2:
+                    continue
                 if sum(row.get("replayed_episodes", 0) for row in rows) and toll.kills >= 2:
                     return
                 for pid in self._hosts():
                     before, heard[pid] = heard.get(pid), bytes_read_by(pid)
                     if rows and before is not None and heard[pid] != before:  # the run has begun
-                        toll.kills += kill(pid)
+                        landed = kill(pid)
+                        toll.kills += landed
+                        in_row[len(rows)] += landed
                         done.wait(0.1)
                         break
 
