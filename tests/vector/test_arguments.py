@@ -376,10 +376,6 @@ def test_a_text_is_one_action_and_not_one_for_each_env_that_it_has_letters_for()
         TypeError, match="expected one action for each of 2 environments, got the single 'up'"
     ):
         envs.step("up")
-    with pytest.raises(
-        TypeError, match="expected one action for each of 2 environments, got the single 'up'"
-    ):
-        envs.step_async_each("up")
     for step in (envs.step_some, envs.send):
         with pytest.raises(
             TypeError, match="expected one action for each of 2 environments, got the single 'up'"

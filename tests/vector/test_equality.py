@@ -240,7 +240,7 @@ def test_infos_of_numbers_have_their_types_for_each_env_too(kinds: dict[str, str
     plain = [fn() for fn in fns]
     with contextlib.closing(make_vec(fns, backend="process", num_workers=2)) as ours:
         first = [env.reset()[1] for env in plain]
-        assert of_values(ours.reset_each([0] * 4)[1]) == of_values(first)
+        assert of_values([info for _, info in ours.reset_some(range(4), [0] * 4)]) == of_values(first)
         for _ in range(3):
             told = [env.step(1)[4] for env in plain]
             ours.step_async(np.ones(4, np.int64))

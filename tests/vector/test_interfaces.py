@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import batch_space
 
@@ -282,6 +283,10 @@ def test_async_vector_env_takes_gymnasiums_arguments() -> None:
     assert envs.reset(seed=3)[0][:, 0].tolist() == [3, 4]
     assert len(envs.stats()["workers"]) == 1
     envs.step_async([1, 1])
+    with pytest.raises(
+        AlreadyPendingCallError, match="`reset_async` while waiting for a pending call to `step`"
+    ):
+        envs.reset_async()
     with pytest.warns(UserWarning, match="pending call to `step`"):
         envs.close()
     refused: list[tuple[dict[str, Any], str]] = [

@@ -23,9 +23,8 @@ from shoal.vector.buffers import Buffers, shared_block
 from shoal.vector.env_group import Attach, even_cuts
 from shoal.vector.failures import OnFailure, raise_first
 from shoal.vector.native import make_native
-from shoal.vector.serial import SerialVectorEnv
 from shoal.vector.spaces import Layout, batched
-from shoal.vector.vector_env import Description, VectorPool, close_all
+from shoal.vector.vector_env import Description, SerialVectorEnv, VectorPool, close_all
 from shoal.vector.workers import Limits, ProcessWorker, Signals, ThreadWorker, Worker, attach_all, collect
 
 BackendName = Literal["auto", "serial", "process", "thread", "ray", "native"]

@@ -71,22 +71,17 @@ class SB3VecEnv(VecEnv):
 
     def reset(self) -> Any:
         """First observations everywhere, with the seeds and options set before."""
-        if any(self._options):
-            for i in np.flatnonzero(self.pool.active).tolist():  # without those that were masked out
-                options = self._options[i] or None
-                _, self.reset_infos[i] = self.pool.reset_some([i], [self._seeds[i]], options)[0]
-            obs = self.pool.observations()
-        else:
-            obs, self.reset_infos = self.pool.reset_each(self._seeds)
+        chosen = np.flatnonzero(self.pool.active).tolist()  # without those that were masked out
+        for ids in [[i] for i in chosen] if any(self._options) else [chosen]:
+            seeds, options = [self._seeds[i] for i in ids], self._options[ids[0]] if ids else None
+            for i, (_, info) in zip(ids, self.pool.reset_some(ids, seeds, options or None), strict=True):
+                self.reset_infos[i] = info
         self._reset_seeds()
         self._reset_options()
-        return self._stack(obs)
+        return self._stack(self.pool.observations())
 
     def step_async(self, actions: Any) -> None:
-        if isinstance(actions, np.ndarray):
-            self.pool.step_async(actions)
-        else:
-            self.pool.step_async_each(list(actions))
+        self.pool.step_async(actions)
         self.waiting = True
 
     def step_wait(self) -> Any:
