@@ -271,9 +271,9 @@ def _workers(env_fns: Sequence[EnvFn], first: int, plan: Plan, options: Options)
         return []
     limits = options.limits
     if plan.backend == "ray":
-        from shoal.vector.ray import RayCluster
+        from shoal.vector.ray import ray_workers
 
-        return [*RayCluster(options.ray_options or {}).workers(env_fns, plan.workers, limits)]
+        return [*ray_workers(env_fns, plan.workers, limits, options.ray_options or {})]
     parts = [(first + lo, env_fns[lo:hi]) for lo, hi in even_cuts(len(env_fns), plan.workers or len(env_fns))]
     if plan.backend == "thread":
         done = threading.Semaphore(0)
