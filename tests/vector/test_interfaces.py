@@ -504,6 +504,13 @@ def test_sb3_passes_options_pictures_and_actions_of_parts_on() -> None:
         masked.set_options(options)
         assert masked.reset()[1].tolist()[1:] == [2 + (not options), 0, 0]
     masked.close()
+    failed = SB3VecEnv([functools.partial(Faulty, "raise"), CountEnv], backend="serial")
+    failed.reset()
+    with pytest.raises(ZeroDivisionError):
+        failed.step(np.array([9, 1]))
+    failed.set_options({"level": 2})  # one for all: a whole reset, which alone may follow
+    assert failed.reset()[:, 2].tolist() == [0, 0]
+    assert [info["options"] for info in failed.reset_infos] == ["{'level': 2}"] * 2
     strange = SB3VecEnv([functools.partial(Pays, float("nan"))], backend="serial", check_nan=True)
     strange.reset()
     strange.step_async(np.array([1]))

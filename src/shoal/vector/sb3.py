@@ -72,7 +72,9 @@ class SB3VecEnv(VecEnv):
     def reset(self) -> Any:
         """First observations everywhere, with the seeds and options set before."""
         chosen = np.flatnonzero(self.pool.active).tolist()  # without those that were masked out
-        for ids in [[i] for i in chosen] if any(self._options) else [chosen]:
+        # `set_options` with one dict notes that very dict for all.
+        alike = not any(self._options) or all(options is self._options[0] for options in self._options)
+        for ids in [chosen] if alike else [[i] for i in chosen]:
             seeds, options = [self._seeds[i] for i in ids], self._options[ids[0]] if ids else None
             for i, (_, info) in zip(ids, self.pool.reset_some(ids, seeds, options or None), strict=True):
                 self.reset_infos[i] = info
