@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import batch_space
@@ -305,11 +306,11 @@ class Within(CountEnv):
 
     def __init__(self, low: float, high: float, size: int = 4, n: int = 10) -> None:
         super().__init__()
-        self.observation_space = gymnasium.spaces.Box(low, high, (size,), np.float64)
-        self.action_space = gymnasium.spaces.Discrete(n)
+        self.observation_space = spaces.Box(low, high, (size,), np.float64)
+        self.action_space = spaces.Discrete(n)
 
 
-WIDE = gymnasium.spaces.Box(-9, 9, (4,), np.float64)
+WIDE = spaces.Box(-9, 9, (4,), np.float64)
 ALIKE, WIDER = functools.partial(Within, 0, 9), functools.partial(Within, 0, 99)
 
 
@@ -344,8 +345,8 @@ def test_observation_modes_are_gymnasiums(fns: Any, mode: Any) -> None:
 
 
 def test_shared_memory_takes_the_spaces_that_gymnasiums_does() -> None:
-    for space, message in ((gymnasium.spaces.Sequence(WIDE), "dynamic shape"), (Coordinates(), "custom")):
-        fns = [functools.partial(Scripted, space, gymnasium.spaces.Discrete(2), 3, 0)] * 2
+    for space, message in ((spaces.Sequence(WIDE), "dynamic shape"), (Coordinates(), "custom")):
+        fns = [functools.partial(Scripted, space, spaces.Discrete(2), 3, 0)] * 2
         with pytest.raises((TypeError, ValueError), match=f"{message}.*[pP]ass(ing)? shared_memory=False"):
             AsyncVectorEnv(fns, num_workers=1)
         with contextlib.closing(AsyncVectorEnv(fns, shared_memory=False, num_workers=1)) as envs:
@@ -386,8 +387,8 @@ def test_stable_baselines_trains_on_our_vec_env() -> None:
 class Parts(CountEnv):
     """Observations in parts; episodes are cut after two steps."""
 
-    observation_space = gymnasium.spaces.Dict(  # type: ignore[assignment]
-        {"seed": gymnasium.spaces.Box(-1, 999, (1,)), "t": gymnasium.spaces.Discrete(9)}
+    observation_space = spaces.Dict(  # type: ignore[assignment]
+        {"seed": spaces.Box(-1, 999, (1,)), "t": spaces.Discrete(9)}
     )
 
     def observe(self, action: Any) -> Any:
@@ -396,6 +397,15 @@ class Parts(CountEnv):
     def step(self, action: Any) -> Any:
         obs, reward, _, _, info = super().step(action)
         return obs, reward, False, self.t >= 2, info
+
+
+class Acting(CountEnv):
+    """Tells the parts of its actions."""
+
+    action_space: Any = spaces.Dict(go=spaces.Discrete(5), far=spaces.Tuple((spaces.Box(0, 1, (2,)),)))
+
+    def step(self, action: Any) -> Any:
+        return *super().step(0)[:4], {"go": int(action["go"]), "far": action["far"][0].tolist()}
 
 
 class Around(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -493,6 +503,13 @@ def test_sb3_passes_options_pictures_and_actions_of_parts_on() -> None:
     pictures = ours.get_images(), theirs.get_images()
     assert all(np.array_equal(a, b) for a, b in zip(*pictures, strict=True))
     assert pictures[0][0].shape == (2, 2, 3)
+    acting = [Acting] * 2
+    ours, theirs = SB3VecEnv(acting, backend="serial"), own.DummyVecEnv(acting)
+    assert ours.reset().tolist() == theirs.reset().tolist()
+    actions = [ours.action_space.sample() for _ in acting]
+    assert ours.step(actions)[3] == theirs.step(actions)[3]
+    with pytest.raises(ValueError, match="expected 2 actions"):
+        ours.step(actions[:1])
     with pytest.raises(ValueError, match="frok"):
         SB3VecEnv(fns, "frok")
     masked = SB3VecEnv([functools.partial(Faulty, "raise"), CountEnv], backend="serial", on_failure="mask")

@@ -10,8 +10,10 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.vector.utils import concatenate, create_empty_array
 
 from shoal.core.errors import ConfigError, MissingExtraError
+from shoal.vector.arguments import one_each
 from shoal.vector.compat import is_wrapped, needs_same_step, patched
 from shoal.vector.env_group import call_attribute
 from shoal.vector.make import make_vec
@@ -83,6 +85,9 @@ class SB3VecEnv(VecEnv):
         return self._stack(self.pool.observations())
 
     def step_async(self, actions: Any) -> None:
+        if not isinstance(actions, np.ndarray):  # one for each, also of a space with parts
+            room: Any = create_empty_array(self.action_space, self.num_envs)
+            actions = concatenate(self.action_space, one_each(actions, self.num_envs), room)
         self.pool.step_async(actions)
         self.waiting = True
 
