@@ -346,6 +346,8 @@ def test_an_info_or_answer_that_cannot_be_sent_names_its_env() -> None:
     envs = make_vec(fns, backend="process", num_workers=2)
     with pytest.raises(Exception, match=r"env 3 .*sending its result.*lock"):
         envs.apply(lambda env: threading.Lock() if env.index == 3 else env.index)
+    with pytest.raises(Exception, match=r"env 3 .*sending its result.*lock"):
+        envs.apply(lambda env: threading.Lock(), indices=[3])
     assert envs.apply(lambda env: env.index) == [0, 1, 2, 3]
     envs.close()
 

@@ -39,7 +39,7 @@ class EnvActor:
                 self.group = EnvGroup(command.env_fns, self.first, [0])
         except BaseException as error:
             failure = from_exception(self.first, "reading its command", error, os.getpid())
-            return packed(Reply(failures=[failure]), self.first), None
+            return packed(Reply(failures=[failure]), self.group, None), None
         group = self.group
         assert group is not None
         if isinstance(command, Close):
@@ -51,7 +51,7 @@ class EnvActor:
         if isinstance(command, Reset) and not self.seeded:
             self.seeded = seed_globals(command.seeds, self.first)
         reply = group.run(command)
-        answer = b"" if is_empty(reply) else packed(reply, self.first)
+        answer = b"" if is_empty(reply) else packed(reply, group, command)
         if not isinstance(command, Step | Reset):
             return answer, None
         *rows, final = rows_of(group.buffers)

@@ -17,7 +17,7 @@ import numpy as np
 
 from shoal.core.data import deep_copy
 from shoal.core.errors import WorkerError
-from shoal.vector.env_group import Attach, Rebuild, Reply, Reset, Step
+from shoal.vector.env_group import Attach, Rebuild, Reply, Reset, Step, ids_of
 from shoal.vector.failures import (
     MOST_AT_ONCE,
     WHAT_IS_DONE,
@@ -278,12 +278,6 @@ class FailurePolicy:
         for worker, command in commands:
             worker.begin(command)
         return collect([worker for worker, _ in commands])
-
-
-def ids_of(worker: Worker, command: Any) -> Sequence[int]:
-    """The environments that a command to a worker concerns."""
-    members = getattr(command, "members", None)
-    return worker.ids if members is None else [worker.first + j for j in members]
 
 
 def _failures(replies: Iterable[Reply]) -> list[Failure]:

@@ -56,6 +56,7 @@ from shoal.vector.env_group import (
     Reset,
     Step,
     call_attribute,
+    ids_of,
 )
 from shoal.vector.failures import Failure, OnFailure, raise_first
 from shoal.vector.infos import (
@@ -68,7 +69,7 @@ from shoal.vector.infos import (
     batch_infos,
     by_env,
 )
-from shoal.vector.recovery import FailurePolicy, Pending, ids_of
+from shoal.vector.recovery import FailurePolicy, Pending
 from shoal.vector.workers import DeadlineError, Worker, collect, wait_for
 
 logger = logging.getLogger(__name__)
