@@ -223,6 +223,8 @@ def test_an_action_that_an_env_keeps_is_its_own() -> None:
     envs.step(actions)
     actions[:] = 7.0
     assert (envs.step(actions)[0] == 3.0).all()
+    assert envs.step_some([1], [actions[1]])[0].observation.tolist() == [7.0] * 4
+    assert envs.step_some([], []) == []
     envs.close()
 
 

@@ -16,7 +16,7 @@ from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import batch_space
 
-from shoal.core.errors import EnvError, UnknownNameError
+from shoal.core.errors import EnvError, UnknownNameError, WorkerError
 from shoal.core.seeding import derive_seed
 from shoal.testing import check_vector_env
 from shoal.vector import (
@@ -521,6 +521,11 @@ def test_sb3_passes_options_pictures_and_actions_of_parts_on() -> None:
         masked.set_options(options)
         assert masked.reset()[1].tolist()[1:] == [2 + (not options), 0, 0]
     masked.close()
+    alone = SB3VecEnv([functools.partial(Faulty, "raise")], backend="serial", on_failure="mask")
+    alone.reset()
+    alone.step(np.array([9]))
+    with pytest.raises(WorkerError, match="none of the 1 environments is left"):
+        alone.reset()
     failed = SB3VecEnv([functools.partial(Faulty, "raise"), CountEnv], backend="serial")
     failed.reset()
     with pytest.raises(ZeroDivisionError):

@@ -316,7 +316,7 @@ def _all_fit(actions: Sequence[Any], target: Array) -> bool:
     # What is not already of the space's own type (an int, say) reaches the env as it is.
     if target.ndim == 1:
         return set(map(type, actions)) == {target.dtype.type}
-    return all(
+    return len(actions) > 0 and all(
         type(action) is np.ndarray and action.dtype == target.dtype and action.shape == target.shape[1:]
         for action in actions
     )

@@ -74,6 +74,8 @@ class SB3VecEnv(VecEnv):
     def reset(self) -> Any:
         """First observations everywhere, with the seeds and options set before."""
         chosen = np.flatnonzero(self.pool.active).tolist()  # without those that were masked out
+        if not chosen:
+            self.pool.reset()  # says so
         # `set_options` with one dict notes that very dict for all.
         alike = not any(self._options) or all(options is self._options[0] for options in self._options)
         for ids in [chosen] if alike else [[i] for i in chosen]:
