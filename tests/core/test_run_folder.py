@@ -292,20 +292,6 @@ def test_what_a_killed_ppo_run_left_half_written_is_swept(tmp_path):
     assert not any(path.exists() for path in left)
 
 
-@pytest.mark.parametrize(
-    "opens", [lambda path: FolderLock(path / ".lock").take(), lambda path: RunFolder(path, "train", 0)]
-)
-def test_who_found_a_full_disk_holds_no_lock_when_there_is_room_again(tmp_path, monkeypatch, opens):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_folder.os, "ftruncate", full)
-        with pytest.raises(OSError, match="no space left"):
-            opens(tmp_path)
-    opens(tmp_path)
-
-
 def test_who_looks_whether_a_run_goes_on_never_refuses_one(tmp_path, monkeypatch):
     lock = FolderLock(tmp_path / ".lock")
     lock.take()

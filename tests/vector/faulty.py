@@ -87,9 +87,6 @@ class Faulty(CountEnv):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 while True:
                     time.sleep(1)
-            case "garbage":
-                os.write(1, os.urandom(64).replace(b"\n", b" "))
-                print('{"reward": 1e9}')  # noqa: T201
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         obs, reward, terminated, truncated, info = super().step(action)

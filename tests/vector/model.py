@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from tests.vector.misbehaving import RELEASED, OwnBaseException
-
+RELEASED = threading.Event()
+"""Set by a test that hung envs in threads of its own process, so that these threads end."""
 LIMIT = 0.8
 """The `step_timeout` in seconds."""
 SLOW = 15
@@ -37,6 +38,10 @@ LETHAL = frozenset({12, 13, 14})
 """Actions that end the worker, and with it the neighbours of the env."""
 
 INDEX, SEED, EPISODE, T, ACTION, RESETS, MARK = range(7)
+
+
+class OwnBaseException(BaseException):
+    """An exception that `except Exception` does not catch."""
 
 
 class Encoded(gymnasium.Env[Any, Any]):

@@ -376,37 +376,12 @@ def test_a_text_is_one_action_and_not_one_for_each_env_that_it_has_letters_for()
         TypeError, match="expected one action for each of 2 environments, got the single 'up'"
     ):
         envs.step("up")
-    with pytest.raises(
-        TypeError, match="expected one action for each of 2 environments, got the single 'up'"
-    ):
-        envs.step_async_each("up")
     for step in (envs.step_some, envs.send):
         with pytest.raises(
             TypeError, match="expected one action for each of 2 environments, got the single 'up'"
         ):
             step([0, 1], "up")
     assert envs.step(["up", "down"])[4]["heard"].tolist() == ["up", "down"]
-    envs.close()
-
-
-class Pictures(CountEnv):
-    observation_space = spaces.Box(0, 255, (80, 80, 4), np.uint8)
-
-    def observe(self, action: Any) -> Any:
-        return np.full((80, 80, 4), self.t, np.uint8)
-
-
-@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
-def test_copies_that_were_asked_for_belong_to_the_caller_also_where_observations_are_large(
-    autoreset: str,
-) -> None:
-    envs = make_vec(Pictures, 4, backend="serial", autoreset=autoreset, copy=True)
-    envs.reset(seed=0)
-    obs = envs.step([1] * 4)[0]
-    obs[:] = 77
-    assert envs.observations()[:, 0, 0, 0].tolist() == [1, 1, 1, 1]
-    first = envs.reset(options={"reset_mask": np.array([True, False, False, False])})[0]
-    assert first[:, 0, 0, 0].tolist() == [0, 1, 1, 1]
     envs.close()
 
 

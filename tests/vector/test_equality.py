@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections import OrderedDict, deque
-from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -137,28 +135,6 @@ def test_equal_to_gymnasiums_serial_vector_env(
         theirs.close()
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
-@pytest.mark.parametrize("talk", [0, 3])
-@pytest.mark.parametrize(
-    "space",
-    [spaces.Box(-1.0, 1.0, (3,), np.float32), spaces.Box(0, 255, (64, 64, 8), np.uint8), spaces.Text(40)],
-)
-@pytest.mark.parametrize("actions", [spaces.Discrete(4), spaces.Box(-1, 1, (2,), np.float32)])
-def test_the_callers_own_group_equals_gymnasiums(mode: Any, talk: int, space: Any, actions: Any) -> None:
-    fns = [functools.partial(Scripted, space, actions, length, talk) for length in (2, 3, 5)]
-    theirs = SyncVectorEnv(fns, autoreset_mode=mode)
-    ours = make_vec(fns, backend="serial", autoreset=mode)
-    assert same(ours.reset(seed=4), theirs.reset(seed=4))
-    theirs.action_space.seed(4)
-    for _ in range(12):
-        batch = theirs.action_space.sample()
-        given = batch.copy()
-        assert same(ours.step(given), theirs.step(batch))
-        given[:] = 0  # what was given is the caller's again
-    ours.close()
-    theirs.close()
-
-
 tables = st.dictionaries(
     st.sampled_from(["x", "speed", "y", "é"]),
     st.sampled_from(list(NUMBERS)),
@@ -240,7 +216,7 @@ def test_infos_of_numbers_have_their_types_for_each_env_too(kinds: dict[str, str
     plain = [fn() for fn in fns]
     with contextlib.closing(make_vec(fns, backend="process", num_workers=2)) as ours:
         first = [env.reset()[1] for env in plain]
-        assert of_values(ours.reset_each([0] * 4)[1]) == of_values(first)
+        assert of_values([info for _, info in ours.reset_some(range(4), [0] * 4)]) == of_values(first)
         for _ in range(3):
             told = [env.step(1)[4] for env in plain]
             ours.step_async(np.ones(4, np.int64))
@@ -252,49 +228,6 @@ def test_infos_of_numbers_have_their_types_for_each_env_too(kinds: dict[str, str
             ours.send(range(4), [1] * 4)
             ready = ours.recv(4)
             assert of_values([ready.infos[k] for k in np.argsort(ready.ids)]) == of_values(told)
-
-
-class Unreadable:
-    """Cannot be loaded in one process."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def __setstate__(self, state: dict[str, int]) -> None:
-        self.pid = state["pid"]
-        if os.getpid() == self.pid:
-            raise ValueError("not here")
-
-
-class ShowsTheUnreadable(Numbers):
-    """Its first step shows what its caller cannot load, and every step, but no reset, tells a number."""
-
-    observation_space = Coordinates()
-
-    def __init__(self, marker: str, number: int, pid: int) -> None:
-        super().__init__(number, [{"x": "float64"}], 100, 9)
-        self.marker, self.pid = Path(marker), pid
-
-    def observe(self) -> Any:
-        if self.t == 1 and self.number == 0 and not self.marker.exists():
-            self.marker.touch()
-            return {"it": Unreadable(self.pid)}
-        return {"it": self.t}
-
-    def told(self) -> dict[str, Any]:
-        return super().told() if self.t else {}
-
-
-def test_numbers_that_came_with_what_cannot_be_read_are_known_in_later_steps(tmp_path: Path) -> None:
-    marker = str(tmp_path / "shown")
-    fns = [functools.partial(ShowsTheUnreadable, marker, i, os.getpid()) for i in range(2)]
-    with contextlib.closing(make_vec(fns, backend="process", num_workers=1)) as ours:
-        ours.reset(seed=0)
-        with pytest.raises(ValueError, match="not here"):
-            ours.step(np.ones(2, np.int64))
-        ours.reset(seed=0)
-        for t in (1, 2):
-            assert ours.step(np.ones(2, np.int64))[4]["x"].tolist() == [t, 10 + t]
 
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
@@ -425,53 +358,6 @@ def test_different_environments_stand_in_one_vector() -> None:
     obs, *_ = envs.step((4, "word"))
     assert same(list(obs), [plain[0].step(4)[0], plain[1].step("word")[0]])
     envs.close()
-
-
-@pytest.mark.parametrize("backend", ["serial", "process"])
-def test_observations_that_the_caller_keeps_never_change(backend: Any) -> None:
-    space = spaces.Box(0, 255, (64, 64, 8), np.uint8)
-    fns = [functools.partial(Scripted, space, spaces.Discrete(2), 3, 0)] * 4
-    theirs = SyncVectorEnv(fns, autoreset_mode=AutoresetMode.SAME_STEP)
-    ours = make_vec(fns, backend=backend)
-    kept = [(ours.reset(seed=0)[0], theirs.reset(seed=0)[0])]
-    rows = []  # views of arrays that are themselves dropped
-    for t in range(20):
-        mine, want = ours.step([1] * 4)[0], theirs.step([1] * 4)[0]
-        assert same(mine, want)
-        if t % 3:
-            rows.append((mine[2, 5:], want[2, 5:].copy()))
-        if t in (4, 5, 6, 7, 8, 9):
-            kept.append((mine, want))
-        del mine
-    assert all(same(mine, want) for mine, want in kept)
-    assert all(same(mine, want) for mine, want in rows)
-    ours.close()
-    theirs.close()
-
-
-class OneSpaceEnv(gymnasium.Env[Any, Any]):
-    """Its class has one space, for what is seen and for what is done."""
-
-    observation_space = action_space = gymnasium.spaces.Discrete(3)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return 1, {}
-
-    def step(self, action: Any) -> Any:
-        return int(action), 1.0, False, False, {}
-
-
-@pytest.mark.parametrize("backend", ["serial", "process"])
-def test_a_space_that_was_in_a_vector_env_before_is_batched_as_at_first(backend: Any) -> None:
-    make_vec(OneSpaceEnv, 1, backend="serial").close()
-    envs = make_vec(OneSpaceEnv, 2, backend=backend)
-    try:
-        seen, acted = envs.reset(seed=0)[0], envs.step(np.array([0, 2]))[0]
-        assert [type(seen), seen.tolist()] == [np.ndarray, [1, 1]]
-        assert [type(acted), acted.tolist()] == [np.ndarray, [0, 2]]
-        assert envs.buffers.actions.fixed == [0]
-    finally:
-        envs.close()
 
 
 class TakingEnv(CountEnv):

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import math
 import os
 import re
 import resource
@@ -198,19 +197,24 @@ def test_an_env_that_fails_too_often_raises() -> None:
     envs.close()
 
 
-@pytest.mark.parametrize("fault", ["kill", "raise"])
-def test_masked_envs_are_left_out_for_good(fault: str) -> None:
-    envs = vec(fault, on_failure="mask")
+@pytest.mark.parametrize(
+    ("fault", "backend"), [("kill", "process"), ("raise", "process"), ("raise", "serial")]
+)
+def test_masked_envs_are_left_out_for_good(fault: str, backend: Any) -> None:
+    fns = [functools.partial(Faulty, fault) if i == 1 else CountEnv for i in range(4)]
+    workers = 4 if backend == "process" else None
+    envs = make_vec(fns, backend=backend, num_workers=workers, on_failure="mask")
     envs.reset(seed=0)
     _, rewards, _, truncated, infos = envs.step([1, 9, 1, 1])
     assert truncated.tolist() == [False, True, False, False]
     assert infos["worker_masked"].tolist() == [False, True, False, False]
     assert infos["_t"].tolist() == [True, False, True, True]  # what the others told is told
     assert envs.active.tolist() == [True, False, True, True]
-    for t in (2, 3):
-        _, rewards, terminated, truncated, _ = envs.step([1, 9, 1, 1])
+    for t, actions in ((2, [1, 9, 1, 1]), (3, np.array([1, 9, 1, 1]))):
+        _, rewards, terminated, truncated, infos = envs.step(actions)
         assert rewards.tolist() == [10.0 + t, 0.0, 10.0 + t, 10.0 + t]
         assert not (terminated | truncated).any()
+        assert infos["worker_masked"].tolist() == [False, True, False, False]
     envs.reset(seed=1)
     assert envs.step([1, 9, 1, 1])[1].tolist() == [11.0, 0.0, 11.0, 11.0]
     envs.close()
@@ -249,21 +253,6 @@ def test_envs_lost_with_a_neighbour_report_it_when_they_are_stepped_next() -> No
     envs.close()
 
 
-def test_garbage_on_stdout_changes_nothing() -> None:
-    envs = vec("garbage")
-    envs.reset(seed=0)
-    assert envs.step([1, 9, 1, 1])[1].tolist() == [11.0, 91.0, 11.0, 11.0]
-    envs.close()
-
-
-def test_an_info_that_cannot_be_sent_names_its_env() -> None:
-    envs = vec("info")
-    envs.reset(seed=0)
-    with pytest.raises(Exception, match="env 1"):
-        envs.step([1, 9, 1, 1])
-    envs.close()
-
-
 @pytest.mark.parametrize("backend", ["serial", "process"])
 def test_an_error_whose_message_raises_is_told_all_the_same(backend: Any) -> None:
     class SpeechlessError(Exception):
@@ -282,72 +271,6 @@ def test_an_error_whose_message_raises_is_told_all_the_same(backend: Any) -> Non
         envs.step([1, 9])
     assert re.search(said, caught.value.__notes__[0])
     envs.close()
-
-
-@pytest.mark.parametrize("mode", ["same_step", "next_step"])
-@pytest.mark.parametrize("where", ["step", "end", "reset after it"])
-@pytest.mark.parametrize("wrong", [["none"], None, "", np.zeros(2)])
-def test_an_info_that_is_no_dict_is_refused_wherever_it_comes(mode: str, where: str, wrong: Any) -> None:
-    class Env(CountEnv):
-        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-            obs, info = super().reset(seed=seed)
-            return obs, wrong if where == "reset after it" and self.episode == 2 else info
-
-        def step(self, action: Any) -> Any:
-            *results, over, cut, info = super().step(action)
-            return *results, over, cut, wrong if (where, self.t) in (("step", 1), ("end", 2)) else info
-
-    envs = make_vec([CountEnv, functools.partial(Env, 2)], backend="serial", autoreset=mode)
-    envs.reset(seed=0)
-    for _ in range({"step": 0, "end": 1, "reset after it": 1 if mode == "same_step" else 2}[where]):
-        envs.step([1, 1])
-    with pytest.raises(Exception, match=r"env 1 .*info must be a dict, got (list|NoneType|str|ndarray)"):
-        envs.step([1, 1])
-    envs.close()
-
-
-class Parts(CountEnv):
-    """Gives something else in place of what `reset` or `step` should return, from the episode `since` on."""
-
-    def __init__(self, call: str, wrong: Any, since: int = 1) -> None:
-        super().__init__(1)
-        self.call, self.wrong, self.since = call, wrong, since
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        answer = super().reset(seed=seed)
-        return self.wrong if self.call == "reset" and self.episode >= self.since else answer
-
-    def step(self, action: Any) -> Any:
-        answer = super().step(action)
-        return self.wrong if self.call == "step" and self.episode >= self.since else answer
-
-
-STEP, RESET = r"step must return \(observation, .*, info\)", r"reset must return \(observation, info\)"
-
-
-@pytest.mark.parametrize(
-    ("call", "wrong", "said"),
-    [
-        ("step", (np.zeros(2), 1.0, False, {}), f"{STEP}.*got 4 values as in the old Gym API: split"),
-        ("step", (np.zeros(2), 1.0, False, False, {}, 6), f"{STEP}.*got 6 values"),
-        ("step", None, f"{STEP}.*got NoneType"),
-        ("reset", np.zeros(2), f"{RESET}.*got ndarray"),
-        ("reset", (np.zeros(2), {}, 3), f"{RESET}.*got 3 values"),
-        ("reset", {"x": 1, "y": 2}, f"{RESET}.*got dict"),
-    ],
-)
-def test_what_a_step_or_reset_must_return_is_said_where_something_else_came(
-    call: str, wrong: Any, said: str
-) -> None:
-    def play(envs: Any) -> None:
-        for _ in envs.reset(seed=0), *range(3):
-            envs.step([1])
-
-    for since, mode in ((1, "disabled"), (2, "same_step"), (2, "next_step")):
-        fn = functools.partial(Parts, call, wrong, since)
-        envs = make_vec(fn, 1, backend="serial", autoreset=mode)
-        with contextlib.closing(envs), pytest.raises(EnvError, match=said):
-            play(envs)
 
 
 @pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
@@ -382,124 +305,6 @@ def test_an_env_that_failed_while_it_was_reset_begins_with_the_seed_that_was_giv
     envs.close()
 
 
-class Spoiled(CountEnv):
-    """Its observation holds NaN after the action 9."""
-
-    def observe(self, action: Any) -> Any:
-        return super().observe(np.nan if action == 9 else action)
-
-
-class Extreme(CountEnv):
-    """Shows the largest number there is, and with action 9 one that is none."""
-
-    def observe(self, action: Any) -> Any:
-        return np.array([np.finfo(float).max, np.nan if action == 9 else 0.0, 0.0, 0.0])
-
-
-def test_the_largest_numbers_are_observations_also_where_numpy_is_told_to_raise() -> None:
-    envs = make_vec(Extreme, 2, backend="serial")
-    with np.errstate(all="raise"):
-        envs.reset(seed=0)
-        assert envs.step([1, 1])[0][1, 0] == np.finfo(float).max
-        with pytest.raises(Exception, match="env 1.*holds NaN"):
-            envs.step([1, 9])
-    envs.close()
-
-
-class BornSpoiled(CountEnv):
-    """The first observation of its second episode with seed 8 holds NaN."""
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        obs, info = super().reset(seed=seed)
-        obs[0] = np.nan if (self.seed_, self.episode) == (8, 2) else obs[0]
-        return obs, info
-
-
-@pytest.mark.parametrize("backend", ["serial", "process"])
-@pytest.mark.parametrize("check_nan", [True, False])
-def test_a_first_observation_with_nan_is_refused_like_any_other(backend: Any, check_nan: bool) -> None:
-    envs = make_vec(BornSpoiled, 2, backend=backend, autoreset="disabled", check_nan=check_nan)
-    envs.reset(seed=7)
-    with (
-        contextlib.nullcontext() if not check_nan else pytest.raises(Exception, match="env 1 .*in reset.*NaN")
-    ):
-        envs.reset()
-    envs.close()
-
-
-@pytest.mark.parametrize("backend", ["serial", "process"])
-@pytest.mark.parametrize("mode", ["same_step", "next_step", "disabled"])
-def test_an_observation_with_nan_is_refused_once_and_no_end_comes_of_it(mode: str, backend: Any) -> None:
-    fns = [functools.partial(Spoiled, 3)] * 2
-    envs = make_vec(fns, backend=backend, autoreset=mode, on_failure="restart")
-    envs.reset(seed=0)
-    for actions in ([1, 9], [1, 1]):  # in the middle of an episode
-        _, rewards, terminated, truncated, infos = envs.step(actions)
-        bad = actions[1] == 9
-        assert terminated.tolist() == [False, False]
-        assert truncated.tolist() == [False, bad]
-        assert rewards[1] == (0.0 if bad else 11.0 if mode == "same_step" else rewards[1])
-        assert ("worker_restarted" in infos) is bad
-        if mode == "disabled" and bad:
-            envs.reset(options={"reset_mask": np.array([False, True])})
-    envs.reset(seed=0)
-    for actions in ([1, 1], [1, 1], [1, 9], [1, 1], [1, 1]):  # as the last of one
-        _, rewards, terminated, truncated, infos = envs.step(actions)
-        bad = actions[1] == 9
-        assert truncated.tolist() == [False, bad]
-        assert not terminated[1]
-        assert ("worker_restarted" in infos) is bad
-        if bad:
-            assert (rewards.tolist(), terminated.tolist()) == ([13.0, 0.0], [True, False])
-        if mode == "disabled" and bad:
-            envs.reset(options={"reset_mask": np.array([True, True])})
-    if mode == "same_step":  # the next end, of the other one, does not bring it up again
-        envs.reset(options={"reset_mask": np.array([False, True])})
-        _, _, terminated, _, infos = envs.step([1, 1])
-        assert terminated.tolist() == [True, False]
-        assert "worker_restarted" not in infos
-    envs.close()
-
-
-class Pays(CountEnv):
-    """Pays one and the same in every step."""
-
-    def __init__(self, reward: Any, length: int) -> None:
-        super().__init__(length)
-        self.reward = reward
-
-    def step(self, action: Any) -> Any:
-        obs, _, *rest = super().step(action)
-        return obs, self.reward, *rest
-
-
-@pytest.mark.parametrize("mode", ["same_step", "next_step"])
-def test_a_list_of_numbers_is_an_observation_in_every_step(mode: str) -> None:
-    class Lists(CountEnv):
-        def observe(self, action: Any) -> Any:
-            return super().observe(action).tolist()
-
-    with closing(make_vec([functools.partial(Lists, 2)], backend="serial", autoreset=mode)) as envs:
-        assert envs.reset(seed=0)[0].tolist() == [[0, 1, 0, 0]]
-        assert envs.step(np.array([1]))[0].tolist() == [[0, 1, 1, 1]]
-        obs, _, terminated, _, infos = envs.step(np.array([1]))
-        last = infos["final_obs"] if mode == "same_step" else obs
-        assert (list(last[0]), terminated.tolist()) == ([0, 1, 2, 1], [True])
-
-
-@pytest.mark.parametrize("length", [1, 2], ids=["the last step", "a step"])
-def test_what_is_paid_is_a_number_in_the_last_step_as_in_any(length: int) -> None:
-    for reward, number in ((2.5, 2.5), (np.array([2.0]), 2.0), (np.float32(0.5), 0.5), (3, 3.0), (True, 1.0)):
-        with closing(make_vec([functools.partial(Pays, reward, length)], backend="serial")) as envs:
-            envs.reset(seed=0)
-            assert envs.step(np.array([1]))[1].tolist() == [number]
-    for reward in (None, "1", math.nan):
-        with closing(make_vec([functools.partial(Pays, reward, length)], backend="serial")) as envs:
-            envs.reset(seed=0)
-            with pytest.raises(Exception, match="reward (must be a number, got|is NaN)"):
-                envs.step(np.array([1]))
-
-
 @pytest.mark.parametrize("operation", ["reset", "call", "step"])
 def test_a_worker_that_died_between_two_operations_is_named_by_the_next(operation: str) -> None:
     envs = vec("none")
@@ -531,11 +336,18 @@ def test_an_error_tells_the_action_where_there_was_one_and_only_there() -> None:
     envs.close()
 
 
-def test_an_answer_that_cannot_be_sent_names_its_env() -> None:
+def test_an_info_or_answer_that_cannot_be_sent_names_its_env() -> None:
+    envs = vec("info", num_workers=1)
+    envs.reset(seed=0)
+    with pytest.raises(Exception, match="env 1 .*sending its info.*lock"):
+        envs.step([1, 9, 1, 1])
+    envs.close()
     fns = [functools.partial(CountEnv, 5, i) for i in range(4)]
     envs = make_vec(fns, backend="process", num_workers=2)
     with pytest.raises(Exception, match=r"env 3 .*sending its result.*lock"):
         envs.apply(lambda env: threading.Lock() if env.index == 3 else env.index)
+    with pytest.raises(Exception, match=r"env 3 .*sending its result.*lock"):
+        envs.apply(lambda env: threading.Lock(), indices=[3])
     assert envs.apply(lambda env: env.index) == [0, 1, 2, 3]
     envs.close()
 
@@ -607,32 +419,25 @@ def test_an_env_that_cannot_be_made_says_which_and_why() -> None:
 
 
 def test_what_cannot_be_sent_to_a_worker_is_a_clear_error() -> None:
-    lock = __import__("threading").Lock()
+    lock = threading.Lock()
     with pytest.raises(ConfigError, match="cannot be sent"):
         make_vec(lambda: (lock, CountEnv())[1], 2, backend="process")
 
 
-@pytest.mark.parametrize("options", [{"backend": "process"}, {"backend": "process", "threads": True}])
-def test_a_call_that_cannot_be_sent_is_refused_and_leaves_nothing_behind(options: Any) -> None:
-    envs = make_vec(CountEnv, 2, num_workers=2, **options)
-    envs.reset(seed=0)
-    assert envs.call("length") == (5, 5)  # a reply with a message, that must not be taken for the next one
-    with pytest.raises(TypeError, match="pickle"):
-        envs.call("observe", __import__("threading").Lock())
-    assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
-    envs.close()
-
-
 @pytest.mark.parametrize("threads", [False, True])
-def test_what_cannot_be_sent_to_one_worker_is_set_in_none(threads: bool) -> None:
-    lock = __import__("threading").Lock()
+def test_what_cannot_be_sent_to_one_worker_reaches_none_and_leaves_nothing_behind(threads: bool) -> None:
+    lock = threading.Lock()
     envs = make_vec(CountEnv, 4, backend="process", num_workers=2, threads=threads)
+    envs.reset(seed=0)
     envs.set_attr("given", [1, 2, 3, 4])
+    with pytest.raises(TypeError, match="pickle"):
+        envs.call("observe", lock)
     with pytest.raises(TypeError, match="pickle"):
         envs.set_attr("given", [5, 6, 7, lock])
     assert envs.get_attr("given") == (1, 2, 3, 4)
     envs.set_attr("given", [5, 6, 7, 8])
     assert envs.get_attr("given") == (5, 6, 7, 8)
+    assert envs.step([1] * 4)[1].tolist() == [11.0] * 4
     envs.close()
 
 
@@ -788,85 +593,11 @@ def short_of_files(method: StartMethod) -> None:
     assert outcomes[-1]
 
 
-def test_a_worker_that_cannot_be_replaced_for_want_of_files_is_replaced_when_there_are_some() -> None:
-    with closing(
-        make_vec(CountEnv, 4, backend="process", num_workers=2, step_timeout=10.0, on_failure="restart")
-    ) as envs:
-        envs.reset(seed=0)
-        for spare in (0, 1):
-            os.kill(envs.stats()["workers"][0]["pid"], signal.SIGKILL)
-            with room_for(spare), pytest.raises(ConfigError, match="too many open files"):
-                steps_until(envs)
-            envs.reset(seed=0)
-            assert envs.step([1] * 4)[1].tolist() == [11.0] * 4
-
-
 def test_too_little_shared_memory_is_a_clear_error() -> None:
     with pytest.raises(
         ConfigError, match=r"need 1073741824.0 MiB of shared memory, and .* MiB free: .*--shm-size"
     ):
         shared_block(1 << 50)
-
-
-def test_workers_start_after_threads_of_another_library_are_running() -> None:
-    import threading
-
-    lock, stop = threading.Lock(), threading.Event()
-
-    def hold() -> None:
-        with lock:
-            stop.wait(60)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    try:
-        envs = make_vec(CountEnv, 2, backend="process")
-        envs.reset(seed=0)
-        assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
-        envs.close()
-    finally:
-        stop.set()
-        thread.join()
-
-
-def run_program(program: str, *flags: str, **options: Any) -> str:
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-        **options,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_workers_are_pythons_like_their_callers(method: str) -> None:
-    program = f"""
-import sys
-from tests.vector.same_step import make_vec
-from tests.vector.faulty import CountEnv
-envs = make_vec(CountEnv, 1, backend="process", start_method={method!r})
-look = lambda env: (sys.flags.optimize, sys.flags.utf8_mode, sys.warnoptions)
-print(envs.apply(look)[0] == look(None), *look(None))
-"""
-    told = run_program(program, "-O", "-X", "utf8", "-W", "error::BytesWarning")
-    assert told == "True 1 1 ['error::BytesWarning']\n"
-
-
-def test_workers_that_are_forked_need_no_standard_output() -> None:
-    program = """
-import os, sys
-from tests.vector.same_step import make_vec
-from tests.vector.faulty import CountEnv
-sys.stdout = sys.stderr = None
-envs = make_vec(CountEnv, 2, backend="process", start_method="fork")
-envs.reset(seed=0)
-os.write(1, str(envs.step([1, 2])[1].tolist()).encode())
-"""
-    assert run_program(program) == "[11.0, 21.0]"
 
 
 class ReadsAFile(Faulty):
@@ -911,42 +642,6 @@ def test_workers_do_not_draw_the_same_from_a_generator_that_nobody_seeds(method:
     envs.close()
 
 
-def test_an_array_of_actions_reaches_no_env_that_is_masked() -> None:
-    envs = make_vec([CountEnv, functools.partial(Faulty, "raise")], backend="serial", on_failure="mask")
-    envs.reset(seed=0)
-    envs.step(np.array([1, 9]))
-    for t in (2, 3):
-        _, rewards, _, truncated, infos = envs.step(np.array([1, 1]))
-        assert rewards.tolist() == [10.0 + t, 0.0]
-        assert not truncated.any()
-        assert infos["worker_masked"].tolist() == [False, True]
-    envs.close()
-
-
-class KeepsAction(CountEnv):
-    """Shows the action before the last one."""
-
-    action_space = gymnasium.spaces.Box(-9, 9, (4,), np.float64)
-    kept: Any = np.zeros(4)
-
-    def observe(self, action: Any) -> Any:
-        before, self.kept = self.kept, np.zeros(4) if np.ndim(action) == 0 else action
-        return before.copy()
-
-    def step(self, action: Any) -> Any:
-        return self.observe(action), 0.0, False, False, {}
-
-
-def test_an_action_that_an_env_keeps_is_its_own() -> None:
-    envs = make_vec([KeepsAction] * 2, backend="serial")
-    envs.reset(seed=0)
-    actions = np.full((2, 4), 3.0)
-    envs.step(actions)
-    actions[:] = 7.0
-    assert (envs.step(actions)[0] == 3.0).all()
-    envs.close()
-
-
 @pytest.mark.flaky(reruns=2)
 def test_a_thread_that_hangs_is_given_up_and_cannot_write_into_its_successors_rows() -> None:
     class Sleeper(CountEnv):
@@ -967,39 +662,6 @@ def test_a_thread_that_hangs_is_given_up_and_cannot_write_into_its_successors_ro
     envs.close()
 
 
-class BadNext(CountEnv):
-    """Its second episode begins with an observation of another shape, after an end that paid."""
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        obs, info = super().reset(seed=seed)
-        return (obs[:2] if self.episode == 2 else obs), info
-
-
-@pytest.mark.parametrize("backend", ["serial", "process", "thread"])
-def test_a_rewarded_end_is_kept_when_what_comes_after_it_is_refused(backend: Any) -> None:
-    envs = make_vec(functools.partial(BadNext, 1), 2, backend=backend, on_failure="restart")
-    envs.reset(seed=0)
-    _, rewards, terminated, truncated, infos = envs.step(np.array([3, 4]))
-    assert rewards.tolist() == [31.0, 41.0]
-    assert terminated.all()
-    assert not truncated.any()
-    assert [final.tolist() for final in infos["final_obs"]] == [[0, 1, 1, 3], [1, 1, 1, 4]]
-    assert infos["worker_restarted"].all()
-    envs.close()
-
-
-@pytest.mark.parametrize("backend", ["serial", "process", "thread"])
-def test_an_end_whose_reward_is_refused_is_no_end(backend: Any) -> None:
-    fns = [functools.partial(Faulty, "nan reward", 1)] * 2
-    envs = make_vec(fns, backend=backend, on_failure="restart")
-    envs.reset(seed=0)
-    _, rewards, terminated, truncated, _ = envs.step(np.array([9, 1]))
-    assert rewards.tolist() == [0.0, 11.0]
-    assert terminated.tolist() == [False, True]
-    assert truncated.tolist() == [True, False]
-    envs.close()
-
-
 @pytest.mark.parametrize("backend", ["serial", "process"])
 @pytest.mark.parametrize("policy", ["raise", "restart", "mask"])
 def test_a_step_after_the_end_raises_under_every_policy_and_costs_no_env(policy: Any, backend: Any) -> None:
@@ -1015,28 +677,6 @@ def test_a_step_after_the_end_raises_under_every_policy_and_costs_no_env(policy:
     envs.close()
     assert (stats["active"], stats["restarts"]) == (2, [0, 0])
     assert stats["failures"] == [0, 0]
-
-
-class EndsBadly(CountEnv):
-    """Its episodes end with an observation that is none."""
-
-    def step(self, action: Any) -> Any:
-        return np.zeros(3, np.float32), *super().step(action)[1:]
-
-
-@pytest.mark.parametrize(
-    ("backend", "mode"), [("serial", "disabled"), ("process", "disabled"), ("serial", "same_step")]
-)
-def test_an_end_whose_observation_is_refused_is_a_failure_and_no_forgotten_reset(
-    backend: Any, mode: Any
-) -> None:
-    options: Any = {"backend": backend, "autoreset": mode, "on_failure": "restart"}
-    with closing(make_vec([functools.partial(EndsBadly, 1), CountEnv], **options)) as envs:
-        envs.reset(seed=0)
-        _, rewards, _, truncated, infos = envs.step([1, 1])
-        assert truncated.tolist() == [True, False]
-        assert rewards.tolist() == [0.0, 11.0]
-        assert "must have shape" in infos["worker_error"][0]
 
 
 class NeverBegins(CountEnv):
@@ -1074,22 +714,3 @@ def test_an_env_that_never_begins_is_given_up_in_one_operation_and_may_begin_in_
         (_, _), (_, info) = envs.reset_some([0, 1], [2, 4])
         assert "worker_restarted" not in info
         assert envs.step([1, 1])[1].tolist() == [11.0, 11.0]
-
-
-@pytest.mark.parametrize("which", ["terminated", "truncated"])
-@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
-@pytest.mark.parametrize("end", ["False", [False], {"__all__": False}, math.nan], ids=repr)
-def test_the_end_of_an_episode_is_not_told_in_words(which: str, autoreset: str, end: Any) -> None:
-    class Wordy(CountEnv):
-        def step(self, action: Any) -> Any:
-            obs, reward, terminated, truncated, info = super().step(action)
-            return (
-                (obs, reward, end, truncated, info)
-                if which == "terminated"
-                else (obs, reward, terminated, end, info)
-            )
-
-    with contextlib.closing(make_vec([Wordy], backend="serial", autoreset=autoreset)) as envs:
-        envs.reset(seed=0)
-        with pytest.raises(EnvError, match=re.escape(f"{which} must be True or False, got {end!r}")):
-            envs.step([0])

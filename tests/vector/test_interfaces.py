@@ -11,10 +11,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import batch_space
 
-from shoal.core.errors import EnvError, UnknownNameError
+from shoal.core.errors import EnvError, UnknownNameError, WorkerError
 from shoal.core.seeding import derive_seed
 from shoal.testing import check_vector_env
 from shoal.vector import (
@@ -282,6 +284,10 @@ def test_async_vector_env_takes_gymnasiums_arguments() -> None:
     assert envs.reset(seed=3)[0][:, 0].tolist() == [3, 4]
     assert len(envs.stats()["workers"]) == 1
     envs.step_async([1, 1])
+    with pytest.raises(
+        AlreadyPendingCallError, match="`reset_async` while waiting for a pending call to `step`"
+    ):
+        envs.reset_async()
     with pytest.warns(UserWarning, match="pending call to `step`"):
         envs.close()
     refused: list[tuple[dict[str, Any], str]] = [
@@ -300,11 +306,11 @@ class Within(CountEnv):
 
     def __init__(self, low: float, high: float, size: int = 4, n: int = 10) -> None:
         super().__init__()
-        self.observation_space = gymnasium.spaces.Box(low, high, (size,), np.float64)
-        self.action_space = gymnasium.spaces.Discrete(n)
+        self.observation_space = spaces.Box(low, high, (size,), np.float64)
+        self.action_space = spaces.Discrete(n)
 
 
-WIDE = gymnasium.spaces.Box(-9, 9, (4,), np.float64)
+WIDE = spaces.Box(-9, 9, (4,), np.float64)
 ALIKE, WIDER = functools.partial(Within, 0, 9), functools.partial(Within, 0, 99)
 
 
@@ -339,8 +345,8 @@ def test_observation_modes_are_gymnasiums(fns: Any, mode: Any) -> None:
 
 
 def test_shared_memory_takes_the_spaces_that_gymnasiums_does() -> None:
-    for space, message in ((gymnasium.spaces.Sequence(WIDE), "dynamic shape"), (Coordinates(), "custom")):
-        fns = [functools.partial(Scripted, space, gymnasium.spaces.Discrete(2), 3, 0)] * 2
+    for space, message in ((spaces.Sequence(WIDE), "dynamic shape"), (Coordinates(), "custom")):
+        fns = [functools.partial(Scripted, space, spaces.Discrete(2), 3, 0)] * 2
         with pytest.raises((TypeError, ValueError), match=f"{message}.*[pP]ass(ing)? shared_memory=False"):
             AsyncVectorEnv(fns, num_workers=1)
         with contextlib.closing(AsyncVectorEnv(fns, shared_memory=False, num_workers=1)) as envs:
@@ -381,8 +387,8 @@ def test_stable_baselines_trains_on_our_vec_env() -> None:
 class Parts(CountEnv):
     """Observations in parts; episodes are cut after two steps."""
 
-    observation_space = gymnasium.spaces.Dict(  # type: ignore[assignment]
-        {"seed": gymnasium.spaces.Box(-1, 999, (1,)), "t": gymnasium.spaces.Discrete(9)}
+    observation_space = spaces.Dict(  # type: ignore[assignment]
+        {"seed": spaces.Box(-1, 999, (1,)), "t": spaces.Discrete(9)}
     )
 
     def observe(self, action: Any) -> Any:
@@ -391,6 +397,15 @@ class Parts(CountEnv):
     def step(self, action: Any) -> Any:
         obs, reward, _, _, info = super().step(action)
         return obs, reward, False, self.t >= 2, info
+
+
+class Acting(CountEnv):
+    """Tells the parts of its actions."""
+
+    action_space: Any = spaces.Dict(go=spaces.Discrete(5), far=spaces.Tuple((spaces.Box(0, 1, (2,)),)))
+
+    def step(self, action: Any) -> Any:
+        return *super().step(0)[:4], {"go": int(action["go"]), "far": action["far"][0].tolist()}
 
 
 class Around(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -488,6 +503,13 @@ def test_sb3_passes_options_pictures_and_actions_of_parts_on() -> None:
     pictures = ours.get_images(), theirs.get_images()
     assert all(np.array_equal(a, b) for a, b in zip(*pictures, strict=True))
     assert pictures[0][0].shape == (2, 2, 3)
+    acting = [Acting] * 2
+    ours, theirs = SB3VecEnv(acting, backend="serial"), own.DummyVecEnv(acting)
+    assert ours.reset().tolist() == theirs.reset().tolist()
+    actions = [ours.action_space.sample() for _ in acting]
+    assert ours.step(actions)[3] == theirs.step(actions)[3]
+    with pytest.raises(ValueError, match="expected 2 actions"):
+        ours.step(actions[:1])
     with pytest.raises(ValueError, match="frok"):
         SB3VecEnv(fns, "frok")
     masked = SB3VecEnv([functools.partial(Faulty, "raise"), CountEnv], backend="serial", on_failure="mask")
@@ -499,6 +521,18 @@ def test_sb3_passes_options_pictures_and_actions_of_parts_on() -> None:
         masked.set_options(options)
         assert masked.reset()[1].tolist()[1:] == [2 + (not options), 0, 0]
     masked.close()
+    alone = SB3VecEnv([functools.partial(Faulty, "raise")], backend="serial", on_failure="mask")
+    alone.reset()
+    alone.step(np.array([9]))
+    with pytest.raises(WorkerError, match="none of the 1 environments is left"):
+        alone.reset()
+    failed = SB3VecEnv([functools.partial(Faulty, "raise"), CountEnv], backend="serial")
+    failed.reset()
+    with pytest.raises(ZeroDivisionError):
+        failed.step(np.array([9, 1]))
+    failed.set_options({"level": 2})  # one for all: a whole reset, which alone may follow
+    assert failed.reset()[:, 2].tolist() == [0, 0]
+    assert [info["options"] for info in failed.reset_infos] == ["{'level': 2}"] * 2
     strange = SB3VecEnv([functools.partial(Pays, float("nan"))], backend="serial", check_nan=True)
     strange.reset()
     strange.step_async(np.array([1]))

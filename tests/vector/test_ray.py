@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from shoal.core.errors import ConfigError, MissingExtraError, WorkerDiedError, WorkerTimeoutError
+from shoal.core.errors import MissingExtraError, WorkerDiedError, WorkerTimeoutError
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.same_step import make_vec
 from tests.vector.scripted import Scripted, SlowEnv
@@ -170,12 +170,12 @@ def test_whichever_actor_is_ready_first_comes_first(cluster: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"num_cpu": 1}, "Did you mean 'num_cpus'"),
-        ({"scheduling_strategy": "SPRAED"}, "Did you mean 'SPREAD'"),
+        ({"num_cpu": 1}, "Invalid option keyword num_cpu .*num_cpus"),
+        ({"scheduling_strategy": "SPRAED"}, "Invalid scheduling_strategy value SPRAED.*SPREAD"),
     ],
 )
 def test_options_that_ray_does_not_know_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ValueError, match=says):
         make_vec(CountEnv, 1, backend="ray", ray_options=options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.error import AlreadyPendingCallError
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import ConfigError, EnvError, WorkerTimeoutError
@@ -434,6 +435,35 @@ def test_a_warm_step_enters_at_most_five_files_in_all_processes() -> None:
 
 
 FILES_OF_A_STEP = ("vector_env", "buffers", "workers", "worker_process", "env_group")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_fork_of_the_caller_leaves_the_workers_to_it() -> None:
+    def child() -> None:
+        with pytest.raises(ClosedEnvironmentError, match="forked from: make one here"):
+            envs.step(np.ones(2, np.int64))
+        envs.close()
+
+    with make_vec(CountEnv, 2, backend="process") as envs:
+        envs.reset(seed=0)
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        assert envs.step(np.ones(2, np.int64))[1].tolist() == [11.0, 11.0]
+
+
+def test_workers_end_with_the_last_reference_to_their_vector_env() -> None:
+    envs = make_vec(CountEnv, 2, backend="process", on_failure="restart")
+    envs.reset(seed=0)
+    envs.step(np.ones(2, np.int64))
+    pids = [row["pid"] for row in envs.stats()["workers"]]
+    gc.disable()  # nothing else may have to find it
+    try:
+        del envs
+        assert not any(map(alive, pids))
+    finally:
+        gc.enable()
 
 
 # --- the same results, and nothing left behind

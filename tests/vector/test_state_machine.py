@@ -31,8 +31,7 @@ from hypothesis.stateful import (
 
 from shoal.core.errors import EnvError, WorkerError
 from tests.vector.living import children
-from tests.vector.misbehaving import RELEASED
-from tests.vector.model import FAULTS, LETHAL, LIMIT, SLOW, Encoded, Seen, Twin, unbatched
+from tests.vector.model import FAULTS, LETHAL, LIMIT, RELEASED, SLOW, Encoded, Seen, Twin, unbatched
 from tests.vector.same_step import make_vec
 
 N = 4

@@ -258,7 +258,7 @@ def read_advantages(path: Path, trajectories: Mapping[int, Trajectory]) -> dict[
     """What an update computed for some episodes of a file, None for those that it did not learn from.
 
     Args:
-        path: as `write_advantages` wrote it; {} if there is no such file, as with runs of before it was written.
+        path: as `write_advantages` wrote it; {} if there is no such file yet.
         trajectories: the episodes by their line, from 0.
 
     Raises:

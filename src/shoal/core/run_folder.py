@@ -195,13 +195,9 @@ class FolderLock:
 
     def note(self, command: str) -> None:
         """Write down the process and the command that hold the lock: they name a run without a summary."""
-        try:
-            os.ftruncate(self._descriptor, 0)
-            os.lseek(self._descriptor, 0, os.SEEK_SET)
-            os.write(self._descriptor, f"{os.getpid()}\n{command}".rstrip().encode())
-        except BaseException:  # a full disk: a later attempt must not find it taken
-            self.release()
-            raise
+        os.ftruncate(self._descriptor, 0)
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        os.write(self._descriptor, f"{os.getpid()}\n{command}".rstrip().encode())
 
     def release(self) -> None:
         """Give the lock up, if it is held."""

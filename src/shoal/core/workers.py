@@ -247,20 +247,19 @@ def _preload() -> None:
 def _end(process: Any, pid: int) -> None:
     with contextlib.suppress(ValueError):  # closed already
         if process.exitcode is None:
-            kill_with_descendants(pid)
+            kill_descendants(pid, itself=True)
         _kill_group(pid)
         process.join()
 
 
-def kill_with_descendants(pid: int) -> None:
-    """Kill a process and all that it started, also what is in a session of its own."""
-    doomed: list[psutil.Process] = []
+def kill_descendants(pid: int, *, itself: bool = False) -> None:
+    """Kill all that a process started, also what is in a session of its own, and with `itself` the process first."""
     with contextlib.suppress(psutil.Error):
-        worker = psutil.Process(pid)
-        doomed = [worker, *worker.children(recursive=True)]
-    for process in doomed:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+        process = psutil.Process(pid)
+        doomed = [*([process] if itself else []), *process.children(recursive=True)]
+        for process in doomed:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 def _kill_group(pid: int) -> None:
@@ -302,9 +301,7 @@ def _end_with_parent(stays: bool) -> None:
                 break
         if linux:  # first what the environments started
             die_with_parent(0)
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        kill_descendants(os.getpid())
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="shoal-watch-parent").start()

@@ -249,7 +249,7 @@ class Observations:
 # --- actions: written once into the buffers, read by whoever steps the environments. What does not fit there (text,
 # custom spaces, another type than the space says) is loose: it goes by message and reaches the env as it is.
 Loose = dict[int, dict[int, Any]]
-"""leaf -> {env: value}; leaf `WHOLE` holds whole actions."""
+"""leaf -> {env: value}; leaf `WHOLE` alone holds the whole actions of all that are stepped."""
 WHOLE = -1
 NOTHING_LOOSE: Loose = {}
 
@@ -300,17 +300,11 @@ def _same(column: Array, target: Array) -> bool:
 
 def write_some(buffers: Buffers, ids: Sequence[int], actions: Sequence[Any]) -> Loose:
     """Put one action for each of the envs `ids` into the buffers; returns what must go by message."""
-    loose: Loose = {}
     target = plain_target(buffers)
-    if target is not None and target.ndim == 1 and set(map(type, actions)) == {target.dtype.type}:
+    if target is not None and _all_fit(actions, target):
         target[ids] = actions
-        return loose
-    for i, action in zip(ids, actions, strict=True):
-        if target is not None and _fits(action, target.shape[1:], target.dtype):
-            target[i] = action
-        else:
-            loose.setdefault(WHOLE, {})[i] = deep_copy(action)
-    return loose
+        return NOTHING_LOOSE
+    return {WHOLE: {i: deep_copy(action) for i, action in zip(ids, actions, strict=True)}}
 
 
 def plain_target(buffers: Buffers) -> Array | None:
@@ -318,11 +312,14 @@ def plain_target(buffers: Buffers) -> Array | None:
     return buffers.act[0] if buffers.actions.is_leaf else None
 
 
-def _fits(action: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+def _all_fit(actions: Sequence[Any], target: Array) -> bool:
     # What is not already of the space's own type (an int, say) reaches the env as it is.
-    if not isinstance(action, np.ndarray if shape else np.generic):
-        return False
-    return bool(action.dtype == dtype and action.shape == shape)
+    if target.ndim == 1:
+        return set(map(type, actions)) == {target.dtype.type}
+    return len(actions) > 0 and all(
+        type(action) is np.ndarray and action.dtype == target.dtype and action.shape == target.shape[1:]
+        for action in actions
+    )
 
 
 def reader(buffers: Buffers, first: int, count: int) -> Callable[[], list[Any]]:
@@ -343,26 +340,21 @@ def read(
     if not len(members):
         return []
     layout = buffers.actions
-    whole = loose.get(WHOLE)
-    if whole is not None and len(whole) == len(members):
-        return [whole[first + j] for j in members]
+    if WHOLE in loose:
+        return [loose[WHOLE][first + j] for j in members]
     stop = first + members[-1] + 1
     columns: list[Any] = []
-    for i, leaf in enumerate(layout.leaves):
+    for i in range(len(layout.leaves)):
         if i in loose:
             columns.append([loose[i][first + j] for j in members])
-        elif leaf.kind == "fixed":
+        else:
             rows = buffers.act[i][first:stop].copy()
             columns.append(list(rows) if len(rows) == len(members) else [rows[j] for j in members])
-        else:
-            columns.append([None] * len(members))
     if layout.is_leaf:
         actions = columns[0]
     else:  # (a space of no parts has an action, too)
         each = zip(*columns, strict=True) if columns else [()] * len(members)
         actions = [layout.rebuild(values) for values in each]
-    if whole is not None:
-        actions = [whole.get(first + j, action) for j, action in zip(members, actions, strict=True)]
     return list(actions)
 
 

@@ -120,6 +120,13 @@ class Close:
 Command = Make | Attach | Step | Reset | Apply | Rebuild | Close
 
 
+def ids_of(group: Any, command: Any) -> Sequence[int]:
+    """The environments that a command to a group, or to the worker that has it, concerns."""
+    members = getattr(command, "members", None)
+    first: int = group.first
+    return range(first, first + group.count) if members is None else [first + j for j in members]
+
+
 def call_attribute(env: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call a method of an env, or read an attribute, of the wrapper that has it."""
     attribute = env.get_wrapper_attr(name)

@@ -23,9 +23,8 @@ from shoal.vector.buffers import Buffers, shared_block
 from shoal.vector.env_group import Attach, even_cuts
 from shoal.vector.failures import OnFailure, raise_first
 from shoal.vector.native import make_native
-from shoal.vector.serial import SerialVectorEnv
 from shoal.vector.spaces import Layout, batched
-from shoal.vector.vector_env import Description, VectorPool, close_all
+from shoal.vector.vector_env import Description, SerialVectorEnv, VectorPool, close_all
 from shoal.vector.workers import Limits, ProcessWorker, Signals, ThreadWorker, Worker, attach_all, collect
 
 BackendName = Literal["auto", "serial", "process", "thread", "ray", "native"]
@@ -272,9 +271,9 @@ def _workers(env_fns: Sequence[EnvFn], first: int, plan: Plan, options: Options)
         return []
     limits = options.limits
     if plan.backend == "ray":
-        from shoal.vector.ray import RayCluster
+        from shoal.vector.ray import ray_workers
 
-        return [*RayCluster(options.ray_options or {}).workers(env_fns, plan.workers, limits)]
+        return [*ray_workers(env_fns, plan.workers, limits, options.ray_options or {})]
     parts = [(first + lo, env_fns[lo:hi]) for lo, hi in even_cuts(len(env_fns), plan.workers or len(env_fns))]
     if plan.backend == "thread":
         done = threading.Semaphore(0)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shoal.core.errors import ConfigError, did_you_mean
+from shoal.core.errors import ConfigError
 from shoal.core.executors import connect_ray
 from shoal.core.workers import dumps
 from shoal.envs.catalogue import EnvFn
@@ -21,12 +21,6 @@ from shoal.vector.failures import Failure, from_exception
 from shoal.vector.threads import copy_rows, rows_of, with_actions
 from shoal.vector.worker_process import is_empty, packed, seed_globals, unpacked
 from shoal.vector.workers import LOADING_SECONDS, Limits, Worker
-
-STRATEGIES = ("DEFAULT", "SPREAD")
-OPTIONS = (
-    "accelerator_type", "fallback_strategy", "label_selector", "memory", "num_cpus", "num_gpus", "resources",
-    "runtime_env", "scheduling_strategy",
-)  # fmt: skip
 
 
 class EnvActor:
@@ -45,7 +39,7 @@ class EnvActor:
                 self.group = EnvGroup(command.env_fns, self.first, [0])
         except BaseException as error:
             failure = from_exception(self.first, "reading its command", error, os.getpid())
-            return packed(Reply(failures=[failure]), self.first), None
+            return packed(Reply(failures=[failure]), self.group, None), None
         group = self.group
         assert group is not None
         if isinstance(command, Close):
@@ -57,7 +51,7 @@ class EnvActor:
         if isinstance(command, Reset) and not self.seeded:
             self.seeded = seed_globals(command.seeds, self.first)
         reply = group.run(command)
-        answer = b"" if is_empty(reply) else packed(reply, self.first)
+        answer = b"" if is_empty(reply) else packed(reply, group, command)
         if not isinstance(command, Step | Reset):
             return answer, None
         *rows, final = rows_of(group.buffers)
@@ -70,17 +64,15 @@ class RayWorker(Worker):
     inline = False
     side_by_side = True
 
-    def __init__(self, cluster: RayCluster, first: int, env_fns: Sequence[EnvFn], limits: Limits) -> None:
+    def __init__(self, ray: Any, kind: Any, first: int, env_fns: Sequence[EnvFn], limits: Limits) -> None:
         super().__init__(first, env_fns, limits)
-        self._cluster, self._ray = cluster, cluster.ray
+        self._ray, self._kind = ray, kind
         self._actor: Any = None
         self._reply: Any = None
 
     def _start(self) -> None:
         self.kill()
-        self._actor = self._cluster.kind.remote(
-            self.first, [item for item in sys.path if isinstance(item, str)]
-        )
+        self._actor = self._kind.remote(self.first, [item for item in sys.path if isinstance(item, str)])
 
     def _send(self, command: Any) -> None:
         data = dumps(with_actions(command, self.buffers, self.first, self.count))
@@ -167,35 +159,25 @@ def reason_of(error: BaseException) -> str:
     return told.partition("dead because ")[2].partition(". ")[0] or told[:300]
 
 
-class RayCluster:
-    """Where actors live; where Ray does not run yet it is started, locally, and stays until the program ends.
+def ray_workers(
+    env_fns: Sequence[EnvFn], n_workers: int, limits: Limits, options: Mapping[str, Any]
+) -> list[RayWorker]:
+    """Actors for environments; where Ray does not run yet it is started, locally, and stays until the program ends.
 
     Args:
+        env_fns: functions that make the environments.
+        n_workers: how many actors; 0 for as many as the cluster has CPUs for.
+        limits: of time.
         options: of the actors, as Ray names them.
 
     Raises:
         ConfigError: for options that Ray does not know, or refuses.
     """
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        for name in options:
-            if name not in OPTIONS:
-                raise ConfigError(f"ray_options has no {name!r}.{did_you_mean(name, OPTIONS)}")
-        strategy = options.get("scheduling_strategy", STRATEGIES[0])
-        if isinstance(strategy, str) and strategy not in STRATEGIES:
-            raise ConfigError(
-                f"scheduling_strategy must be one of {STRATEGIES} or an object of Ray's, got {strategy!r}."
-                f"{did_you_mean(strategy, STRATEGIES)}"
-            )
-        self.ray = connect_ray()
-        self._cpus = float(options.get("num_cpus") or 1)
-        try:
-            self.kind = self.ray.remote(max_restarts=0, max_task_retries=0, **options)(EnvActor)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"Ray refuses ray_options={dict(options)}: {error}") from error
-
-    def workers(self, env_fns: Sequence[EnvFn], n_workers: int, limits: Limits) -> list[RayWorker]:
-        """Actors for environments; without `n_workers` as many as the cluster has CPUs for."""
-        room = n_workers or int(self.ray.cluster_resources().get("CPU", 1) / self._cpus)
-        cuts = even_cuts(len(env_fns), max(1, min(room, len(env_fns))))
-        return [RayWorker(self, lo, env_fns[lo:hi], limits) for lo, hi in cuts]
+    ray = connect_ray()
+    try:
+        kind = ray.remote(max_restarts=0, max_task_retries=0, **options)(EnvActor)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"Ray refuses ray_options={dict(options)}: {error}") from error
+    room = n_workers or int(ray.cluster_resources().get("CPU", 1) / float(options.get("num_cpus") or 1))
+    cuts = even_cuts(len(env_fns), max(1, min(room, len(env_fns))))
+    return [RayWorker(ray, kind, lo, env_fns[lo:hi], limits) for lo, hi in cuts]

@@ -7,24 +7,22 @@ trajectory can join two episodes.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AutoresetMode
 
 from shoal.core.data import deep_copy
 from shoal.core.errors import WorkerError
-from shoal.vector.buffers import Buffers, Observations
-from shoal.vector.env_group import Attach, Rebuild, Reply, Reset, Step
+from shoal.vector.env_group import Attach, Rebuild, Reply, Reset, Step, ids_of
 from shoal.vector.failures import (
     MOST_AT_ONCE,
     WHAT_IS_DONE,
     Failure,
     MaskedEnv,
-    OnFailure,
     describe,
     error_of,
     raise_first,
@@ -34,6 +32,9 @@ from shoal.vector.failures import (
 )
 from shoal.vector.infos import FINAL_IN_BUFFER, EnvInfo, Info
 from shoal.vector.workers import Worker, attach_all, collect
+
+if TYPE_CHECKING:
+    from shoal.vector.vector_env import VectorPool
 
 logger = logging.getLogger(__name__)
 Pending = list[tuple[Worker, Any]]
@@ -62,43 +63,28 @@ class FailurePolicy:
         replaced: how often each was made anew.
         masked_by: the last failure for which an env was masked out.
         cut: ends of episodes that their environments have not reported yet: they were replaced outside of a step.
-        warns: of failures that are dealt with, unless who steps the environments reports them.
-        report: called with the failures of an operation before they are dealt with.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[Worker],
-        buffers: Buffers,
-        observations: Observations,
-        attach: Attach,
-        spaces: Sequence[gymnasium.Space[Any]],
-        on_failure: OnFailure,
-        max_restarts: float,
-    ) -> None:
-        self.workers, self.buffers, self._observations = workers, buffers, observations
-        self._attach, self._spaces = attach, spaces
-        self.on_failure, self.max_restarts = on_failure, max_restarts
-        self._same_step = attach.autoreset is AutoresetMode.SAME_STEP
-        self.worker_of = [worker for worker in workers for _ in range(worker.count)]
-        n_envs = buffers.n_envs
+    def __init__(self, pool: VectorPool, attach: Attach, max_restarts: float) -> None:
+        # A proxy: a vector env that nobody holds any more ends at once.
+        self.pool, self._attach, self.max_restarts = weakref.proxy(pool), attach, max_restarts
+        self.worker_of = [worker for worker in pool.workers for _ in range(worker.count)]
+        n_envs = pool.num_envs
         self.active = np.ones(n_envs, dtype=np.bool_)
         self.seeds: list[int | None] = [None] * n_envs
         self.failed, self.replaced = [0] * n_envs, [0] * n_envs
         self.masked_by: Failure | None = None
         self.cut: dict[int, End] = {}
-        self.warns = True
-        self.report: Callable[[Sequence[Failure]], None] = lambda failures: None
         # What environments showed last, leaf by leaf.
         self._last = [
-            list(column) if isinstance(column, tuple) else column for column in observations.some(slice(None))
+            list(column) if isinstance(column, tuple) else column for column in pool.shown.some(slice(None))
         ]
 
     def check_one_is_left(self) -> None:
         """Refuse to go on where all environments were masked out."""
         if self.masked_by is not None and not self.active.any():
             raise WorkerError(
-                f"none of the {self.buffers.n_envs} environments is left: each failed and was masked out; make them "
+                f"none of the {self.pool.num_envs} environments is left: each failed and was masked out; make them "
                 "anew, or have those that fail replaced (on_failure='restart')"
             ) from error_of(self.masked_by)
 
@@ -112,13 +98,13 @@ class FailurePolicy:
 
     def final(self, i: int) -> Any:
         """The last observation of an episode that was replaced, as an env gave it: of a Box an array."""
-        assert self.buffers.final is not None
-        value = self.buffers.final[i]
-        return np.array(value) if isinstance(self._spaces[i], gymnasium.spaces.Box) else value
+        assert self.pool.buffers.final is not None
+        value = self.pool.buffers.final[i]
+        return np.array(value) if isinstance(self.pool.observation_spaces[i], gymnasium.spaces.Box) else value
 
     def remember(self, ids: Any = slice(None)) -> None:
         """Note what environments show now, for those that are replaced in the next operation."""
-        for kept, values in zip(self._last, self._observations.some(ids), strict=True):
+        for kept, values in zip(self._last, self.pool.shown.some(ids), strict=True):
             if isinstance(kept, list) and not isinstance(ids, slice):
                 for i, value in zip(ids, values, strict=True):
                     kept[i] = value
@@ -135,7 +121,7 @@ class FailurePolicy:
             if i in self.cut:
                 found.append(self._ended(i, self.cut.pop(i)))
             elif not self.active[i]:
-                self.buffers.rewards[i] = 0.0
+                self.pool.buffers.rewards[i] = 0.0
                 found.append(EnvInfo(i, None, None, {"worker_masked": True}))
         return found
 
@@ -145,7 +131,6 @@ class FailurePolicy:
         Raises:
             Exception: with the policy "raise", when an env failed too often, or when one was stepped after its end.
         """
-        self.report(failures)
         given: dict[int, int | None] = {}
         for worker, command in pending:
             if isinstance(command, Reset):
@@ -163,7 +148,7 @@ class FailurePolicy:
             for i, failure in now.items():
                 ends.setdefault(i, self._end_of(i, failure))
             affected |= now
-            if self.on_failure == "mask":
+            if self.pool.on_failure == "mask":
                 self._mask(failures)
             fresh, failures = self._replace(now, given)
             infos |= fresh
@@ -177,8 +162,8 @@ class FailurePolicy:
             if i in given and self.active[i]:
                 told.append(EnvInfo(i, None, None, info))
                 continue
-            if not (self._same_step and self.active[i]):
-                self._observations.put(i, [column[i] for column in self._last])
+            if not (self.pool.same_step and self.active[i]):
+                self.pool.shown.put(i, [column[i] for column in self._last])
             end = ends[i]._replace(why=why, info=info)
             if i in stepped or i in given:
                 told.append(self._ended(i, end, in_reset=i in given))
@@ -190,12 +175,12 @@ class FailurePolicy:
         """The environments to be replaced, those of lost workers among them, and why; raises where none may be."""
         for failure in failures:
             self.failed[failure.env] += failure.kind != "over"
-        if self.on_failure == "raise" or any(failure.kind == "over" for failure in failures):
+        if self.pool.on_failure == "raise" or any(failure.kind == "over" for failure in failures):
             raise_first(failures)
         affected: dict[int, Failure] = {}
         for failure in failures:
             often = self.failed[failure.env] > self.max_restarts
-            if self.on_failure == "restart" and (often or attempts[failure.env] > MOST_AT_ONCE):
+            if self.pool.on_failure == "restart" and (often or attempts[failure.env] > MOST_AT_ONCE):
                 error = worker_error_of(failure)
                 times = (
                     f"{self.max_restarts} times (max_restarts)" if often else f"{MOST_AT_ONCE} times at once"
@@ -205,15 +190,15 @@ class FailurePolicy:
             worker = self.worker_of[failure.env]
             if worker.lost is not None:
                 affected.update(dict.fromkeys(worker.ids, failure))
-        if self.warns:
+        if self.pool.warns:
             for failure in failures:
-                done = WHAT_IS_DONE[self.on_failure]
-                logger.warning("%s; %s (on_failure=%s)", describe(failure), done, self.on_failure)
+                done = WHAT_IS_DONE[self.pool.on_failure]
+                logger.warning("%s; %s (on_failure=%s)", describe(failure), done, self.pool.on_failure)
         return {i: f for i, f in affected.items() if self.active[i]} | {f.env: f for f in failures}
 
     def _end_of(self, i: int, failure: Failure) -> End:
         """How the episode of an env that is replaced ended: in this step, or cut off after what it showed last."""
-        buffers = self.buffers
+        buffers = self.pool.buffers
         if failure.env == i and failure.ending is not None:
             final, info = failure.ending
             if final is FINAL_IN_BUFFER:
@@ -225,9 +210,9 @@ class FailurePolicy:
 
     def _ended(self, i: int, end: End, *, in_reset: bool = False) -> EnvInfo:
         """Show the end of an episode in the flags, and as what the env reported."""
-        buffers = self.buffers
+        buffers = self.pool.buffers
         buffers.rewards[i], buffers.terminated[i], buffers.truncated[i] = end[:3]
-        if self._same_step and not in_reset:
+        if self.pool.same_step and not in_reset:
             return EnvInfo(i, end.final, {**end.final_info, **end.why}, end.info)
         return EnvInfo(i, None, None, end.info)
 
@@ -242,7 +227,7 @@ class FailurePolicy:
         self, affected: Mapping[int, Failure], given: Mapping[int, int | None]
     ) -> tuple[dict[int, Info], list[Failure]]:
         """Make these environments anew, all at once; the infos of their resets, and what failed again."""
-        lost = [w for w in self.workers if w.lost is not None and not affected.keys().isdisjoint(w.ids)]
+        lost = [w for w in self.pool.workers if w.lost is not None and not affected.keys().isdisjoint(w.ids)]
         failures = self._restart_workers(lost)
         alive = [i for i in sorted(affected) if self.active[i] and self.worker_of[i].lost is None]
         rebuilt = self.by_worker(i for i in alive if self.worker_of[i] not in lost)
@@ -257,19 +242,19 @@ class FailurePolicy:
                 restart_seed(self.seeds[i], self.replaced[i]) if given.get(i) is None else given[i]
                 for i in ids
             ]
-            ends = [i - worker.first for i in ids if not self._same_step and i not in given]
+            ends = [i - worker.first for i in ids if not self.pool.same_step and i not in given]
             commands.append((worker, Reset(members, seeds, None, ends)))
         replies = self._ask(commands)
         again = _failures(replies)
         infos: dict[int, Info] = {}
         for (worker, command), reply in zip(commands, replies, strict=True):
-            self._observations.take(ids_of(worker, command), reply.columns, {item.env for item in again})
+            self.pool.shown.take(ids_of(worker, command), reply.columns, {item.env for item in again})
             infos.update({item.env: item.info for item in reply.told})
         return infos, failures + again
 
     def replace_lost(self, seeds: dict[int, int | None]) -> None:
         """Fresh workers in place of those that a raised failure left; their envs get new seeds where none is given."""
-        lost = [worker for worker in self.workers if worker.lost is not None]
+        lost = [worker for worker in self.pool.workers if worker.lost is not None]
         raise_first(self._restart_workers(lost))
         for i in (i for worker in lost for i in worker.ids):
             self.replaced[i] += 1
@@ -286,19 +271,13 @@ class FailurePolicy:
             if reply.failures and worker.lost is None:
                 worker.lose(reply.failures[0])
         ready = [worker for worker in lost if worker.lost is None]
-        return failures + attach_all(ready, self._attach, self.buffers)
+        return failures + attach_all(ready, self._attach, self.pool.buffers)
 
     def _ask(self, commands: Pending) -> list[Reply]:
         """Tell workers something aside and wait for all of them."""
         for worker, command in commands:
             worker.begin(command)
         return collect([worker for worker, _ in commands])
-
-
-def ids_of(worker: Worker, command: Any) -> Sequence[int]:
-    """The environments that a command to a worker concerns."""
-    members = getattr(command, "members", None)
-    return worker.ids if members is None else [worker.first + j for j in members]
 
 
 def _failures(replies: Iterable[Reply]) -> list[Failure]:

@@ -10,8 +10,10 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.vector.utils import concatenate, create_empty_array
 
 from shoal.core.errors import ConfigError, MissingExtraError
+from shoal.vector.arguments import one_each
 from shoal.vector.compat import is_wrapped, needs_same_step, patched
 from shoal.vector.env_group import call_attribute
 from shoal.vector.make import make_vec
@@ -71,22 +73,24 @@ class SB3VecEnv(VecEnv):
 
     def reset(self) -> Any:
         """First observations everywhere, with the seeds and options set before."""
-        if any(self._options):
-            for i in np.flatnonzero(self.pool.active).tolist():  # without those that were masked out
-                options = self._options[i] or None
-                _, self.reset_infos[i] = self.pool.reset_some([i], [self._seeds[i]], options)[0]
-            obs = self.pool.observations()
-        else:
-            obs, self.reset_infos = self.pool.reset_each(self._seeds)
+        chosen = np.flatnonzero(self.pool.active).tolist()  # without those that were masked out
+        if not chosen:
+            self.pool.reset()  # says so
+        # `set_options` with one dict notes that very dict for all.
+        alike = not any(self._options) or all(options is self._options[0] for options in self._options)
+        for ids in [chosen] if alike else [[i] for i in chosen]:
+            seeds, options = [self._seeds[i] for i in ids], self._options[ids[0]] if ids else None
+            for i, (_, info) in zip(ids, self.pool.reset_some(ids, seeds, options or None), strict=True):
+                self.reset_infos[i] = info
         self._reset_seeds()
         self._reset_options()
-        return self._stack(obs)
+        return self._stack(self.pool.observations())
 
     def step_async(self, actions: Any) -> None:
-        if isinstance(actions, np.ndarray):
-            self.pool.step_async(actions)
-        else:
-            self.pool.step_async_each(list(actions))
+        if not isinstance(actions, np.ndarray):  # one for each, also of a space with parts
+            room: Any = create_empty_array(self.action_space, self.num_envs)
+            actions = concatenate(self.action_space, one_each(actions, self.num_envs), room)
+        self.pool.step_async(actions)
         self.waiting = True
 
     def step_wait(self) -> Any:

@@ -15,7 +15,6 @@ import math
 import multiprocessing
 import os
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from types import TracebackType
@@ -43,10 +42,12 @@ from shoal.vector.buffers import (
     Loose,
     Observations,
     of_group,
+    plain_target,
     write_actions,
     write_some,
 )
 from shoal.vector.env_group import (
+    NOTHING,
     STEP_ALL,
     Apply,
     Attach,
@@ -55,6 +56,7 @@ from shoal.vector.env_group import (
     Reset,
     Step,
     call_attribute,
+    ids_of,
 )
 from shoal.vector.failures import Failure, OnFailure, raise_first
 from shoal.vector.infos import (
@@ -67,7 +69,7 @@ from shoal.vector.infos import (
     batch_infos,
     by_env,
 )
-from shoal.vector.recovery import FailurePolicy, Pending, ids_of
+from shoal.vector.recovery import FailurePolicy, Pending
 from shoal.vector.workers import DeadlineError, Worker, collect, wait_for
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     The `workers` have made their environments, and know of the buffers.
     """
 
+    warns = True
+    """Whether failures that are dealt with are logged; False where who steps the environments reports them."""
+
     def __init__(
         self,
         workers: Sequence[Worker],
@@ -146,18 +151,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.single_action_space = description.action_spaces[0]
         self.observation_space = description.observation_space
         self.action_space = description.action_space
-        self._same_step = attach.autoreset is AutoresetMode.SAME_STEP
-        self._observations = Observations(buffers, copy=copy)
-        self._policy = FailurePolicy(
-            self.workers,
-            buffers,
-            self._observations,
-            attach,
-            description.observation_spaces,
-            on_failure,
-            max_restarts,
-        )
-        self._policy.report = self._report
+        self.same_step = attach.autoreset is AutoresetMode.SAME_STEP
+        self.shown = Observations(buffers, copy=copy)
+        self._policy = FailurePolicy(self, attach, max_restarts)
         self.active = self._policy.active
         """False for environments that were masked out after a failure."""
         self._state: str | None = None  # the operation between `*_async` and `*_wait`
@@ -168,14 +164,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._broken = ""  # why only a whole reset can follow
         self._calls: dict[str, object] = {}
         self._steps, self._seconds = 0, 0.0
-        self._forked = False
+        self._pid = None if all(worker.inline for worker in workers) else os.getpid()
         self._close_rest = close_rest
         self._finish = util.Finalize(self, close_all, (self.workers, close_rest), exitpriority=20)
-        _pools.add(self)
 
     # --- one operation at a time
     def _check_open(self) -> None:
-        if self._forked:
+        if self._is_forked():
             raise ClosedEnvironmentError(
                 f"Trying to operate on a `{type(self).__name__}` whose workers answer the process that this one was "
                 "forked from: make one here."
@@ -185,11 +180,16 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
             )
 
+    def _is_forked(self) -> bool:
+        """Whether the workers are those of the process that this one was forked from: they would answer there."""
+        return self._pid is not None and self._pid != os.getpid()
+
     def _check_idle(self, operation: str, *, whole_reset: bool = False, flying: bool = False) -> None:
         self._check_open()
         if self._state is not None:
+            begun = f"{operation}_async" if operation in ("reset", "step", "call") else operation
             raise AlreadyPendingCallError(
-                f"Calling `{operation}` while waiting for a pending call to `{self._state}` to complete.",
+                f"Calling `{begun}` while waiting for a pending call to `{self._state}` to complete.",
                 self._state,
             )
         if self._broken and not whole_reset:
@@ -288,21 +288,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         return self._end("reset", timeout, self._reset_result)
 
     @one_at_a_time
-    def reset_each(
-        self, seeds: Sequence[int | None], options: dict[str, Any] | None = None
-    ) -> tuple[Any, list[Info]]:
-        """Reset all environments: a batch of observations and one info per environment."""
-
-        def take(replies: list[Reply], pending: Pending) -> tuple[Any, list[Info]]:
-            infos = by_env(self._take(replies, pending))
-            if self._remembers:
-                self._policy.remember()
-            return self._observations.batch(), [infos.get(i, {}) for i in range(self.num_envs)]
-
-        self._begin_reset(list(seeds), options)
-        return self._end("reset", None, take)
-
-    @one_at_a_time
     def reset_some(
         self, indices: Sequence[int], seeds: Sequence[int | None], options: dict[str, Any] | None = None
     ) -> list[tuple[Any, Info]]:
@@ -314,7 +299,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             infos = by_env(self._take(replies, pending))
             if self._remembers:
                 self._policy.remember()
-            return [(self._observations.one(i), infos.get(i, {})) for i in chosen]
+            return [(self.shown.one(i), infos.get(i, {})) for i in chosen]
 
         self._check_idle("reset_some", whole_reset=len(chosen) == int(self.active.sum()))
         self._reset(given, options)
@@ -355,7 +340,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         told = self._take(replies, pending)
         if self._remembers:
             self._policy.remember()
-        return self._observations.batch(), batch_infos(self.num_envs, told)
+        return self.shown.batch(), batch_infos(self.num_envs, told)
 
     # --- step
     @one_at_a_time
@@ -377,13 +362,6 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             PendingTimeoutError: after `timeout` seconds; then `reset()` begins anew.
         """
         return self._end("step", timeout, self._step_result)
-
-    @one_at_a_time
-    def step_async_each(self, actions: Sequence[Any]) -> None:
-        """`step_async` with one action per environment, not batched."""
-        self._check_idle("step")
-        given = one_each(actions, self.num_envs)
-        self._step_all(write_some(self.buffers, range(self.num_envs), given))
 
     @one_at_a_time
     def step_wait_each(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, list[EnvInfo]]:
@@ -438,7 +416,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Observations, rewards, terminations and truncations."""
         buffers = self.buffers
         paid = buffers.rewards.copy(), buffers.terminated.copy(), buffers.truncated.copy()
-        return (self._observations.batch(), *paid)
+        return (self.shown.batch(), *paid)
 
     @one_at_a_time
     def step_some(self, indices: Sequence[int], actions: Sequence[Any]) -> list[StepResult]:
@@ -458,7 +436,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 strict=True,
             )
             return [
-                StepResult(self._observations.one(i), *paid, infos.get(i, {}))
+                StepResult(self.shown.one(i), *paid, infos.get(i, {}))
                 for i, paid in zip(chosen, flags, strict=True)
             ]
 
@@ -478,7 +456,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         tables: list[InfoTable] = []
         for (worker, command), reply in zip(pending, replies, strict=True):
             if reply.columns:
-                self._observations.take(ids_of(worker, command), reply.columns, failed)
+                self.shown.take(ids_of(worker, command), reply.columns, failed)
             if isinstance(reply.told, InfoTable):
                 tables.append(reply.told)
             elif reply.told:
@@ -488,12 +466,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             if table is not None:
                 return table
             told += itertools.chain.from_iterable(tables)
-        if self._same_step and told:
+        if self.same_step and told:
             told = [
                 item._replace(final=self._policy.final(item.env)) if item.final is FINAL_IN_BUFFER else item
                 for item in told
             ]
         if failures:
+            self._report(failures)
             told = self._policy.recover(failures, told, pending)
         return told
 
@@ -684,7 +663,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             buffers, chosen, infos = self.buffers, np.array(ids, dtype=np.int64), by_env(told)
             return Ready(
                 chosen,
-                buffers.observations.rebuild(self._observations.some(ids)),
+                buffers.observations.rebuild(self.shown.some(ids)),
                 buffers.rewards[chosen],
                 buffers.terminated[chosen],
                 buffers.truncated[chosen],
@@ -713,18 +692,9 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             raise ValueError(f"environments {masked} were masked out after a failure")
         return chosen, each
 
-    @property
-    def warns(self) -> bool:
-        """Whether failures that are dealt with are logged."""
-        return self._policy.warns
-
-    @warns.setter
-    def warns(self, value: bool) -> None:
-        self._policy.warns = value
-
     def observations(self) -> Any:
         """The present observations of all environments."""
-        return self.buffers.observations.rebuild(self._observations.some(slice(None)))
+        return self.buffers.observations.rebuild(self.shown.some(slice(None)))
 
     def stats(self) -> dict[str, Any]:
         """What is known of speed, memory and failures.
@@ -756,25 +726,50 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Close the environments; a worker that does not follow is killed, so this takes a few seconds at most."""
         check_limit(timeout, "timeout")
-        if self._forked:
+        if self._is_forked():
             return
         self.closed = True  # first: a call in another thread ends, and says so
         close_all(self.workers, self._close_rest, 0.0 if terminate else (2.0 if timeout is None else timeout))
         self._finish.cancel()
 
 
-_pools: weakref.WeakSet[VectorPool] = weakref.WeakSet()
+class SerialVectorEnv(VectorPool):
+    """All environments in the caller's thread: a plain step crosses no worker."""
 
-
-def _mark_forked() -> None:
-    """In a fork of the process that made them: a command from here would be answered to the parent's next one."""
-    for pool in list(_pools):
-        if not all(worker.inline for worker in pool.workers):
-            pool.closed = pool._forked = True
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_mark_forked)
+    @one_at_a_time
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Info]:
+        """Step every environment with its action."""
+        self._check_idle("step")
+        buffers = self.buffers
+        target = plain_target(buffers)
+        if (
+            self._policy.masked_by is not None
+            or self._policy.cut
+            or target is None
+            or type(actions) is not np.ndarray
+            or actions.dtype != target.dtype
+            or actions.shape != target.shape
+        ):
+            self._step_all(write_actions(buffers, actions))
+            return self._end("step", None, self._step_result)
+        began = time.perf_counter()
+        self._broken = "the last step failed or was interrupted"
+        buffers.flags.fill(False)
+        worker = self.workers[0]
+        assert worker.group is not None
+        given = list(actions if actions.ndim == 1 else actions.copy())
+        reply = worker.group.step(given)
+        infos: Info = {}
+        if reply is not NOTHING:
+            told = self._take([reply], [(worker, Step(None, {}, given))])
+            infos = batch_infos(self.num_envs, told) if told else {}
+        result = (*self._arrays(), infos)
+        if self._remembers:
+            self._policy.remember()
+        self._broken = ""
+        self._steps += 1
+        self._seconds += time.perf_counter() - began
+        return result
 
 
 def close_all(workers: Sequence[Worker], close_rest: Callable[[], None], seconds: float = 2.0) -> None:

@@ -26,6 +26,7 @@ from shoal.vector.env_group import (
     Make,
     Reply,
     Reset,
+    ids_of,
 )
 from shoal.vector.failures import Failure, from_exception
 from shoal.vector.infos import EnvInfo, InfoTable
@@ -130,7 +131,7 @@ def serve(
             in_memory = TEXT if reply.columns and texts and _pack_text(reply, texts) else 0
             if isinstance(reply.told, InfoTable) and numbers.take(reply.told) and not reply.columns:
                 reply, in_memory = NOTHING, in_memory | INFOS
-            link.send(b"" if is_empty(reply) else packed(reply, first), in_memory)
+            link.send(b"" if is_empty(reply) else packed(reply, group, command), in_memory)
     if group is not None:
         group.close()
     for stream in (sys.stdout, sys.stderr):
@@ -200,8 +201,8 @@ def _pack_text(reply: Reply, texts: dict[int, TextBuffer]) -> bool:
 
 
 # --- replies as bytes
-def packed(reply: Reply, first: int) -> bytes:
-    """A reply as bytes; what cannot be sent becomes a failure of its env."""
+def packed(reply: Reply, group: Any, command: Any) -> bytes:
+    """The reply of a group to a command, as bytes; what cannot be sent becomes a failure of its env."""
     parts = _plain(reply)
     try:
         return pickle.dumps(parts, protocol=pickle.HIGHEST_PROTOCOL)
@@ -209,7 +210,7 @@ def packed(reply: Reply, first: int) -> bytes:
         try:
             return dumps(parts)
         except Exception as error:
-            return dumps(_plain(_without_what_cannot_travel(reply, error, first)))
+            return dumps(_plain(_without_what_cannot_travel(reply, error, ids_of(group, command))))
 
 
 def _plain(reply: Reply) -> tuple[Any, ...]:
@@ -234,7 +235,7 @@ def unpacked(data: bytes) -> Reply:
     return Reply(columns, [EnvInfo(*item) for item in told], failures, value)
 
 
-def _without_what_cannot_travel(reply: Reply, error: BaseException, first: int) -> Reply:
+def _without_what_cannot_travel(reply: Reply, error: BaseException, ids: Sequence[int]) -> Reply:
     """The same reply without what cannot be sent, with a failure for each env concerned."""
     failures: dict[int, Failure] = {failure.env: failure for failure in reply.failures}
 
@@ -248,11 +249,13 @@ def _without_what_cannot_travel(reply: Reply, error: BaseException, first: int) 
 
     told = [item for item in reply.told if travels(item.env, "info", item)]
     columns = {
-        leaf: [value if travels(first + j, "observation", value) else None for j, value in enumerate(values)]
+        leaf: [
+            value if travels(i, "observation", value) else None for i, value in zip(ids, values, strict=True)
+        ]
         for leaf, values in reply.columns.items()
     }
-    for j, value in enumerate(reply.value or ()):
-        travels(first + j, "result", value)
+    for i, value in zip(ids, reply.value or (), strict=False):
+        travels(i, "result", value)
     if len(failures) == len(reply.failures):
-        failures[first] = from_exception(first, "sending its results", error, os.getpid())
+        failures[ids[0]] = from_exception(ids[0], "sending its results", error, os.getpid())
     return Reply(columns, told, list(failures.values()))
