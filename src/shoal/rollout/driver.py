@@ -87,7 +87,7 @@ class Driver:
         sampling: how tokens are picked.
         finished: called with the index of an episode, and how it ended, as soon as it has.
         limits: how long is waited.
-        failures: is told of hosts that are lost.
+        failures: hears of hosts that are lost.
         own_slots: whether each episode has a slot of its own, that of its index.
     """
 
@@ -187,8 +187,8 @@ class Driver:
         """There are no hosts: play what nobody else does one after another, outside of this process if that can be."""
         if self._in_use or not self._todo:
             return
-        told = "%s; the %d episodes that are left are played in sequence, in a process of their own"
-        logger.warning(told, error, len(self._todo))
+        message = "%s; the %d episodes that are left are played in sequence, in a process of their own"
+        logger.warning(message, error, len(self._todo))
         todo, self._todo = list(self._todo), deque()
         for place, job in enumerate(todo):
             try:

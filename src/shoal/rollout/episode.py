@@ -1,4 +1,4 @@
-"""One episode as a machine without I/O: it says what to ask the engine and the env, and is told the answers.
+"""One episode as a machine without I/O: it says what to ask the engine and the env, and gets the answers.
 
 Every schedule (lockstep, asynchronous, in workers) drives the same machine, so all give the same trajectory.
 """
@@ -153,7 +153,7 @@ class Episode:
         Raises:
             TypeError, ValueError: the reward is not finite, or too large with those before; or what was observed is no
                 text or picture.
-            EnvError: reward, info, or its actions are no number, dict or list, or what is true was told in words.
+            EnvError: reward, info, or its actions are no number, dict or list, or a flag is no truth value.
         """
         if not math.isfinite(number := reward_of(reward)):
             raise ValueError(f"the reward must be a finite number, got {reward!r}")
@@ -271,8 +271,8 @@ def words_of(info: Mapping[str, Any]) -> list[str]:
 
 def anchor_of(info: Mapping[str, Any], shown: Any) -> str:
     """A key of the state, equal for equal states alone: of what the env tells as its anchor, else of what it shows."""
-    told = info.get("anchor")
-    return _key(shown if told is None else told)
+    anchor = info.get("anchor")
+    return _key(shown if anchor is None else anchor)
 
 
 def _key(value: Any, text: Callable[[str], str] = str.__str__) -> str:

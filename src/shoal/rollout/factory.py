@@ -172,7 +172,7 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True)
 class EnvironmentSet:
-    """A pool of envs, what kind each group is, and what an agent is told of each kind."""
+    """A pool of envs, what kind each group is, and what an agent knows of each kind."""
 
     pool: EnvPool
     tags: tuple[str, ...]
@@ -239,7 +239,7 @@ def make_pool(env_fns: Sequence[Callable[[], Any]], vector: VectorConfig) -> Vec
 def make_roles(
     custom_envs: Mapping[str, EnvTag], tags: Sequence[str], max_turn: int | None = None
 ) -> dict[str, Role]:
-    """What an agent is told of each tag; turns are limited by the least of `max_turn`, tag and env."""
+    """What an agent knows of each tag; turns are limited by the least of `max_turn`, tag and env."""
     roles = {}
     for tag in dict.fromkeys(tags):
         kind = custom_envs[tag]

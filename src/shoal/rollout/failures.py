@@ -7,7 +7,7 @@ import re
 
 logger = logging.getLogger(__name__)
 MOST_CAUSES = 3
-"""Failures of different causes that are told in full."""
+"""Failures of different causes that are logged in full."""
 PLAYED_AGAIN, LEFT_OUT = "it is played again", "it is left out"
 
 

@@ -56,27 +56,27 @@ class Journal:
             self._open(path, settings or {})
 
     def _open(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self._told = told = msgspec.json.encode({"settings": settings})
+        self._header = header = msgspec.json.encode({"settings": settings})
         first, *lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
         begun = _settings(path, first) if first else None
         for number, line in enumerate(lines, 2):
             if (trajectory := _episode(path, number, line)) and trajectory.calls:
                 self._played.setdefault(_key(trajectory), trajectory)
-        change = first_change(begun, msgspec.json.decode(told)["settings"])
+        change = first_change(begun, msgspec.json.decode(header)["settings"])
         if change and self._played:
             raise ConfigError(
                 f"{path} holds {len(self._played)} episodes of work that is not finished, with other settings: "
                 f"{change:.200}; use them to go on, or another folder, or remove that file"
             )
         if change:  # nothing was played, or there is no such file
-            write_bytes(path, told + b"\n")
+            write_bytes(path, header + b"\n")
 
     def begin_anew(self) -> None:
         """Forget all episodes: what they led to is safe elsewhere, as in a checkpoint."""
         self._played.clear()
         if self.path is not None:
             self._hold()
-            write_bytes(self.path, self._told + b"\n")
+            write_bytes(self.path, self._header + b"\n")
 
     @property
     def count(self) -> int:

@@ -34,8 +34,8 @@ class Difference:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        told = {name: getattr(self, name) for name in ("what", "file", *_PLACES)}
-        return {**told, "one": _short(self.one), "other": _short(self.other)}
+        places = {name: getattr(self, name) for name in ("what", "file", *_PLACES)}
+        return {**places, "one": _short(self.one), "other": _short(self.other)}
 
 
 def _short(value: Any) -> str:
@@ -112,12 +112,12 @@ class Verdict:
     first: str | None  # where the first difference that matters is
 
     def __str__(self) -> str:
-        told = (
+        text = (
             f"{self.level}: {self.same_episodes} of {self.episodes} episodes have the same tokens, rewards and "
             f"ends; log-probs are bit-equal in {self.same_logprobs} of {self.turns} turns "
             f"(largest difference {self.largest_difference:.2g})"
         )
-        return f"{told}\nfirst difference: {self.first}" if self.first else told
+        return f"{text}\nfirst difference: {self.first}" if self.first else text
 
 
 def compare(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> Verdict:

@@ -149,7 +149,9 @@ class _Training:
 
         def killing(done: threading.Event) -> None:
             heard: dict[int, int] = {}
-            in_row = Counter[int]()  # kills by the iteration: an episode that ends three workers counts as the cause
+            in_row = Counter[
+                int
+            ]()  # kills by the iteration: an episode that ends three workers counts as the cause
             while not done.wait(0.002):
                 rows = rows_of(run)
                 if in_row[len(rows)] == 2:

@@ -449,8 +449,8 @@ def finite_rewards(rewards: list[Any], n_envs: int, first_index: int = 0) -> Arr
         try:
             paid = reward_of(reward)
         except EnvError as error:
-            told = str(error).partition(", ")[2]
-            raise EnvError(f"{where}: reward must be finite, {told}") from error
+            rest = str(error).partition(", ")[2]
+            raise EnvError(f"{where}: reward must be finite, {rest}") from error
         if not math.isfinite(paid):
             raise EnvError(f"{where}: reward must be finite, got {reward!r}")
         rewards[place] = paid

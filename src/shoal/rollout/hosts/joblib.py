@@ -69,8 +69,8 @@ class JoblibHosts:
         if self._pool is not None and not self._pool.cancelled():
             broke = self._pool.exception()
         if self._pools == POOLS:
-            told = format_error(broke) if broke is not None else "its tasks ended early"
-            raise HostsFailedError(f"joblib's {self._backend} pool broke {POOLS} times, at last: {told}")
+            reason = format_error(broke) if broke is not None else "its tasks ended early"
+            raise HostsFailedError(f"joblib's {self._backend} pool broke {POOLS} times, at last: {reason}")
         self._pools += 1
         if broke is not None:
             logger.warning(
