@@ -122,6 +122,7 @@ def train(options: TrainOptions) -> int:
                 f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}\n{LEGEND}"
             )
             progress.doing = trainer.doing
+            progress.may_end_early = config.trainer.stop_at_success is not None
             try:
                 _watch(trainer.train(), trainer, progress)
             except BaseException as error:
@@ -211,8 +212,8 @@ def _show(row: dict[str, Any], iterations: int, played: int, progress: Progress)
     line = _line(row, iterations, played)
     progress.at(row["iteration"] / iterations, line)
     if not progress.on_terminal:
-        left = None if row["iteration"] >= iterations else progress.left()
-        progress.say(line if left is None else f"{line}  ({duration(left)} left)")
+        left = progress.left()
+        progress.say(f"{line}  ({left})" if left else line)
     elif "heldout_success" in row:
         progress.say(f"iteration {row['iteration']:>4}: held-out success {row['heldout_success']:.2f}")
 
