@@ -128,6 +128,28 @@ def test_a_run_that_succeeds_before_its_last_iteration_says_that_it_ended_early_
     assert [line.split("(")[-1][:5] for line in whole.splitlines() if " 1/2 " in line] == ["about"]
 
 
+class WinsFromTheSeventh(FrozenLakeEnv):
+    """A lake that any answer crosses, from the seventh episode on."""
+
+    played = 0
+
+    def _start(self, rng):
+        super()._start(rng)
+        WinsFromTheSeventh.played += 1
+
+    def _advance(self, action):
+        return Outcome(1.0, terminated=True, success=WinsFromTheSeventh.played > 6)
+
+
+def test_no_time_is_left_where_a_run_ends_early(tmp_path, capsys):
+    wins = ["custom_envs.FrozenLakeEnv.env_type=tests.cli.test_train:WinsFromTheSeventh", "warmup.steps=0"]
+    ends = ["trainer.check_envs=false", "trainer.eval_every=1", "trainer.stop_at_success=1"]
+    assert shoal.main(["train", "--config-name", "demo", *DEAD, *wins, *ends, f"run_dir={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert "after 1 iteration," in said
+    assert [line.split("  ")[-1] for line in said.splitlines() if " 1/4 " in line] == ["| held-out 1.00"]
+
+
 def test_a_model_that_does_not_know_the_format_is_told_with_an_answer_of_its_own(tmp_path, capsys, caplog):
     command = ["train", "--config-name", "demo", *DEAD, "warmup.steps=0", f"run_dir={tmp_path / 'run'}"]
     assert shoal.main(command) == 0
