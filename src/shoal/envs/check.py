@@ -46,9 +46,6 @@ from shoal.envs.spaces import free_text, why_not_in
 from shoal.envs.text import MOST_SECONDS, TextEnv
 
 Env = gymnasium.Env[Any, Any]
-INFO_KEYS = frozenset(
-    ("success", "won", "action_is_valid", "action_is_effective", "step", "seed", "available_actions")
-)
 MOST_STEPS = 300
 """Steps after which an episode that is played at random may go on for ever."""
 INVALID_EPISODES = 5
@@ -388,7 +385,7 @@ def _play(make: Callable[[], TextEnv[Any]], seeds: list[int], at: Place, seconds
             opened.close()
         for seed in seeds[:INVALID_EPISODES]:
             if time.monotonic() < until:
-                _check_invalid_actions(fresh(), seed, at, until)
+                _play_invalid_actions(fresh(), seed, at, until)
     solved = sum(bool(episode[-1]["info['success']"]) for episode in episodes)
     longest = max(len(shown["observation"]) for episode in episodes for shown in episode)
     steps = max(len(episode) - 1 for episode in episodes)
@@ -421,7 +418,6 @@ def _check_declarations(env: TextEnv[Any], at: Place) -> None:
         f"{name}: {env.invalid_action!r} means 'invalid action' and is the action of a word too. Number the actions "
         "from 1, or state another invalid_action",
     )
-    _expect_refused(env, f"{name}: step() before reset()")
 
 
 def _episode(env: TextEnv[Any], seed: int, at: Place, until: float = math.inf) -> list[dict[str, Any]]:
@@ -430,35 +426,22 @@ def _episode(env: TextEnv[Any], seed: int, at: Place, until: float = math.inf) -
     env.action_space.seed(seed)  # for envs of free text, whose words are patterns
     at.goes_to(seed, 0)
     observation, info = env.reset(seed=seed)
-    expect(info.get("seed") == seed, f"{at.name}: info['seed'] must be {seed}, got {info.get('seed')!r}")
     shown = [_shown(observation, info)]
     over, step = False, 0
     while not over and step < MOST_STEPS and time.monotonic() < until:
-        expect(info.keys() >= INFO_KEYS, f"{at.name}: info lacks {sorted(INFO_KEYS - info.keys())}")
         expect(isinstance(env.observe(), str), f"{at.name}.observe() must return text")
         space = env.observation_space
-        if isinstance(space, Text) and not space.contains(observation):
-            why = why_not_in(space, observation)
+        if not space.contains(observation):
+            why = why_not_in(space, observation) if isinstance(space, Text) else f"that is not in {space}"
             raise AssertionError(f"{at.name}.observe() gave {observation!r:.80}, but {why}")
-        expect(space.contains(observation), f"{at.name}: {observation!r:.200} is not in {space}")
         expect(env.observe() == env.observe(), f"{at.name}.observe() must not change the env")
         words = [word for word in info["available_actions"] if "<" not in word]
         action = _action(env, choose.choice(words), at) if words else env.action_space.sample()
         step += 1
         at.goes_to(seed, step)
         observation, reward, terminated, truncated, info = env.step(action)
-        kinds = type(reward), type(terminated), type(truncated)
-        expect(kinds == (float, bool, bool), f"{at.name}.step() must return float, bool, bool, got {kinds}")
-        expect(math.isfinite(reward), f"{at.name}.step(): the reward must be finite, got {reward}")
-        expect(
-            not (terminated and truncated),
-            f"{at.name}: an episode ends terminated or truncated, not both",
-        )
-        expect(info["step"] == step, f"{at.name}: info['step'] must be {step}, got {info['step']}")
         over = terminated or truncated
         shown.append(_shown(observation, info, reward=reward, terminated=terminated, truncated=truncated))
-    if over:
-        _expect_refused(env, f"{at.name}: step() after the end")
     return shown
 
 
@@ -474,29 +457,16 @@ def _action(env: TextEnv[Any], word: str, at: Place) -> Any:
     return projected.actions[0]
 
 
-def _check_invalid_actions(env: TextEnv[Any], seed: int, at: Place, until: float) -> None:
+def _play_invalid_actions(env: TextEnv[Any], seed: int, at: Place, until: float) -> None:
     at.goes_to(seed, 0)
     env.reset(seed=seed)
-    over, steps, most = False, 0, min(env.max_steps, MOST_STEPS)
-    while not over and steps < most and time.monotonic() < until:
-        steps += 1
-        at.goes_to(seed, steps)
-        _, _, terminated, truncated, info = env.step(env.invalid_action)
-        over = terminated or truncated
-        said = f"{at.name}: invalid_action {env.invalid_action!r} must"
-        expect(not info["action_is_valid"], f"{said} show as action_is_valid=False")
-        expect(info["step"] == steps, f"{said} count as a step")
-        expect(over or steps < env.max_steps, f"{said} not go on beyond max_steps")
-    if over:
-        _expect_refused(env, f"{at.name}: step() after the end")
-
-
-def _expect_refused(env: TextEnv[Any], what: str) -> None:
-    try:
-        env.step(env.invalid_action)
-    except EnvError:
-        return
-    raise AssertionError(f"{what} must raise EnvError")
+    for step in range(1, min(env.max_steps, MOST_STEPS) + 1):
+        if time.monotonic() > until:
+            return
+        at.goes_to(seed, step)
+        _, _, terminated, truncated, _ = env.step(env.invalid_action)
+        if terminated or truncated:
+            return
 
 
 # --- episodes that differ though their seed is one
