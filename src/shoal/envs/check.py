@@ -7,20 +7,18 @@ method and the line.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import itertools
 import math
 import os
 import pickle
 import random
 import re
-import tempfile
+import signal
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -38,7 +36,6 @@ from shoal.core.errors import (
     of_the_user,
     place_of,
 )
-from shoal.core.files import write_bytes
 from shoal.core.workers import WorkerProcess, describe_exit, dumps
 from shoal.envs.adapters.gymnasium import are_messages
 from shoal.envs.catalogue import BUILT_IN, EnvFn, Source, env_class, name_of, resolve_text
@@ -125,8 +122,6 @@ class Report:
 
     lines: list[str] = field(default_factory=list)
     broken: str = ""
-    refused: Exception | None = None  # the env cannot be made
-    done: bool = False
 
 
 # --- the process beside
@@ -137,60 +132,65 @@ def run_apart(job: Job, seconds: float) -> Report:
         ConfigError: the env refuses its settings.
         EnvError: it cannot be made.
     """
-    with tempfile.TemporaryDirectory(prefix="shoal-check-") as folder:
-        log, result = Path(folder, "log"), Path(folder, "report")
-        process = WorkerProcess(_serve, (job.name, dumps(job), log, result, seconds))
-        try:
-            process.wait()
-        finally:
-            process.close()
-        report: Report = pickle.loads(result.read_bytes()) if result.exists() else Report()
-        if report.refused is not None:
-            raise report.refused
-        if not report.done and not report.broken:
-            name, where, stacks = log.read_text(errors="replace").split("\n", 2)
-            how = f"ended its process, which {describe_exit(process.exit_code)}"
-            if stacks.startswith("Timeout"):
-                how = f"did not return within {seconds:g} s"
-            report.broken = _ended(name, where, how, _frames_in(stacks))
-        return report
-
-
-def _serve(pipe: Any, name: str, packed: bytes, log: Path, result: Path, seconds: float) -> None:
-    """What the process runs: play, and note where it is and what came of it.
-
-    A crash, and a call that takes too long, write their stack into the log and end the process.
-    """
-    report = Report()
-
-    def tell(line: str) -> None:
-        report.lines.append(line)
-        write_bytes(result, pickle.dumps(report))
-
-    with open(log, "w") as notes:
-        faulthandler.enable(notes)
-        end_at_once = os._exit
-
-        def end_noted(code: int) -> None:
-            faulthandler.dump_traceback(notes)
-            end_at_once(code)
-
-        os._exit = end_noted  # type: ignore[assignment]
-        at = Place(name, log=notes, seconds=seconds)
-        at.goes_to(None, doing="while it was made")
-        try:
-            _examine(pickle.loads(packed), at, tell)
-        except BaseException as error:  # an env may raise whatever it likes
-            if at.kind is not None:
-                report.broken = at.message(error)
+    report, name, where, limit = Report(), job.name, "", MAKING_SECONDS
+    process = WorkerProcess(_serve, (job.name, dumps(job)))
+    try:
+        while process.pipe.poll(limit if limit < MOST_SECONDS else None):
+            kind, told = process.pipe.recv()
+            if kind == "at":
+                name, where, making = told
+                limit = max(seconds, MAKING_SECONDS) if making else seconds
+            elif kind == "line":
+                report.lines.append(told)
+            elif kind == "refused":
+                raise told
             else:
-                message = str(error) if isinstance(error, ShoalError) else at.message(error)
-                report.refused = (type(error) if isinstance(error, ShoalError) else EnvError)(message)
-        os._exit = end_at_once
-        faulthandler.cancel_dump_traceback_later()
-        faulthandler.disable()
-    report.done = True
-    write_bytes(result, pickle.dumps(report))
+                report.broken = told
+                return report
+        how, frames = f"did not return within {seconds:g} s", _where_it_hangs(process)
+    except (EOFError, ConnectionError):
+        process.wait()
+        how = f"ended its process, which {describe_exit(process.exit_code)}"
+        frames = _frames_in(process.stack())
+    finally:
+        process.close()
+    report.broken = _ended(name, where, how, frames)
+    return report
+
+
+def _serve(pipe: Any, name: str, packed: bytes) -> None:
+    """What the process runs: play, and tell where it is and what came of it."""
+    end_at_once = os._exit
+
+    def end_noted(code: int) -> None:
+        if hasattr(signal, "SIGUSR1"):
+            signal.raise_signal(signal.SIGUSR1)  # which writes the stack, as for `ask_for_stack`
+        end_at_once(code)
+
+    os._exit = end_noted  # type: ignore[assignment]
+    at = Place(name, pipe=pipe)
+    at.goes_to(None, doing="while it was made")
+    end: tuple[str, Any] = "end", ""
+    try:
+        _examine(pickle.loads(packed), at, lambda line: pipe.send(("line", line)))
+    except BaseException as error:  # an env may raise whatever it likes
+        if at.kind is not None:
+            end = "end", at.message(error)
+        elif isinstance(error, ShoalError):
+            end = "refused", type(error)(str(error))
+        else:
+            end = "refused", EnvError(at.message(error))
+    os._exit = end_at_once
+    pipe.send(end)
+
+
+def _where_it_hangs(process: WorkerProcess) -> list[traceback.FrameSummary]:
+    """The user's frames in a process that does not answer; it writes them a moment after it was asked."""
+    process.ask_for_stack()
+    for _ in range(40):
+        if (frames := _frames_in(process.stack())) or process.wait(0.05):
+            return frames
+    return []
 
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
@@ -217,21 +217,14 @@ class Place:
     seed: int | None = None
     step: int = 0
     doing: str = ""
-    log: Any = None
-    """In a process of its own: where it is noted, and where the stack of a call that takes too long goes."""
-    seconds: float = math.inf
+    pipe: Any = None
+    """In a process of its own: where it is told."""
 
     def goes_to(self, seed: int | None, step: int = 0, doing: str = "") -> None:
         """Another step begins; step 0 is the reset, `WHOLE` the episode."""
         self.seed, self.step, self.doing = seed, step, doing
-        if self.log is not None:
-            self.log.seek(0)
-            self.log.truncate()
-            self.log.write(f"{self.name}\n{self}\n")
-            self.log.flush()
-            limit = max(self.seconds, 0.0 if seed is not None else MAKING_SECONDS)
-            if limit < MOST_SECONDS:
-                faulthandler.dump_traceback_later(limit, exit=True, file=self.log)
+        if self.pipe is not None:
+            self.pipe.send(("at", (self.name, str(self), seed is None)))
 
     def __str__(self) -> str:
         if self.seed is None:
