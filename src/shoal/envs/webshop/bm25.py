@@ -13,7 +13,6 @@ import io
 import itertools
 import logging
 import re
-import zipfile
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.errors import reading
 from shoal.core.files import cache_folder, write_bytes
 
 logger = logging.getLogger(__name__)
@@ -283,22 +283,26 @@ def _weights(
 
 
 def cached_index(texts: Sequence[str], ids: Sequence[str]) -> Index:
-    """`build_index`, kept on disk under a hash of its input; a broken or unwritable cache only costs time."""
+    """`build_index`, kept on disk under a hash of its input.
+
+    Where the cache folder cannot be written it is built each time, which is logged.
+
+    Raises:
+        DataError: the file of the index was damaged.
+    """
     digest = hashlib.sha256(_FORMAT.encode())
     for identity, text in zip(ids, texts, strict=True):
         for part in (identity.encode("utf-8", "surrogatepass"), text.encode("utf-8", "surrogatepass")):
             digest.update(len(part).to_bytes(8, "little") + part)
     path = cache_folder() / f"webshop-{digest.hexdigest()[:32]}.npz"
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as data:
+    if path.is_file():
+        with (
+            reading(path, "is a damaged search index", ": remove it"),
+            path.open("rb") as file,
+            np.load(file, allow_pickle=False) as data,
+        ):
             # Lines cannot occur in a term.
-            index = Index(str(data["vocabulary"]).split("\n"), *(data[name] for name in _ARRAYS))
-        if len(index) == len(ids):
-            return index
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
-        logger.warning("rebuilding the search index: %s cannot be read (%s)", path, error)
+            return Index(str(data["vocabulary"]).split("\n"), *(data[name] for name in _ARRAYS))
     index = build_index(texts, ids)
     buffer = io.BytesIO()
     arrays = {name: getattr(index, name) for name in _ARRAYS}
