@@ -90,8 +90,8 @@ def show(options: ShowOptions) -> None:
         print_json(read_summary(options.run))
         return
     console = Console(highlight=False, markup=False, emoji=False)  # what a run says is text
-    console.print(summary_table(options.run, everything=options.all))
     about = describe(options.run)
+    console.print(summary_table(options.run, about, everything=options.all))
     if about["status"] in ("unfinished", "interrupted") or (
         about["status"] == "failed" and about["metric"] is None
     ):
@@ -119,10 +119,9 @@ def show(options: ShowOptions) -> None:
 COMMAND = Command(ShowOptions, show, MORE)
 
 
-def summary_table(run: Path, *, everything: bool = False) -> Table:
+def summary_table(run: Path, about: Mapping[str, Any], *, everything: bool = False) -> Table:
     """The summary of a run, or of an unfinished one what is known."""
     table = Table(title=harmless(str(run)), show_header=False, title_justify="left")
-    about = describe(run)
     summary: dict[str, Any] = {"metrics": {}}
     if about["status"] != "running" and (run / "summary.json").exists():
         summary = read_summary(run)

@@ -7,8 +7,10 @@ counted is the time of its processor, so that an answer is no more wrong on a bu
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import threading
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 from shoal.core.errors import missing_extra
@@ -59,6 +61,9 @@ class MathVerifier:
             self._end()
             self.kills += late
             return False if late else None
+        except BaseException:  # Ctrl-C: its answer would be taken for that to the next question
+            self._end()
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MathVerifier, (self.seconds,)
@@ -69,15 +74,15 @@ class MathVerifier:
             self._end()
 
     def _start(self) -> WorkerProcess:
-        self._process = WorkerProcess(_serve)
+        process = WorkerProcess(_serve)
         try:
-            self._process.pipe.recv()
+            process.pipe.recv()
         except EOFError as error:
-            self._end()
             raise RuntimeError(
                 "the math-verify process did not start; try `import math_verify` by hand"
             ) from error
-        return self._process
+        self._process = process
+        return process
 
     def _end(self) -> None:
         if self._process is not None:
@@ -86,6 +91,12 @@ class MathVerifier:
 
 
 def _serve(pipe: Any) -> None:
+    """What the process runs; sympy and its parser print nothing on the user's terminal."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        _answer(pipe)
+
+
+def _answer(pipe: Any) -> None:
     """Answer questions, each (seconds, given, wanted), until the other side is gone."""
     import resource
 

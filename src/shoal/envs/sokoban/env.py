@@ -74,6 +74,8 @@ class SokobanConfig:
                 f"min_pushes must be in [1, {self.most_pushes}] (max_pushes and search_depth), "
                 f"got {self.min_pushes}"
             )
+        if self.observation not in ("text", "grid", "rgb"):
+            raise ConfigError(f"observation must be 'text', 'grid' or 'rgb', got {self.observation!r}")
 
     @property
     def most_pushes(self) -> int:
