@@ -167,7 +167,7 @@ def how_to_go_on(run: Path) -> str:
         words["train"] = f"train --config-dir {place} --config-name config run_dir={place} resume=true"
     if (run / "shards").is_dir():
         words["split"] = f"split ROOT --shard-size N --resume --out {place}"
-    if (run / UNFINISHED).exists():
+    if command not in words and (run / UNFINISHED).exists():
         return f"go on with: {program()} {command} as before, into {place}"
     if command not in words:
         return f"shoal {command} cannot go on with it: run it again"
