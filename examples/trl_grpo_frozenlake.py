@@ -10,8 +10,13 @@ looks like. Any model with a chat template takes its place.
 import sys
 import tempfile
 
+try:
+    from datasets import disable_progress_bars
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    sys.exit(f'this example needs {error.name}: run pip install "shoal[trl]"')
+
 import torch
-from datasets import disable_progress_bars
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -20,7 +25,6 @@ from transformers import (
     PrinterCallback,
     TrainerCallback,
 )
-from trl import GRPOConfig, GRPOTrainer
 
 from shoal import envs
 from shoal.integrations.trl import TRLRollout, episode_reward

@@ -207,3 +207,13 @@ def test_a_notebook_runs_from_top_to_bottom(notebook, tmp_path):
     )
     assert done.returncode == 0, f"{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
     assert done.stdout
+
+
+def test_an_example_whose_packages_are_not_there_says_how_to_install_them(tmp_path):
+    (tmp_path / "datasets.py").write_text("raise ModuleNotFoundError(name='datasets')")
+    example = ROOT / "examples" / "trl_grpo_frozenlake.py"
+    env = environment(tmp_path)
+    env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env.get('PYTHONPATH', '')}"
+    done = subprocess.run([sys.executable, example], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == 'this example needs datasets: run pip install "shoal[trl]"\n'

@@ -98,10 +98,13 @@ def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(
 def test_the_command_says_that_it_is_the_same(trained, capsys):
     assert main(["replay", str(trained), "train-000002:3"]) == 0
     said = capsys.readouterr().out
+    assert "train-000002:3: FrozenLakeEnv, iteration 1, group" in said
     assert "sampled again with checkpoints/step-000001" in said
     assert "the same: 5 turns" in said
     assert main(["replay", str(trained), "1", "--sampler", "recorded", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert "heldout-000002:1: FrozenLakeEnv, held out, after 2 iterations, group 1" in said.err
+    result = json.loads(said.out)
     assert (result["episode"], result["equal"], result["difference"]) == ("heldout-000002:1", True, None)
 
 

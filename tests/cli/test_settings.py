@@ -40,6 +40,22 @@ def test_texts_of_several_lines_and_odd_names_read_back_too(capsys, tmp_path):
     assert set(config.custom_envs) >= {"A: 1", "yes"}
 
 
+def test_a_config_that_builds_on_no_other_one_is_warned_of_where_it_leaves_settings_out(capsys, tmp_path):
+    def warned(text):
+        (tmp_path / "own.yaml").write_text(text)
+        assert main(["train", "--config-dir", str(tmp_path), "--config-name", "own", "--cfg"]) == 0
+        out, err = capsys.readouterr()
+        return out, err
+
+    whole, told = warned("algorithm: {gamma: 0.5}\n")
+    assert "own.yaml has no `defaults:` list" in told
+    assert "trainer" in told
+    assert "algorithm" not in told
+    assert "`defaults: [base, _self_]`" in told
+    assert warned("defaults: [base, _self_]\n")[1] == ""
+    assert warned(whole)[1] == ""
+
+
 def test_each_setting_that_is_printed_has_its_meaning_above_it(capsys):
     lines = printed(capsys, "--config-name", "base").splitlines()
     assert lines[lines.index("  gamma: 1.0") - 1].strip().startswith("# Discount per turn")

@@ -127,9 +127,9 @@ def test_a_summary_that_is_none_is_told_in_a_line(run, capsys, summary):
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("eval", "not finished; shoal eval cannot go on with it: run it again"),
-        ("rollout", "not finished; shoal rollout cannot go on with it: run it again"),
-        ("split", "not finished; shoal split cannot go on with it: run it again"),
+        ("eval", "shoal eval cannot go on with it: run it again"),
+        ("rollout", "shoal rollout cannot go on with it: run it again"),
+        ("split", "shoal split cannot go on with it: run it again"),
         ("train", "go on with: shoal train --config-name NAME"),
         ("train-ppo", "go on with: shoal train-ppo --resume-from"),
         ("skills train", "go on with: shoal skills train --resume --graph-path"),

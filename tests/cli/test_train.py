@@ -1,6 +1,7 @@
 """`shoal train` on the command line."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -29,7 +30,15 @@ def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, mo
         patch.setattr(train, "_watch", interrupted)
         assert shoal.main(["train", "--config-name", "demo-bandit", *QUICK, f"run_dir={folder}"]) == 130
     assert read_summary(folder)["status"] == "interrupted"
-    command = shlex.split(capsys.readouterr().out.split("go on with: ")[1])
+    printed = capsys.readouterr().out
+    assert shoal.main(["show", str(folder)]) == 0
+    told = capsys.readouterr().out
+    for row in (r"status *│ interrupted", r"heldout_success *│ \d", r"iterations *│ 1 "):
+        assert re.search(row, told)
+    shown = shlex.split(told.split("go on with: ")[1].splitlines()[0])
+    assert shoal.main([*shown[1:], "trainer.iterations=1"]) == 0  # which is done: it goes on nevertheless
+    capsys.readouterr()
+    command = shlex.split(printed.split("go on with: ")[1])
     assert command[0] == "shoal"
     assert command.count(f"run_dir={folder}") == 1
     assert shoal.main(command[1:]) == 0
@@ -77,13 +86,16 @@ def test_a_run_that_learns_nothing_warns_of_each_cause_once_and_again_at_its_end
         "custom_envs.FrozenLakeEnv.env_config.max_steps=1",
         "warmup.steps=60",
         "warmup.learning_rate=0.006",
+        "trainer.stop_at_success=1",
     ]
     command = ["train", "--config-name", "demo", *DEAD, *impossible, f"run_dir={tmp_path / 'run'}"]
     assert shoal.main(command) == 0
     said = [record.message for record in caplog.records if "Groups have equal rewards" in record.message]
     assert len(said) == 1
     assert said[0].startswith("iteration 3: ")
-    last = capsys.readouterr().out.splitlines()[-1]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("(")[-1][:7] for line in lines if " 2/4 " in line] == ["at most"]
+    last = lines[-1]
     assert last.startswith("WARNING: Groups have equal rewards. In 4 of 4 iterations")
     [advice] = read_summary(tmp_path / "run")["advice"]
     assert (advice["level"], advice["metric"]) == ("bad", "groups_with_signal")
@@ -111,7 +123,31 @@ def test_a_run_that_succeeds_before_its_last_iteration_says_that_it_ended_early_
     early = said("early", "trainer.stop_at_success=0.5")
     assert "after 0 iterations" in early
     assert "(ended early by trainer.stop_at_success=0.5)" in early
-    assert "ended early" not in said("whole", "trainer.stop_at_success=null", "trainer.iterations=1")
+    whole = said("whole", "trainer.stop_at_success=null", "trainer.iterations=2")
+    assert "ended early" not in whole
+    assert [line.split("(")[-1][:5] for line in whole.splitlines() if " 1/2 " in line] == ["about"]
+
+
+class WinsFromTheSeventh(FrozenLakeEnv):
+    """A lake that any answer crosses, from the seventh episode on."""
+
+    played = 0
+
+    def _start(self, rng):
+        super()._start(rng)
+        WinsFromTheSeventh.played += 1
+
+    def _advance(self, action):
+        return Outcome(1.0, terminated=True, success=WinsFromTheSeventh.played > 6)
+
+
+def test_no_time_is_left_where_a_run_ends_early(tmp_path, capsys):
+    wins = ["custom_envs.FrozenLakeEnv.env_type=tests.cli.test_train:WinsFromTheSeventh", "warmup.steps=0"]
+    ends = ["trainer.check_envs=false", "trainer.eval_every=1", "trainer.stop_at_success=1"]
+    assert shoal.main(["train", "--config-name", "demo", *DEAD, *wins, *ends, f"run_dir={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert "after 1 iteration," in said
+    assert [line.split("  ")[-1] for line in said.splitlines() if " 1/4 " in line] == ["| held-out 1.00"]
 
 
 def test_a_model_that_does_not_know_the_format_is_told_with_an_answer_of_its_own(tmp_path, capsys, caplog):

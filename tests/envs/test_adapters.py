@@ -2,21 +2,11 @@
 
 import contextlib
 import copy
-import json
 import pickle
-import queue
 import random
 import re
-import signal
-import socket
-import sqlite3
-import subprocess
 import sys
-import threading
 import types
-import urllib.error
-import urllib.request
-from fractions import Fraction
 from pathlib import Path
 
 import gymnasium
@@ -35,7 +25,6 @@ from shoal.envs.adapters.gymnasium import (
     read_numbers,
     write_value,
 )
-from shoal.envs.bandit import BanditEnv
 from shoal.testing import check_text_env
 
 GYMNASIUM = ["CartPole-v1", "MountainCar-v0", "FrozenLake-v1", "Blackjack-v1", "Pendulum-v1", "Taxi-v4"]
@@ -198,8 +187,6 @@ def test_an_env_that_cannot_be_asked_to_draw_is_shown_by_its_values():
     assert make().reset(seed=0)[0] == "1"
     with pytest.raises(ConfigError, match="unexpected keyword|takes no arguments"):
         GymnasiumEnv(id="Old", make=Old, show="ansi")
-    Old.metadata = {"render_modes": None}
-    assert make().reset(seed=0)[0] == "1"
     Old.action_space = spaces.Discrete(2_000_000)
     with pytest.raises(ConfigError, match="Old has 2000000 actions; text can offer 65536"):
         make()
@@ -220,90 +207,41 @@ def test_options_of_a_reset_reach_the_env_inside():
     assert env.inner.options is None
 
 
-class Pays(Told):
-    """Pays what it is told."""
+class Answers(Told):
+    """Gives this answer to a step."""
 
-    def __init__(self, what, ends=(False, False), info=None, render_mode=None):
-        self.what, self.ends, self.info = what, ends, info or {}
+    def __init__(self, *answer):
+        self.answer = (np.zeros(2, np.float32), *answer)
 
     def step(self, action):
-        return np.zeros(2, np.float32), self.what, *self.ends, dict(self.info)
-
-
-class Several:
-    """Several numbers, as a tensor may hold them."""
-
-    def __repr__(self):
-        return "several"
-
-    def __float__(self):
-        raise ValueError("only one element tensors can be converted")
+        return self.answer
 
 
 @pytest.mark.parametrize(
-    "what",
-    ["1.5", np.str_("1.5"), b"1", None, [1.0], np.array(["1.5"]), np.ones(2), np.complex64(1j), Several()],
-    ids=repr,
+    ("answer", "problem"),
+    [
+        (("1.5", False, False, {}), "the reward must be a number, got "),
+        ((1.0, "False", False, {}), "terminated must be True or False, got "),
+        ((1.0, False, np.str_("False"), {}), "truncated must be True or False, got "),
+        ((1.0, True, False, {"is_success": "False"}), "is_success must be True or False, got 'False'"),
+        ((1.0, False, {}), "step must return .*got 4 values as in the old Gym API"),
+        ((1.0, False, False, None), "the info must be a dict, got NoneType"),
+    ],
 )
-def test_a_reward_in_words_is_no_number(what):
-    env = GymnasiumEnv(id="Pays-v0", make=lambda **_: Pays(what))
+def test_an_answer_that_is_none_of_gymnasiums_names_what_is_wrong(answer, problem):
+    env = GymnasiumEnv(id="Answers-v0", make=lambda **_: Answers(*answer))
     env.reset(seed=1)
-    with pytest.raises(EnvError, match="the reward must be a number, got "):
+    with pytest.raises(EnvError, match=problem):
         env.step(1)
-
-
-@pytest.mark.parametrize(
-    "what", [2, 2.0, np.float32(2), np.int64(2), np.array([2.0]), np.array(2), Fraction(2)], ids=repr
-)
-def test_a_reward_may_be_any_number(what):
-    env = GymnasiumEnv(id="Pays-v0", make=lambda **_: Pays(what))
-    env.reset(seed=1)
-    assert env.step(1)[1] == 2.0
-
-
-@pytest.mark.parametrize(
-    ("ends", "name"), [(("False", False), "terminated"), ((False, np.str_("False")), "truncated")]
-)
-def test_an_end_in_words_is_none(ends, name):
-    env = GymnasiumEnv(id="Pays-v0", make=lambda **_: Pays(1.0, ends))
-    env.reset(seed=1)
-    with pytest.raises(EnvError, match=f"{name} must be True or False, got "):
-        env.step(1)
-
-
-def test_an_answer_that_is_none_of_gymnasiums_is_told_as_such():
-    class Wrong(Told):
-        observation_space = spaces.Text(5)
-        answer = None
-
-        def reset(self, *, seed=None, options=None):
-            return "old", {}
-
-        def step(self, action):
-            return self.answer
-
-    for answer, said in (
-        (("new", 1.0, False, {}), "step must return .*got 4 values as in the old Gym API"),
-        (("new", 1.0, False, False, None), "the info must be a dict, got NoneType"),
-        ((None, 1.0, False, False, {}), "the observation must be str in a Text space, got NoneType"),
-    ):
-        Wrong.answer = answer
-        env = GymnasiumEnv(id="Wrong-v0", make=lambda **_: Wrong())
-        env.reset(seed=1)
-        with pytest.raises(EnvError, match=said):
-            env.step(1)
 
 
 @pytest.mark.parametrize("key", ["success", "is_success", "won"])
-def test_success_is_what_an_env_says_and_no_word(key):
-    for said in (True, False, np.bool_(True)):
-        env = GymnasiumEnv(id="Pays-v0", make=lambda said=said, **_: Pays(1.0, (True, False), {key: said}))
-        env.reset(seed=1)
-        assert env.step(1)[4]["success"] is bool(said)
-    env = GymnasiumEnv(id="Pays-v0", make=lambda **_: Pays(1.0, (True, False), {key: "False"}))
+@pytest.mark.parametrize("said", [True, False, np.bool_(True)])
+def test_success_is_what_an_env_says_and_the_reward_any_number(key, said):
+    env = GymnasiumEnv(id="Answers-v0", make=lambda **_: Answers(np.array([2.0]), True, False, {key: said}))
     env.reset(seed=1)
-    with pytest.raises(EnvError, match=f"{key} must be True or False, got 'False'"):
-        env.step(1)
+    _, reward, *_, info = env.step(1)
+    assert (reward, info["success"]) == (2.0, bool(said))
 
 
 # --- reasoning-gym
@@ -424,8 +362,6 @@ def test_a_scorer_that_nobody_checked_is_refused(monkeypatch):
     pytest.importorskip("reasoning_gym")
     from reasoning_gym.factory import DATASETS
 
-    from shoal.envs.adapters.reasoning_gym import _is_known_safe
-
     kind, config = DATASETS["leg_counting"]
     monkeypatch.setitem(DATASETS, "brand_new", (kind, config))
     with pytest.raises(ConfigError, match="not among those known"):
@@ -438,15 +374,6 @@ def test_a_scorer_that_nobody_checked_is_refused(monkeypatch):
     monkeypatch.setitem(DATASETS, "leg_counting", (Mine, config))
     with pytest.raises(ConfigError, match="not among those known"):
         shoal.envs.make("reasoning_gym", dataset="leg_counting")
-
-    def unreadable(function):
-        raise OSError("source not available")
-
-    judge, chain_sum = _is_known_safe.__wrapped__, DATASETS["chain_sum"][0]  # without what it remembers
-    assert judge("chain_sum", chain_sum)
-    for source in (unreadable, lambda function: "def score_answer(self, answer): return eval(answer)"):
-        monkeypatch.setattr("inspect.getsource", source)
-        assert not judge("chain_sum", chain_sum)
 
 
 @pytest.mark.parametrize(
@@ -553,8 +480,12 @@ def test_a_textworld_env_is_played_and_can_be_copied_between_episodes(adventure,
 
 def test_games_are_kept_in_the_users_cache_where_no_folder_is_given(adventure, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shoal.envs.make("textworld", num_games=1).reset(seed=0)
-    assert [file.name for file in tmp_path.glob("shoal/textworld/*/game.z8")] == ["game.z8"]
+    env = shoal.envs.make("textworld", num_games=1)
+    env.reset(seed=0)
+    [game] = tmp_path.glob("shoal/textworld/*/game.z8")
+    made = game.stat().st_ino
+    env.reset(seed=1)
+    assert game.stat().st_ino == made
 
 
 def test_commands_are_valid_where_a_game_does_not_tell_which_are(adventure, tmp_path):
@@ -562,39 +493,6 @@ def test_commands_are_valid_where_a_game_does_not_tell_which_are(adventure, tmp_
     env = shoal.envs.make("textworld", cache=str(tmp_path), num_games=1)
     assert env.reset(seed=0)[1]["available_actions"] == ["<command>"]
     assert env.step("go east")[4]["action_is_valid"]
-
-
-def test_a_textworld_game_that_is_not_whole_any_more_is_made_again(adventure, tmp_path, caplog):
-    env = shoal.envs.make("textworld", cache=str(tmp_path), num_games=1)
-    env.reset(seed=0)
-    (folder,) = tmp_path.iterdir()
-    made = (folder / "game.z8").stat().st_ino
-    env.reset(seed=1)
-    assert (folder / "game.z8").stat().st_ino == made
-    assert not [record for record in caplog.records if record.name.startswith("shoal.")]
-    for harm in (
-        lambda: (folder / "game.z8").write_text("a"),
-        lambda: (folder / "game.z8").rename(folder / "moved.z8"),
-        lambda: (folder / "manifest.json").unlink(),  # as an earlier shoal left it
-    ):
-        harm()
-        caplog.clear()
-        env.reset(seed=0)
-        assert "generating a game again" in caplog.text
-        assert (folder / "game.z8").read_text() == "a game"
-        assert [*tmp_path.iterdir()] == [folder]
-
-
-def test_an_archive_of_words_that_is_not_whole_is_told_by_textarenas_env(tmp_path, monkeypatch):
-    pytest.importorskip("textarena")
-    nltk = pytest.importorskip("nltk")
-    (tmp_path / "corpora").mkdir()
-    (tmp_path / "corpora" / "words.zip").write_bytes(b"PK half")
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    monkeypatch.setattr(nltk, "download", lambda *_, **__: True)
-    env = shoal.envs.make("textarena", id="Wordle-v0")
-    with pytest.raises(EnvError, match="textarena cannot start 'Wordle-v0' for one player: BadZipFile"):
-        env.reset(seed=0)
 
 
 @pytest.mark.slow
@@ -614,501 +512,3 @@ def test_textworld_games_are_generated_kept_and_won(tmp_path):
         _, _, terminated, _, info = env.step(command)
     assert terminated
     assert info["success"]
-
-
-# --- the OpenEnv convention, between two ends of our own; foreign ends below
-
-
-def start_server(make=lambda: shoal.envs.make("sokoban", max_steps=12)):
-    from shoal.envs.adapters.openenv_server import serve
-
-    ready = queue.Queue()
-
-    def run():
-        serve("sokoban", make, port=0, on_ready=ready.put)
-
-    threading.Thread(target=run, daemon=True).start()
-    return ready.get(timeout=200)
-
-
-@pytest.fixture(scope="module")
-def port():
-    return start_server()
-
-
-def test_an_env_behind_a_server_plays_the_same_episodes(port):
-    def remote():
-        return shoal.envs.make("openenv", url=f"http://127.0.0.1:{port}", max_steps=12)
-
-    check_text_env(remote, seeds=range(2))
-    env, local = remote(), shoal.envs.make("sokoban", max_steps=12)
-    choose = random.Random(0)
-    for seed in range(5):
-        text, info = env.reset(seed=seed)
-        expected, expected_info = local.reset(seed=seed)
-        over = False
-        while not over:
-            assert text == expected
-            assert info["available_actions"] == expected_info["available_actions"]
-            word = choose.choice([*local.projection.words(), "jump"])
-            text, *mine, info = env.step(word)
-            action = local.projection.action_of(word)
-            expected, *theirs, expected_info = local.step(0 if action is None else action)
-            assert mine == theirs
-            for key in ("success", "action_is_valid", "action_is_effective", "step", "seed"):
-                assert info[key] == expected_info[key]
-            over = mine[1] or mine[2]
-    assert env.instructions == local.instructions
-    env.close()
-
-
-def test_talking_to_a_server_leaves_no_thread_and_global_random_alone(port):
-    # websockets' own pings draw from the global generator, in a thread, at any moment
-    def threads():  # without those in which the server, in this process too, steps its envs
-        return {thread for thread in threading.enumerate() if thread.name != "shoal-session"}
-
-    before, state = threads(), random.getstate()
-    env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{port}")
-    env.reset(seed=1)
-    assert not [thread for thread in threading.enumerate() if "keepalive" in thread.name]
-    env.close()
-    assert random.getstate() == state
-    assert threads() <= before
-
-
-def post(port, path, body, headers=None):
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", body, {"content-type": "application/json", **(headers or {})}
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.load(response)
-
-
-def test_the_server_answers_plain_http_and_refuses_nonsense(port):
-    start = post(port, "/reset", b'{"seed": 3}')
-    assert start["observation"]["text"] == shoal.envs.make("sokoban").reset(seed=3)[0]
-    step = post(port, "/step", b'{"action": {"text": "<action>up</action>"}}')
-    assert step["reward"] == -0.1
-    assert not step["done"]
-    for body in (b"[]", b"{", b'{"seed": -1}', b'{"seed": true}', b"[" * 100_000):
-        with pytest.raises(urllib.error.HTTPError) as refusal:
-            post(port, "/reset", body)
-        assert refusal.value.code == 422
-        refusal.value.close()
-
-
-def test_the_server_talks_only_to_programs_of_this_machine(port):
-    for headers in ({"Host": "evil.example"},):
-        with pytest.raises(urllib.error.HTTPError) as refusal:
-            post(port, "/reset", b"{}", headers)
-        assert refusal.value.code == 400
-        refusal.value.close()
-    from websockets.exceptions import InvalidStatus
-    from websockets.sync.client import connect
-
-    with pytest.raises(InvalidStatus):
-        connect(f"ws://127.0.0.1:{port}/ws", origin="http://evil.example", proxy=None)
-
-
-ORIGINS = [
-    "http://evil.example",
-    "http://evil.example:8000",
-    "null",
-    "http://[::1",
-    "http://127.0.0.1.evil.example",
-    "x",
-]
-
-
-@pytest.mark.parametrize("origin", ORIGINS)
-@pytest.mark.parametrize("path", ["/reset", "/step", "/state", "/metadata"])
-def test_pages_of_other_sites_are_refused_whatever_they_ask(port, origin, path):
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}",
-        b"{}" if path in ("/reset", "/step") else None,
-        {"content-type": "text/plain", "origin": origin},
-    )
-    with pytest.raises(urllib.error.HTTPError) as refusal:
-        urllib.request.urlopen(request, timeout=60)
-    assert refusal.value.code == 403
-    assert "this machine" in json.load(refusal.value)["detail"]
-    refusal.value.close()
-
-
-def test_a_refused_request_does_not_reach_the_env(port):
-    post(port, "/reset", b'{"seed": 3}')
-    post(port, "/step", b'{"action": "up"}')
-    with pytest.raises(urllib.error.HTTPError) as refusal:
-        post(port, "/reset", b"{}", {"origin": "http://evil.example"})
-    refusal.value.close()
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/state", timeout=60) as response:
-        assert json.load(response)["step_count"] == 1
-
-
-@pytest.mark.parametrize("origin", [None, "http://localhost:3000", "http://127.0.0.1"])
-def test_programs_and_pages_of_this_machine_may_play(port, origin):
-    headers = {"origin": origin} if origin else {}
-    assert "text" in post(port, "/reset", b'{"seed": 3}', headers)["observation"]
-    json_with_charset = {"content-type": "application/json; charset=utf-8", **headers}
-    assert "text" in post(port, "/reset", b"{}", json_with_charset)["observation"]
-
-
-@pytest.mark.parametrize("origin", ORIGINS)
-def test_a_foreign_page_gets_no_session_and_no_traceback(port, origin, caplog):
-    raw, answer = handshake(port, f"Origin: {origin}\r\n")
-    raw.close()
-    assert answer.startswith(b"HTTP/1.1 403 ")
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-def handshake(port, headers=""):
-    """A socket after a WebSocket's handshake, and what came back first."""
-    raw = socket.create_connection(("127.0.0.1", port), timeout=60)
-    raw.sendall(
-        f"GET /ws HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n{headers}"
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
-    )
-    return raw, raw.recv(4096)
-
-
-def test_sessions_are_bounded_and_given_back(monkeypatch):
-    from websockets.sync.client import connect
-
-    monkeypatch.setattr("shoal.envs.adapters.openenv_server.MAX_SESSIONS", 3)
-    url = f"ws://127.0.0.1:{start_server()}/ws"
-    with contextlib.ExitStack() as open_ones:
-        for _ in range(3):
-            open_ones.enter_context(connect(url, proxy=None))
-        with connect(url, proxy=None) as one_too_many:
-            assert json.loads(one_too_many.recv(timeout=60))["data"]["code"] == "CAPACITY_REACHED"
-    for _ in range(200):  # the server notices the goodbye a moment later
-        with connect(url, proxy=None) as next_one:
-            next_one.send('{"type": "reset", "data": {"seed": 1}}')
-            answer = json.loads(next_one.recv(timeout=60))
-        if answer["type"] == "observation":
-            break
-    assert answer["type"] == "observation"
-
-
-class OfOneThread(BanditEnv):
-    """Holds what may only be used in the thread that opened it."""
-
-    def __init__(self):
-        super().__init__()
-        self.database = sqlite3.connect(":memory:")
-
-    def _start(self, rng):
-        self.database.execute("select 1")
-        super()._start(rng)
-
-    def close(self):
-        self.database.close()  # raises in another thread
-        super().close()
-
-
-def test_a_served_env_is_made_stepped_and_closed_in_one_thread(caplog):
-    ended = queue.Queue()
-
-    class Watched(OfOneThread):
-        def close(self):
-            super().close()
-            ended.put(self)
-
-    env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{start_server(Watched)}")
-    ended.get(timeout=60)  # the one that the server tried first
-    env.reset(seed=1)
-    assert env.step("1")[1] >= 0
-    env.close()
-    ended.get(timeout=60)
-    assert not [record for record in caplog.records if record.name.startswith("shoal.")]
-
-
-def test_envs_that_hang_keep_no_other_session_from_playing():
-    from websockets.sync.client import connect
-
-    free = threading.Event()
-
-    class Waiting(BanditEnv):
-        def _start(self, rng):
-            if self._seed:
-                free.wait()
-            super()._start(rng)
-
-    port = start_server(Waiting)
-    with contextlib.ExitStack() as hanging:
-        hanging.callback(free.set)  # before they are closed
-        for _ in range(40):  # more than there are threads in a pool of asyncio's
-            line = hanging.enter_context(connect(f"ws://127.0.0.1:{port}/ws", proxy=None))
-            hanging.callback(free.set)
-            line.send('{"type": "reset", "data": {"seed": 1}}')
-        env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{port}", answer_seconds=100.0)
-        assert env.reset(seed=0)[1]["seed"] == 0
-        env.close()
-
-
-def test_a_constructor_that_fails_on_a_server_is_told_to_who_plays(caplog):
-    made = []
-
-    def make():
-        made.append(1)
-        if len(made) > 1:
-            raise RuntimeError("no more of them")
-        return BanditEnv()
-
-    env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{start_server(make)}")
-    with pytest.raises(EnvError, match="RuntimeError: no more of them"):
-        env.reset(seed=0)
-    env.close()
-
-
-@pytest.mark.parametrize("error", [StopIteration("done"), SystemExit(3)])
-def test_whatever_a_served_env_raises_is_an_answer(error):
-    class Raising(BanditEnv):
-        def _advance(self, action):
-            raise error
-
-    env = shoal.envs.make("openenv", url=f"http://127.0.0.1:{start_server(Raising)}", answer_seconds=100.0)
-    env.reset(seed=0)
-    with pytest.raises(EnvError, match=f"{type(error).__name__}: {error}"):
-        env.step("1")
-    assert env.reset(seed=1)[1]["step"] == 0
-    env.close()
-
-
-SERVED = """
-import threading
-from shoal.envs.adapters.openenv_server import serve
-from shoal.envs.bandit import BanditEnv
-
-class Hanging(BanditEnv):
-    def _start(self, rng):
-        print("hangs", flush=True)
-        threading.Event().wait()
-
-serve("bandit", Hanging, port=0, on_ready=lambda port: print(port, flush=True))
-"""
-
-
-def test_a_server_whose_env_hangs_ends_on_an_interrupt():
-    from websockets.sync.client import connect
-
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    with (
-        server,
-        contextlib.suppress(OSError),
-        connect(f"ws://127.0.0.1:{int(server.stdout.readline())}/ws", proxy=None) as line,
-    ):
-        try:
-            line.send('{"type": "reset"}')
-            assert server.stdout.readline() == "hangs\n"
-            server.send_signal(signal.SIGINT)
-            server.wait(timeout=60)  # TimeoutExpired where it does not end
-        finally:
-            server.kill()
-
-
-def test_a_session_survives_broken_messages(port):
-    from websockets.sync.client import connect
-
-    with connect(f"ws://127.0.0.1:{port}/ws", proxy=None) as socket:
-        for message in ("", "[1]", "{", '{"type": "dance"}', '{"type": "step", "data": {}}'):
-            socket.send(message)
-            assert json.loads(socket.recv(timeout=60))["type"] == "error"
-        socket.send('{"type": "step", "data": {"action": "up"}}')
-        assert "never started" in json.loads(socket.recv(timeout=60))["data"]["message"]
-        socket.send('{"type": "reset", "data": {"seed": 1}}')
-        assert json.loads(socket.recv(timeout=60))["type"] == "observation"
-
-
-def test_what_an_env_raises_on_a_server_is_told_to_who_plays_it_and_logged(caplog):
-    import asyncio
-
-    from starlette.websockets import WebSocketDisconnect
-
-    from shoal.envs.adapters.openenv_server import Session, _converse
-
-    class Failing(BanditEnv):
-        def _advance(self, action):
-            raise KeyError("arm 7")
-
-    class Socket:
-        def __init__(self):
-            self.asked = ['{"type": "reset", "data": {"seed": 1}}', '{"type": "step", "data": {"action": 1}}']
-            self.told = []
-
-        async def receive_text(self):
-            if not self.asked:
-                raise WebSocketDisconnect
-            return self.asked.pop(0)
-
-        async def send_text(self, text):
-            self.told.append(json.loads(text))
-
-    line = Socket()
-    asyncio.run(_converse(line, Session(Failing)))
-    assert [answer["type"] for answer in line.told] == ["observation", "error"]
-    assert line.told[1]["data"]["message"] == "KeyError: 'arm 7'"
-    assert "an env that is served failed" in caplog.text
-
-
-def test_a_server_that_is_not_there_is_an_env_error():
-    env = shoal.envs.make("openenv", url="http://127.0.0.1:9")
-    with pytest.raises(EnvError, match="did not answer a reset"):
-        env.reset(seed=0)
-    with pytest.raises(ConfigError, match="url must be like"):
-        shoal.envs.make("openenv", url="ftp://x")
-
-
-class Line:
-    """A connection to a server that gives these answers, and then is gone."""
-
-    def __init__(self, *answers):
-        self.answers = list(answers)
-
-    def send(self, message):
-        pass
-
-    def recv(self, timeout):
-        if not self.answers:
-            raise ConnectionResetError("gone")
-        return json.dumps({"type": "observation", "data": self.answers.pop(0)})
-
-
-def answered(monkeypatch, **data):
-    """An env in an episode whose server gives this answer to the first step."""
-    line = Line({"observation": {"text": "hello"}}, {"observation": {"text": "you"}, **data})
-    monkeypatch.setattr("shoal.envs.adapters.openenv.OpenEnvEnv._connect", lambda env: line)
-    env = shoal.envs.make("openenv", url="http://127.0.0.1:9")
-    env.reset(seed=0)
-    return env
-
-
-@pytest.mark.parametrize(
-    "data",
-    [{"reward": "1"}, {"reward": float("nan")}, {"reward": 10**400}, {"reward": [1]}, {"done": "false"}],
-)
-def test_an_answer_that_is_no_reward_or_end_is_an_env_error(monkeypatch, data):
-    with pytest.raises(EnvError, match="a number as reward and true or false as done"):
-        answered(monkeypatch, **data).step("x")
-
-
-def test_words_of_a_server_do_not_count_as_success_or_end(monkeypatch):
-    said = {
-        "text": "",
-        "success": "false",
-        "truncated": "no",
-        "action_is_valid": None,
-        "action_is_effective": 0,
-    }
-    _, reward, terminated, truncated, info = answered(monkeypatch, observation=said, done=True).step("x")
-    assert (reward, terminated, truncated) == (0.0, True, False)
-    assert (info["success"], info["action_is_valid"], info["action_is_effective"]) == (False, True, True)
-
-
-@pytest.mark.parametrize(
-    "url", ["http://[::1", "http://localhost:abc", "http://localhost:99999", "http://:80", "x"]
-)
-def test_an_address_that_is_none_is_refused_before_anybody_plays(url):
-    with pytest.raises(ConfigError, match="url must be like"):
-        shoal.envs.make("openenv", url=url)
-
-
-def test_what_an_address_asks_for_reaches_the_server(monkeypatch):
-    asked = []
-
-    def connect(url, **settings):
-        asked.append(url)
-        raise OSError("nobody there")
-
-    monkeypatch.setattr("websockets.sync.client.connect", connect)
-    with pytest.raises(EnvError, match="nobody there"):
-        shoal.envs.make("openenv", url="https://example.org/shop?token=7").reset(seed=0)
-    assert asked == ["wss://example.org/shop/ws?token=7"]
-
-
-def test_a_step_after_close_plays_no_other_episode(monkeypatch):
-    env = answered(monkeypatch)
-    env.close()
-    with pytest.raises(EnvError, match=r"reset\(\) first"):
-        env.step("x")
-
-
-def test_an_answer_that_is_too_deep_to_be_read_is_an_env_error(monkeypatch):
-    env = answered(monkeypatch)
-    monkeypatch.setattr(Line, "recv", lambda line, timeout: "[" * 100_000)
-    with pytest.raises(EnvError, match="did not answer a step: maximum recursion depth"):
-        env.step("x")
-
-
-def test_an_episode_whose_server_is_gone_is_over(monkeypatch):
-    env = answered(monkeypatch)
-    env.step("x")
-    with pytest.raises(EnvError, match="did not answer a step: gone"):
-        env.step("x")
-    with pytest.raises(EnvError, match=r"reset\(\) first"):  # the server would know nothing of it
-        env.step("x")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_openenvs_own_client_plays_on_our_server(port):
-    client = pytest.importorskip("openenv.core.generic_client")
-    import asyncio
-
-    async def play():
-        async with client.GenericEnvClient(base_url=f"http://127.0.0.1:{port}") as remote:
-            start = await remote.reset(seed=5)
-            step = await remote.step({"action": "Left"})
-            return start, step, await remote.state()
-
-    start, step, state = asyncio.run(play())
-    local = shoal.envs.make("sokoban")
-    assert start.observation["text"] == local.reset(seed=5)[0]
-    assert step.observation["text"] == local.step(3)[0]
-    assert state["step_count"] == 1
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_our_client_plays_on_openenvs_own_server():
-    server = pytest.importorskip("openenv.core.env_server")
-    import uvicorn
-
-    class Said(server.Action):
-        message: str
-
-    class Heard(server.Observation):
-        echo: str = ""
-
-    class Echo(server.Environment):
-        SUPPORTS_CONCURRENT_SESSIONS = True
-
-        def reset(self, seed=None, episode_id=None, **more):
-            self.turns = 0
-            return Heard(echo=f"hello {seed}")
-
-        def step(self, action, timeout_s=None, **more):
-            self.turns += 1
-            return Heard(echo=action.message, reward=float(len(action.message)), done=self.turns == 2)
-
-        @property
-        def state(self):
-            return server.State(step_count=self.turns)
-
-    app = server.create_fastapi_app(Echo, Said, Heard, max_concurrent_envs=4)
-    running = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="warning"))
-    threading.Thread(target=running.run, daemon=True).start()
-    while not running.started:
-        pass
-    url = f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
-    env = shoal.envs.make(
-        "openenv", url=url, action_field="message", observation_field="echo", success_reward=4
-    )
-    assert env.reset(seed=7)[0] == "hello 7"
-    assert env.step("hi")[:3] == ("hi", 2.0, False)
-    assert env.step('{"message": "json"}')[:3] == ("json", 4.0, True)
-    wrong = shoal.envs.make("openenv", url=url)
-    wrong.reset(seed=1)
-    with pytest.raises(EnvError, match="VALIDATION_ERROR"):
-        wrong.step("x")
-    running.should_exit = True

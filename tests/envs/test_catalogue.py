@@ -629,6 +629,19 @@ def test_a_module_that_fails_midway_can_be_imported_again_with_what_it_registers
     assert shoal.envs.catalogue._envs._items.pop("test_midway") == f"{HERE}:Counter"
 
 
+@pytest.mark.parametrize("init", [True, False])
+def test_a_folder_of_the_name_of_a_module_in_it_is_told_from_the_module(init, tmp_path, monkeypatch):
+    folder = tmp_path / "test_twice_named"
+    folder.mkdir()
+    (folder / "test_twice_named.py").write_text(f"from {HERE} import Counter as Mine\n")
+    if init:
+        (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnknownNameError, match="is the folder .*test_twice_named, with the module") as caught:
+        find("test_twice_named:Mine")
+    assert find(str(caught.value).rpartition(" as in ")[2].strip("'")) is named_envs.Counter
+
+
 def test_a_package_that_is_not_installed_is_named(monkeypatch):
     def missing(**kwargs):
         raise gymnasium.error.DependencyNotInstalled("run `pip install box3d`")

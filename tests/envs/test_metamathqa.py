@@ -1,6 +1,7 @@
 """Answers that are equal, answers that only look so, and the questions made by rule."""
 
 import json
+import os
 import pickle
 import re
 import signal
@@ -365,7 +366,7 @@ def test_math_verify_knows_algebra_and_survives_hostile_answers(verifier):
     assert not verifier.same("1000000!", "5")  # does not end in time
     verifier.seconds = 60.0
     assert verifier.kills == 1
-    assert process.poll() is not None  # killed and reaped, not left behind
+    assert not process.alive()
     assert verifier.same("(x-1)(x+1)", "x^2-1")  # by a new process
     assert not verifier.same("1" * 300, "1" * 300)  # too long to hand over
     assert not verifier.same('__import__("os").system("true")', "0")
@@ -379,7 +380,6 @@ def test_math_verify_knows_algebra_and_survives_hostile_answers(verifier):
 def test_a_verifier_that_was_killed_from_outside_is_replaced(verifier):
     assert verifier.same("1", "1")
     verifier._process.kill()
-    verifier._process.wait()
     assert verifier.same("2^{10}", "1024")
     assert verifier.kills == 0
 
@@ -392,8 +392,8 @@ def test_a_verifier_that_is_killed_amid_a_question_is_asked_again_and_one_that_s
     verifier.seconds = 1.0
     for then in (signal.SIGCONT, signal.SIGKILL):
         process = verifier._process
-        process.send_signal(signal.SIGSTOP)
-        timer = threading.Timer(1.5, process.send_signal, [then])
+        os.kill(process.pid, signal.SIGSTOP)
+        timer = threading.Timer(1.5, os.kill, [process.pid, then])
         timer.start()
         assert verifier.same("2^{10}", "1024")
         timer.join()

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -137,6 +137,8 @@ class Progress:
         self.what, self.out, self._wants_bar = what, out or sys.stdout, bar
         self.heartbeat = HEARTBEAT if heartbeat is None else heartbeat
         self.share = 0.0
+        self.may_end_early = False
+        """Whether the work can be done before its share is 1: what is left is then a limit."""
         self._began = self._said = time.monotonic()
         # when the first share was known: what came before is start-up
         self._since: tuple[float, float] | None = None
@@ -206,19 +208,18 @@ class Progress:
         else:
             print(line, file=self.out, flush=True)
 
-    def left(self) -> float | None:
-        """Seconds that the rest may take at the pace so far; None where that cannot be told yet."""
-        if self._since is None or self.share <= self._since[1]:
-            return None
-        seconds = time.monotonic() - self._since[0]
-        return seconds * (1.0 - self.share) / (self.share - self._since[1])
+    def left(self) -> str:
+        """How long the rest may take at the pace so far; empty where that cannot be told yet, or nothing is left."""
+        if self._since is None or not self._since[1] < self.share < 1:
+            return ""
+        seconds = (time.monotonic() - self._since[0]) * (1.0 - self.share) / (self.share - self._since[1])
+        return f"{'at most' if self.may_end_early else 'about'} {duration(seconds)} left"
 
     def _beat(self) -> None:
         while not self._done.wait(max(0.05, self._said + self._pause() - time.monotonic())):
             if time.monotonic() - self._said >= self._pause():
-                left = self.left()
-                more = "" if left is None else f", about {duration(left)} left"
-                self.say(f"… {self.doing()}: {duration(time.monotonic() - self._began)} so far{more}")
+                told = f"… {self.doing()}: {duration(time.monotonic() - self._began)} so far"
+                self.say(", ".join(filter(None, [told, self.left()])))
 
     def _pause(self) -> float:
         return self.heartbeat if self._since else min(self.heartbeat, FIRST_HEARTBEAT)
@@ -384,6 +385,8 @@ def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
     words = options.settings()
     own = options.config_dir / f"{options.config_name}.yaml" if options.config_dir is not None else None
     _refuse_secrets([*words, own.read_text("utf-8", "replace") if own and own.is_file() else ""])
+    if own is not None and own.is_file():
+        _warn_of_plain_defaults(own)
     config = compose_config(options.config_name, [_own_key(word) for word in words], options.config_dir)
     if options.run_dir is not None:
         refuse_twice("run_dir", words)
@@ -393,6 +396,22 @@ def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
         config = replace(config, imports=[*config.imports, f"{options.config_dir.resolve()}/"])
     refuse_device(config.engine.device)
     return config
+
+
+def _warn_of_plain_defaults(path: Path) -> None:
+    """Print it where a config of the user's builds on no other one, and leaves settings out."""
+    from shoal.core.configuration import read_settings
+    from shoal.train.agent.config import AgentConfig
+
+    values = read_settings(path)
+    parts = [field.name for field in fields(AgentConfig) if is_dataclass(field.default)]
+    lacking = [part for part in parts if part not in values]
+    if "defaults" not in values and lacking:
+        print(
+            f"WARNING: {path} has no `defaults:` list, so {', '.join(lacking)} and all else that it leaves out have "
+            f"the plain defaults of the settings; `defaults: [base, _self_]` as its first line builds on base.yaml",
+            file=sys.stderr,
+        )
 
 
 def _refuse_secrets(texts: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from shoal.cli.command import Command, Flag
-from shoal.cli.grammar import print_json, refuse_idle
+from shoal.cli.grammar import count_of, print_json, refuse_idle
 from shoal.cli.output import harmless
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
@@ -116,7 +116,11 @@ def _replay(options: ReplayOptions) -> int:
         if turn is None or shown == turn or (fork is not None and shown >= turn):
             print_turn(console, so_far, shown - 1, player.tokenizer().decode if turn == shown else None)
 
-    print(f"{found.name}: {record.env}, iteration {record.iteration}, group {record.group}, member {record.member}, "
+    recording = found.recording
+    when = f"held out, after {count_of(recording.weights, 'iteration')}"
+    if not recording.held_out:
+        when = f"iteration {record.iteration}"
+    print(f"{found.name}: {record.env}, {when}, group {record.group}, member {record.member}, "
           f"env seed {record.env_seed}")  # fmt: skip
     step = None
     if options.pdb:
@@ -151,7 +155,6 @@ def _replay(options: ReplayOptions) -> int:
 
 
 def _outcome(trajectory: Any) -> str:
-    from shoal.cli.grammar import count_of
     from shoal.cli.show import outcome
 
     return f"{outcome(trajectory)}, reward {trajectory.reward:g} in {count_of(len(trajectory.turns), 'turn')}"

@@ -22,7 +22,7 @@ from shoal.cli.output import harmless, program
 from shoal.cli.runs import describe, is_run
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.run_folder import UNFINISHED, command_of, read_summary
+from shoal.core.run_folder import UNFINISHED, command_of, read_summary, whole_rows
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
 from shoal.viewer.markup import ACTION, number
 
@@ -90,7 +90,12 @@ def show(options: ShowOptions) -> None:
         print_json(read_summary(options.run))
         return
     console = Console(highlight=False, markup=False, emoji=False)  # what a run says is text
-    console.print(summary_table(options.run, everything=options.all))
+    about = describe(options.run)
+    console.print(summary_table(options.run, about, everything=options.all))
+    if about["status"] in ("unfinished", "interrupted") or (
+        about["status"] == "failed" and about["metric"] is None
+    ):
+        console.print(harmless(how_to_go_on(options.run)), soft_wrap=True)
     file = _pick_file(options.run / "trajectories", options.file)
     if file is None:
         if options.episode is not None or options.best or options.worst or options.prompt:
@@ -114,22 +119,21 @@ def show(options: ShowOptions) -> None:
 COMMAND = Command(ShowOptions, show, MORE)
 
 
-def summary_table(run: Path, *, everything: bool = False) -> Table:
+def summary_table(run: Path, about: Mapping[str, Any], *, everything: bool = False) -> Table:
     """The summary of a run, or of an unfinished one what is known."""
     table = Table(title=harmless(str(run)), show_header=False, title_justify="left")
-    about = describe(run)
-    running = about["status"] == "running"
-    if running or not (run / "summary.json").exists():
-        now = "running now" if running else f"not finished; {how_to_go_on(run)}"
-        table.add_row("status", harmless(f"{now}; {count_of(about['rows'] or 0, 'row')} of metrics so far"))
-        return table
-    summary = read_summary(run)
-    for key in ("command", "status", "seed"):
-        table.add_row(key, harmless(str(summary.get(key))))
+    summary: dict[str, Any] = {"metrics": {}}
+    if about["status"] != "running" and (run / "summary.json").exists():
+        summary = read_summary(run)
+        for key in ("command", "status", "seed"):
+            table.add_row(key, harmless(str(summary.get(key))))
+    else:
+        now = "running now" if about["status"] == "running" else "not finished"
+        table.add_row("status", f"{now}; {count_of(about['rows'] or 0, 'row')} of metrics so far")
     for key in ("seconds", "cpu_seconds"):
         if isinstance(summary.get(key), int | float):
             table.add_row({"seconds": "time", "cpu_seconds": "CPU time"}[key], duration(summary[key]))
-    found = flat(summary["metrics"])
+    found = flat(summary["metrics"] or latest_metrics(run))
     wanted = [name for first in FIRST for name in found if name.split("/")[0] == first]
     shown = list(found) if everything or not wanted else wanted
     for name in shown:
@@ -137,6 +141,17 @@ def summary_table(run: Path, *, everything: bool = False) -> Table:
     if len(shown) < len(found):
         table.add_row("…", f"{count_of(len(found) - len(shown), 'more metric')}: --all")
     return table
+
+
+def latest_metrics(run: Path) -> dict[str, Any]:
+    """The newest value of each metric of a run that has not come to its end; empty where nothing was written."""
+    path = run / "metrics.jsonl"
+    found: dict[str, Any] = {}
+    for row in whole_rows(path.read_bytes()) if path.is_file() else ():  # a pipe would be waited for
+        found |= {key: value for key, value in row.items() if value is not None}
+    if "iteration" in found:
+        found["iterations"] = found.pop("iteration")
+    return found
 
 
 def how_to_go_on(run: Path) -> str:
@@ -148,9 +163,11 @@ def how_to_go_on(run: Path) -> str:
         "train": f"train --config-name NAME run_dir={place} resume=true",
         "skills-training": "skills train --resume --graph-path GRAPH",
     }
+    if (run / "config.yaml").is_file():  # which training on recordings does not write
+        words["train"] = f"train --config-dir {place} --config-name config run_dir={place} resume=true"
     if (run / "shards").is_dir():
         words["split"] = f"split ROOT --shard-size N --resume --out {place}"
-    if (run / UNFINISHED).exists():
+    if command not in words and (run / UNFINISHED).exists():
         return f"go on with: {program()} {command} as before, into {place}"
     if command not in words:
         return f"shoal {command} cannot go on with it: run it again"

@@ -122,6 +122,7 @@ def train(options: TrainOptions) -> int:
                 f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}\n{LEGEND}"
             )
             progress.doing = trainer.doing
+            progress.may_end_early = config.trainer.stop_at_success is not None
             try:
                 _watch(trainer.train(), trainer, progress)
             except BaseException as error:
@@ -202,17 +203,29 @@ def _watch(rows: Iterator[dict[str, Any]], trainer: AgentTrainer, progress: Prog
             progress.at(at / iterations)
             progress.say(f"resumed at {at} of {iterations}{known}")
         if at is None or row["iteration"] > at:
-            _show(row, iterations, row.get("episodes", 0) - before.get("episodes", 0), progress)
+            played = row.get("episodes", 0) - before.get("episodes", 0)
+            _show(row, iterations, played, progress, trainer.config.trainer.stop_at_success)
         before = row
 
 
-def _show(row: dict[str, Any], iterations: int, played: int, progress: Progress) -> None:
-    """One row: below the bar of a terminal, as a line elsewhere; `played` episodes are what it is about."""
+def _show(
+    row: dict[str, Any], iterations: int, played: int, progress: Progress, enough: float | None
+) -> None:
+    """One row: below the bar of a terminal, as a line elsewhere.
+
+    Args:
+        row: of metrics.
+        iterations: of the whole run.
+        played: episodes that the row is about.
+        progress: where it is shown.
+        enough: held-out success that ends the run.
+    """
+    ended = enough is not None and row.get("heldout_success", 0.0) >= enough
     line = _line(row, iterations, played)
     progress.at(row["iteration"] / iterations, line)
     if not progress.on_terminal:
-        left = None if row["iteration"] >= iterations else progress.left()
-        progress.say(line if left is None else f"{line}  ({duration(left)} left)")
+        left = "" if ended else progress.left()
+        progress.say(f"{line}  ({left})" if left else line)
     elif "heldout_success" in row:
         progress.say(f"iteration {row['iteration']:>4}: held-out success {row['heldout_success']:.2f}")
 

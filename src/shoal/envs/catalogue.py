@@ -18,6 +18,7 @@ import importlib.metadata
 import inspect
 import json
 import logging
+import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -277,6 +278,7 @@ def _of_module(name: str) -> Callable[..., Env] | EnvSpec:
     if found is None and rest in gymnasium.registry:
         found = gymnasium.registry[rest]
     if found is None:
+        _refuse_folder(module, rest)
         classes = [key for key, value in vars(module).items() if _is_env_class(value)]
         raise _unknown(rest, [*classes, *gymnasium.registry], f"{module.__name__}:")
     if isinstance(found, EnvSpec):
@@ -286,6 +288,20 @@ def _of_module(name: str) -> Callable[..., Env] | EnvSpec:
             f"{name!r} must be a gymnasium.Env class, a function that makes an env, or an id, got {found!r}"
         )
     return found  # type: ignore[no-any-return]
+
+
+def _refuse_folder(module: Any, rest: str) -> None:
+    """Raise an `UnknownNameError` where a folder was imported, though the env is in a module inside it."""
+    name = module.__name__
+    inside = [found.name for found in pkgutil.iter_modules(getattr(module, "__path__", ()))]
+    own = name.rpartition(".")[2]
+    plain_folder = inside and module.__spec__.origin is None  # without an __init__.py
+    if own in inside or plain_folder:
+        likely = own if own in inside else inside[0]
+        raise UnknownNameError(
+            f"no env named {f'{name}:{rest}'!r}: {name} is the folder {next(iter(module.__path__))}, with the modules "
+            f"{', '.join(inside)}; name the one that has the env, as in '{name}.{likely}:{rest}'"
+        )
 
 
 def attribute_named(name: str, kind: str) -> tuple[Any, Any]:

@@ -7,20 +7,18 @@ method and the line.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import itertools
 import math
 import os
 import pickle
 import random
 import re
-import tempfile
+import signal
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -38,7 +36,6 @@ from shoal.core.errors import (
     of_the_user,
     place_of,
 )
-from shoal.core.files import write_bytes
 from shoal.core.workers import WorkerProcess, describe_exit, dumps
 from shoal.envs.adapters.gymnasium import are_messages
 from shoal.envs.catalogue import BUILT_IN, EnvFn, Source, env_class, name_of, resolve_text
@@ -46,9 +43,6 @@ from shoal.envs.spaces import free_text, why_not_in
 from shoal.envs.text import MOST_SECONDS, TextEnv
 
 Env = gymnasium.Env[Any, Any]
-INFO_KEYS = frozenset(
-    ("success", "won", "action_is_valid", "action_is_effective", "step", "seed", "available_actions")
-)
 MOST_STEPS = 300
 """Steps after which an episode that is played at random may go on for ever."""
 INVALID_EPISODES = 5
@@ -128,8 +122,6 @@ class Report:
 
     lines: list[str] = field(default_factory=list)
     broken: str = ""
-    refused: Exception | None = None  # the env cannot be made
-    done: bool = False
 
 
 # --- the process beside
@@ -140,60 +132,65 @@ def run_apart(job: Job, seconds: float) -> Report:
         ConfigError: the env refuses its settings.
         EnvError: it cannot be made.
     """
-    with tempfile.TemporaryDirectory(prefix="shoal-check-") as folder:
-        log, result = Path(folder, "log"), Path(folder, "report")
-        process = WorkerProcess(_serve, (job.name, dumps(job), log, result, seconds))
-        try:
-            process.wait()
-        finally:
-            process.close()
-        report: Report = pickle.loads(result.read_bytes()) if result.exists() else Report()
-        if report.refused is not None:
-            raise report.refused
-        if not report.done and not report.broken:
-            name, where, stacks = log.read_text(errors="replace").split("\n", 2)
-            how = f"ended its process, which {describe_exit(process.exit_code)}"
-            if stacks.startswith("Timeout"):
-                how = f"did not return within {seconds:g} s"
-            report.broken = _ended(name, where, how, _frames_in(stacks))
-        return report
-
-
-def _serve(pipe: Any, name: str, packed: bytes, log: Path, result: Path, seconds: float) -> None:
-    """What the process runs: play, and note where it is and what came of it.
-
-    A crash, and a call that takes too long, write their stack into the log and end the process.
-    """
-    report = Report()
-
-    def tell(line: str) -> None:
-        report.lines.append(line)
-        write_bytes(result, pickle.dumps(report))
-
-    with open(log, "w") as notes:
-        faulthandler.enable(notes)
-        end_at_once = os._exit
-
-        def end_noted(code: int) -> None:
-            faulthandler.dump_traceback(notes)
-            end_at_once(code)
-
-        os._exit = end_noted  # type: ignore[assignment]
-        at = Place(name, log=notes, seconds=seconds)
-        at.goes_to(None, doing="while it was made")
-        try:
-            _examine(pickle.loads(packed), at, tell)
-        except BaseException as error:  # an env may raise whatever it likes
-            if at.kind is not None:
-                report.broken = at.message(error)
+    report, name, where, limit = Report(), job.name, "", MAKING_SECONDS
+    process = WorkerProcess(_serve, (job.name, dumps(job)))
+    try:
+        while process.pipe.poll(limit if limit < MOST_SECONDS else None):
+            kind, told = process.pipe.recv()
+            if kind == "at":
+                name, where, making = told
+                limit = max(seconds, MAKING_SECONDS) if making else seconds
+            elif kind == "line":
+                report.lines.append(told)
+            elif kind == "refused":
+                raise told
             else:
-                message = str(error) if isinstance(error, ShoalError) else at.message(error)
-                report.refused = (type(error) if isinstance(error, ShoalError) else EnvError)(message)
-        os._exit = end_at_once
-        faulthandler.cancel_dump_traceback_later()
-        faulthandler.disable()
-    report.done = True
-    write_bytes(result, pickle.dumps(report))
+                report.broken = told
+                return report
+        how, frames = f"did not return within {seconds:g} s", _where_it_hangs(process)
+    except (EOFError, ConnectionError):
+        process.wait()
+        how = f"ended its process, which {describe_exit(process.exit_code)}"
+        frames = _frames_in(process.stack())
+    finally:
+        process.close()
+    report.broken = _ended(name, where, how, frames)
+    return report
+
+
+def _serve(pipe: Any, name: str, packed: bytes) -> None:
+    """What the process runs: play, and tell where it is and what came of it."""
+    end_at_once = os._exit
+
+    def end_noted(code: int) -> None:
+        if hasattr(signal, "SIGUSR1"):
+            signal.raise_signal(signal.SIGUSR1)  # which writes the stack, as for `ask_for_stack`
+        end_at_once(code)
+
+    os._exit = end_noted  # type: ignore[assignment]
+    at = Place(name, pipe=pipe)
+    at.goes_to(None, doing="while it was made")
+    end: tuple[str, Any] = "end", ""
+    try:
+        _examine(pickle.loads(packed), at, lambda line: pipe.send(("line", line)))
+    except BaseException as error:  # an env may raise whatever it likes
+        if at.kind is not None:
+            end = "end", at.message(error)
+        elif isinstance(error, ShoalError):
+            end = "refused", type(error)(str(error))
+        else:
+            end = "refused", EnvError(at.message(error))
+    os._exit = end_at_once
+    pipe.send(end)
+
+
+def _where_it_hangs(process: WorkerProcess) -> list[traceback.FrameSummary]:
+    """The user's frames in a process that does not answer; it writes them a moment after it was asked."""
+    process.ask_for_stack()
+    for _ in range(40):
+        if (frames := _frames_in(process.stack())) or process.wait(0.05):
+            return frames
+    return []
 
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
@@ -220,21 +217,14 @@ class Place:
     seed: int | None = None
     step: int = 0
     doing: str = ""
-    log: Any = None
-    """In a process of its own: where it is noted, and where the stack of a call that takes too long goes."""
-    seconds: float = math.inf
+    pipe: Any = None
+    """In a process of its own: where it is told."""
 
     def goes_to(self, seed: int | None, step: int = 0, doing: str = "") -> None:
         """Another step begins; step 0 is the reset, `WHOLE` the episode."""
         self.seed, self.step, self.doing = seed, step, doing
-        if self.log is not None:
-            self.log.seek(0)
-            self.log.truncate()
-            self.log.write(f"{self.name}\n{self}\n")
-            self.log.flush()
-            limit = max(self.seconds, 0.0 if seed is not None else MAKING_SECONDS)
-            if limit < MOST_SECONDS:
-                faulthandler.dump_traceback_later(limit, exit=True, file=self.log)
+        if self.pipe is not None:
+            self.pipe.send(("at", (self.name, str(self), seed is None)))
 
     def __str__(self) -> str:
         if self.seed is None:
@@ -388,7 +378,7 @@ def _play(make: Callable[[], TextEnv[Any]], seeds: list[int], at: Place, seconds
             opened.close()
         for seed in seeds[:INVALID_EPISODES]:
             if time.monotonic() < until:
-                _check_invalid_actions(fresh(), seed, at, until)
+                _play_invalid_actions(fresh(), seed, at, until)
     solved = sum(bool(episode[-1]["info['success']"]) for episode in episodes)
     longest = max(len(shown["observation"]) for episode in episodes for shown in episode)
     steps = max(len(episode) - 1 for episode in episodes)
@@ -421,7 +411,6 @@ def _check_declarations(env: TextEnv[Any], at: Place) -> None:
         f"{name}: {env.invalid_action!r} means 'invalid action' and is the action of a word too. Number the actions "
         "from 1, or state another invalid_action",
     )
-    _expect_refused(env, f"{name}: step() before reset()")
 
 
 def _episode(env: TextEnv[Any], seed: int, at: Place, until: float = math.inf) -> list[dict[str, Any]]:
@@ -430,35 +419,22 @@ def _episode(env: TextEnv[Any], seed: int, at: Place, until: float = math.inf) -
     env.action_space.seed(seed)  # for envs of free text, whose words are patterns
     at.goes_to(seed, 0)
     observation, info = env.reset(seed=seed)
-    expect(info.get("seed") == seed, f"{at.name}: info['seed'] must be {seed}, got {info.get('seed')!r}")
     shown = [_shown(observation, info)]
     over, step = False, 0
     while not over and step < MOST_STEPS and time.monotonic() < until:
-        expect(info.keys() >= INFO_KEYS, f"{at.name}: info lacks {sorted(INFO_KEYS - info.keys())}")
         expect(isinstance(env.observe(), str), f"{at.name}.observe() must return text")
         space = env.observation_space
-        if isinstance(space, Text) and not space.contains(observation):
-            why = why_not_in(space, observation)
+        if not space.contains(observation):
+            why = why_not_in(space, observation) if isinstance(space, Text) else f"that is not in {space}"
             raise AssertionError(f"{at.name}.observe() gave {observation!r:.80}, but {why}")
-        expect(space.contains(observation), f"{at.name}: {observation!r:.200} is not in {space}")
         expect(env.observe() == env.observe(), f"{at.name}.observe() must not change the env")
         words = [word for word in info["available_actions"] if "<" not in word]
         action = _action(env, choose.choice(words), at) if words else env.action_space.sample()
         step += 1
         at.goes_to(seed, step)
         observation, reward, terminated, truncated, info = env.step(action)
-        kinds = type(reward), type(terminated), type(truncated)
-        expect(kinds == (float, bool, bool), f"{at.name}.step() must return float, bool, bool, got {kinds}")
-        expect(math.isfinite(reward), f"{at.name}.step(): the reward must be finite, got {reward}")
-        expect(
-            not (terminated and truncated),
-            f"{at.name}: an episode ends terminated or truncated, not both",
-        )
-        expect(info["step"] == step, f"{at.name}: info['step'] must be {step}, got {info['step']}")
         over = terminated or truncated
         shown.append(_shown(observation, info, reward=reward, terminated=terminated, truncated=truncated))
-    if over:
-        _expect_refused(env, f"{at.name}: step() after the end")
     return shown
 
 
@@ -474,29 +450,16 @@ def _action(env: TextEnv[Any], word: str, at: Place) -> Any:
     return projected.actions[0]
 
 
-def _check_invalid_actions(env: TextEnv[Any], seed: int, at: Place, until: float) -> None:
+def _play_invalid_actions(env: TextEnv[Any], seed: int, at: Place, until: float) -> None:
     at.goes_to(seed, 0)
     env.reset(seed=seed)
-    over, steps, most = False, 0, min(env.max_steps, MOST_STEPS)
-    while not over and steps < most and time.monotonic() < until:
-        steps += 1
-        at.goes_to(seed, steps)
-        _, _, terminated, truncated, info = env.step(env.invalid_action)
-        over = terminated or truncated
-        said = f"{at.name}: invalid_action {env.invalid_action!r} must"
-        expect(not info["action_is_valid"], f"{said} show as action_is_valid=False")
-        expect(info["step"] == steps, f"{said} count as a step")
-        expect(over or steps < env.max_steps, f"{said} not go on beyond max_steps")
-    if over:
-        _expect_refused(env, f"{at.name}: step() after the end")
-
-
-def _expect_refused(env: TextEnv[Any], what: str) -> None:
-    try:
-        env.step(env.invalid_action)
-    except EnvError:
-        return
-    raise AssertionError(f"{what} must raise EnvError")
+    for step in range(1, min(env.max_steps, MOST_STEPS) + 1):
+        if time.monotonic() > until:
+            return
+        at.goes_to(seed, step)
+        _, _, terminated, truncated, _ = env.step(env.invalid_action)
+        if terminated or truncated:
+            return
 
 
 # --- episodes that differ though their seed is one

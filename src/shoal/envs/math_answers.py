@@ -19,24 +19,9 @@ MAX_ANSWER = 256
 """Characters of a final answer; longer ones are no answer."""
 MAX_PARTS = 32
 
-_MARKS = ("\\boxed", "\\fbox", "answer", "Answer", "ANSWER", "####")
 _MARK = re.compile(
-    r"\\(?:boxed|fbox)\s{0,3}(?P<brace>\{)|(?<!\w)(?i:answer)(?:\s{1,3}(?i:is)\b|\s{0,3}:)|####"
+    r"\\(?:boxed|fbox)\s{0,3}(?P<brace>\{)|(?<!\w)(?:answer|Answer|ANSWER)(?:\s{1,3}(?i:is)\b|\s{0,3}:)|####"
 )
-
-
-def _last_mark(text: str) -> re.Match[str] | None:
-    """The last place that announces an answer; looked for from the end, where it usually is."""
-    best: re.Match[str] | None = None
-    for word in _MARKS:
-        at = text.rfind(word)
-        while at > (best.start() if best else -1):
-            match = _MARK.match(text, at)
-            if match is not None:
-                best = match
-            else:
-                at = text.rfind(word, 0, at)
-    return best
 
 
 def final_answer(response: str) -> str | None:
@@ -51,10 +36,10 @@ def final_answer(response: str) -> str | None:
     text = response[-MAX_RESPONSE:]
     if "</" in text:
         text = last_tag(text, ("answer", "action")) or text
-    last = _last_mark(text)
-    if last is None:
+    marks = list(_MARK.finditer(text))
+    if not marks:
         answer = text.strip()
-    elif last["brace"]:
+    elif (last := marks[-1])["brace"]:
         inside = _braced(text, last.end())
         if inside is None:
             return None

@@ -6,18 +6,15 @@ counted is the time of its processor, so that an answer is no more wrong on a bu
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
-import weakref
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 from shoal.core.errors import missing_extra
+from shoal.core.workers import WorkerProcess
 from shoal.envs.math_answers import final_answer
 
 MAX_ANSWER = 200
@@ -39,7 +36,7 @@ class MathVerifier:
         self.seconds = seconds
         self.kills = 0
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: WorkerProcess | None = None
 
     def same(self, response: str, truth: str) -> bool:
         """Whether math-verify calls the final answers equal, within the deadline."""
@@ -55,19 +52,18 @@ class MathVerifier:
     def _ask(self, answers: tuple[str | None, ...]) -> bool | None:
         """What the process says; None if it ended for another reason than that this takes too long."""
         process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        line = b""
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps([self.seconds, *answers]).encode() + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        if line:
-            return json.loads(line) is True
-        self._kill()
-        late = process.returncode == -signal.SIGPROF
-        self.kills += late
-        return False if late else None
+        try:
+            process.pipe.send((self.seconds, *answers))
+            return bool(process.pipe.recv())
+        except (EOFError, OSError):
+            process.wait()
+            late = process.exit_code == -signal.SIGPROF
+            self._end()
+            self.kills += late
+            return False if late else None
+        except BaseException:  # Ctrl-C: its answer would be taken for that to the next question
+            self._end()
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MathVerifier, (self.seconds,)
@@ -75,45 +71,33 @@ class MathVerifier:
     def close(self) -> None:
         """End the process; the next question starts a new one."""
         with self._lock:
-            self._kill()
+            self._end()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join(item for item in sys.path if item and isinstance(item, str))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shoal.envs.math_verifier"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+    def _start(self) -> WorkerProcess:
+        process = WorkerProcess(_serve)
+        try:
+            process.pipe.recv()
+        except EOFError as error:
+            raise RuntimeError(
+                "the math-verify process did not start; try `import math_verify` by hand"
+            ) from error
         self._process = process
-        self._finalizer = weakref.finalize(self, _end, process)
-        assert process.stdout is not None
-        if not process.stdout.readline():
-            self._kill()
-            raise RuntimeError("the math-verify process did not start; try `import math_verify` by hand")
         return process
 
-    def _kill(self) -> None:
+    def _end(self) -> None:
         if self._process is not None:
-            self._finalizer.detach()
-            _end(self._process)
+            self._process.close()
             self._process = None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue
+def _serve(pipe: Any) -> None:
+    """What the process runs; sympy and its parser print nothing on the user's terminal."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        _answer(pipe)
 
 
-def _serve() -> None:
-    """Answer questions from standard input, one JSON pair a line, until it ends, as it does with its parent."""
+def _answer(pipe: Any) -> None:
+    """Answer questions, each (seconds, given, wanted), until the other side is gone."""
     import resource
 
     import math_verify
@@ -122,13 +106,16 @@ def _serve() -> None:
     # The first question of each kind loads half of sympy: that is not the asker's time.
     for given, wanted in ((r"\frac{x}{2}", "(x+1)(x-1)"), ("0.5", "50"), (r"\sqrt{2}", "2^{10}")):
         _verify(math_verify, given, wanted)
-    _reply("ready")
-    for line in sys.stdin.buffer:
-        seconds, given, wanted = json.loads(line)
+    pipe.send("ready")
+    while True:
+        try:
+            seconds, given, wanted = pipe.recv()
+        except EOFError:
+            return
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of user and system; its signal ends the process
         equal = _verify(math_verify, given, wanted)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _reply(equal)
+        pipe.send(equal)
 
 
 def _verify(math_verify: Any, given: str, wanted: str) -> bool:
@@ -140,12 +127,3 @@ def _verify(math_verify: Any, given: str, wanted: str) -> bool:
         )  # its own limits are of the clock
     except (Exception, MemoryError):
         return False
-
-
-def _reply(value: object) -> None:
-    sys.stdout.buffer.write(json.dumps(value).encode() + b"\n")
-    sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    _serve()

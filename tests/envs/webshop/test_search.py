@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from shelf import texts
 
+from shoal.core.errors import DataError
 from shoal.envs.webshop.bm25 import (
     K1,
     KEPT_INDEXES,
@@ -154,8 +155,6 @@ def test_equal_documents_are_ordered_by_id_also_at_the_cut():
 def test_a_catalogue_without_words_finds_nothing():
     assert build_index(["", "of the"], ["a", "b"]).search("the table").tolist() == []
     assert build_index([], []).search("table").tolist() == []
-    with pytest.raises(ValueError, match="k must be"):
-        build_index(["x"], ["a"]).search("x", 0)
 
 
 def test_hostile_queries_are_bounded():
@@ -171,7 +170,7 @@ def test_hostile_queries_are_bounded():
             assert len(index.search(query)) <= 50
 
 
-def test_an_index_is_kept_in_the_cache_folder_and_a_broken_one_is_made_again(tmp_path, monkeypatch, caplog):
+def test_an_index_is_kept_in_the_cache_folder_and_a_damaged_one_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     documents, ids = texts(40), [str(i) for i in range(40)]
     plain = build_index(documents, ids)
@@ -183,22 +182,13 @@ def test_an_index_is_kept_in_the_cache_folder_and_a_broken_one_is_made_again(tmp
     for query in texts(20, 9):
         assert plain.search(query).tolist() == made.search(query).tolist() == kept.search(query).tolist()
     content = path.read_bytes()
-    packed = content.index(b"PK\x01\x02") + 10  # how the first member is said to be compressed
-    for broken in (
-        content[: len(content) // 2],
-        b"",
-        b"not a zip",
-        content[:packed] + b"\x63" + content[packed + 1 :],
-    ):
-        path.write_bytes(broken)
-        with caplog.at_level(logging.WARNING):
-            again = cached_index(documents, ids)
-        assert "cannot be read" in caplog.text
-        caplog.clear()
-        assert again.search("walnut").tolist() == plain.search("walnut").tolist()
-        assert path.read_bytes() == content
+    for damaged in (content[: len(content) // 2], b"not a zip"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="is a damaged search index .*: remove it"):
+            cached_index(documents, ids)
+    path.unlink()
     cached_index([*documents[:-1], "another text"], ids)
-    assert len(list(cache_folder().glob("*.npz"))) == 2
+    assert len(list(cache_folder().glob("*.npz"))) == 1
     for number in range(20):
         cached_index([f"oak {number}"], ["a"])
     assert len(list(cache_folder().glob("*.npz"))) == KEPT_INDEXES

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -45,14 +46,7 @@ class OpenEnvConfig:
     """Reward of a response without a usable action; the server is not asked then."""
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            known = (
-                parts.scheme in ("http", "https", "ws", "wss") and bool(parts.hostname) and parts.port != 0
-            )
-        except ValueError:  # of brackets or a port
-            known = False
-        if not known:
+        if not re.match(r"(http|ws)s?://[^/]", self.url):
             raise ConfigError(f"url must be like http://127.0.0.1:8000, got {self.url!r}")
         check_numbers(self, max_steps=1)
 
@@ -177,10 +171,9 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
         from websockets.sync.client import connect
 
         parts = urlsplit(self.config.url)
-        scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
         path = parts.path.rstrip("/").removesuffix("/ws") + "/ws"
         connection = connect(
-            urlunsplit((scheme, parts.netloc, path, parts.query, "")),
+            urlunsplit((parts.scheme.replace("http", "ws"), parts.netloc, path, parts.query, "")),
             open_timeout=self.config.connect_seconds,
             max_size=MAX_MESSAGE,
             proxy=None,

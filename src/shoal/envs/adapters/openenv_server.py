@@ -7,11 +7,11 @@ sent, so that a web page in a browser cannot play. Sessions, message sizes and i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,10 +56,6 @@ class Session:
         """The answer to a reset or step, one call at a time."""
         answered = self._put(partial(self.reset if kind == "reset" else self.step, data))
         return await asyncio.wrap_future(answered)  # type: ignore[no-any-return]
-
-    async def instructions(self) -> str:
-        """The rules of the env."""
-        return await asyncio.wrap_future(self._put(lambda: self.env.instructions))  # type: ignore[no-any-return]
 
     def close(self) -> Future[Any]:
         """Close the env after what it is at, and end its thread."""
@@ -127,8 +123,8 @@ class Session:
 class _Answers:
     """What each address of the server answers."""
 
-    def __init__(self, name: str, make: Make) -> None:
-        self._name, self._make = name, make
+    def __init__(self, make: Make) -> None:
+        self._make = make
         self._sessions: set[Session] = set()
         # of plain HTTP: everybody's, as in the convention's first version
         self._shared: Session | None = None
@@ -167,22 +163,11 @@ class _Answers:
         if (error := closed.exception()) is not None:
             logger.error("an env that is served cannot be closed", exc_info=error)
 
-    async def metadata(self, request: Any) -> Any:
-        """Name and rules of the env."""
-        from starlette.responses import JSONResponse
-
-        session = Session(self._make)
-        try:
-            description = await session.instructions()
-        finally:
-            session.close()
-        return JSONResponse({"name": self._name, "description": description, "version": __version__})
-
     def state(self) -> dict[str, Any]:
         """Where the session of plain HTTP stands."""
         return self._shared.state() if self._shared else {"episode_id": None, "step_count": 0}
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(self, app: Any) -> AsyncIterator[None]:
         """Close all envs at the end."""
         yield
@@ -193,28 +178,21 @@ class _Answers:
             await asyncio.wait(closing, timeout=CLOSE_SECONDS)
 
 
-def create_app(name: str, make: Make) -> Any:
-    """The Starlette application that serves `make()`."""
+def create_app(name: str, rules: str, make: Make) -> Any:
+    """The Starlette application that serves `make()`, an env with these rules."""
     with needs_extra("serving envs", "web"):
         from starlette.applications import Starlette
         from starlette.middleware import Middleware
         from starlette.middleware.trustedhost import TrustedHostMiddleware
         from starlette.responses import JSONResponse
         from starlette.routing import Route, WebSocketRoute
-    answers = _Answers(name, make)
-
-    def route(path: str, answer: Callable[[], dict[str, Any]]) -> Any:
-        async def endpoint(request: Any) -> Any:
-            return JSONResponse(answer())
-
-        return Route(path, endpoint)
-
+    answers, about = _Answers(make), {"name": name, "description": rules, "version": __version__}
     return Starlette(
         routes=[
-            route("/health", lambda: {"status": "healthy"}),
-            Route("/metadata", answers.metadata),
-            route("/schema", lambda: SCHEMA),
-            route("/state", answers.state),
+            Route("/health", lambda request: JSONResponse({"status": "healthy"})),
+            Route("/metadata", lambda request: JSONResponse(about)),
+            Route("/schema", lambda request: JSONResponse(SCHEMA)),
+            Route("/state", lambda request: JSONResponse(answers.state())),
             Route("/reset", answers.over_http, methods=["POST"]),
             Route("/step", answers.over_http, methods=["POST"]),
             WebSocketRoute("/ws", answers.over_websocket),
@@ -232,8 +210,8 @@ def serve(name: str, make: Make, *, port: int = 8000, on_ready: Callable[[int], 
     with needs_extra("serving envs", "web"):
         import uvicorn
 
-    make().close()  # a wrong setting shows now and not in the first session
-    app = create_app(name, make)
+    with contextlib.closing(make()) as env:  # a wrong setting shows now and not in the first session
+        app = create_app(name, env.instructions, make)
     settings = uvicorn.Config(
         app,
         log_level="warning",

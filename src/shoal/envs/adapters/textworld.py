@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import cache_folder, verify_folder, write_folder
+from shoal.core.errors import ConfigError
+from shoal.core.files import cache_folder, write_folder
 from shoal.envs.actions import Projection
 from shoal.envs.adapters.library import PrivateRandom, library
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
-logger = logging.getLogger(__name__)
 _PROMPT = re.compile(r"\n*>[^\n]*$")
 
 
@@ -113,7 +111,7 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
 
 
 def generated_game(config: TextWorldConfig, number: int) -> Path:
-    """The file of one generated game, made (in some seconds) when it is not there yet, or not whole any more.
+    """The file of one generated game, made (in some seconds) when it is not there yet.
 
     The folder of a game gets its name when it is whole: several processes can share a cache.
     """
@@ -121,11 +119,7 @@ def generated_game(config: TextWorldConfig, number: int) -> Path:
     seed = config.game_seed + number
     name = f"{textworld.__version__}-{config.nb_rooms}-{config.nb_objects}-{config.quest_length}-{seed}"
     folder = (Path(config.cache).expanduser() if config.cache else cache_folder() / "textworld") / name
-    try:
-        verify_folder(folder)
-    except DataError as error:
-        if folder.is_dir():
-            logger.warning("generating a game again: %s", error)
+    if not folder.is_dir():
         with write_folder(folder) as made:
             options = textworld.GameOptions()
             options.seeds = seed

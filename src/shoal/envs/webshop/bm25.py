@@ -7,12 +7,13 @@ Framework: BM25 and Beyond", eq. 3.15, with the idf and the one-byte document le
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import itertools
 import logging
 import re
-import zipfile
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.core.errors import reading
 from shoal.core.files import cache_folder, write_bytes
 
 logger = logging.getLogger(__name__)
@@ -45,19 +47,11 @@ _POSSESSIVE = ("'s", "’s", "＇s", "'S", "’S", "＇S")
 MAX_TOKEN = 255
 
 
-class Analyzer(dict[str, str]):
-    """Word to term, remembered; the empty string for a word that is not searched."""
-
-    def __missing__(self, word: str) -> str:
-        plain = word[:-2] if word.endswith(_POSSESSIVE) else word
-        plain = plain.lower()
-        term = "" if plain in STOP_WORDS or not plain.strip("_") else stem(plain)
-        if len(self) < 1_000_000:
-            self[word] = term
-        return term
-
-
-_analyzer = Analyzer()
+@functools.lru_cache(maxsize=1_000_000)
+def stemmed(word: str) -> str:
+    """The term of a word, remembered; the empty string for a word that is not searched."""
+    plain = (word[:-2] if word.endswith(_POSSESSIVE) else word).lower()
+    return "" if plain in STOP_WORDS or not plain.strip("_") else stem(plain)
 
 
 def words(text: str) -> list[str]:
@@ -74,8 +68,7 @@ def terms(text: str) -> list[str]:
     >>> terms("The women's 3.5-inch heels, resealable bags")
     ['women', '3.5', 'inch', 'heel', 'reseal', 'bag']
     """
-    analyzed = [_analyzer[word] for word in words(text)]
-    return [term for term in analyzed if term]
+    return [term for term in map(stemmed, words(text)) if term]
 
 
 # --- Porter's stemmer (M. F. Porter, 1980, "An algorithm for suffix stripping"), with the two later amendments of
@@ -181,8 +174,6 @@ def _derivations(word: str) -> str:
 # --- the index
 K1 = 0.9
 B = 0.4
-MAX_QUERY_WORDS = 1024
-"""Different terms of a query that are looked up, as in Lucene."""
 KEPT_INDEXES = 8
 """Indexes in the cache folder; the oldest make room."""
 _FORMAT = "shoal-bm25-1"
@@ -230,16 +221,10 @@ class Index:
 
     def search(self, query: str, k: int = 50) -> NDArray[np.int64]:
         """The numbers of at most `k` documents with a term of the query, best first."""
-        if k < 1:
-            raise ValueError(f"k must be at least 1, got {k}")
-        counts = Counter(terms(query[:65_536]))
-        known = [
-            (self._number[term], count)
-            for term, count in list(counts.items())[:MAX_QUERY_WORDS]
-            if term in self._number
-        ]
+        counts = Counter(term for term in terms(query) if term in self._number)
         scores = np.zeros(-(-len(self) // _ROWS) * _ROWS, dtype=np.float32)  # padded to whole rows
-        for number, count in known:
+        for term, count in counts.items():
+            number = self._number[term]
             postings = slice(self.starts[number], self.starts[number + 1])
             # A document occurs once per term, so that fancy indexing loses nothing.
             weights = self.weights[postings]
@@ -265,33 +250,14 @@ def _lower_bound(scores: NDArray[np.float32], k: int) -> float:
 def build_index(texts: Sequence[str], ids: Sequence[str]) -> Index:
     """An index of documents; equal scores are ordered by id."""
     number: dict[str, int] = {}
-    postings: list[NDArray[np.int64]] = []
-    lengths = np.zeros(len(texts), dtype=np.int64)
-    n = len(texts)
-    chunk: list[int] = []
-    owners: list[int] = []
-    of_word: dict[str, int] = {}
+    lengths = np.zeros(n := len(texts), dtype=np.int64)
+    occurring = array("q")  # the number of each term of each text, one after the other
     for document, text in enumerate(texts):
-        for word in words(text):
-            term_number = of_word.get(word)
-            if term_number is None:
-                term = _analyzer[word]
-                term_number = number.setdefault(term, len(number)) if term else -1
-                of_word[word] = term_number
-            if term_number >= 0:
-                chunk.append(term_number)
-        found = len(chunk) - (owners[-1] if owners else 0)
-        lengths[document] = found
-        owners.append(len(chunk))
-        if len(chunk) > 1_000_000 or document == n - 1:
-            first = document + 1 - len(owners)
-            repeats = np.diff(np.array([0, *owners]))
-            keys = np.array(chunk, dtype=np.int64) * n + np.repeat(np.arange(first, document + 1), repeats)
-            postings.append(keys)
-            chunk, owners = [], []
-    keys, frequencies = np.unique(
-        np.concatenate(postings) if postings else np.empty(0, np.int64), return_counts=True
-    )
+        found = terms(text)
+        lengths[document] = len(found)
+        occurring.extend(number.setdefault(term, len(number)) for term in found)
+    keys = np.array(occurring, np.int64) * n + np.repeat(np.arange(n), lengths)
+    keys, frequencies = np.unique(keys, return_counts=True)
     term_of, document_of = np.divmod(keys, max(n, 1))
     starts = np.searchsorted(term_of, np.arange(len(number) + 1))
     weights = _weights(np.diff(starts), frequencies, lengths, document_of)
@@ -317,22 +283,26 @@ def _weights(
 
 
 def cached_index(texts: Sequence[str], ids: Sequence[str]) -> Index:
-    """`build_index`, kept on disk under a hash of its input; a broken or unwritable cache only costs time."""
+    """`build_index`, kept on disk under a hash of its input.
+
+    Where the cache folder cannot be written it is built each time, which is logged.
+
+    Raises:
+        DataError: the file of the index was damaged.
+    """
     digest = hashlib.sha256(_FORMAT.encode())
     for identity, text in zip(ids, texts, strict=True):
         for part in (identity.encode("utf-8", "surrogatepass"), text.encode("utf-8", "surrogatepass")):
             digest.update(len(part).to_bytes(8, "little") + part)
     path = cache_folder() / f"webshop-{digest.hexdigest()[:32]}.npz"
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as data:
+    if path.is_file():
+        with (
+            reading(path, "is a damaged search index", ": remove it"),
+            path.open("rb") as file,
+            np.load(file, allow_pickle=False) as data,
+        ):
             # Lines cannot occur in a term.
-            index = Index(str(data["vocabulary"]).split("\n"), *(data[name] for name in _ARRAYS))
-        if len(index) == len(ids):
-            return index
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
-        logger.warning("rebuilding the search index: %s cannot be read (%s)", path, error)
+            return Index(str(data["vocabulary"]).split("\n"), *(data[name] for name in _ARRAYS))
     index = build_index(texts, ids)
     buffer = io.BytesIO()
     arrays = {name: getattr(index, name) for name in _ARRAYS}

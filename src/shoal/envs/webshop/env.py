@@ -16,7 +16,6 @@ from shoal.envs.records import FileCache
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 from shoal.envs.webshop.catalogue import (
-    SPLITS,
     Catalogue,
     Goal,
     Product,
@@ -89,8 +88,6 @@ class WebShopConfig:
     def __post_init__(self) -> None:
         if self.reward_mode not in REWARD_MODES:
             raise ConfigError(f"reward_mode must be one of {REWARD_MODES}, got {self.reward_mode!r}")
-        if self.split not in SPLITS:
-            raise ConfigError(f"split must be one of {SPLITS}, got {self.split!r}")
         if self.nouns != "rules" and not self.nouns.startswith("spacy:"):
             raise ConfigError(f"nouns must be 'rules' or 'spacy:MODEL', got {self.nouns!r}")
         check_numbers(self, max_steps=1, page_size=1, max_results=1, num_products=1)

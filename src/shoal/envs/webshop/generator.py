@@ -26,8 +26,6 @@ def generate_catalogue(n_products: int = 3000, *, seed: int = 0, price_seed: int
     >>> shop.products[7] == generate_catalogue(20).products[7]
     True
     """
-    if n_products < 1:
-        raise ValueError(f"n_products must be at least 1, got {n_products}")
     products: list[Product] = []
     seen: set[str] = set()
     for number in range(n_products):
