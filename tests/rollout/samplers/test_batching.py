@@ -84,7 +84,7 @@ def test_an_engine_that_hangs_and_cannot_be_restarted_refuses_everybody():
     go = threading.Event()
     with SharedLLMInferenceManager(HashEngine(lambda _: go.wait(60)), engine_timeout=0.3) as shared:
         for _ in range(2):
-            with pytest.raises((EngineError, TimeoutError), match="the engine hangs"):
+            with pytest.raises((EngineError, TimeoutError), match="the sampler hangs"):
                 shared.generate([request()])
     go.set()
 

@@ -18,7 +18,22 @@ pytestmark = [
 ]
 
 
-def test_vllm_in_process_follows_new_weights_and_a_restart_and_ends(tmp_path):
+def save_adapter(folder, model):
+    """An adapter of rank 8 whose weights are not zero."""
+    import peft
+    import torch
+
+    settings = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model.add_adapter(settings)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(0, 0.05, generator=draw)
+    model.save_pretrained(folder)
+
+
+def test_vllm_in_process_follows_adapters_new_weights_and_a_restart_and_ends(tmp_path):
     from shoal.rollout.samplers.huggingface import HuggingFaceEngine
     from shoal.rollout.samplers.models import resolve_model
 
@@ -29,9 +44,10 @@ def test_vllm_in_process_follows_new_weights_and_a_restart_and_ends(tmp_path):
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(Path(sys.modules["shoal"].__file__).parent.parent),
     }
+    save_adapter(tmp_path / "adapter", HuggingFaceEngine.load(model).model)
     script = Path(__file__).parent / "vllm_in_process.py"
     done = subprocess.run(
-        [PYTHON, script, model, tmp_path / "said"],
+        [PYTHON, script, model, tmp_path / "said", tmp_path / "adapter"],
         env=os.environ | settings,
         capture_output=True,
         text=True,
@@ -40,11 +56,18 @@ def test_vllm_in_process_follows_new_weights_and_a_restart_and_ends(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads((tmp_path / "said").read_text())
 
+    assert said.pop("unknown") == [], "the stand-in of the other tests is like the real one"
+    assert said.pop("order") == ["short", "long"]
+
     here = HuggingFaceEngine.load(model)
     expected = {
         "first": here.generate(questions(here.tokenizer)),
         "stop": here.generate(questions(here.tokenizer, (",",))),
     }
+    adapted = HuggingFaceEngine.load(model)
+    adapted.load_adapter(tmp_path / "adapter", 2)
+    expected["adapter"] = adapted.generate(questions(here.tokenizer))
+    assert [c.token_ids for c in expected["adapter"]] != [c.token_ids for c in expected["first"]]
     here.load_weights({name: tensor * SCALE for name, tensor in here.model.state_dict().items()}, 3)
     expected["weights"] = expected["restarted"] = here.generate(questions(here.tokenizer))
     assert [c.token_ids for c in expected["weights"]] != [c.token_ids for c in expected["first"]] or any(

@@ -1,7 +1,9 @@
-"""Run by a Python that has vLLM: its answers before and after new weights, a restart, and the end, as JSON."""
+"""Run by a Python that has vLLM: its answers with an adapter, new weights, after a restart, and the end, as JSON."""
 
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -22,15 +24,37 @@ def questions(tokenizer, stop=()):
     ]
 
 
-def main(model: Path) -> None:
+def in_order(engine):
+    """Which of two requests was answered first: a long one, or a short one that was asked after it had begun."""
+    ended, prompt = [], engine.tokenizer.start([{"role": "user", "content": "Count to a hundred."}])
+
+    def ask(name, n):
+        engine.generate([Request(prompt, Key(0, 0, n, 0, 0), Sampling(n, 0.0))])
+        ended.append(name)
+
+    long = threading.Thread(target=ask, args=("long", 150))
+    long.start()
+    while not engine.llm.output_processor.has_unfinished_requests():
+        time.sleep(0.01)
+    ask("short", 2)
+    long.join()
+    return ended
+
+
+def main(model: Path, target: Path, adapter: Path) -> None:
     """Ask at each stage."""
+    import fake_vllm
     from safetensors.torch import load_file
 
-    from shoal.rollout.samplers.vllm import VllmEngine
+    from shoal.rollout.samplers.vllm import AsyncLLM, VllmEngine
 
-    engine = VllmEngine(model, dtype="float32", enforce_eager=True, max_model_len=1024)
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    engine = VllmEngine(model, dtype="float32", enforce_eager=True, max_model_len=1024, **lora)
     asked = questions(engine.tokenizer)
     said = {"first": engine.generate(asked), "stop": engine.generate(questions(engine.tokenizer, (",",)))}
+    order = in_order(engine)
+    engine.load_adapter(adapter, 2)
+    said["adapter"] = engine.generate(asked)
     weights = {
         name: tensor.float() * SCALE for name, tensor in load_file(model / "model.safetensors").items()
     }
@@ -40,10 +64,9 @@ def main(model: Path) -> None:
     said["restarted"] = engine.generate(asked)
     engine.close()
     engine.close()
-    Path(sys.argv[2]).write_text(
-        json.dumps({name: [msgspec.structs.asdict(c) for c in found] for name, found in said.items()})
-    )
+    found = {name: [msgspec.structs.asdict(c) for c in answers] for name, answers in said.items()}
+    target.write_text(json.dumps(found | {"order": order, "unknown": fake_vllm.unknown_to(AsyncLLM)}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))
