@@ -265,6 +265,8 @@ class BatchingSampler(Asked):
         if self._hangs:
             return [late] * len(requests)
         running = asyncio.wrap_future(self._thread.submit(work))
+        if limit is None:
+            return await running
         done, _ = await asyncio.wait([running], timeout=limit)
         if done:
             return running.result()
