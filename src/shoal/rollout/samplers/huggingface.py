@@ -35,7 +35,7 @@ from shoal.rollout.samplers.sampler import (
 )
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer, read_tokenizer
 
-with needs_extra("the Hugging Face engine", "llm"):
+with needs_extra("the Hugging Face sampler", "llm"):
     import torch
     from torch import Tensor, nn
     from transformers import AutoModelForCausalLM, DynamicCache
@@ -101,7 +101,7 @@ class HuggingFaceEngine:
     def load(
         cls, folder: Path | str, *, device: str = "cpu", dtype: str = "float32", **options: Any
     ) -> HuggingFaceEngine:
-        """The engine of a model folder on disk, with `options` of the engine; nothing is fetched or run."""
+        """The sampler of a model folder on disk, with `options` of the sampler; nothing is fetched or run."""
         folder = Path(folder)
         if not (folder / "config.json").is_file():
             raise DataError(f"{folder} is not a model folder: it has no config.json")

@@ -37,19 +37,19 @@ def sampler(name: str, *, replace: bool = False) -> Callable[[Make], Make]:
 
 
 def make_engine(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) -> Sampler:
-    """The engine of a config for playing, with fresh or pretrained weights; close it if it has `close`.
+    """The sampler of a config for playing, with fresh or pretrained weights; close it if it has `close`.
 
     Args:
         config: the `engine` part of a run's settings.
-        words: action words that are one token each (tiny engine).
-        seed: of fresh weights (tiny engine).
+        words: action words that are one token each (tiny).
+        seed: of fresh weights (tiny).
     """
     return SAMPLERS[config.name](config, words, seed)
 
 
-def close_engine(engine: Any) -> None:
-    """End what an engine started, if it started anything."""
-    close = getattr(engine, "close", None)
+def close_engine(sampler: Any) -> None:
+    """End what a sampler started, if it started anything."""
+    close = getattr(sampler, "close", None)
     if close is not None:
         close()
 
@@ -95,7 +95,7 @@ def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
 
 
 def _replica(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
-    """An engine in a process of its own, where threads are its own business too, and Ray says which GPUs it sees."""
+    """A sampler in a process of its own, where threads are its own business too, and Ray says which GPUs it sees."""
     import torch
 
     torch.set_num_threads(config.threads)

@@ -105,13 +105,13 @@ class EngineConfig:
     model: str | None = None
     """A folder, or a name that `shoal model get` knows (huggingface, vllm); the server's name for it (openai)."""
     width: int = 64
-    """Size of a token's vector (tiny engine)."""
+    """Size of a token's vector (tiny)."""
     layers: int = 2
-    """Transformer layers (tiny engine)."""
+    """Transformer layers (tiny)."""
     heads: int = 4
-    """Attention heads of a layer (tiny engine); they divide `width`."""
+    """Attention heads of a layer (tiny); they divide `width`."""
     context: int = 256
-    """Longest prompt and response together, in tokens (tiny engine)."""
+    """Longest prompt and response together, in tokens (tiny)."""
     device: str = "cpu"
     """Where the network computes: cpu, cuda, cuda:1 or mps."""
     threads: int = 1

@@ -1,4 +1,4 @@
-"""Between text and tokens: chat templates of Hugging Face, the tiny engine's words, and messages for servers.
+"""Between text and tokens: chat templates of Hugging Face, the tiny model's words, and messages for servers.
 
 All of them are safe to use from many threads, and text never becomes a control token.
 """
@@ -287,7 +287,7 @@ _ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 
 
 class TinyTokenizer:
-    """The tiny engine's tokens: greedy longest-match over tags, `words` and characters; text gives no control tokens.
+    """The tiny model's tokens: greedy longest-match over tags, `words` and characters; text gives no control tokens.
 
     Args:
         words: action words that shall be one token each.
@@ -341,7 +341,7 @@ class ChatCodec:
     """Chats as reversible numbers, for servers that take messages and keep their tokens to themselves.
 
     The "tokens" are Unicode code points and marks for roles: exact to hand over and to store, useless to learn from.
-    That is why an engine that uses them is for evaluation only.
+    That is why a sampler that uses them is for evaluation only.
     """
 
     takes_images = True
@@ -377,7 +377,7 @@ class ChatCodec:
         chat: list[dict[str, Any]] = []
         waiting = list(images)
         if not ids or ids[0] not in _NAMES:
-            raise EngineError("this prompt was not made by the engine's own tokenizer")
+            raise EngineError("this prompt was not made by the sampler's own tokenizer")
         for i in ids:
             if i in _NAMES:
                 chat.append({"role": _NAMES[i], "content": [], "text": []})
