@@ -49,6 +49,7 @@ class AsyncLLM:
         self.model_config = SimpleNamespace(max_model_len=64, hf_text_config=network)
         self.args, self.asked, self.calls, self.dead = args, [], [], False
         self.under_way, self.paused = 0, False
+        self.output_processor, self.failure = SimpleNamespace(propagate_error=self.fail), asyncio.Event()
         AsyncLLM.made.append(self)
 
     @classmethod
@@ -65,10 +66,23 @@ class AsyncLLM:
         self.asked.append((prompt, sampling_params, request_id, lora_request))
         self.under_way += 1
         try:
-            await self.gate(prompt["prompt_token_ids"])
+            gate = asyncio.ensure_future(self.gate(prompt["prompt_token_ids"]))
+            failure = asyncio.ensure_future(self.failure.wait())
+            try:
+                await asyncio.wait({gate, failure}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                gate.cancel()
+                failure.cancel()
+            if self.failure.is_set():
+                raise EngineDeadError("gone")
             yield SimpleNamespace(finished=True, outputs=[self.output(prompt["prompt_token_ids"])])
         finally:
             self.under_way -= 1
+
+    def fail(self, error):
+        """All that is under way ends with an error."""
+        assert isinstance(error, EngineDeadError)
+        self.failure.set()
 
     def output(self, ids):
         written = [i + 1 for i in ids]
@@ -129,7 +143,7 @@ def unknown_to(real):
     """What the stand-in has and the real `AsyncLLM` lacks: methods, and parameters of them."""
     found = []
     for name, ours in inspect.getmembers(AsyncLLM, inspect.isroutine):
-        if name.startswith("__") or name in ("gate", "output"):
+        if name.startswith("__") or name in ("gate", "output", "fail"):
             continue
         theirs = getattr(real, name, None)
         if theirs is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import itertools
 import sys
 import threading
 from pathlib import Path
@@ -165,14 +166,16 @@ def test_a_vllm_that_died_is_restarted_once_and_its_requests_are_asked_again(eng
 def test_a_vllm_that_hangs_is_restarted_and_one_that_answers_others_is_not(make):
     engine = make()
 
-    async def hang(prompt):
-        await asyncio.sleep(60 if prompt == [1] else 0)
-
-    engine.llm.gate = hang
+    engine.llm.gate = lambda prompt: asyncio.sleep(60)
     with SharedLLMInferenceManager(engine, engine_timeout=0.2) as shared:
-        assert shared.generate([ask(1)])[0].token_ids == (2,)
+        assert [answer.token_ids for answer in shared.generate([ask(1), ask(2)])] == [(2,), (3,)]
         assert shared.statistics.restarts == 1
     assert len(AsyncLLM.made) == 2
+    tries = itertools.count()
+    engine.llm.gate = lambda prompt: asyncio.sleep(60 if prompt == [1] and not next(tries) else 0)
+    with SharedLLMInferenceManager(engine, engine_timeout=2.0) as shared:
+        assert [answer.token_ids for answer in shared.generate([ask(1), ask(2)])] == [(2,), (3,)]
+        assert shared.statistics.restarts == 0
 
 
 # --- weights
@@ -201,7 +204,7 @@ def test_weights_are_loaded_in_place_or_by_another_start_where_they_would_stay(
         assert engine.llm is AsyncLLM.made[2]
         assert vars(engine.llm.args)["model"] == str(places[-1])
         assert vars(engine.llm.args)["tokenizer"] == str(tmp_path)
-        assert first.calls == ["shutdown"]
+        assert first.calls == ["pause wait True", "shutdown"]
     else:
         assert engine.llm is first
         files = ["config.json", "model.safetensors"]

@@ -173,6 +173,7 @@ class VllmEngine(ContinuousSampler):
         before, self._weights = self._weights, folder
         try:
             if self._keeps_old_head:
+                self._loop.run(self.llm.pause_generation(mode="wait"))
                 self.restart()
             else:
                 self._when_idle(
@@ -236,7 +237,10 @@ class VllmEngine(ContinuousSampler):
 
     # --- the end
     def restart(self) -> None:
-        """Leave this vLLM behind and start another, with the last weights."""
+        """Leave this vLLM behind and start another, with the last weights; requests that are under way fail."""
+        if not self._closed:
+            fail = self.llm.output_processor.propagate_error
+            self._loop.loop.call_soon_threadsafe(fail, EngineDeadError())
         self._end()
         if self._closed:
             raise EngineError("vLLM has ended: this sampler was closed")
