@@ -50,10 +50,13 @@ class OddEngine(HashEngine):
 
 
 class Refusing(OddEngine):
-    """One whose answers may be exceptions."""
+    """One that is asked for each request by itself, and may raise."""
 
-    def generate_each(self, requests):
-        return self.generate(requests)
+    async def sample(self, request):
+        answer = self._answer(request)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -69,7 +72,7 @@ def test_an_answer_that_is_none_ends_its_episode_alone(calm, backend, odd):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_exception_in_the_place_of_an_answer_ends_its_episode_alone(calm, backend):
+def test_an_exception_in_answer_to_one_request_ends_its_episode_alone(calm, backend):
     engine = Refusing()
     engine.odd = ConnectionError("caf\udce9")
     for before, now in zip(calm, play(backend, engine), strict=True):
@@ -142,12 +145,10 @@ def test_an_episode_whose_record_cannot_be_written_is_still_counted(backend):
 # --- waits have an end
 def test_an_engine_whose_own_worker_is_late_ends_episodes_and_not_the_rollout(calm):
     class Late(HashEngine):
-        def _answer(self, request):
-            late = WorkerTimeoutError("its replica is late")
-            return late if request.key.path[1] == 2 else super()._answer(request)
-
-        def generate_each(self, requests):
-            return self.generate(requests)
+        async def sample(self, request):
+            if request.key.path[1] == 2:
+                raise WorkerTimeoutError("its replica is late")
+            return self._answer(request)
 
     for backend in BACKENDS:
         for before, now in zip(calm, play(backend, Late()), strict=True):

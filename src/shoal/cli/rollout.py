@@ -42,7 +42,7 @@ from shoal.core.seeding import derive_seed
 from shoal.rollout.journal import Journal
 from shoal.rollout.plan import Assignment, place_of
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Engine, Level
+from shoal.rollout.samplers.sampler import Level, Sampler
 from shoal.rollout.settings import Backend
 from shoal.rollout.verify import Verdict, compare
 from shoal.testing.proof import meanwhile
@@ -398,7 +398,7 @@ def verify(run: Path, ending: contextlib.ExitStack, *, as_json: bool = False) ->
 
 
 def _replay(
-    name: str, config: Any, engine: Engine, file: Path, promised: Level, *, held_out: bool = False
+    name: str, config: Any, engine: Sampler, file: Path, promised: Level, *, held_out: bool = False
 ) -> dict[str, Any]:
     """Play the episodes of a file again; what held of what was promised."""
     saved = list(read_trajectories(file))

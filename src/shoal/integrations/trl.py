@@ -28,7 +28,7 @@ from shoal.rollout.episode import EpisodeId, words_of
 from shoal.rollout.hosts.episodes import CLOSE_SECONDS, EnvFailedError, close_all, in_env
 from shoal.rollout.plan import Assignment, place_of
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Engine, Sampling
+from shoal.rollout.samplers.sampler import Sampler, Sampling
 from shoal.rollout.settings import Backend
 
 HELD_OUT = " held-out"
@@ -205,7 +205,7 @@ def episode_reward(
     return list(reward)
 
 
-def _engine(model: Any, tokenizer: Any, max_batch: int) -> Engine:
+def _engine(model: Any, tokenizer: Any, max_batch: int) -> Sampler:
     from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
     return HuggingFaceEngine(model, tokenizer, max_batch=max_batch)

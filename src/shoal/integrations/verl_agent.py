@@ -20,7 +20,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -160,13 +159,7 @@ class ShoalAgentLoop(AgentLoopBase):
         limit = min(sampling.max_tokens, room)
         end, finish = self._end(list(answer.token_ids[:limit]), sampling.stop)
         given = tuple(answer.log_probs or ())[:end]  # none where the server was not asked for them
-        completion = Completion(tuple(answer.token_ids[:end]), given, finish)
-        promised = SimpleNamespace(token_ids=True, logprobs=bool(given))
-        [found] = checked(
-            SimpleNamespace(capabilities=promised, vocabulary=ANY_TOKEN), [request], [completion]
-        )
-        if isinstance(found, Exception):
-            raise found
+        found = checked(request, Completion(answer.token_ids[:end], given or (0.0,) * end, finish), ANY_TOKEN)
         return found if given else Completion(found.token_ids, (math.nan,) * end, finish)
 
     def _end(self, ids: list[int], stops: tuple[str, ...]) -> tuple[int, Finish]:

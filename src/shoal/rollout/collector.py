@@ -19,7 +19,7 @@ from shoal.rollout.loops import run_here
 from shoal.rollout.plan import Assignment, assignments_of, group_numbers, slot_of
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.batching import Asking, as_sampler
-from shoal.rollout.samplers.sampler import Engine, Sampling
+from shoal.rollout.samplers.sampler import Sampler, Sampling
 
 
 class TrajectoryCollector:
@@ -44,7 +44,7 @@ class TrajectoryCollector:
         tags: Sequence[str],
         roles: Mapping[str, Role],
         group_size: int,
-        engine: Engine,
+        engine: Sampler,
         prompt: PromptConfig,
         seed: int,
         *,

@@ -46,7 +46,7 @@ class LoopThread(Closing):
         with self._lock:
             if self._closed:
                 work.close()
-                raise EngineError("the shared engine was closed")
+                raise EngineError("the sampler was closed")
             future = asyncio.run_coroutine_threadsafe(work, self.loop)
             self._running.add(future)
         future.add_done_callback(self._running.discard)
@@ -58,10 +58,19 @@ class LoopThread(Closing):
         try:
             return future.result(timeout)
         except concurrent.futures.CancelledError as error:
-            raise EngineError("the shared engine was closed before it answered") from error
+            raise EngineError("the sampler was closed before it answered") from error
         except BaseException:
             future.cancel()
             raise
+
+    async def within(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns, for a coroutine of another event loop."""
+        try:
+            return await asyncio.wrap_future(self.submit(work))
+        except asyncio.CancelledError as error:
+            if not self._closed:
+                raise
+            raise EngineError("the sampler was closed before it answered") from error
 
     def close(self) -> None:
         """Cancel what runs and end the thread; may be called twice."""

@@ -32,7 +32,7 @@ from shoal.rollout.loops import run_here
 from shoal.rollout.plan import Assignment, assignments_of
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.batching import Asking, SharedLLMInferenceManager, as_sampler
-from shoal.rollout.samplers.sampler import Engine, Sampling
+from shoal.rollout.samplers.sampler import Sampler, Sampling
 from shoal.rollout.settings import Backend, check_jobs, rollout_config
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class ParallelRolloutManager(Closing):
     def __init__(
         self,
         config: Any,
-        engine: Engine,
+        engine: Sampler,
         n_jobs: int | None = None,
         *,
         side: str = "train",

@@ -46,7 +46,7 @@ class ParallelConfig:
     engine_retries: int = 1
     """Further attempts for a request that the engine failed to answer."""
     engine_restarts: int = 3
-    """Times that an engine which crashed or hangs begins anew, where it can (vllm, ray, openai)."""
+    """Times that an engine which crashed or hangs begins anew, where it can (vllm, ray)."""
     env_retries: int = 1
     """Times an episode starts again, in a fresh env, after its env failed."""
     max_deaths: int = 3

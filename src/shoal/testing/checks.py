@@ -23,9 +23,9 @@ from shoal.rollout.samplers.sampler import (
     FINISHES,
     Capabilities,
     Completion,
-    Engine,
     Key,
     Request,
+    Sampler,
     Sampling,
     capabilities_of,
 )
@@ -120,9 +120,9 @@ def _alike(a: Any, b: Any) -> bool:
 
 # --- engines
 def check_engine(
-    make: Callable[[], Engine], prompts: Sequence[str] = ("Say something.", "And now?", "x")
+    make: Callable[[], Sampler], prompts: Sequence[str] = ("Say something.", "And now?", "x")
 ) -> None:
-    """Ask an engine for completions and compare what it does with what `Engine` and its level promise.
+    """Ask a sampler for completions and compare what it does with what `Sampler` and its level promise.
 
     Args:
         make: makes the engine; called once.
@@ -131,11 +131,11 @@ def check_engine(
     expect(prompts, "prompts must hold at least one message")
     engine = make()
     expect(
-        isinstance(engine, Engine),
+        isinstance(engine, Sampler),
         f"{type(engine).__name__} must have tokenizer, level, weights_version, generate",
     )
     known = capabilities_of(engine)
-    expect(known.level == engine.level, f"capabilities state {known.level}, the engine {engine.level}")
+    expect(known.level == engine.level, f"capabilities state {known.level}, the sampler {engine.level}")
     tokenizer = engine.tokenizer
     expect(tokenizer.decode(tokenizer.encode("a b 12")) == "a b 12", "decode must undo encode")
     starts = [tokenizer.start([{"role": "user", "content": prompt}]) for prompt in prompts]
@@ -167,7 +167,7 @@ def check_engine(
 
 
 def _check_completion(
-    engine: Engine, known: Capabilities, where: str, request: Request, completion: Completion
+    engine: Sampler, known: Capabilities, where: str, request: Request, completion: Completion
 ) -> None:
     ids, limit = completion.token_ids, request.sampling.max_tokens
     expect(all(type(i) is int for i in ids), f"{where}: token_ids must be ints, got {ids!r}")

@@ -1,4 +1,4 @@
-"""What an engine answers is looked at in one place; what cannot be an answer ends its own episode and no other."""
+"""What a sampler answers is checked in one place; what cannot be an answer ends its own episode and no other."""
 
 import math
 
@@ -139,12 +139,6 @@ def request(limit=4):
     return Request((1, 2, 3), Key(1, (0, 0, 0, 0)), Sampling(limit))
 
 
-class Plain:
-    """An engine that knows its vocabulary, of 7 tokens."""
-
-    vocabulary = 7
-
-
 NUMBERS = st.one_of(st.integers(-3, 9), st.floats(), st.booleans(), st.none(), st.text(max_size=2))
 
 
@@ -155,8 +149,9 @@ NUMBERS = st.one_of(st.integers(-3, 9), st.floats(), st.booleans(), st.none(), s
     version=NUMBERS,
 )
 def test_whatever_is_answered_is_a_completion_that_can_be_or_an_error(ids, logprobs, finish, version):
-    (found,) = checked(Plain(), [request()], [Completion(ids, logprobs, finish, version)])
-    if isinstance(found, EngineError):
+    try:
+        found = checked(request(), Completion(ids, logprobs, finish, version), 7)
+    except EngineError:
         return
     if found.finish == "context":
         assert (found.token_ids, found.logprobs) == ((), ())
@@ -176,25 +171,21 @@ def test_right_answers_pass_in_numbers_of_numpy_too():
         (np.array([0, 6]), np.array([-1.0, 0.0])),
         ([0, np.int32(6)], [-1, 0]),
     ]:
-        assert checked(Plain(), [request()], [Completion(ids, logprobs, "stop", np.int64(2))]) == [
-            Completion((0, 6), (-1.0, 0.0), "stop", 2)
-        ]
+        found = checked(request(), Completion(ids, logprobs, "stop", np.int64(2)), 7)
+        assert found == Completion((0, 6), (-1.0, 0.0), "stop", 2)
+        assert type(found.token_ids[1]) is int
+        assert type(found.logprobs[1]) is float
     for nobodys in (None, "text", 3, [1]):
-        assert isinstance(checked(Plain(), [request()], [nobodys])[0], EngineError)
+        with pytest.raises(EngineError, match="the sampler returned no completion"):
+            checked(request(), nobodys)
 
 
-def test_an_engine_of_messages_may_write_more_characters_than_tokens_and_no_log_probabilities():
-    class Said:
-        tokenizer = ChatCodec()
-
-        class capabilities:  # noqa: N801
-            token_ids = logprobs = False
-
-    text = Said.tokenizer.encode("hello, this is long")
-    answers = [Completion(text, (), "stop"), Completion((), (), "stop"), Completion((0x110001,), (), "stop")]
-    first, empty, mark = checked(Said(), [request()] * 3, answers)
-    assert (first, empty) == tuple(answers[:2])
-    assert "must have token ids" in str(mark)
+def test_a_sampler_of_messages_may_write_more_characters_than_tokens_and_no_log_probabilities():
+    size, text = ChatCodec.size, ChatCodec().encode("hello, this is long")
+    for answer in (Completion(text, (), "stop"), Completion((), (), "stop")):
+        assert checked(request(), answer, size, exact=False) == answer
+    with pytest.raises(EngineError, match="token ids below"):
+        checked(request(), Completion((0x110001,), (), "stop"), size, exact=False)
 
 
 def test_fewer_answers_than_requests_fail_all_of_them():

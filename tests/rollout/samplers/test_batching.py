@@ -1,15 +1,12 @@
-"""Engines as samplers: what waits is answered together, what fails fails alone, and a slow answer holds up nobody."""
+"""How samplers are asked: what waits is answered together, and what fails fails alone."""
 
-import asyncio
 import threading
 import time
 
 import pytest
-from tests.rollout.doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import HashEngine
 
-from shoal import envs
 from shoal.core.errors import EngineError
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.batching import SharedLLMInferenceManager
 from shoal.rollout.samplers.sampler import Key, Request
 
@@ -84,7 +81,7 @@ def test_an_engine_that_hangs_and_cannot_be_restarted_refuses_everybody():
     go = threading.Event()
     with SharedLLMInferenceManager(HashEngine(lambda _: go.wait(60)), engine_timeout=0.3) as shared:
         for _ in range(2):
-            with pytest.raises((EngineError, TimeoutError), match="the engine hangs"):
+            with pytest.raises((EngineError, TimeoutError), match="the sampler hangs"):
                 shared.generate([request()])
     go.set()
 
@@ -102,38 +99,3 @@ def test_after_closing_nothing_is_answered():
     shared.close()
     with pytest.raises(EngineError, match="closed"):
         shared.generate([request()])
-
-
-class Patient(HashEngine):
-    """Answers each request at once: one member after a second and a half, the others after a tenth."""
-
-    def __init__(self):
-        super().__init__()
-        self.took = {}
-
-    async def sample(self, request):
-        began = time.monotonic()
-        await asyncio.sleep(1.5 if request.key.path[2] else 0.1)
-        self.took[request.key.path[1], request.key.path[2]] = time.monotonic() - began
-        return self._answer(request)
-
-
-def test_a_slow_answer_holds_up_no_other():
-    envs.register("test_counter", CounterEnv, replace=True)
-    ended = {}
-    engine = Patient()
-    settings = config(groups=2, members=2, max_steps=2)
-    with ParallelRolloutManager(settings, engine, backend="threads") as manager:
-        began = time.monotonic()
-        real = engine._answer
-
-        def answer(request):
-            ended[request.key.path[2], request.key.path[3]] = time.monotonic() - began
-            return real(request)
-
-        engine._answer = answer
-        played = manager.collect(4)
-    with ParallelRolloutManager(settings, HashEngine(), backend="serial") as manager:
-        assert manager.collect(4) == played
-    assert ended[0, 1] < 1.0  # two turns of a quick episode, beside one answer of a slow one
-    assert ended[1, 1] > 3.0

@@ -12,6 +12,7 @@ from tests.rollout.doubles import FakeServer, logprob_of, written
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.images import picture_url
+from shoal.rollout.loops import LoopThread
 from shoal.rollout.prompts import PromptConfig, Prompter, Scene
 from shoal.rollout.samplers.http import HttpClient, RetryPolicy
 from shoal.rollout.samplers.openai import DIALECTS, OpenAIEngine
@@ -468,7 +469,8 @@ def test_the_key_is_sent_and_never_shown(serve):
 
 
 def test_pauses_between_attempts_double_up_to_a_limit():
-    client = HttpClient("http://127.0.0.1:1", RetryPolicy(1, 9999, 0.1, 0.5))
+    with LoopThread("shoal-test") as loop:
+        client = HttpClient("http://127.0.0.1:1", loop, RetryPolicy(1, 9999, 0.1, 0.5))
     pauses = [client._pause(attempt, "x", "down") for attempt in (1, 2, 3, 4, 5, 9999)]
     for pause, base in zip(pauses, [0.1, 0.2, 0.4, 0.5, 0.5, 0.5], strict=True):
         assert base / 2 <= pause <= base

@@ -4,11 +4,11 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 from tests.rollout.doubles import TEMPLATE, CounterEnv, FakeServer, HashEngine, byte_tokenizer, config
 from tests.rollout.doubles import llama_engine as make_llama
+from tests.rollout.samplers import fake_vllm
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
@@ -268,27 +268,14 @@ def test_replicas_use_the_gpu_that_ray_gives_them_whatever_the_trainer_is_on(mon
 
 @pytest.mark.parametrize(("visible", "seen"), [(None, "1"), ("4,6", "6")])
 def test_the_vllm_of_a_process_sees_the_gpu_of_that_process_alone(monkeypatch, tmp_path, visible, seen):
+    fake_vllm.install(monkeypatch)
     told = []
 
-    class LLM:
-        def __init__(self, **_):
-            told.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
-            self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+    def started(args):
+        told.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return fake_vllm.AsyncLLM(args)
 
-        def get_tokenizer(self):
-            return None
-
-    parts = {
-        "vllm": {"LLM": LLM, "SamplingParams": object},
-        "vllm.lora": {},
-        "vllm.lora.request": {"LoRARequest": object},
-        "vllm.platforms": {"current_platform": object},
-    }
-    for name, content in parts.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "shoal.rollout.samplers.vllm", raising=False)
+    monkeypatch.setattr(fake_vllm.AsyncLLM, "from_engine_args", started)
     monkeypatch.setattr("shoal.rollout.samplers.tokenizers.TemplateTokenizer", lambda _: None)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

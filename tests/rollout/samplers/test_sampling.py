@@ -12,7 +12,7 @@ from tests.rollout.doubles import FakeServer
 from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal.core.errors import EngineError
-from shoal.rollout.samplers.batching import ask
+from shoal.rollout.samplers.batching import SharedLLMInferenceManager
 from shoal.rollout.samplers.http import RetryPolicy
 from shoal.rollout.samplers.openai import DIALECTS, OpenAIEngine
 from shoal.rollout.samplers.sampler import (
@@ -95,8 +95,9 @@ def test_weights_that_give_no_numbers_are_told_as_such_however_tokens_are_chosen
         with torch.no_grad():
             next(engine.model.parameters()).fill_(math.nan)
         prompt = engine.tokenizer.start([{"role": "user", "content": "Up"}])
-        found = ask(engine, [Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(4, **sampling))])
-        assert NO_NUMBERS in str(found[0])
+        asked = Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(4, **sampling))
+        with SharedLLMInferenceManager(engine) as shared, pytest.raises(EngineError, match=NO_NUMBERS):
+            shared.generate([asked])
 
 
 @pytest.mark.parametrize("stop", [("",), ("</action>", ""), "</action>"])

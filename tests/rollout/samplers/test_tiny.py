@@ -287,8 +287,8 @@ def test_chats_of_messages_go_to_numbers_and_back_with_their_pictures():
     for wrong, images, message in (
         (ids, ["a"], "shows more pictures than the 1 that came with it"),
         (ids, ["a", "b", "c"], "1 of 3 pictures have no place in the prompt"),
-        (codec.encode("see"), [], "was not made by the engine's own tokenizer"),
-        ((), [], "was not made by the engine's own tokenizer"),
+        (codec.encode("see"), [], "was not made by the sampler's own tokenizer"),
+        ((), [], "was not made by the sampler's own tokenizer"),
     ):
         with pytest.raises(EngineError, match=message):
             codec.messages(wrong, images)

@@ -114,9 +114,11 @@ def test_groups_of_one_are_fine_where_nothing_is_compared_within_them(settings):
     )
 
 
-def test_adapters_beside_a_sampler_elsewhere_are_refused_before_it_starts():
-    with pytest.raises(ConfigError, match=r"model\.lora\.rank=4 needs engine\.name=huggingface, got vllm"):
-        compose_config("demo", ["engine.name=vllm", "engine.model=smollm2", "model.lora.rank=4"])
+@pytest.mark.parametrize("name", ["tiny", "openai", "ray"])
+def test_adapters_without_a_model_of_transformers_are_refused_before_anything_starts(name):
+    told = rf"model\.lora\.rank=4 needs a model of transformers, got engine\.name={name}"
+    with pytest.raises(ConfigError, match=told):
+        compose_config("demo", [f"engine.name={name}", "engine.replicas.engine=tiny", "model.lora.rank=4"])
 
 
 def test_settings_of_transformers_models_are_refused_for_tiny_replicas_too():

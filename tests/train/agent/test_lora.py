@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, DataError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.registry import SAMPLERS
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent import policy as policies
@@ -24,6 +25,7 @@ from shoal.train.agent.distributed import BasePolicy
 from shoal.train.agent.lora import LoraPolicy, add_lora, load_lora, merge_lora, weights_sha256
 from shoal.train.agent.policy import policy_of, score
 from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.agent.weights import WeightSync
 
 SETTINGS = [
     "engine.name=huggingface", "custom_envs.FrozenLakeEnv=null", "+custom_envs.BanditEnv={env_type: bandit}",
@@ -92,6 +94,46 @@ def test_adapters_alone_are_trained_resumed_and_exported(base, tmp_path, capsys)
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(prompt).logits.shape == said.shape
 
 
+def test_a_sampler_elsewhere_gets_the_adapters_alone_and_writes_what_the_policy_would(
+    base, tmp_path, monkeypatch
+):
+    rows, expected = run(base, tmp_path / "here", "trainer.iterations=2")
+    made, loaded = [], []
+
+    class Elsewhere(HuggingFaceEngine):
+        """Has a network of its own, as vLLM has."""
+
+        def load_weights(self, weights, version):
+            raise AssertionError("whole weights were sent")
+
+        def load_adapter(self, folder, version):
+            loaded.append(sorted(path.name for path in folder.iterdir()))
+            super().load_adapter(folder, version)
+
+    def make(config, words, seed):
+        made.append((config.vllm, Elsewhere.load(config.model)))
+        return made[-1][1]
+
+    monkeypatch.setitem(SAMPLERS._items, "vllm", make)
+    other, found = run(base, tmp_path / "there", "trainer.iterations=2", "engine.name=vllm")
+    [(options, sampler)] = made
+    assert options == {"enable_lora": True, "max_lora_rank": 8}
+    assert sampler.weights_version > 0
+    assert len(loaded) == 3, "at the start, and after each update"
+    assert all({"adapter_config.json", "adapter_model.safetensors"} <= set(names) for names in loaded)
+    assert found == expected
+    told = [
+        [(row.get("reward"), row.get("loss"), row.get("tokens")) for row in each] for each in (rows, other)
+    ]
+    assert told[0] == told[1]
+
+
+def test_a_sampler_that_takes_no_adapters_is_refused_for_lora(base):
+    here, there = HuggingFaceEngine.load(base), TinyEngine(["Up"])
+    with pytest.raises(ConfigError, match="TinyEngine takes no LoRA adapters"):
+        WeightSync(add_lora(policy_of(here), Lora(2), str(base), 0), there)
+
+
 def test_adapters_of_another_base_and_engines_without_one_are_refused(base, tmp_path):
     own = shutil.copytree(base, tmp_path / "base")
     run(own, tmp_path / "run", "trainer.iterations=1")
@@ -104,10 +146,10 @@ def test_adapters_of_another_base_and_engines_without_one_are_refused(base, tmp_
         load_lora(folder)
     with pytest.raises(DataError, match="trained on another model"):
         run(own, tmp_path / "run", "trainer.iterations=2", "resume=true")
-    with pytest.raises(ConfigError, match="needs engine.name=huggingface"):
+    with pytest.raises(ConfigError, match="needs a model of transformers"):
         AgentTrainer(compose_config("demo", ["model.lora.rank=2", f"run_dir={tmp_path / 'tiny'}"]))
     for engine, model in ((TinyEngine(["Up"]), "a-model"), (HuggingFaceEngine.load(own), None)):
-        with pytest.raises(ConfigError, match="needs engine.name: huggingface with an engine.model"):
+        with pytest.raises(ConfigError, match="needs engine.name: huggingface"):
             add_lora(policy_of(engine), Lora(2), model, 0)
 
 

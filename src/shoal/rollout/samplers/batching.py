@@ -1,7 +1,7 @@
-"""Engines as samplers: requests of many episodes are answered in batches, or each at once where an engine can do that.
+"""What a driver asks: a sampler whose requests are answered at once, or in batches where it works in batches.
 
-An engine that works in batches (`generate`) is called in a thread of its own with all that waits. What an engine does
-wrong ends the episode that asked and no other: a batch that fails is asked again, one request at a time.
+One that works in batches (`generate`) is called in a thread of its own with all that waits. What fails is asked again,
+one request at a time, and a failure ends the episode that asked and no other.
 """
 
 from __future__ import annotations
@@ -11,15 +11,24 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from shoal.core.errors import EngineError, did_you_mean, format_error
 from shoal.core.executors import Closing, OwnThread
 from shoal.rollout.loops import LoopThread
-from shoal.rollout.samplers.sampler import Completion, Engine, Request, checked, of_inner, vocabulary_of
+from shoal.rollout.samplers.sampler import (
+    Completion,
+    Request,
+    Sampler,
+    capabilities_of,
+    checked,
+    of_inner,
+    vocabulary_of,
+)
 
 logger = logging.getLogger(__name__)
 Schedule = Literal["adaptive", "greedy", "barrier"]
@@ -28,7 +37,7 @@ Result = Completion | Exception
 
 @dataclass(frozen=True)
 class Asking:
-    """How an engine is asked; see `ParallelConfig`."""
+    """How a sampler is asked; see `ParallelConfig`."""
 
     schedule: Schedule = "adaptive"
     max_batch: int = 4096
@@ -47,7 +56,7 @@ class Asking:
 
 @dataclass(slots=True)
 class Statistics:
-    """What a sampler did so far."""
+    """What was asked of a sampler so far."""
 
     requests: int = 0
     batches: int = 0
@@ -56,64 +65,112 @@ class Statistics:
     restarts: int = 0
 
 
-class Asked(Protocol):
-    """What a driver asks: a sampler of an engine, with what it did so far."""
+class Asked(ABC):
+    """What a driver asks; `DirectSampler` and `BatchingSampler` say when the sampler is called.
 
-    statistics: Statistics
-    playing: int
-    """Episodes that may ask; in lockstep the engine waits for all of them."""
+    Args:
+        sampler: what answers.
+        asking: when it is asked, and what is done when it fails: one that crashes or hangs is restarted, where it can.
+    """
 
+    def __init__(self, sampler: Any, asking: Asking = Asking()) -> None:
+        self.sampler, self.asking = sampler, asking
+        self.statistics = Statistics()
+        self._playing, self._news = 0, asyncio.Event()
+        self._vocabulary, self._exact = vocabulary_of(sampler), capabilities_of(sampler).trainable
+
+    @property
+    def playing(self) -> int:
+        """Episodes that may ask; in lockstep a batch waits for all of them."""
+        return self._playing
+
+    @playing.setter
+    def playing(self, count: int) -> None:
+        self._playing = count
+        self._news.set()
+
+    @abstractmethod
     def sample(self, request: Request) -> Awaitable[Completion]:
         """The completion of a request.
 
         Raises:
-            EngineError: the engine could not answer.
+            EngineError: the sampler could not answer.
             TimeoutError: it hangs.
         """
 
-    def close(self) -> None:
-        """End its thread."""
+    def close(self) -> None:  # noqa: B027
+        """End its thread, if it has one."""
+
+    def checked(self, request: Request, answer: Any) -> Completion:
+        """An answer that can be the one to its request; an `EngineError` if it cannot."""
+        return checked(request, answer, self._vocabulary, exact=self._exact)
+
+    def restart(self, why: str) -> bool:
+        """Restart the sampler; False where that is not possible."""
+        restart = getattr(self.sampler, "restart", None)
+        if restart is None or self.statistics.restarts >= self.asking.restarts:
+            return False
+        self.statistics.restarts += 1
+        logger.warning("the sampler is restarted: %s", why)
+        try:
+            restart()
+        except Exception:
+            logger.exception("the sampler could not be restarted")
+            return False
+        return True
 
 
-def as_sampler(engine: Any, asking: Asking = Asking(), *, inline: bool = False) -> Asked:
-    """The sampler of an engine: its own where it has `async sample`, else one that gathers batches.
+def as_sampler(sampler: Any, asking: Asking = Asking(), *, inline: bool = False) -> Asked:
+    """How a driver asks a sampler: each request at once where it has `async sample`, else in batches.
 
     Args:
-        engine: what answers.
+        sampler: what answers.
         asking: when it is asked, and what is done when it fails.
         inline: whether it is called in the thread of the event loop.
     """
-    if inspect.iscoroutinefunction(getattr(engine, "sample", None)):
-        return DirectSampler(engine, asking)
-    return BatchingSampler(engine, asking, inline=inline)
+    if inspect.iscoroutinefunction(getattr(sampler, "sample", None)):
+        return DirectSampler(sampler, asking)
+    return BatchingSampler(sampler, asking, inline=inline)
 
 
-class DirectSampler:
-    """Asks an engine for each request at once: a slow answer holds up nobody."""
+class DirectSampler(Asked):
+    """Asks a sampler for each request at once: a slow answer holds up nobody."""
 
-    def __init__(self, engine: Any, asking: Asking = Asking()) -> None:
-        self.engine, self._asking = engine, asking
-        self.statistics = Statistics()
-        self.playing = 0
-        self._under_way, self._since = 0, 0.0
+    def __init__(self, sampler: Any, asking: Asking = Asking()) -> None:
+        super().__init__(sampler, asking)
+        self._under_way, self._since, self._answered = 0, 0.0, 0
+        self._restarting = asyncio.Lock()
 
     async def sample(self, request: Request) -> Completion:
-        """The engine's completion; it is asked again where that fails."""
-        for attempt in range(self._asking.retries + 1):
+        """The completion of a request; the sampler is asked again where that fails."""
+        for attempt in range(self.asking.retries + 1):
+            answered, restarts = self._answered, self.statistics.restarts
             self._enter()
-            limit = self._asking.engine_timeout
             try:
-                async with asyncio.timeout(limit) as scope:
-                    return one_of(self.engine, request, await self.engine.sample(request))
+                async with asyncio.timeout(self.asking.engine_timeout) as limit:
+                    answer = await self.sampler.sample(request)
+                self._answered += 1
+                return self.checked(request, answer)
             except Exception as error:
-                if isinstance(error, TimeoutError) and scope.expired():
-                    raise TimeoutError(f"the engine hangs: {_late(limit)}") from error
+                failed = as_error(error)
+                late = isinstance(error, TimeoutError) and limit.expired()
+                if late:
+                    failed = TimeoutError(f"the sampler hangs: {_late(self.asking.engine_timeout)}")
+                hangs = late and self._answered == answered  # it answered nobody else either
+                if hangs or not isinstance(error, EngineError | TimeoutError):
+                    await self._restart_once(restarts, str(failed))
                 self.statistics.failures += 1
-                if attempt == self._asking.retries:
-                    raise as_error(error) from error
+                if attempt == self.asking.retries:
+                    raise failed from error
             finally:
                 self._leave()
         raise AssertionError
+
+    async def _restart_once(self, restarts: int, why: str) -> None:
+        """Restart the sampler unless that was done since there had been so many restarts."""
+        async with self._restarting:
+            if self.statistics.restarts == restarts:
+                await asyncio.to_thread(self.restart, why)
 
     def _enter(self) -> None:
         self.statistics.requests += 1
@@ -127,129 +184,87 @@ class DirectSampler:
         if not self._under_way:
             self.statistics.engine_seconds += time.perf_counter() - self._since
 
-    def close(self) -> None:
-        """There is no thread to end."""
 
-
-class BatchingSampler:
-    """Gathers requests for an engine that answers in batches, and calls it in a thread of its own.
+class BatchingSampler(Asked):
+    """Gathers requests for a sampler that works in batches, and calls it in a thread of its own.
 
     Args:
-        engine: what answers.
-        asking: when it is asked, and what is done when it fails: one that crashes or hangs is restarted, where it can.
+        sampler: what answers.
+        asking: when it is asked, and what is done when it fails.
         inline: whether it is called in the thread of the event loop.
     """
 
-    def __init__(self, engine: Engine, asking: Asking = Asking(), *, inline: bool = False) -> None:
-        self.engine, self._asking, self._inline = engine, asking, inline
-        self.statistics = Statistics()
-        self._playing = 0
+    def __init__(self, sampler: Sampler, asking: Asking = Asking(), *, inline: bool = False) -> None:
+        super().__init__(sampler, asking)
+        self._inline = inline
         self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
-        self._news: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
-        self._thread = None if inline else OwnThread("shoal-engine")
-        self._hangs: str | None = None
-
-    @property
-    def playing(self) -> int:
-        """Episodes that may ask."""
-        return self._playing
-
-    @playing.setter
-    def playing(self, count: int) -> None:
-        self._playing = count
-        if self._news is not None:
-            self._news.set()
+        self._thread = None if inline else OwnThread("shoal-sampler")
+        self._hangs = False
 
     def sample(self, request: Request) -> Awaitable[Completion]:
         """The completion of a request, in the next batch."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
         self._waiting.append((request, future))
-        if self._news is not None:
-            self._news.set()
+        self._news.set()
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._work())
         return future
 
     def close(self) -> None:
-        """End the engine's thread after its call; one that hangs is left behind."""
+        """End the sampler's thread after its call; one that hangs is left behind."""
         if self._thread is not None:
             self._thread.end()
 
     # --- when a batch is launched
     async def _work(self) -> None:
-        """Call the engine as long as something waits; the next batch is launched before answers are given."""
-        batch: list[tuple[Request, asyncio.Future[Completion]]] = []
-        try:
-            while self._waiting:
-                await self._gather()
-                if batch := self._take():
-                    deliver(batch, await self._answers([request for request, _ in batch]))
-        except BaseException as error:  # the loop ends, or Ctrl-C
-            deliver([*batch, *self._waiting], [as_error(error)] * (len(batch) + len(self._waiting)))
-            self._waiting.clear()
-            raise
+        """Call the sampler as long as something waits; the next batch is launched before answers are given."""
+        while self._waiting:
+            await self._gather()
+            most = self.asking.max_batch
+            taken, self._waiting = self._waiting[:most], self._waiting[most:]
+            batch = [item for item in taken if not item[1].done()]  # nobody waits for the others any more
+            if batch:
+                deliver(batch, await self._answers([request for request, _ in batch]))
 
     async def _gather(self) -> None:
         """In lockstep, wait until all who may ask have asked."""
-        if self._inline or self._asking.schedule != "barrier":
+        if self._inline or self.asking.schedule != "barrier":
             return
-        while 0 < len(self._waiting) < min(self._playing, self._asking.max_batch):
-            self._news = asyncio.Event()
+        while 0 < len(self._waiting) < min(self.playing, self.asking.max_batch):
+            self._news.clear()
             await self._news.wait()
-        self._news = None
-
-    def _take(self) -> list[tuple[Request, asyncio.Future[Completion]]]:
-        """The next batch; nobody waits for some requests any more."""
-        most = self._asking.max_batch
-        taken, self._waiting = self._waiting[:most], self._waiting[most:]
-        return [item for item in taken if not item[1].done()]
 
     # --- asking
     async def _answers(self, requests: Sequence[Request]) -> list[Result]:
-        """A completion or an exception a request, whatever the engine does."""
-        began = time.perf_counter()
+        """A completion or an exception a request; what failed is asked again, one request at a time."""
+        began, statistics = time.perf_counter(), self.statistics
         try:
             results = await self._call(requests)
-            if any(isinstance(result, Exception) for result in results) and self._asking.retries:
-                results = [
-                    await self._again(request, result, self._asking.retries)
-                    if isinstance(result, Exception)
-                    else result
-                    for request, result in zip(requests, results, strict=True)
-                ]
+            failed = [place for place, result in enumerate(results) if isinstance(result, Exception)]
+            attempts = self.asking.retries + (len(failed) > 1)  # one may have failed the whole batch
+            for place in failed:
+                for _ in range(attempts):
+                    statistics.failures += 1
+                    (results[place],) = await self._call([requests[place]])
+                    if isinstance(results[place], Completion):
+                        break
             return results
-        except Exception as error:
-            attempts = self._asking.retries + (len(requests) > 1)
-            return [await self._again(request, as_error(error), attempts) for request in requests]
         finally:
-            statistics = self.statistics
             statistics.requests += len(requests)
             statistics.batches += 1
             statistics.engine_seconds += time.perf_counter() - began
 
-    async def _again(self, request: Request, result: Exception, attempts: int) -> Result:
-        """One request alone, so often."""
-        found: Result = result
-        for _ in range(attempts):
-            self.statistics.failures += 1
-            try:
-                (found,) = await self._call([request])
-            except Exception as error:
-                found = as_error(error)
-            if isinstance(found, Completion):
-                return found
-        return found
-
     async def _call(self, requests: Sequence[Request]) -> list[Result]:
-        """What the engine says, each looked at; in its thread, which is left behind if it does not come back."""
-        if self._hangs is not None:
-            raise EngineError(self._hangs)
-        work, limit = partial(ask, self.engine, tuple(requests)), self._asking.engine_timeout
+        """What the sampler answers, in its thread, which is left behind if it does not come back."""
+        work, limit = partial(self._ask, tuple(requests)), self.asking.engine_timeout
         if self._thread is None:
-            return self._or_restarted(work)
-        running = asyncio.wrap_future(self._thread.submit(partial(self._or_restarted, work)))
+            return work()
+        late = TimeoutError(f"the sampler hangs: {_late(limit)}")
+        if self._hangs:
+            return [late] * len(requests)
+        running = asyncio.wrap_future(self._thread.submit(work))
         if limit is None:
             return await running
         done, _ = await asyncio.wait([running], timeout=limit)
@@ -257,73 +272,42 @@ class BatchingSampler:
             return running.result()
         running.cancel()
         self._thread.end()
-        self._thread = OwnThread("shoal-engine")
-        why = f"the engine hangs: {_late(limit)}"
-        if not await asyncio.wrap_future(self._thread.submit(partial(self._restart, why))):
-            self._hangs = why
-            logger.error("%s; all further requests are refused", why)
-        raise TimeoutError(why)
+        self._thread = OwnThread("shoal-sampler")
+        if not await asyncio.wrap_future(self._thread.submit(partial(self.restart, str(late)))):
+            self._hangs = True
+            logger.error("%s; all further requests are refused", late)
+        return [late] * len(requests)
 
-    def _or_restarted(self, work: Callable[[], list[Result]]) -> list[Result]:
-        """`work`, and a restart where the engine crashed."""
+    def _ask(self, requests: tuple[Request, ...]) -> list[Result]:
+        """What the sampler answers, each answer checked; it is restarted if it crashed."""
         try:
-            return work()
+            answers = self.sampler.generate(requests)
+        except (EngineError, TimeoutError) as error:
+            return [error] * len(requests)
+        except BaseException as error:  # SystemExit, say: the sampler's own
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise  # Ctrl-C, which comes there alone
+            self.restart(format_error(error))
+            return [as_error(error)] * len(requests)
+        if len(answers) != len(requests):
+            returned = f"the sampler returned {len(answers)} completions for {len(requests)} requests"
+            return [EngineError(returned)] * len(requests)
+        return [self._result(*pair) for pair in zip(requests, answers, strict=True)]
+
+    def _result(self, request: Request, answer: Any) -> Result:
+        try:
+            return self.checked(request, answer)
         except EngineError as error:
-            if error.__cause__ is not None:
-                self._restart(str(error))
-            raise
-
-    def _restart(self, why: str) -> bool:
-        """Restart the engine; False where that is not possible."""
-        restart = getattr(self.engine, "restart", None)
-        if restart is None or self.statistics.restarts >= self._asking.restarts:
-            return False
-        logger.warning("the engine is restarted: %s", why)
-        try:
-            restart()
-        except Exception:
-            logger.exception("the engine could not be restarted")
-            return False
-        self.statistics.restarts += 1
-        return True
-
-
-def ask(engine: Any, requests: tuple[Request, ...]) -> list[Result]:
-    """What an engine says to a batch, each answer looked at.
-
-    Raises:
-        EngineError: it raised something, which is chained, or gave more or fewer answers.
-    """
-    try:
-        each = getattr(engine, "generate_each", None)
-        answers = engine.generate(requests) if each is None else each(requests)
-    except (EngineError, TimeoutError):
-        raise
-    except BaseException as error:  # SystemExit, say: the engine's own
-        main = threading.current_thread() is threading.main_thread()
-        if isinstance(error, KeyboardInterrupt) and main:  # Ctrl-C, which comes there alone
-            raise
-        raise EngineError(f"the engine failed: {format_error(error)}") from error
-    if len(answers) != len(requests):
-        raise EngineError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
-    return checked(engine, requests, answers)
-
-
-def one_of(engine: Any, request: Request, answer: Any) -> Completion:
-    """An answer, looked at."""
-    (found,) = checked(engine, (request,), (answer,))
-    if isinstance(found, Exception):
-        raise found
-    return found
+            return error
 
 
 def as_error(error: BaseException) -> Exception:
-    """What an episode ends with when its engine raised this."""
+    """What an episode ends with when its sampler raised this."""
     if isinstance(error, EngineError | TimeoutError):
         return error
-    refused = EngineError(f"the engine failed: {format_error(error)}")
-    refused.__cause__ = error
-    return refused
+    failed = EngineError(f"the sampler failed: {format_error(error)}")
+    failed.__cause__ = error
+    return failed
 
 
 def deliver(batch: Sequence[tuple[Request, asyncio.Future[Completion]]], results: Sequence[Result]) -> None:
@@ -342,24 +326,24 @@ def _late(seconds: float | None) -> str:
 
 
 class SharedLLMInferenceManager(Closing):
-    """One engine for many threads: an `Engine` itself, which answers in batches what waits together.
+    """One sampler for many threads, and a sampler itself: what waits together is answered in batches.
 
     Args:
         engine: what answers.
-        schedule: when a batch is launched: "adaptive" or "greedy", as soon as the engine is free and something waits;
+        schedule: when a batch is launched: "adaptive" or "greedy", as soon as the sampler is free and something waits;
             "barrier", when all that are playing have asked.
         max_batch: requests of one batch, at most.
-        engine_timeout: seconds of one engine call, after which the engine counts as hung.
+        engine_timeout: seconds of one call, after which the sampler counts as hung.
         request_timeout: seconds from a request to its answer, after which it is refused.
         retries: further attempts for a request that fails alone.
-        max_restarts: of an engine that crashes or hangs and has `restart`.
+        max_restarts: of a sampler that crashes or hangs and has `restart`.
 
     Use it as a context manager, or call `close`.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         *,
         schedule: Schedule = "adaptive",
         max_batch: int = 4096,
@@ -381,7 +365,7 @@ class SharedLLMInferenceManager(Closing):
 
     @property
     def vocabulary(self) -> int | None:
-        """How many tokens the engine's network knows."""
+        """How many tokens the network knows."""
         return vocabulary_of(self.engine)
 
     @property
@@ -393,7 +377,7 @@ class SharedLLMInferenceManager(Closing):
         """One completion a request, in order; waits for its batch.
 
         Raises:
-            EngineError: the engine could not answer.
+            EngineError: the sampler could not answer.
             TimeoutError: no answer within `timeout` or `request_timeout`.
         """
         results = self.generate_each(requests, timeout)
@@ -429,5 +413,5 @@ async def _within(seconds: float, sampler: Asked, request: Request) -> Completio
             return await sampler.sample(request)
     except TimeoutError as error:
         if limit.expired():
-            raise TimeoutError(f"the engine did not answer within {seconds} s") from error
+            raise TimeoutError(f"the sampler did not answer within {seconds} s") from error
         raise

@@ -1,28 +1,25 @@
-"""JSON over HTTP to one server, from any thread, with retries, and one error at the end.
+"""JSON over HTTP to one server, with retries, and one error at the end.
 
-Requests run in an event loop of their own, so that every wait has an end: an attempt has one deadline from the first
-byte sent to the last one read, whatever the server does meanwhile, and all attempts together have another.
+Every wait has an end: an attempt has one deadline from the first byte sent to the last one read, whatever the server
+does meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import json
 import logging
 import os
 import re
-import threading
 import time
 import urllib.parse
-import weakref
-from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.core.errors import EngineError, needs_extra
 from shoal.core.seeding import stream
+from shoal.rollout.loops import LoopThread
 from shoal.rollout.samplers.settings import check_settings
 
 logger = logging.getLogger(__name__)
@@ -46,11 +43,6 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         check_settings(self, ["timeout"], retries=0, backoff=0, max_backoff=self.backoff)
 
-    @property
-    def total(self) -> float:
-        """Seconds of all attempts and the pauses between them, at most."""
-        return self.timeout * (self.retries + 1) + self.max_backoff * self.retries
-
 
 class RefusedError(EngineError):
     """The server understood the request and will not answer it: the same request would be refused again."""
@@ -61,25 +53,22 @@ class RefusedError(EngineError):
         """What the server calls it, such as "context_length_exceeded"; empty if it does not say."""
 
 
-class Question(NamedTuple):
-    """One body to post."""
-
-    path: str
-    body: Any
-    name: str = ""  # names the noise of its pauses
-
-
 class HttpClient:
-    """Posts JSON to one server from any number of threads.
+    """Posts JSON to one server.
 
     Args:
         url: base address, such as `http://127.0.0.1:8000`.
+        loop: where requests run; the connections end with it.
         retry_policy: timeouts and retries.
         api_key: sent as a bearer token; never shown.
     """
 
     def __init__(
-        self, url: str, retry_policy: RetryPolicy = RetryPolicy(), api_key: str | None = None
+        self,
+        url: str,
+        loop: LoopThread,
+        retry_policy: RetryPolicy = RetryPolicy(),
+        api_key: str | None = None,
     ) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -90,98 +79,40 @@ class HttpClient:
         kind = "application/json"
         headers = {"Content-Type": kind, "Accept": kind, "Accept-Encoding": "identity"}
         self._headers = headers | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self._closed = False
-        self._loop: _Loop | None = None
-        self._end: Callable[[], Any] | None = None
-        self._lock = threading.RLock()  # a signal's handler may close while its thread is in here
+        self._loop = loop
+        self._session, self._closing = loop.run(_opened(retry_policy.timeout))
 
     def post(self, path: str, body: Any) -> Any:
-        """The reply to a JSON body.
-
-        Raises:
-            EngineError: the server refused the request, or gave no answer in all attempts.
-        """
-        (reply,) = self.post_each([Question(path, body)])
-        if isinstance(reply, EngineError):
-            raise reply
-        return reply
-
-    def post_each(self, questions: Sequence[Question], at_once: int = 1) -> list[Any]:
-        """The reply to each question, or an `EngineError` in its place; up to `at_once` are under way at a time."""
-
-        async def all_of_them(session: Any) -> list[Any]:
-            free = asyncio.Semaphore(at_once)
-
-            async def one(question: Question) -> Any:
-                async with free:
-                    return await self.reply_to(session, question)
-
-            return await asyncio.gather(*map(one, questions))
-
-        return self.run(all_of_them)  # type: ignore[no-any-return]
-
-    async def reply_to(self, session: Any, question: Question) -> Any:
-        """The reply to a question, or an `EngineError` in its place; in the event loop of the `session`."""
-        text = json.dumps(question.body).encode()
-        return self._parsed(
-            question.path, await self._ask(session, "POST", question.path, text, question.name)
-        )
+        """The reply to a JSON body; raises like `request`."""
+        return self._loop.run(self.request("POST", path, body))
 
     def get(self, path: str) -> Any:
-        """The reply to a GET; raises like `post`."""
-        reply = self._parsed(path, self.run(lambda session: self._ask(session, "GET", path, None, "")))
-        if isinstance(reply, EngineError):
-            raise reply
-        return reply
+        """The reply to a GET; raises like `request`."""
+        return self._loop.run(self.request("GET", path))
 
-    def close(self, *, for_good: bool = False) -> None:
-        """End requests that are under way and close the connections; later ones open new ones, unless `for_good`."""
-        with self._lock:
-            self._closed = self._closed or for_good
-            end, self._loop, self._end = self._end, None, None
-        if end is not None:
-            end()
+    async def request(self, method: str, path: str, body: Any = None, name: str = "") -> Any:
+        """The reply to a request, in the client's event loop.
 
-    def run(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
-        """What `work` gives, with the connections of the event loop it runs in, while the calling thread waits."""
-        return self._running().run(work, self.url)
+        Args:
+            method: GET or POST.
+            path: behind the base address.
+            body: is sent as JSON.
+            name: of the noise of its pauses.
 
-    async def within(self, work: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
-        """What `work` gives, with the connections of the event loop it runs in, while another event loop waits."""
-        return await self._running().within(work, self.url)
-
-    def _running(self) -> _Loop:
-        with self._lock:
-            if self._closed:
-                raise EngineError(f"the connection to {self.url} was closed before the request")
-            if self._loop is None:
-                self._loop = _Loop(self.retry_policy.timeout)
-                self._end = weakref.finalize(self, self._loop.end)
-            return self._loop
-
-    async def _ask(
-        self, session: Any, method: str, path: str, body: bytes | None, name: str
-    ) -> bytes | EngineError:
-        try:
-            async with asyncio.timeout(self.retry_policy.total):
-                return await self._attempts(session, method, path, body, name)
-        except TimeoutError:
-            return EngineError(
-                f"{self.url}{path} gave no answer within {self.retry_policy.total:.1f} s in all"
-            )
-
-    async def _attempts(
-        self, session: Any, method: str, path: str, body: bytes | None, name: str
-    ) -> bytes | EngineError:
+        Raises:
+            EngineError: the server gave no answer in all attempts, or a broken one.
+            RefusedError: it refused the request.
+        """
         import aiohttp
 
+        data = None if body is None else json.dumps(body).encode()
         retry_policy, trouble, asked_for, begin = self.retry_policy, "", 0.0, time.monotonic()
         for attempt in range(retry_policy.retries + 1):
             if attempt:
                 await asyncio.sleep(max(asked_for, self._pause(attempt, name or path, trouble)))
                 asked_for = 0.0
             try:
-                status, retry_after, data = await self._once(session, method, path, body)
+                status, retry_after, reply = await self._once(method, path, data)
             except TimeoutError:
                 trouble = f"it timed out after {retry_policy.timeout:g} s"
                 continue
@@ -195,15 +126,15 @@ class HttpClient:
                 trouble = f"{type(error).__name__}: {error}"
                 continue
             if status < 300:
-                return data
-            message, code = _message(data)
+                return self._parsed(path, reply)
+            message, code = _message(reply)
             trouble = f"HTTP {status}: {message}"
             if status not in RETRIED:
-                return RefusedError(f"{self.url}{path} refused the request: {trouble}", code)
+                raise RefusedError(f"{self.url}{path} refused the request: {trouble}", code)
             if _SECONDS.fullmatch(retry_after):
                 asked_for = min(float(retry_after), retry_policy.max_backoff)
         seconds = time.monotonic() - begin
-        return EngineError(
+        raise EngineError(
             f"{self.url}{path} gave no answer in {retry_policy.retries + 1} attempts over {seconds:.1f} s; "
             f"the last: {trouble}"
         )
@@ -215,111 +146,46 @@ class HttpClient:
         logger.warning("%s: %s; attempt %d in %.2f s", self.url, trouble, attempt + 1, pause)
         return pause
 
-    async def _once(self, session: Any, method: str, path: str, body: bytes | None) -> tuple[int, str, bytes]:
+    async def _once(self, method: str, path: str, body: bytes | None) -> tuple[int, str, bytes]:
         """Status, Retry-After and body of one attempt."""
-        url, headers = self.url + path, self._headers
-        reply = await session.request(method, url, data=body, headers=headers, allow_redirects=False)
-        try:
+        settings = {"data": body, "headers": self._headers, "allow_redirects": False}
+        async with self._session.request(method, self.url + path, **settings) as reply:
             data = bytearray()
             async for part in reply.content.iter_chunked(65_536):
                 data += part
                 if len(data) > MAX_REPLY:
                     raise ValueError(f"the reply is longer than {MAX_REPLY} bytes")
-        except BaseException:
-            reply.close()  # with the connection: nobody reads the rest
-            raise
-        reply.release()
-        return reply.status, reply.headers.get("Retry-After", ""), bytes(data)
+            return reply.status, reply.headers.get("Retry-After", ""), bytes(data)
 
-    def _parsed(self, path: str, data: bytes | EngineError) -> Any:
-        if isinstance(data, EngineError):
-            return data
+    def _parsed(self, path: str, data: bytes) -> Any:
         if not data.strip():
             return {}
         try:
             return json.loads(data)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as error:
             if not data.lstrip().startswith((b"{", b"[")):
                 return {"text": data.decode("utf-8", "replace")}
-            return EngineError(f"{self.url}{path} answered broken JSON: {data[:80]!r}")
+            raise EngineError(f"{self.url}{path} answered broken JSON: {data[:80]!r}") from error
 
 
-class _Loop:
-    """An event loop in a thread, with its connections, and whoever waits in it."""
+async def _opened(timeout: float) -> tuple[Any, asyncio.Task[None]]:
+    """A session of connections, and a task that closes them when its event loop ends."""
+    with needs_extra("samplers on a server", "llm"):
+        import aiohttp
+    session = aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=timeout),
+        connector=aiohttp.TCPConnector(limit=0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+    )
 
-    def __init__(self, timeout: float) -> None:
-        with needs_extra("engines on a server", "llm"):
-            import aiohttp
-        self._lock = threading.RLock()
-        self._shut = False  # then nobody comes in, so that nobody is forgotten in a loop that ends
-        self._inside: set[concurrent.futures.Future[Any]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="shoal-http")
-        self._thread.start()
-
-        async def connect() -> Any:
-            return aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=timeout),
-                connector=aiohttp.TCPConnector(limit=0),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-            )
-
-        self._session = asyncio.run_coroutine_threadsafe(connect(), self._loop).result()
-
-    def _submit(
-        self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str
-    ) -> concurrent.futures.Future[Any]:
-        with self._lock:
-            if self._shut:
-                raise EngineError(f"the connection to {url} was closed before the request")
-            future = asyncio.run_coroutine_threadsafe(work(self._session), self._loop)
-            self._inside.add(future)
-        future.add_done_callback(self._inside.discard)
-        return future
-
-    async def within(self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str) -> Any:
-        future = self._submit(work, url)
+    async def until_the_loop_ends() -> None:
         try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            if not future.cancelled() or asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                raise
-            raise EngineError(f"the connection to {url} was closed before the answer came") from None
+            await asyncio.Event().wait()
+        finally:
+            await session.close()
 
-    def run(self, work: Callable[[Any], Coroutine[Any, Any, Any]], url: str) -> Any:
-        future = self._submit(work, url)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError as error:
-            raise EngineError(f"the connection to {url} was closed before the answer came") from error
-        except BaseException:
-            future.cancel()
-            raise
-
-    def end(self) -> None:
-        """Cancel what is under way, close the connections, and let the thread go."""
-
-        async def finish() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            await self._session.close()
-
-        with self._lock:
-            self._shut = True
-        if threading.current_thread() is self._thread:  # the last reference was let go in there
-            self._loop.stop()
-            return
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            asyncio.run_coroutine_threadsafe(finish(), self._loop).result(5)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
-        for future in list(self._inside):  # of tasks that would not end
-            future.cancel()
-        if not self._thread.is_alive():
-            self._loop.close()
+    return session, asyncio.create_task(until_the_loop_ends())
 
 
 def _message(data: bytes) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import DataError, EngineError, missing_extra, needs_extra
+from shoal.core.errors import DataError, EngineError, needs_extra, reading
 from shoal.rollout.samplers.models import looks_back
 from shoal.rollout.samplers.noise import picks
 from shoal.rollout.samplers.sampler import (
@@ -35,7 +35,7 @@ from shoal.rollout.samplers.sampler import (
 )
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer, read_tokenizer
 
-with needs_extra("the Hugging Face engine", "llm"):
+with needs_extra("the Hugging Face sampler", "llm"):
     import torch
     from torch import Tensor, nn
     from transformers import AutoModelForCausalLM, DynamicCache
@@ -101,7 +101,7 @@ class HuggingFaceEngine:
     def load(
         cls, folder: Path | str, *, device: str = "cpu", dtype: str = "float32", **options: Any
     ) -> HuggingFaceEngine:
-        """The engine of a model folder on disk, with `options` of the engine; nothing is fetched or run."""
+        """The sampler of a model folder on disk, with `options` of the sampler; nothing is fetched or run."""
         folder = Path(folder)
         if not (folder / "config.json").is_file():
             raise DataError(f"{folder} is not a model folder: it has no config.json")
@@ -304,25 +304,26 @@ class HuggingFaceEngine:
         name = min(ADAPTERS - {*before})
         self.prefixes.clear()
         try:
-            with warnings.catch_warnings():  # there are two for a moment
-                warnings.filterwarnings("ignore", "Already found a `peft_config`")
+            with (
+                reading(folder, "does not load as an adapter of this model"),
+                needs_extra("LoRA adapters", "llm"),
+                warnings.catch_warnings(),
+            ):
+                warnings.filterwarnings(
+                    "ignore", "Already found a `peft_config`"
+                )  # there are two for a moment
                 found = model.load_adapter(str(folder), adapter_name=name)
-            strange = set(getattr(found, "unexpected_keys", ()))  # transformers 4 only warns of them
-            strange |= {key for key in getattr(found, "missing_keys", ()) if f".{name}." in f"{key}."}
-            if strange:  # they were left out, or set at random
-                raise ValueError(
-                    f"{len(strange)} of its weights do not fit ({', '.join(sorted(strange)[:3])})"
-                )
-        except ImportError as error:
-            raise missing_extra("LoRA adapters", "llm") from error
-        except Exception as error:  # whatever transformers and peft make of it
+                strange = set(getattr(found, "unexpected_keys", ()))  # transformers 4 only warns of them
+                strange |= {key for key in getattr(found, "missing_keys", ()) if f".{name}." in f"{key}."}
+                if strange:  # they were left out, or set at random
+                    listed = ", ".join(sorted(strange)[:3])
+                    raise ValueError(f"{len(strange)} of its weights do not fit ({listed})")
+        except BaseException:
             if before:
                 model.set_adapter(before)
             if name in getattr(model, "peft_config", ()):
                 model.delete_adapter(name)
-            raise DataError(
-                f"{folder} does not load as an adapter of this model: {type(error).__name__}: {error}"
-            ) from error
+            raise
         model.set_adapter(name)
         if before:
             model.delete_adapter(before)

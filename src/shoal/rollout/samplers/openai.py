@@ -1,4 +1,4 @@
-"""Servers as engines: vLLM, SGLang and llama.cpp by tokens, anything else that speaks OpenAI's API by messages.
+"""Servers as samplers: vLLM, SGLang and llama.cpp by tokens, anything else that speaks OpenAI's API by messages.
 
 With a tokenizer here, prompts and responses travel as token ids with their log-probabilities, and may be learned
 from. Without one, messages do, for evaluation only. A server's batches decide its rounding: level L0.
@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
@@ -24,10 +23,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.core.errors import EngineError, did_you_mean
-from shoal.core.executors import Closing
 from shoal.core.registry import check_name
 from shoal.rollout.images import as_url
-from shoal.rollout.samplers.http import HttpClient, Question, RefusedError, RetryPolicy
+from shoal.rollout.samplers.continuous import ContinuousSampler
+from shoal.rollout.samplers.http import HttpClient, RefusedError, RetryPolicy
 from shoal.rollout.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
@@ -50,11 +49,18 @@ FULL_IN_WORDS = (
     "exceeds the available context size",  # llama.cpp
 )
 """How servers say it that have no name for it."""
-UNKNOWN = "{} is being given weights, or did not say that it took them: it is asked after a load_folder that ended well"
-"""What is said instead of answers whose weights nobody knows."""
 
 
-class OpenAIEngine(Closing):
+class InUse(NamedTuple):
+    """What a request is answered with."""
+
+    version: int = 0
+    adapter: str = ""  # its name on the server
+    weights: str | None = ""
+    """What the server was told to call its weights; "" for its first ones, None where nobody knows which it has."""
+
+
+class OpenAIEngine(ContinuousSampler):
     """Completes prompts on a server.
 
     Args:
@@ -92,9 +98,10 @@ class OpenAIEngine(Closing):
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
         if context is not None and context < 1:
             raise ValueError(f"context must be at least 1, or None, got {context}")
-        self.client = HttpClient(url, retry_policy or RetryPolicy(), api_key)
+        super().__init__("shoal-http")
         self.tokenizer: ChatTokenizer = tokenizer if tokenizer is not None else ChatCodec()
         try:
+            self.client = HttpClient(url, self._loop, retry_policy or RetryPolicy(), api_key)
             self._kind, self.model, known = self._identify(server, model)
             self.dialect = self._kind if tokenizer is not None else DIALECTS["openai"]
             if tokenizer is not None and not self.dialect.by_tokens:
@@ -104,17 +111,17 @@ class OpenAIEngine(Closing):
                     f"which kind it is with server="
                 )
         except BaseException:
-            self.client.close()
+            self.close()
             raise
         self.context = context if context is not None else known
         self.logprobs = logprobs or self.dialect.logprobs
-        self.weights_version = 0
-        self._adapter = ""
-        # What the server was told to call its weights; None where nobody knows them.
-        self._weights: str | None = ""
-        self._taken = threading.Lock()  # what is in use has its version at any moment
-        self._concurrency = concurrency
-        self._free: tuple[Any, asyncio.Semaphore] | None = None
+        self._in_use = InUse()
+        self._free = asyncio.Semaphore(concurrency)
+
+    @property
+    def weights_version(self) -> int:
+        """The version of what answers are made with."""
+        return self._in_use.version
 
     @property
     def server(self) -> str:
@@ -128,68 +135,37 @@ class OpenAIEngine(Closing):
         return Capabilities(self.level, by_tokens, by_tokens, adapters=adapters, images=not by_tokens)
 
     # --- rollouts
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in order; raises the first failure after all have ended."""
-        results = self.generate_each(requests)
-        failed = [result for result in results if isinstance(result, EngineError)]
-        if failed:
+    async def _answer(self, request: Request) -> Completion:
+        """The story of a request."""
+        in_use = self._in_use
+        if in_use.weights is None:
             raise EngineError(
-                f"{len(failed)} of {len(results)} requests failed; the first: {failed[0]}"
-            ) from failed[0]
-        return [result for result in results if isinstance(result, Completion)]
-
-    def generate_each(self, requests: Sequence[Request]) -> list[Completion | EngineError]:
-        """Like `generate`, with an error in the place of each request that has no answer."""
-
-        async def all_of_them(session: Any) -> list[Completion | EngineError]:
-            return await asyncio.gather(*(self._answer(session, request) for request in requests))
-
-        return self.client.run(all_of_them) if requests else []  # type: ignore[no-any-return]
-
-    async def sample(self, request: Request) -> Completion:
-        """The completion of a request, which waits for no other one.
-
-        Raises:
-            EngineError: the server gave none.
-        """
-        answer = await self.client.within(lambda session: self._answer(session, request))
-        if isinstance(answer, EngineError):
-            raise answer
-        return answer  # type: ignore[no-any-return]
-
-    async def _answer(self, session: Any, request: Request) -> Completion | EngineError:
-        """The story of a request, in the event loop of the connections."""
-        with self._taken:
-            version, adapter, weights = self.weights_version, self._adapter, self._weights
-        if weights is None:
-            return EngineError(UNKNOWN.format(self.client.url))
-        question = self._question(request, version, adapter)
-        if not isinstance(question, Question):
-            return question
-        if self._free is None or self._free[0] is not session:  # the connections were made anew
-            self._free = session, asyncio.Semaphore(self._concurrency)
-        async with self._free[1]:
-            reply = await self.client.reply_to(session, question)
-        return self._completion(request, reply, version, weights)
-
-    def _question(self, request: Request, version: int, adapter: str) -> Question | Completion | EngineError:
-        """What to post for a request; what there is to say of it where it cannot or need not be asked."""
+                f"{self.client.url} is loading weights, or did not say that it took them: call load_folder again"
+            )
+        room = room_left(self, request)
+        if not room:
+            return Completion((), (), "context", in_use.version)
+        body = self._body(request, room, in_use.adapter)
         name = "/".join(map(str, (request.key.seed, *request.key.path, "request")))
+        async with self._free:
+            try:
+                reply = await self.client.request("POST", self.dialect.path, body, name)
+            except RefusedError as error:
+                if error.code == FULL or any(words in str(error) for words in FULL_IN_WORDS):
+                    return Completion((), (), "context", in_use.version)
+                raise
+        return self._completion(request, reply, in_use)
+
+    def _body(self, request: Request, room: int, adapter: str) -> dict[str, Any]:
+        """What to post for a request."""
+        asked = msgspec.structs.replace(request, sampling=replace(request.sampling, max_tokens=room))
+        if self.dialect.by_tokens:
+            self._check_tokens(request)
         try:
-            room = room_left(self, request)
-            if not room:
-                return Completion((), (), "context", version)
-            asked = msgspec.structs.replace(request, sampling=replace(request.sampling, max_tokens=room))
-            if self.dialect.by_tokens:
-                self._check_tokens(request)
             body = self.dialect.body(asked, self.model, self.tokenizer)
-        except EngineError as error:
-            return error
         except (OSError, ValueError) as error:
-            return EngineError(f"a picture cannot be sent ({type(error).__name__}): {error}")
-        if adapter:
-            body[self._kind.adapter] = adapter
-        return Question(self.dialect.path, body, name)
+            raise EngineError(f"a picture cannot be sent ({type(error).__name__}): {error}") from error
+        return body | {self._kind.adapter: adapter} if adapter else body
 
     def _check_tokens(self, request: Request) -> None:
         """Refuse what a server that is asked in tokens cannot answer with the right log-probabilities."""
@@ -209,31 +185,21 @@ class OpenAIEngine(Closing):
                 f"logprobs='processed'"
             )
 
-    def _completion(
-        self, request: Request, reply: Any, version: int, weights: str
-    ) -> Completion | EngineError:
-        """What a reply says; an error if it says nothing that can be used."""
-        told = str(reply) if isinstance(reply, RefusedError) else ""
-        if told and (reply.code == FULL or any(words in told for words in FULL_IN_WORDS)):
-            return Completion((), (), "context", version)
-        if isinstance(reply, EngineError):
-            return reply
+    def _completion(self, request: Request, reply: Any, in_use: InUse) -> Completion:
+        """What a reply says."""
         try:
             said = self.dialect.read(reply, self.tokenizer)
-            if weights and said.weights not in (None, weights):
+            if in_use.weights and said.weights not in (None, in_use.weights):
                 raise EngineError(
                     f"the server answered with weights that it calls {str(said.weights)[:80]!r}, and not with those it "
-                    f"was given last, {weights!r}: it began anew, or others give it some; call load_folder again"
+                    f"was given last, {in_use.weights!r}: it was restarted, or others give it some; call load_folder "
+                    f"again"
                 )
-            completion = said.completion(request, version, with_logprobs=self.dialect.by_tokens)
+            completion = said.completion(request, in_use.version, with_logprobs=self.dialect.by_tokens)
             return completion if self.dialect.keeps_stop else _ended(completion, request, self.tokenizer)
-        except EngineError as error:
-            return error
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             kind = f"{self.server}'s" if self.dialect.by_tokens else "a chat completion"
-            refused = EngineError(f"the server's reply is none of {kind}: {_shown(reply)}")
-            refused.__cause__ = error
-            return refused
+            raise EngineError(f"the server's reply is none of {kind}: {_shown(reply)}") from error
 
     # --- weights
     def load_adapter(self, folder: Path, version: int) -> None:
@@ -251,9 +217,8 @@ class OpenAIEngine(Closing):
             if "already" not in str(error):
                 # an attempt whose answer was lost has loaded it: the name is of this call
                 raise
-        with self._taken:
-            before, self._adapter, self.weights_version = self._adapter, name, version
-        self._let_go(before)
+        before, self._in_use = self._in_use, InUse(version, name, self._in_use.weights)
+        self._let_go(before.adapter)
 
     def _let_go(self, adapter: str) -> None:
         """Unload an adapter that is no longer in use, if there was one."""
@@ -266,33 +231,26 @@ class OpenAIEngine(Closing):
     def load_folder(self, folder: Path, version: int) -> None:
         """Have the server read whole weights from a folder that it can see (SGLang), and use no adapter any more.
 
-        It is told what to call them, and an answer of others, as of its first ones after it began anew, is refused.
-        Servers that do not say what they answered with (older SGLang) cannot be seen to have begun anew. While weights
-        are under way, and after they were not taken, nothing is asked: who knows what is there.
+        It is told what to call them, and an answer of other weights, such as the first ones of a server that was
+        restarted, is refused. Servers that do not say what they answered with (older SGLang) cannot be checked. While
+        weights are loaded, and after they were not taken, nothing is asked.
         """
         if not self._kind.reload:
             raise EngineError(
-                f"a {self.server} server cannot reload its weights: use an adapter, or the engine in process"
+                f"a {self.server} server cannot reload its weights: use an adapter, or vLLM in process"
             )
         name = f"shoal-{version}-{time.time_ns()}"
         where = {"model_path": str(Path(folder).resolve()), "weight_version": name}
-        self._weights = None  # until it says that it has them all
+        before, self._in_use = (
+            self._in_use,
+            self._in_use._replace(weights=None),
+        )  # until it says that it has them
         reply = self.client.post(self._kind.reload, where)
         if not isinstance(reply, Mapping) or reply.get("success") is not True:
             told = reply.get("message", reply) if isinstance(reply, Mapping) else reply
             raise EngineError(f"the server did not take the weights: {_shown(told)}")
-        with self._taken:
-            before, self._adapter = self._adapter, ""
-            self._weights, self.weights_version = name, version
-        self._let_go(before)
-
-    def restart(self) -> None:
-        """Give up requests that are under way and go on over new connections."""
-        self.client.close()
-
-    def close(self) -> None:
-        """Give up requests that are under way and close the connections; nothing is asked any more."""
-        self.client.close(for_good=True)
+        self._in_use = InUse(version, weights=name)
+        self._let_go(before.adapter)
 
     def _identify(self, server: Server, model: str | None) -> tuple[Dialect, str, int | None]:
         """The kind of server, the name of the model and its context, asked for where they were not said."""

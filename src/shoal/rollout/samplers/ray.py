@@ -1,28 +1,29 @@
-"""Replicas of any engine as Ray actors: requests are spread over them, weights are put once and taken by all."""
+"""Replicas of a sampler as Ray actors: requests are spread over them, weights are put once and taken by all."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.core.errors import EngineError, needs_extra
 from shoal.rollout.samplers.batching import as_sampler
+from shoal.rollout.samplers.continuous import ContinuousSampler
 from shoal.rollout.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
     Completion,
-    Engine,
     Level,
     Request,
+    Sampler,
     capabilities_of,
     vocabulary_of,
 )
 
-with needs_extra("engines as Ray actors", "parallel"):
+with needs_extra("samplers as Ray actors", "parallel"):
     import ray
     from ray.exceptions import (
         GetTimeoutError,
@@ -34,10 +35,10 @@ with needs_extra("engines as Ray actors", "parallel"):
     )
 
 logger = logging.getLogger(__name__)
-LOST = (RayActorError, OutOfMemoryError, GetTimeoutError, ObjectLostError)
+LOST = (RayActorError, OutOfMemoryError, GetTimeoutError, ObjectLostError, TimeoutError)
 """What is raised of a replica that is gone, or does not answer."""
 START_SECONDS = 30.0
-"""After which a replica that has not started is spoken of."""
+"""After which a warning says which replicas have not started."""
 
 
 class _Facts(NamedTuple):
@@ -51,42 +52,53 @@ class _Facts(NamedTuple):
 
 
 class _Replica:
-    """One engine in an actor of its own; made anew it has the last weights, or it is not made."""
+    """One sampler in an actor of its own.
 
-    def __init__(self, make: Callable[[], Engine], *told: Any) -> None:
-        self.engine: Any = make()
-        self._sampler = as_sampler(self.engine)
-        for place in range(0, len(told), 3):
-            self.call(*told[place : place + 3])
+    Args:
+        make: makes it.
+        *loaded: the calls with which the last weights were loaded, of a replica that takes the place of another.
+    """
+
+    def __init__(self, make: Callable[[], Sampler], *loaded: tuple[Any, ...]) -> None:
+        self.inner: Any = make()
+        self._sampler = as_sampler(self.inner)
+        for method, what, version in loaded:
+            self.load(method, ray.get(what), version)
 
     def facts(self) -> _Facts:
-        engine = self.engine
-        context = getattr(engine, "context", None)
-        return _Facts(engine.tokenizer, engine.level, capabilities_of(engine), context, vocabulary_of(engine))
+        inner = self.inner
+        context = getattr(inner, "context", None)
+        return _Facts(inner.tokenizer, inner.level, capabilities_of(inner), context, vocabulary_of(inner))
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self.engine, method)(*arguments)
+    def load(self, method: str, what: Any, version: int) -> None:
+        if method == "load_weights":
+            self.inner.load_weights(what, version)
+            return
+        with tempfile.TemporaryDirectory(prefix="shoal-adapter-") as folder:
+            for name, data in what.items():
+                (Path(folder) / name).write_bytes(data)
+            self.inner.load_adapter(Path(folder), version)
 
     async def sample(self, request: Request) -> Completion:
         return await self._sampler.sample(request)
 
 
-class RayEngine:
-    """Completes prompts on replicas of an engine; Ray must be running (`ray.init`).
+class RayEngine(ContinuousSampler):
+    """Completes prompts on replicas of a sampler; Ray must be running (`ray.init`).
 
-    A replica that dies is made anew with the last weights, and its requests are asked again.
+    A replica that dies is replaced by one with the last weights, and its requests are asked again.
 
     Args:
-        make: makes one replica's engine, there; it must be picklable (a function of a module, or a partial).
+        make: makes one replica's sampler, there; it must be picklable (a function of a module, or a partial).
         replicas: how many.
         resources: of one replica, for Ray (`{"num_gpus": 1}`); one core by default.
-        timeout: seconds after which a batch counts as failed.
-        retries: times that a failed batch is asked again.
+        timeout: seconds after which a request, or the start of a replica, counts as failed.
+        retries: times that a failed request is asked again.
     """
 
     def __init__(
         self,
-        make: Callable[[], Engine],
+        make: Callable[[], Sampler],
         replicas: int = 1,
         *,
         resources: dict[str, Any] | None = None,
@@ -97,180 +109,118 @@ class RayEngine:
             raise ValueError(f"replicas must be at least 1, got {replicas}")
         if not ray.is_initialized():
             raise EngineError("Ray is not running: call ray.init() first, with the address of your cluster")
+        super().__init__("shoal-ray")
         self._actor = ray.remote(**(resources or {"num_cpus": 1}))(_Replica)
         self._make, self.timeout, self.retries = make, timeout, retries
-        self._last: tuple[Any, ...] = ()  # what replicas made anew are told: weights, and the adapter on them
-        self._lock = threading.Lock()  # an engine that hangs is restarted by another thread
-        self._restarts = 0
+        self._loaded: tuple[tuple[Any, ...], ...] = ()  # weights, and the adapter on them
         self.weights_version = 0
         self._actors = [self._actor.remote(make) for _ in range(replicas)]
-        self._starting = set(range(replicas))  # those that have not answered yet
         facts = self._first_facts()
         self.tokenizer, self.level, self.capabilities, self.context, self.vocabulary = facts
 
     def _first_facts(self) -> _Facts:
-        """What the first replica says once all have started."""
-        told = [actor.facts.remote() for actor in self._actors]
+        """What the first replica says of itself once all have started."""
+        facts = [actor.facts.remote() for actor in self._actors]
+        waited, starting = 0.0, facts
+        while starting:
+            seconds = START_SECONDS if self.timeout is None else min(START_SECONDS, self.timeout - waited)
+            _, starting = ray.wait(starting, num_returns=len(starting), timeout=seconds)
+            waited += seconds
+            if not starting:
+                break
+            late = f"{len(starting)} of {len(facts)} replicas have not started within {waited:g} s: {_room()}"
+            if self.timeout is not None and waited >= self.timeout:
+                raise EngineError(late)
+            logger.warning("%s; still waiting", late)
         try:
-            facts: list[_Facts] = [self._answer(home, answer) for home, answer in enumerate(told)]
-        except GetTimeoutError as error:
-            late = len(self._starting)
-            raise EngineError(
-                f"{late} of {len(told)} replicas have not started within {self.timeout} s: {_room()}"
-            ) from error
+            return ray.get(facts)[0]  # type: ignore[no-any-return]
         except LOST as error:
             raise EngineError(f"a replica could not start: {str(error).strip().splitlines()[-1]}") from error
-        return facts[0]
 
-    def _answer(self, home: int, answer: Any) -> Any:
-        """What a replica answers; while there is no room for one to start, that is said."""
-        try:
-            while (
-                self.timeout is None
-                and home in self._starting
-                and not ray.wait([answer], timeout=START_SECONDS)[0]
-            ):
-                self._open()
-                logger.warning("still waiting for replica %d to start: %s", home, _room())
-            found = ray.get(answer, timeout=self.timeout)
-        except SystemExit:  # so Ray ends who waits when it is shut down
-            self._open()
-            raise
-        self._starting.discard(home)
-        return found
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in order; an episode stays with its replica, whose prefixes it can use."""
-        n, shares = len(self._open()), dict[int, list[int]]()
-        for index, request in enumerate(requests):
-            shares.setdefault(_home(request, n), []).append(index)
-        done: dict[int, Completion] = {}
-        restarts = self._restarts
-        for attempt in range(self.retries + 1):
-            actors = list(self._open())
-            asked = {
-                home: actors[home].call.remote("generate", tuple(requests[i] for i in share))
-                for home, share in shares.items()
-            }
-            for home, answer in asked.items():
-                try:
-                    completions = self._answer(home, answer)
-                except LOST as error:
-                    if restarts != self._restarts:  # it hung, and nobody waits for it any more
-                        raise EngineError("the replicas were made anew before the answer came") from error
-                    self._renew(home, actors[home], error)  # also after the last attempt: for the next batch
-                    if attempt == self.retries:
-                        raise EngineError(
-                            f"replica {home} failed {attempt + 1} times; the last: {type(error).__name__}: {error}"
-                        ) from error
-                except RayTaskError as error:
-                    cause = error.cause if isinstance(error.cause, EngineError) else error
-                    raise EngineError(f"replica {home}: {cause}") from error
-                except RayError as error:
-                    raise EngineError(
-                        f"replica {home}: its answer cannot be read: {_first(error)}"
-                    ) from error
-                else:
-                    done.update(zip(shares.pop(home), completions, strict=True))
-            if not shares:
-                break
-        return [done[index] for index in range(len(requests))]
-
-    async def sample(self, request: Request) -> Completion:
-        """The completion of a request from the replica of its episode, which batches what waits there.
-
-        Raises:
-            EngineError: the replica could not answer, or was lost too often.
-        """
+    async def _answer(self, request: Request) -> Completion:
+        """The completion of a request from the replica of its episode, whose prefixes it can use."""
         for attempt in range(self.retries + 1):
             actors = self._open()
-            home = _home(request, len(actors))
-            actor = actors[home]
+            place = sum(request.key.path[1:-1]) % len(actors)
+            actor = actors[place]
             try:
                 async with asyncio.timeout(self.timeout):
                     return await actor.sample.remote(request)  # type: ignore[no-any-return]
-            except (TimeoutError, *LOST) as error:
-                self._renew(home, actor, error)
+            except LOST as error:
+                self._replace(place, actor, error)
                 if attempt == self.retries:
-                    told = f"{type(error).__name__}: {error}"
+                    last = f"{type(error).__name__}: {error}"
                     raise EngineError(
-                        f"replica {home} failed {attempt + 1} times; the last: {told}"
+                        f"replica {place} failed {attempt + 1} times; the last: {last}"
                     ) from error
             except RayTaskError as error:
                 cause = error.cause if isinstance(error.cause, EngineError) else error
-                raise EngineError(f"replica {home}: {cause}") from error
+                raise EngineError(f"replica {place}: {cause}") from error
             except RayError as error:
-                raise EngineError(f"replica {home}: its answer cannot be read: {_first(error)}") from error
+                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise EngineError(f"replica {place}: its answer cannot be read: {first}") from error
         raise AssertionError
 
+    # --- weights
     def load_weights(self, weights: Any, version: int) -> None:
         """Weights by name, put into Ray's store once for all replicas."""
-        self._tell("load_weights", ray.put(weights), version)
+        self._load(("load_weights", ray.put(weights), version))
 
     def load_adapter(self, folder: Path, version: int) -> None:
-        """A LoRA folder that every replica can read."""
-        self._tell("load_adapter", Path(folder), version)
+        """A LoRA folder, on the weights that were loaded last; its files travel to the replicas."""
+        files = {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
+        under = [call for call in self._loaded if call[0] == "load_weights"]
+        self._load(*under, ("load_adapter", ray.put(files), version))
 
+    def _load(self, *loaded: tuple[Any, ...]) -> None:
+        """Load the last of these in all replicas; where one does not take it, all are replaced, as they were before."""
+        before, self._loaded = self._loaded, loaded
+        actors = list(self._open())
+        loading = [actor.load.remote(*loaded[-1]) for actor in actors]
+        try:
+            for place, done in enumerate(loading):
+                try:
+                    ray.get(done, timeout=self.timeout)
+                except LOST as error:
+                    self._replace(place, actors[place], error)
+        except BaseException as error:
+            self._loaded = before
+            self.restart()
+            if isinstance(error, RayTaskError):
+                raise EngineError(f"a replica does not take the weights: {error.cause}") from error
+            raise
+        self.weights_version = loaded[-1][2]
+
+    # --- the end
     def restart(self) -> None:
-        """Make all replicas anew, with the last weights."""
-        self._restarts += 1
-        for home, actor in enumerate(list(self._actors)):
-            self._renew(home, actor)
+        """Replace all replicas by new ones with the last weights."""
+        for place, actor in enumerate(list(self._open())):
+            self._replace(place, actor)
 
     def close(self) -> None:
         """End the replicas."""
-        actors, self._actors = self._actors, []  # first, so that none is made anew meanwhile
+        super().close()
+        actors, self._actors = self._actors, []
         for actor in actors if ray.is_initialized() else ():
             ray.kill(actor)
 
     def _open(self) -> list[Any]:
         if not (actors := self._actors):
-            raise EngineError("the replicas have ended: this engine was closed")
+            raise EngineError("the replicas have ended: this sampler was closed")
         if not ray.is_initialized():
             raise EngineError("the replicas have ended: their session of Ray was shut down")
         return actors
 
-    def _tell(self, method: str, what: Any, version: int) -> None:
-        """Tell all replicas; where one does not take it, or the wait is cut short, all are made anew as they were."""
-        actors, before = list(self._open()), self._last
-        under = before[:3] if method == "load_adapter" and "load_weights" in before else ()
-        self._last = (*under, method, what, version)  # first: one that is made anew meanwhile has it too
-        try:
-            told = [actor.call.remote(method, what, version) for actor in actors]
-            for home, answer in enumerate(told):
-                try:
-                    self._answer(home, answer)
-                except LOST as error:
-                    self._renew(home, actors[home], error)
-                except RayTaskError as error:
-                    raise EngineError(f"replica {home} does not take the weights: {error.cause}") from error
-        except BaseException:  # some have it and others do not
-            self._last = before
-            self.restart()
-            raise
-        self.weights_version = version
-
-    def _renew(self, home: int, failed: Any, why: Exception | None = None) -> None:
-        """Make a replica anew in the place of `failed`, if nobody else has."""
-        with self._lock:
-            actors = self._open()
-            if actors[home] is not failed:
-                return
-            if why is not None:
-                logger.warning("replica %d failed (%s); it is made anew", home, type(why).__name__)
-            ray.kill(failed)
-            actors[home] = self._actor.remote(self._make, *self._last)
-            self._starting.add(home)
-
-
-def _first(error: RayError) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    def _replace(self, place: int, failed: Any, why: Exception | None = None) -> None:
+        """Put a new replica in the place of `failed`, if nobody else has."""
+        actors = self._open()
+        if actors[place] is not failed:
+            return
+        if why is not None:
+            logger.warning("replica %d failed (%s); it is replaced", place, type(why).__name__)
+        ray.kill(failed)
+        actors[place] = self._actor.remote(self._make, *self._loaded)
 
 
 def _room() -> str:
     return f"the cluster has {ray.cluster_resources()}, of which {ray.available_resources()} are free"
-
-
-def _home(request: Request, n: int) -> int:
-    """Which replica an episode belongs to: its members and groups dealt out in turn."""
-    return sum(request.key.path[1:-1]) % n

@@ -15,12 +15,12 @@ from typing import Any
 
 from shoal.core.errors import ConfigError
 from shoal.core.registry import Registry
-from shoal.rollout.samplers.sampler import ChatTokenizer, Engine
+from shoal.rollout.samplers.sampler import ChatTokenizer, Sampler
 from shoal.rollout.samplers.settings import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-Make = Callable[[EngineConfig, Sequence[str], int], Engine]
+Make = Callable[[EngineConfig, Sequence[str], int], Sampler]
 """From the `engine` part of a run's settings, the action words and the seed of the run to a sampler."""
 SAMPLERS: Registry[Make] = Registry("engine")
 """What `engine.name` may say."""
@@ -36,26 +36,26 @@ def sampler(name: str, *, replace: bool = False) -> Callable[[Make], Make]:
     return partial(SAMPLERS.register, name, replace=replace)
 
 
-def make_engine(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) -> Engine:
-    """The engine of a config for playing, with fresh or pretrained weights; close it if it has `close`.
+def make_engine(config: EngineConfig, words: Sequence[str] = (), seed: int = 0) -> Sampler:
+    """The sampler of a config for playing, with fresh or pretrained weights; close it if it has `close`.
 
     Args:
         config: the `engine` part of a run's settings.
-        words: action words that are one token each (tiny engine).
-        seed: of fresh weights (tiny engine).
+        words: action words that are one token each (tiny).
+        seed: of fresh weights (tiny).
     """
     return SAMPLERS[config.name](config, words, seed)
 
 
-def close_engine(engine: Any) -> None:
-    """End what an engine started, if it started anything."""
-    close = getattr(engine, "close", None)
+def close_engine(sampler: Any) -> None:
+    """End what a sampler started, if it started anything."""
+    close = getattr(sampler, "close", None)
     if close is not None:
         close()
 
 
 @sampler("tiny")
-def _tiny(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
+def _tiny(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
     from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 
     shape = TinyShape(config.width, config.layers, config.heads, config.context)
@@ -63,7 +63,7 @@ def _tiny(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
 
 
 @sampler("huggingface")
-def _huggingface(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
+def _huggingface(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
     from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
     options = {"max_batch": config.max_batch, **config.template}
@@ -71,7 +71,7 @@ def _huggingface(config: EngineConfig, words: Sequence[str], seed: int) -> Engin
 
 
 @sampler("vllm")
-def _vllm(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
+def _vllm(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
     folder = _folder(config)
     from shoal.rollout.samplers.vllm import VllmEngine
 
@@ -81,7 +81,7 @@ def _vllm(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
 
 
 @sampler("ray")
-def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
+def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
     replicas = config.replicas
     if replicas.engine != "tiny":
         _folder(config)
@@ -94,8 +94,8 @@ def _ray(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
     return RayEngine(make, replicas.count, resources=resources, timeout=timeout, retries=retries)
 
 
-def _replica(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
-    """An engine in a process of its own, where threads are its own business too, and Ray says which GPUs it sees."""
+def _replica(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
+    """A sampler in a process of its own, where threads are its own business too, and Ray says which GPUs it sees."""
     import torch
 
     torch.set_num_threads(config.threads)
@@ -103,7 +103,7 @@ def _replica(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
 
 
 @sampler("openai")
-def _openai(config: EngineConfig, words: Sequence[str], seed: int) -> Engine:
+def _openai(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
     from shoal.rollout.samplers.http import RetryPolicy
     from shoal.rollout.samplers.openai import OpenAIEngine
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NotRequired, Protocol, TypedDict, get_args, run
 import msgspec
 import numpy as np
 
-from shoal.core.errors import ConfigError, DataError, EngineError, format_error
+from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.core.seeding import keyed, stream_key
 
 Level = Literal["L0", "L1", "L2"]
@@ -39,7 +39,7 @@ class Message(TypedDict):
 
     role: Literal["system", "user", "assistant"]
     content: str
-    images: NotRequired[int]  # pictures shown before the content; only engines that take images see them
+    images: NotRequired[int]  # pictures shown before the content; only samplers that take images see them
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine wrote."""
+    """What the model wrote."""
 
     token_ids: tuple[int, ...]  # the end-of-turn token included when it was sampled
     logprobs: tuple[float, ...]  # of each token as sampled (for greedy: at temperature 1)
@@ -101,100 +101,52 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
 
 
 def checked(
-    engine: Engine, requests: Sequence[Request], answers: Sequence[Any]
-) -> list[Completion | Exception]:
-    """What an engine answered, each answer looked at before anything is made of it.
-
-    An answer that is none, or that cannot be one to its request, becomes an `EngineError` in its place: it ends its own
-    episode and no other.
+    request: Request, answer: Any, vocabulary: int | None = None, *, exact: bool = True
+) -> Completion:
+    """A sampler's answer as a completion of this request, in plain numbers.
 
     Args:
-        engine: what answered.
-        requests: what it was asked.
-        answers: one a request, in order.
+        request: what was asked.
+        answer: what the sampler returned.
+        vocabulary: how many tokens there are, if that is known.
+        exact: whether these are the model's own tokens, with their log-probabilities.
 
     Raises:
-        EngineError: there are more or fewer answers than requests.
+        EngineError: it is no completion, or not one of this request.
     """
-    if len(answers) != len(requests):
-        raise EngineError(f"the engine gave {len(answers)} answers to {len(requests)} requests")
-    stated = getattr(engine, "capabilities", None)
-    token_ids, logprobs = getattr(stated, "token_ids", True), getattr(stated, "logprobs", True)
-    size = vocabulary_of(engine)
-    found: list[Completion | Exception] = []
-    for request, answer in zip(requests, answers, strict=True):
-        completion = as_completion(answer)
-        if isinstance(completion, Completion):
-            wrong = _wrong(completion, request, size, token_ids, logprobs)
-            if wrong is not None:
-                why = f"the engine's answer {wrong}; nothing of it is used: {str(answer)[:200]}"
-                completion = EngineError(why)
-        found.append(completion)
-    return found
+    try:
+        ids, logprobs = tuple(map(index, answer.token_ids)), tuple(map(float, answer.logprobs))
+        finish, version = answer.finish, index(answer.weights_version)
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise EngineError(f"the sampler returned no completion: {str(answer)[:200]}") from error
+    if not all(math.isfinite(value) and value <= ROUNDING for value in logprobs):
+        raise EngineError(f"the sampler's answer {NO_NUMBERS}: {str(answer)[:200]}")
+    limit = request.sampling.max_tokens
+    if finish == "context":
+        fits = not ids and not logprobs
+    elif exact:
+        fits = 1 <= len(ids) == len(logprobs) <= limit
+    else:
+        fits = not logprobs
+    known = vocabulary is None or not ids or max(ids) < vocabulary
+    if not (fits and known and finish in FINISHES and version >= 0 and min(ids, default=0) >= 0):
+        raise EngineError(
+            f"a completion has 1 to {limit} token ids below {vocabulary}, as many log-probabilities, and a finish of "
+            f"{', '.join(FINISHES)} (that of a full context has no tokens); the sampler returned {str(answer)[:200]}"
+        )
+    return Completion(ids, logprobs, finish, version)
 
 
-def vocabulary_of(engine: Any) -> int | None:
-    """How many tokens there are: the engine's own number, or its tokenizer's; None where neither says it."""
-    size = getattr(engine, "vocabulary", None)
+def vocabulary_of(sampler: Any) -> int | None:
+    """How many tokens there are: the sampler's own number, or its tokenizer's; None where neither says it."""
+    size = getattr(sampler, "vocabulary", None)
     if size is None:
-        size = getattr(engine.tokenizer, "size", None)
+        size = getattr(sampler.tokenizer, "size", None)
     return None if size is None else int(size)
 
 
-def _wrong(
-    completion: Completion, request: Request, size: int | None, token_ids: bool, logprobs: bool
-) -> str | None:
-    """Why this cannot be the completion of `request`; None if it can."""
-    ids, values, limit = completion.token_ids, completion.logprobs, request.sampling.max_tokens
-    if completion.finish not in FINISHES:
-        return f"must end by one of {', '.join(FINISHES)}, it ends by {completion.finish!r}"
-    if completion.weights_version < 0:
-        return f"must be of a weights_version of at least 0, it is of {completion.weights_version}"
-    if completion.finish == "context":
-        return f"must be empty, with finish 'context', it has {len(ids)} tokens" if ids or values else None
-    if token_ids and not 1 <= len(ids) <= limit:
-        return f"must have 1 to max_tokens={limit} tokens, it has {len(ids)}"
-    if ids and (min(ids) < 0 or (size is not None and max(ids) >= size)):
-        return f"must have token ids in [0, {size or 'the vocabulary'}), it has {min(ids)} to {max(ids)}"
-    if len(values) != len(ids) and (logprobs or values):
-        return f"must have a log-probability for each of {len(ids)} tokens, it has {len(values)}"
-    if values:
-        total = sum(values)  # of which nothing is left when it is taken from itself, but for NaN and infinity
-        if (total - total != 0.0 and not all(map(math.isfinite, values))) or max(values) > ROUNDING:
-            return NO_NUMBERS
-    return None
-
-
-_INTS, _FLOATS = frozenset({int}), frozenset({float})
-
-
-def as_completion(answer: Any) -> Completion | Exception:
-    """One answer, numbers of NumPy and the like as plain ones; whether it fits its request is for `checked` to say.
-
-    Returns:
-        The completion, or the exception that stands in its place; an `EngineError` for anything else.
-    """
-    if isinstance(answer, Completion):
-        try:
-            ids, logprobs = answer.token_ids, answer.logprobs
-            plain = type(ids) is type(logprobs) is tuple and type(answer.weights_version) is int
-            if plain and _INTS.issuperset(map(type, ids)) and _FLOATS.issuperset(map(type, logprobs)):
-                return answer
-            numbers = tuple(map(index, ids)), tuple(map(float, logprobs))
-            return Completion(*numbers, answer.finish, index(answer.weights_version))
-        except (TypeError, ValueError, OverflowError) as error:
-            return EngineError(f"the engine gave a completion that is none ({error}): {str(answer)[:200]}")
-    if isinstance(answer, EngineError | TimeoutError):
-        return answer
-    if isinstance(answer, BaseException):
-        refused = EngineError(f"the engine failed: {format_error(answer)}")
-        refused.__cause__ = answer
-        return refused
-    return EngineError(f"the engine must answer with a Completion, it gave {str(answer)[:200]}")
-
-
 class ChatTokenizer(Protocol):
-    """Between text and the engine's tokens."""
+    """Between text and the model's tokens."""
 
     def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt for a chat, up to where the assistant begins to write."""
@@ -216,28 +168,25 @@ class Sampler(Protocol):
     One with `async sample(request) -> Completion` is asked for each request at once; `generate` is for whole batches.
     It may have more: `context`, the longest prompt and response together, in tokens, with which `max_tokens` is capped
     to the room that is left, and a prompt that leaves none is answered by no tokens and finish "context"; `vocabulary`,
-    how many tokens its network knows; `generate_each(requests)` with an exception in the place of each answer that it
-    has not; `load_weights(weights, version)`, by name, and `load_adapter(folder, version)`, of LoRA, where `version`
-    marks the completions that they produce; `restart()`, called from another thread, which leaves behind what hangs or
-    broke and goes on with the last weights; `close()`.
+    how many tokens its network knows; `load_weights(weights, version)`, by name, and `load_adapter(folder, version)`,
+    of LoRA, where `version` marks the completions that they produce; `restart()`, called from another thread, which
+    begins anew with the last weights after a crash; `close()`.
     """
 
     @property
     def tokenizer(self) -> ChatTokenizer:
-        """Between text and this engine's tokens."""
+        """Between text and this model's tokens."""
 
     @property
     def level(self) -> Level:
         """How exactly completions repeat."""
 
-    weights_version: int
+    @property
+    def weights_version(self) -> int:
+        """The version of the weights that it samples by."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order."""
-
-
-Engine = Sampler
-"""The same, where nobody asks whose weights it samples from."""
 
 
 def room_left(sampler: Any, request: Request) -> int:
@@ -256,7 +205,7 @@ def room_left(sampler: Any, request: Request) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can promise and do."""
+    """What a sampler can promise and do."""
 
     level: Level  # how exactly completions repeat
     token_ids: bool  # prompts and responses are the model's own tokens
@@ -272,40 +221,40 @@ class Capabilities:
         return self.token_ids and self.logprobs
 
 
-def capabilities_of(engine: Engine) -> Capabilities:
-    """What an engine states of itself, or what can be seen of one that states nothing."""
-    stated = getattr(engine, "capabilities", None)
+def capabilities_of(sampler: Sampler) -> Capabilities:
+    """What a sampler states of itself, or what can be seen of one that states nothing."""
+    stated = getattr(sampler, "capabilities", None)
     if isinstance(stated, Capabilities):
         return stated
     return Capabilities(
-        level=engine.level,
+        level=sampler.level,
         token_ids=True,
         logprobs=True,
-        gradients=hasattr(getattr(engine, "model", None), "parameters"),
-        weights=hasattr(engine, "load_weights"),
-        adapters=hasattr(engine, "load_adapter"),
-        images=bool(getattr(engine.tokenizer, "takes_images", False)),
+        gradients=hasattr(getattr(sampler, "model", None), "parameters"),
+        weights=hasattr(sampler, "load_weights"),
+        adapters=hasattr(sampler, "load_adapter"),
+        images=bool(getattr(sampler.tokenizer, "takes_images", False)),
     )
 
 
-def require_trainable(engine: Engine) -> None:
-    """Raise a `ConfigError` that says why the completions of this engine may not be learned from."""
-    known = capabilities_of(engine)
+def require_trainable(sampler: Sampler) -> None:
+    """Raise a `ConfigError` that says why the completions of this sampler may not be learned from."""
+    known = capabilities_of(sampler)
     lacking = [name for name in ("token_ids", "logprobs") if not getattr(known, name)]
     if lacking:
         raise ConfigError(
-            f"{type(engine).__name__} is for evaluation only: its completions lack {' and '.join(lacking)}. "
-            f"Use a server that returns them (vLLM, SGLang, llama.cpp with a tokenizer here), or a local engine"
+            f"{type(sampler).__name__} is for evaluation only: its completions lack {' and '.join(lacking)}. "
+            f"Use a server that returns them (vLLM, SGLang, llama.cpp with a tokenizer here), or a local model"
         )
 
 
-def require_weights(engine: Engine) -> None:
-    """Raise a `ConfigError` unless the engine can follow the updates of a training run."""
-    if not capabilities_of(engine).weights:
+def require_weights(sampler: Sampler) -> None:
+    """Raise a `ConfigError` unless the sampler can follow the updates of a training run."""
+    if not capabilities_of(sampler).weights:
         raise ConfigError(
-            f"{type(engine).__name__} cannot take over weights between batches, so it would go on sampling from "
-            f"the first ones while another model is trained: use an engine that can (vllm in process, ray with "
-            f"tiny, huggingface or vllm replicas), or one that is trained itself (tiny, huggingface)"
+            f"{type(sampler).__name__} cannot take over weights between batches, so it would go on sampling from "
+            f"the first ones while another model is trained: use one that can (vllm in process, ray with "
+            f"tiny, huggingface or vllm replicas), or a model that is trained itself (tiny, huggingface)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Engines without a model, for tests and for trying an env: scripted answers, or uniformly random valid words."""
+"""Samplers without a model, for tests and for trying an env: scripted answers, or uniformly random valid words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engine a run uses: the `engine` part of the YAML; and how all settings of rollouts are checked."""
+"""Which sampler a run uses: the `engine` part of the YAML; and how all settings of rollouts are checked."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ReplicaConfig:
-    """Copies of an engine on a Ray cluster (`engine.name: ray`)."""
+    """Copies of a sampler on a Ray cluster (`engine.name: ray`)."""
 
     engine: Literal["tiny", "huggingface", "vllm"] = "huggingface"
     """What each of them is; the other `engine` settings are theirs."""
@@ -87,7 +87,7 @@ class ReplicaConfig:
     resources: dict[str, Any] = field(default_factory=lambda: {"num_cpus": 1})
     """Of each, for Ray: `num_cpus`, `num_gpus`, `resources`."""
     timeout: float | None = None
-    """Seconds of one batch, after which a replica is made anew."""
+    """Seconds of one request, after which a replica is replaced."""
     retries: int = 2
     """Attempts after the first, when a replica dies or exceeds `timeout`."""
 
@@ -105,13 +105,13 @@ class EngineConfig:
     model: str | None = None
     """A folder, or a name that `shoal model get` knows (huggingface, vllm); the server's name for it (openai)."""
     width: int = 64
-    """Size of a token's vector (tiny engine)."""
+    """Size of a token's vector (tiny)."""
     layers: int = 2
-    """Transformer layers (tiny engine)."""
+    """Transformer layers (tiny)."""
     heads: int = 4
-    """Attention heads of a layer (tiny engine); they divide `width`."""
+    """Attention heads of a layer (tiny); they divide `width`."""
     context: int = 256
-    """Longest prompt and response together, in tokens (tiny engine)."""
+    """Longest prompt and response together, in tokens (tiny)."""
     device: str = "cpu"
     """Where the network computes: cpu, cuda, cuda:1 or mps."""
     threads: int = 1
@@ -127,7 +127,7 @@ class EngineConfig:
     server: ServerConfig = ServerConfig()
     replicas: ReplicaConfig = ReplicaConfig()
     vllm: dict[str, Any] = field(default_factory=dict)
-    """Arguments of `vllm.LLM`: `max_model_len`, `gpu_memory_utilization`, `enforce_eager`, …"""
+    """Arguments of `vllm.AsyncEngineArgs`: `max_model_len`, `gpu_memory_utilization`, `enforce_eager`, …"""
 
     def __post_init__(self) -> None:
         from shoal.rollout.samplers.registry import SAMPLERS  # which reads these settings

@@ -1,4 +1,4 @@
-"""The tiny engine: a language model small enough to learn an environment on a laptop within a minute.
+"""The tiny model: a language model small enough to learn an environment on a laptop within a minute.
 
 Every batch is run in chunks of one fixed shape and equal prompts are computed once, so with one torch thread
 not only the tokens but the log-probabilities are bit-equal whatever else is in the batch (level L2).
@@ -28,7 +28,7 @@ from shoal.rollout.samplers.sampler import (
 )
 from shoal.rollout.samplers.tokenizers import END, PAD, TinyTokenizer
 
-with needs_extra("the tiny engine", "train"):
+with needs_extra("the tiny model", "train"):
     import torch
     import torch.nn.functional as F
     from safetensors import SafetensorError
@@ -297,7 +297,7 @@ class TinyEngine:
     # --- files
     @classmethod
     def load(cls, folder: Path, *, device: str = "cpu") -> TinyEngine:
-        """The engine of a folder that a policy wrote; a `DataError` says which file does not fit."""
+        """The sampler of a folder that a policy wrote; a `DataError` says which file does not fit."""
         described: dict[str, Any] = read_json(folder / "engine.json")
         try:
             engine = cls(described["words"], TinyShape(**described["shape"]), device=device)

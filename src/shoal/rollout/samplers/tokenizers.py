@@ -1,4 +1,4 @@
-"""Between text and tokens: chat templates of Hugging Face, the tiny engine's words, and messages for servers.
+"""Between text and tokens: chat templates of Hugging Face, the tiny model's words, and messages for servers.
 
 All of them are safe to use from many threads, and text never becomes a control token.
 """
@@ -48,25 +48,6 @@ def going_on(encode: Callable[[str], list[int]], text: str, behind: str) -> list
     return both[len(first) :] if both[: len(first)] == first else encode(text)
 
 
-class _Alone:
-    """A tokenizer of its own, entered by one thread at a time.
-
-    A fast tokenizer of `transformers` keeps in shared state how it was called last, whether control tokens are split
-    among it: two threads that use one tokenizer change each other's tokens without a word.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Any:
-        self._lock.acquire()
-        return self._tokenizer
-
-    def __exit__(self, *exc: object) -> None:
-        self._lock.release()
-
-
 def read_tokenizer(folder: Path) -> Any:
     """The tokenizer of `transformers` in a model folder; nothing is fetched or run.
 
@@ -89,8 +70,9 @@ class TemplateTokenizer:
     The template is rendered once around marks instead of contents. What stands between the marks is tokenized with
     control tokens, the contents without: an observation that says `<|im_end|>` stays plain text.
 
-    `tokenizer` itself is left alone: what others do with it changes no prompt. Contents and pieces of the template
-    have a copy each.
+    A fast tokenizer of `transformers` keeps in shared state how it was called last, whether control tokens are split
+    among it: two threads that use one change each other's tokens without a word. So there is a copy here, which one
+    thread uses at a time, and what others do with `tokenizer` changes no prompt.
 
     Args:
         tokenizer: as `AutoTokenizer.from_pretrained` gives it.
@@ -105,10 +87,9 @@ class TemplateTokenizer:
     def _begin(self, tokenizer: Any, settings: dict[str, Any], own: Any) -> None:
         self.tokenizer = tokenizer
         self._settings = settings
-        self._template = _Alone(own)
-        self._spaced = puts_spaces(lambda text: self._ids(self._template, text))
+        self._own, self._lock = own, threading.Lock()
+        self._spaced = puts_spaces(self._ids)
         self._marks = self._marks_of_turns()
-        self._contents = _Alone(copy.deepcopy(own))
         self._starts: dict[tuple[str, ...], list[_Part]] = {}
         self._between: list[_Part] | None = None
         asked = self._written([{"role": "user", "content": "\ue0000\ue001"}], add_generation_prompt=True)
@@ -133,18 +114,18 @@ class TemplateTokenizer:
 
     def _content(self, text: str, behind: str) -> tuple[int, ...]:
         def plain(text: str) -> list[int]:
-            return self._ids(self._contents, text, split_special_tokens=True)
+            return self._ids(text, split_special_tokens=True)
 
         return tuple(going_on(plain, text, behind))
 
-    def _ids(self, alone: _Alone, text: str, **how: bool) -> list[int]:
-        with alone as tokenizer:
-            return list(tokenizer(text, add_special_tokens=False, **how)["input_ids"])
+    def _ids(self, text: str, **how: bool) -> list[int]:
+        with self._lock:
+            return list(self._own(text, add_special_tokens=False, **how)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Tokens as text, without control tokens."""
-        with self._template as tokenizer:
-            return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+        with self._lock:
+            return str(self._own.decode(list(ids), skip_special_tokens=True))
 
     def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt for a chat, up to where the assistant begins to write."""
@@ -171,9 +152,9 @@ class TemplateTokenizer:
 
     def spell(self, ids: Sequence[int]) -> str:
         """Tokens as text, control tokens included."""
-        with self._template as tokenizer:
-            how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-            return str(tokenizer.decode(list(ids), **how))
+        how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        with self._lock:
+            return str(self._own.decode(list(ids), **how))
 
     def _cut(self, rendered: str, behind: str = "") -> list[_Part]:
         """Rendered text that goes on from another one as tokens, and as a content where a mark stands."""
@@ -190,7 +171,7 @@ class TemplateTokenizer:
         if not piece:
             return ()
         behind = behind if self._spaced else ""
-        return tuple(going_on(lambda text: self._ids(self._template, text), piece, behind))
+        return tuple(going_on(self._ids, piece, behind))
 
     def _before(self, text: str) -> str:
         """What a content goes on from behind a text; nothing where the tokenizer's space is to stand before it."""
@@ -213,16 +194,15 @@ class TemplateTokenizer:
     def _written(self, messages: Sequence[Any], **settings: bool) -> str:
         from jinja2 import TemplateError  # transformers writes chats with it
 
-        with self._template as tokenizer:
-            try:
-                how = {"tokenize": False, **settings, **self._settings}
-                return str(tokenizer.apply_chat_template(list(messages), **how))
-            except (TemplateError, TypeError, ValueError) as error:
-                roles = ", ".join(message["role"] for message in messages)
-                raise EngineError(
-                    f"the chat template refuses a chat of {roles} ({type(error).__name__}: {error}): use a prompt "
-                    f"without the role that it does not take, or a model made for such chats"
-                ) from error
+        how = {"tokenize": False, **settings, **self._settings}
+        try:
+            return str(self._own.apply_chat_template(list(messages), **how))
+        except (TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise EngineError(
+                f"the chat template refuses a chat of {roles} ({type(error).__name__}: {error}): use a prompt "
+                f"without the role that it does not take, or a model made for such chats"
+            ) from error
 
     def _render(self, roles: Sequence[str]) -> str:
         chat = [{"role": role, "content": f"\ue000{place}\ue001"} for place, role in enumerate(roles)]
@@ -270,12 +250,11 @@ class TemplateTokenizer:
         with contextlib.suppress(Exception):  # there are templates that refuse a system message
             alone += self._written([{**user, "role": "system"}, user])
         ids += (token for piece in _MARK.split(alone)[::2] for token in self._control(piece))
-        with self._template as tokenizer:
-            added = getattr(tokenizer, "added_tokens_decoder", {})  # not all are transformers' own
-            marks = {token for token in ids if token in added and not added[token].content.isspace()}
-            untold = [added[token] for token in sorted(marks) if not added[token].special]
-            if untold and tokenizer.is_fast:  # others take no added token out of contents
-                tokenizer.backend_tokenizer.add_special_tokens(untold)
+        added = getattr(self._own, "added_tokens_decoder", {})  # not all are transformers' own
+        marks = {token for token in ids if token in added and not added[token].content.isspace()}
+        untold = [added[token] for token in sorted(marks) if not added[token].special]
+        if untold and self._own.is_fast:  # others take no added token out of contents
+            self._own.backend_tokenizer.add_special_tokens(untold)
         return frozenset(marks)
 
 
@@ -287,7 +266,7 @@ _ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 
 
 class TinyTokenizer:
-    """The tiny engine's tokens: greedy longest-match over tags, `words` and characters; text gives no control tokens.
+    """The tiny model's tokens: greedy longest-match over tags, `words` and characters; text gives no control tokens.
 
     Args:
         words: action words that shall be one token each.
@@ -341,7 +320,7 @@ class ChatCodec:
     """Chats as reversible numbers, for servers that take messages and keep their tokens to themselves.
 
     The "tokens" are Unicode code points and marks for roles: exact to hand over and to store, useless to learn from.
-    That is why an engine that uses them is for evaluation only.
+    That is why a sampler that uses them is for evaluation only.
     """
 
     takes_images = True
@@ -377,7 +356,7 @@ class ChatCodec:
         chat: list[dict[str, Any]] = []
         waiting = list(images)
         if not ids or ids[0] not in _NAMES:
-            raise EngineError("this prompt was not made by the engine's own tokenizer")
+            raise EngineError("this prompt was not made by the sampler's own tokenizer")
         for i in ids:
             if i in _NAMES:
                 chat.append({"role": _NAMES[i], "content": [], "text": []})

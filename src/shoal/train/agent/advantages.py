@@ -8,14 +8,14 @@ shaping would blow it up to a full-sized gradient, which is how GRPO unlearns th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from shoal.core.data import MOST_REWARD, Trajectory, deep_copy
+from shoal.core.data import MOST_REWARD, Trajectory
 from shoal.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -99,23 +99,12 @@ def turn_advantages(
     returns = [discounted_returns([turn.reward for turn in t.turns], algorithm.gamma) for t in trajectories]
     cells = _cells(trajectories, proxy.reward_normalization.grouping)
     played = Played(tuple(trajectories), returns, cells, algorithm, proxy)  # nobody can change their order
-    found = ESTIMATORS[algorithm.adv_estimator].compute(played)
-    told = f"adv_estimator={algorithm.adv_estimator} must give"
-    if not _several(found, len(returns)):
-        raise ValueError(f"{told} {len(returns)} results, one an episode, got {found!r:.200}")
-    whole = [_numbers(value, ()) for value in found]
-    if all(value is not None for value in whole):
-        of_turns: list[Any] = [np.full(len(t.turns), one) for t, one in zip(trajectories, whole, strict=True)]
-    else:
-        of_turns = [_numbers(value, (len(t.turns),)) for t, value in zip(trajectories, found, strict=True)]
-    for trajectory, turns, given in zip(trajectories, of_turns, found, strict=True):
-        if turns is None:
-            raise ValueError(
-                f"{told} one finite number an episode, or one a turn, of float32, for an episode of "
-                f"{len(trajectory.turns)} turns, got {given!r:.200}"
-            )
+    found = []
+    for t, given in zip(trajectories, ESTIMATORS[algorithm.adv_estimator].compute(played), strict=True):
+        turns = np.full(len(t.turns), given) if np.ndim(given) == 0 else given
+        found.append(_numbers(algorithm, turns, (len(t.turns),)))
     shaping = shaping_of(trajectories, proxy)
-    return [turns + bonus for turns, bonus in zip(of_turns, shaping, strict=True)]
+    return [turns + bonus for turns, bonus in zip(found, shaping, strict=True)]
 
 
 def critic_advantages(
@@ -134,9 +123,8 @@ def critic_advantages(
     compute = ESTIMATORS[algorithm.adv_estimator].compute
     pairs = []
     for t, known in zip(trajectories, values, strict=True):
-        pair = compute([turn.reward for turn in t.turns], known, algorithm)
-        parts = pair if _several(pair, 2) else [pair, None]  # which is told
-        pairs.append([_by_token(algorithm, "advantages and targets", given, known) for given in parts])
+        advantages, targets = compute([turn.reward for turn in t.turns], known, algorithm)
+        pairs.append([_by_token(algorithm, given, known) for given in (advantages, targets)])
     every = np.concatenate([tokens for turns, _ in pairs for tokens in turns])
     bessel = algorithm.critic.whitening == "sample" and len(every) > 1
     size = np.sqrt(np.square(np.concatenate([tokens for _, turns in pairs for tokens in turns])).mean())
@@ -157,37 +145,25 @@ def teacher_advantages(
     """Advantages per trajectory and turn `[tokens]` from log-probabilities: the policy's (`known`), the teacher's."""
     compute, found = ESTIMATORS[algorithm.adv_estimator].compute, []
     for ours, theirs, bonuses in zip(known, told, shaping_of(trajectories, proxy), strict=True):
-        given = [deep_copy(compute(*pair)) for pair in zip(ours, theirs, strict=True)]
-        turns = _by_token(algorithm, "advantages", given, ours)
+        turns = _by_token(algorithm, map(compute, ours, theirs), ours)
         found.append([tokens + bonus for tokens, bonus in zip(turns, bonuses, strict=True)])
     return found
 
 
-def _by_token(algorithm: Algorithm, what: str, given: Any, like: Sequence[Array]) -> list[Array]:
-    """What a registered estimator gave for an episode, if it is one number for each token, `like` these."""
-    rows = given if _several(given, len(like)) else [None] * max(1, len(like))
-    found = [_numbers(row, np.shape(tokens)) for row, tokens in zip(rows, like, strict=False)]
-    if len(rows) != len(like) or any(row is None for row in found):
+def _by_token(algorithm: Algorithm, given: Iterable[Any], like: Sequence[Array]) -> list[Array]:
+    """What an estimator gave for the turns of an episode, one number for each token, `like` these."""
+    return [_numbers(algorithm, row, np.shape(tokens)) for row, tokens in zip(given, like, strict=True)]
+
+
+def _numbers(algorithm: Algorithm, given: Any, shape: tuple[int, ...]) -> Array:
+    """What an estimator gave, as an array of its own; a `ValueError` where it is no finite numbers of this shape."""
+    numbers = np.array(given, dtype=np.float64)
+    if numbers.shape != shape or not (np.abs(numbers) <= MOST_REWARD).all():
         raise ValueError(
-            f"adv_estimator={algorithm.adv_estimator} must give {what} of one finite number a token, of float32, "
-            f"{[len(tokens) for tokens in like]} by turn, got {given!r:.200}"
+            f"adv_estimator={algorithm.adv_estimator} must give one finite number an episode, turn or token, "
+            f"of float32, here {shape}, got {given!r:.200}"
         )
-    return found  # type: ignore[return-value]
-
-
-def _several(given: Any, n: int) -> bool:
-    """Whether an estimator gave a list or an array of so many; no dict, whose keys they would be, and no number."""
-    return bool(isinstance(given, Sequence) or getattr(given, "ndim", 0)) and len(given) == n
-
-
-def _numbers(given: Any, shape: tuple[int, ...]) -> Array | None:
-    """What an estimator gave, as an array that is nobody else's; None if it is no numbers of float32 in this shape."""
-    try:
-        array = np.asarray(given)
-        numbers = np.array(array, dtype=np.float64) if array.dtype.kind in "biufO" else np.array(np.nan)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # ragged lists, tensors with gradients
-        return None
-    return numbers if numbers.shape == shape and (np.abs(numbers) <= MOST_REWARD).all() else None
+    return numbers
 
 
 # --- shaping

@@ -326,7 +326,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters (LoRA, arXiv:2106.09685) in the place of training all weights (huggingface)."""
+    """Low-rank adapters (LoRA, arXiv:2106.09685) in the place of training all weights (huggingface, vllm)."""
 
     rank: int = 0
     """0 trains the weights themselves."""
@@ -713,10 +713,10 @@ def _refuse_other_distribution(config: AgentConfig) -> None:
 
 def _of_model(config: AgentConfig) -> Iterator[str]:
     engine, lora = config.engine, config.model.lora
-    if lora.rank and engine.name != "huggingface":
+    if lora.rank and engine_kind(to_mapping(engine)) != "real":
         yield (
-            f"model.lora.rank={lora.rank} needs engine.name=huggingface, got {engine.name}: set it, or "
-            f"model.lora.rank to 0"
+            f"model.lora.rank={lora.rank} needs a model of transformers, got engine.name={engine.name}: set it to "
+            f"huggingface or vllm, or model.lora.rank to 0"
         )
     if lora.rank and engine.train_last_layers is not None:
         yield (

@@ -5,7 +5,6 @@ Each metric is defined in `docs/metrics.md`.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -188,12 +187,8 @@ def checkpoint_of(run: Path, which: str) -> Path:
     return named[0]
 
 
-TRIES = 10
-"""At a checkpoint that its run replaces or drops while it is read."""
-
-
 def read_checkpoint(run: Path, which: str, read: Callable[[Path], T]) -> T:
-    """What `read` makes of a whole checkpoint; it is read anew where its run, which goes on, replaces or drops it.
+    """What `read` makes of a whole checkpoint; once more where its run, which goes on, replaces or drops it meanwhile.
 
     Args:
         run: the run folder.
@@ -201,30 +196,11 @@ def read_checkpoint(run: Path, which: str, read: Callable[[Path], T]) -> T:
         read: is given the folder, whose files are those of its manifest.
 
     Raises:
-        DataError: there is none, it is damaged, or it was replaced or dropped in each of `TRIES` times.
+        DataError: there is none, or it is damaged.
     """
-    for _ in range(TRIES):
-        folder = checkpoint_of(run, which)
-        before = _place_of(folder)
-        try:
-            found = read(verify_folder(folder))
-        except (DataError, OSError):
-            if before is not None and _place_of(folder) == before:
-                if which == "newest":
-                    newest_checkpoint(run / "checkpoints")  # names what to go on from, if this one is damaged
-                raise
-        else:
-            if _place_of(folder) == before:
-                return found
-    raise DataError(
-        f"{run} replaced or dropped its checkpoint {which!r} each of {TRIES} times that it was read: wait until the "
-        f"run has ended, or name another (trainer.keep_checkpoints says how many are kept)"
-    )
-
-
-def _place_of(folder: Path) -> tuple[int, int] | None:
-    """What no other folder of that name has, nor this one when files were removed; None if it is gone."""
-    with contextlib.suppress(FileNotFoundError):
-        told = folder.stat()
-        return told.st_ino, told.st_mtime_ns
-    return None
+    try:
+        return read(verify_folder(checkpoint_of(run, which)))
+    except (DataError, OSError):
+        if which == "newest":
+            newest_checkpoint(run / "checkpoints")  # names what to go on from, if this one is damaged
+        return read(verify_folder(checkpoint_of(run, which)))

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) on a transformers model: they are trained and saved, the base is neither.
 
-The adapted model is the engine's model, so rollouts see every update at once; without its adapters it is the
-reference of a KL penalty, and no second copy is held.
+The adapted model is the sampler's model, so rollouts see every update at once, or the adapters are loaded into what
+samples (vllm, replicas on Ray); without its adapters it is the reference of a KL penalty, and no second copy is held.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shoal.core.seeding import derive_seed
 from shoal.maths.noise import torch_noise
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.models import resolve_model
+from shoal.rollout.samplers.settings import EngineConfig
 from shoal.train.agent.config import Lora
 from shoal.train.agent.policy import HuggingFacePolicy, Policy, dropouts, policy_of, weights_sha256
 
@@ -109,9 +111,19 @@ def add_lora(policy: Policy, lora: Lora, base: str | None, seed: int) -> LoraPol
         ConfigError: the policy has no transformers model.
     """
     if not isinstance(policy, HuggingFacePolicy) or base is None:
-        raise ConfigError("model.lora needs engine.name: huggingface with an engine.model")
+        raise ConfigError("model.lora needs engine.name: huggingface (or vllm) with an engine.model")
     where = Path(base)
     return LoraPolicy(policy, lora, str(where.resolve()) if where.exists() else base, seed)
+
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM makes room for (`max_lora_rank`)."""
+
+
+def with_adapters(engine: EngineConfig, rank: int) -> EngineConfig:
+    """The settings of a sampler, with room for adapters of this rank where that must be asked for (vllm)."""
+    room = min((known for known in VLLM_RANKS if known >= rank), default=rank)
+    return replace(engine, vllm={"enable_lora": True, "max_lora_rank": room, **engine.vllm})
 
 
 def load_lora(folder: Path, device: str = "cpu", **options: Any) -> tuple[LoraPolicy, HuggingFaceEngine]:

@@ -180,7 +180,6 @@ class AgentTrainer(Closing):
         self.policy, self.critic, self._reference = make_networks(config, policy, kept, self.processes)
         self.optimizer = make_optimizer(config, self.policy, self.critic)
         self._sync = WeightSync(self.policy, sampler)
-        begun.enter_context(self._sync.alone())
         reference, budget = self._reference, token_budget(config, self.train_envs.tags)
         self._learner = Learner(
             self.policy, self.optimizer, algorithm, config.agent_proxy, self.critic,
@@ -399,13 +398,13 @@ def make_networked(config: AgentConfig, roles: dict[str, Role], processes: Proce
     words = sorted({word for role in roles.values() for word in role.projection.words()})
     if config.engine.name == "ray" and processes.count > 1:
         refuse_without_room(config.engine.replicas, processes)
-    device = processes.device(config.engine.device)
-    policy, sampler = make_policy(replace(config.engine, device=device), words, config.seed)
-    try:
-        if not config.model.lora.rank:
-            return policy, sampler
-        from shoal.train.agent.lora import add_lora
+    engine = replace(config.engine, device=processes.device(config.engine.device))
+    if not config.model.lora.rank:
+        return make_policy(engine, words, config.seed)
+    from shoal.train.agent.lora import add_lora, with_adapters
 
+    policy, sampler = make_policy(with_adapters(engine, config.model.lora.rank), words, config.seed)
+    try:
         return add_lora(policy, config.model.lora, config.engine.model, config.seed), sampler
     except BaseException:
         close_engine(sampler)  # it may have begun processes

@@ -7,10 +7,9 @@ what it is: each function is then free, and no process waits for another. Files 
 
 from __future__ import annotations
 
-import threading
+import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError, DataError, EngineError
-from shoal.rollout.samplers.sampler import refuse_strange
+from shoal.rollout.samplers.sampler import capabilities_of, refuse_strange
 
 if TYPE_CHECKING:
     from shoal.train.agent.policy import Policy
@@ -78,46 +77,32 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return held | getattr(optimizer, "masters", dict)()  # type: ignore[no-any-return]
 
 
-_TAKEN: set[int] = set()
-"""Samplers that weights are carried to, each by one who refers to it."""
-_LOCK = threading.Lock()
-
-
 class WeightSync:
     """Carries the weights of a policy to what samples by them, and only when they have changed.
 
-    A sampler that writes with the policy's own network sees every change; it is told the version. Where networks lie in
-    shards, all processes carry at once.
+    A sampler that writes with the policy's own network sees every change; it is told the version. Where LoRA adapters
+    are trained, they alone are carried. Where networks lie in shards, all processes carry at once. One sampler follows
+    one policy.
 
     Args:
         policy: what is trained.
-        sampler: what writes; `load_weights(weights, version)` takes weights in memory of the CPU.
+        sampler: what writes; `load_weights(weights, version)` takes weights in memory of the CPU, and
+            `load_adapter(folder, version)` a LoRA folder.
+
+    Raises:
+        ConfigError: the policy trains adapters, and the sampler takes none.
     """
 
     def __init__(self, policy: Policy, sampler: Any) -> None:
         self._policy, self._sampler = policy, sampler
         self.shared = getattr(sampler, "model", None) is policy.module
+        self._adapters = not self.shared and hasattr(policy, "without_adapters")
+        if self._adapters and not capabilities_of(sampler).adapters:
+            raise ConfigError(
+                f"{type(sampler).__name__} takes no LoRA adapters: set model.lora.rank to 0, or use a sampler that "
+                f"does (huggingface, or vllm with enable_lora)"
+            )
         self._carried: tuple[int, int] | None = None
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """For as long as this lasts, nobody else carries weights to this sampler.
-
-        Raises:
-            ConfigError: somebody does: one of the two would sample by the other's weights.
-        """
-        with _LOCK:
-            if id(self._sampler) in _TAKEN:
-                raise ConfigError(
-                    f"this {type(self._sampler).__name__} writes for another trainer that has not ended: close that "
-                    f"one first, or make another sampler"
-                )
-            _TAKEN.add(id(self._sampler))
-        try:
-            yield
-        finally:
-            with _LOCK:
-                _TAKEN.discard(id(self._sampler))
 
     def changed(self) -> None:
         """Weights were set by something else than an update, which raises their version."""
@@ -134,9 +119,20 @@ class WeightSync:
         stamp = (version, 0 if in_shards else sum(parameter._version for parameter in parameters))
         if stamp != self._carried:
             self._carried = None  # if it fails midway, who knows what is there
-            weights = whole_weights(self._policy.module)
-            self._sampler.load_weights({name: tensor.cpu() for name, tensor in weights.items()}, version)
+            if self._adapters:
+                self._carry_adapter(version)
+            else:
+                weights = whole_weights(self._policy.module)
+                self._sampler.load_weights({name: tensor.cpu() for name, tensor in weights.items()}, version)
             self._carried = stamp
+
+    def _carry_adapter(self, version: int) -> None:
+        """Let the sampler load the adapters, which alone have changed: its base model is that of the policy."""
+        module: Any = self._policy.module
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        with tempfile.TemporaryDirectory(prefix="shoal-adapter-") as folder:
+            module.save_pretrained(folder, state_dict=whole_weights(module, names=trained))
+            self._sampler.load_adapter(Path(folder), version)
 
 
 def without_twins(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
