@@ -13,8 +13,9 @@ from shoal.rollout.driver import RolloutReport
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, compose_config
-from shoal.train.agent.distributed import Processes, SharedCollector
+from shoal.train.agent.distributed import Processes
 from shoal.train.agent.evaluation import iteration_times, rollout_metrics, shaping_only, signal_metrics
+from shoal.train.agent.playing import SharedCollector
 from shoal.train.agent.records import PANELS, write_curves
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.ppo.run import write_ppo_curves, write_video

@@ -9,7 +9,8 @@ from shoal.core.data import Trajectory, Turn
 from shoal.core.errors import ConfigError
 from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, FilterGroups, compose_config
 from shoal.train.agent.losses import aggregation_weights
-from shoal.train.agent.policy import split_optimizer, trained_parameters
+from shoal.train.agent.networks import split_optimizer
+from shoal.train.agent.policy import trained_parameters
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.agent.update import Learner, Totals, advantages_of, gradient_step, prepare_samples
 

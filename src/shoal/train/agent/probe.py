@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from shoal.rollout.episode import Role
 from shoal.train.agent.config import AgentConfig
-from shoal.train.agent.distributed import SharedCollector, refuse_all_failed
+from shoal.train.agent.playing import SharedCollector, refuse_all_failed
 
 logger = logging.getLogger(__name__)
 PROBE_TURNS = 64

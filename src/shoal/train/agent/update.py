@@ -42,7 +42,8 @@ from shoal.train.agent.losses import (
     rollout_correction,
     value_loss,
 )
-from shoal.train.agent.policy import Critic, MasterAdamW, Policy, Precision, autocast, score, training_mode
+from shoal.train.agent.policy import Critic, Policy, autocast, score, training_mode
+from shoal.train.optimizers import MasterAdamW
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Totals:
 
     tokens: int = 0
     loss: float = 0.0  # weighted, so already a mean a minibatch
+    logprob: float = 0.0
     entropy: float = 0.0
     clipped: float = 0.0
     kl: float = 0.0
@@ -220,23 +222,24 @@ def gradient_step(
     weighted = [s.with_column("weights", w) for s, w in zip(minibatch, weights, strict=True)]
     learner.optimizer.zero_grad(set_to_none=True)
     device = str(next(policy.module.parameters()).device)
-    own = [weighted[i] for i in processes.part([len(sample.ids) for sample in weighted])]
+    own = [weighted[i] for i in processes.parts([len(sample.ids) for sample in weighted])[processes.rank]]
     size, sharing = config.micro_batch_tokens, (policy.shares_prefixes, policy.merges_equals, policy.costs)
     micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, *sharing))
     for micro in processes.in_step(micros):
-        if micro is None:
+        counted = totals
+        if micro is None:  # others still have some, and need this one's shards: a pass that counts nothing
             shortest = min(weighted, key=lambda sample: len(sample.ids))
-            idle = next(micro_batches([shortest], size, policy.pad_id, device))
-            loss = idle_loss(policy if learns_policy else None, critic, idle, config.precision)
-        elif learns_policy:
+            shortest = shortest.with_column("weights", np.zeros(len(shortest.places), np.float32))
+            micro, counted = next(micro_batches([shortest], size, policy.pad_id, device)), Totals(steps=1)
+        if learns_policy:
             temperature, told = learner.proxy.temperature, learner.log_entropy
-            loss = token_loss(policy, micro, config, temperature, totals, told, learner.entropy_coef)
+            loss = token_loss(policy, micro, config, temperature, counted, told, learner.entropy_coef)
             if critic is not None:
-                loss = loss + critic_loss(critic, micro, config, totals)
+                loss = loss + critic_loss(critic, micro, config, counted)
         else:
             assert critic is not None
-            loss = critic_loss(critic, micro, config, totals)
-            totals.tokens += len(micro.samples)
+            loss = critic_loss(critic, micro, config, counted)
+            counted.tokens += len(micro.samples)
         loss.backward()  # type: ignore[no-untyped-call]
         learner.optimizer.take_gradients()
     of_policy, *of_critic = learner.optimizer.stepped
@@ -297,6 +300,7 @@ def token_loss(
         ratio = ratio_of(gap)
         totals.tokens += len(micro.samples)
         totals.loss += float(loss)
+        totals.logprob += float(logprobs.sum())
         if entropy is not None:
             totals.entropy += float(entropy.sum())
         totals.clipped += float(clipped.sum())
@@ -315,20 +319,6 @@ def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: To
     losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
     totals.value_loss += float(losses.detach().sum())
     return (losses * columns["weights"]).sum()
-
-
-def idle_loss(
-    policy: Policy | None, critic: Critic | None, micro: MicroBatch, precision: Precision
-) -> Tensor:
-    """Zero, by way of all that is trained: the pass of a process with nothing left, while others need its shards."""
-    totals = []
-    if policy is not None:
-        with autocast(policy.module, precision):
-            totals.append(policy.logits(micro.ids, micro.lengths, micro.where, micro.begins).float().sum())
-    if critic is not None:
-        with autocast(critic.model, precision):
-            totals.append(critic(micro.ids, micro.lengths, micro.where, micro.begins).float().sum())
-    return 0.0 * torch.stack(totals).sum()
 
 
 # --- what an update reads

@@ -30,8 +30,9 @@ from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batches
 from shoal.train.agent.config import Warmup
-from shoal.train.agent.policy import MasterAdamW, Policy, score, trained_parameters
+from shoal.train.agent.policy import Policy, score, trained_parameters
 from shoal.train.agent.update import refuse_diverged
+from shoal.train.optimizers import MasterAdamW
 
 PLAIN = Sampling()
 ANY_LENGTH = Sampling(2**20)
