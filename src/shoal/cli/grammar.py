@@ -384,7 +384,7 @@ def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
     words = options.settings()
     own = options.config_dir / f"{options.config_name}.yaml" if options.config_dir is not None else None
     _refuse_secrets([*words, own.read_text("utf-8", "replace") if own and own.is_file() else ""])
-    config = compose_config(options.config_name, [_own_key(word) for word in words], options.config_dir)
+    config = compose_config(options.config_name, words, options.config_dir)
     if options.run_dir is not None:
         refuse_twice("run_dir", words)
         config = replace(config, run_dir=options.run_dir)
@@ -403,11 +403,6 @@ def _refuse_secrets(texts: Sequence[str]) -> None:
                 f"${{oc.env:{name}}} would write what {name} holds into config.yaml: name the variable instead, "
                 f"such as engine.server.api_key_env={name}"
             )
-
-
-def _own_key(word: str) -> str:
-    """A setting of an env may be new to the config: the env itself knows which there are, and refuses others."""
-    return f"++{word}" if re.match(r"custom_envs\.[^.=]+\.env_config\.[^=]+=", word) else word
 
 
 def _meant(word: str) -> str:
@@ -435,13 +430,12 @@ def journal_of(folder: RunFolder, weights: str, asked: Mapping[str, Any]) -> Jou
 
 def playing_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Of the settings of a run of agents those that change what is played, but for the weights."""
-    from shoal.train.agent.config import comparable, imported
+    from shoal.train.agent.config import comparable
 
     known = comparable(values)
     del known["engine"]["model"]
     wanted = ("seed", "engine", "model", "agent_proxy", "es_manager", "custom_envs")
-    names = values.get("imports")
-    return {key: known[key] for key in wanted} | ({"imported": imported(names)} if names else {})
+    return {key: known[key] for key in wanted}
 
 
 def weights_at(place: Path | str | None) -> str:

@@ -7,8 +7,8 @@ from tests.rollout.samplers.test_huggingface import make_engine
 
 from shoal.train.agent.networks import split_optimizer
 from shoal.train.agent.policy import Critic, policy_of, trained_parameters
+from shoal.train.agent.update import MasterAdamW
 from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
-from shoal.train.optimizers import MasterAdamW
 
 RATE, STEPS = 1e-6, 30
 

@@ -22,8 +22,8 @@ from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import Warmup, compose_config
 from shoal.train.agent.policy import policy_of
 from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.agent.update import MasterAdamW
 from shoal.train.agent.warmup import warm_up, warmup_samples
-from shoal.train.optimizers import MasterAdamW
 
 SOLVED_ENVS = [
     ("sokoban", {"max_pushes": 3}),

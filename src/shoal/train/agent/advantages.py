@@ -99,21 +99,21 @@ def turn_advantages(
     returns = [discounted_returns([turn.reward for turn in t.turns], algorithm.gamma) for t in trajectories]
     cells = _cells(trajectories, proxy.reward_normalization.grouping)
     played = Played(tuple(trajectories), returns, cells, algorithm, proxy)  # nobody can change their order
-    found = ESTIMATORS[algorithm.adv_estimator].compute(played)
-    told = f"adv_estimator={algorithm.adv_estimator} must give"
-    if not _several(found, len(returns)):
-        raise ValueError(f"{told} {len(returns)} results, one an episode, got {found!r:.200}")
-    whole = [_numbers(value, ()) for value in found]
-    if all(value is not None for value in whole):
-        of_turns: list[Any] = [np.full(len(t.turns), one) for t, one in zip(trajectories, whole, strict=True)]
-    else:
-        of_turns = [_numbers(value, (len(t.turns),)) for t, value in zip(trajectories, found, strict=True)]
-    for trajectory, turns, given in zip(trajectories, of_turns, found, strict=True):
-        if turns is None:
+    found = list(ESTIMATORS[algorithm.adv_estimator].compute(played))
+    if len(found) != len(returns):
+        raise ValueError(
+            f"adv_estimator={algorithm.adv_estimator} must give {len(returns)} results, one an episode, got "
+            f"{found!r:.200}"
+        )
+    of_turns = []
+    for trajectory, given in zip(trajectories, found, strict=True):
+        number, shape = _numbers(algorithm, given), (len(trajectory.turns),)
+        if number.shape not in ((), shape):
             raise ValueError(
-                f"{told} one finite number an episode, or one a turn, of float32, for an episode of "
-                f"{len(trajectory.turns)} turns, got {given!r:.200}"
+                f"adv_estimator={algorithm.adv_estimator} must give one number an episode, or one a turn, for an "
+                f"episode of {len(trajectory.turns)} turns, got {given!r:.200}"
             )
+        of_turns.append(np.broadcast_to(number, shape))
     shaping = shaping_of(trajectories, proxy)
     return [turns + bonus for turns, bonus in zip(of_turns, shaping, strict=True)]
 
@@ -134,9 +134,8 @@ def critic_advantages(
     compute = ESTIMATORS[algorithm.adv_estimator].compute
     pairs = []
     for t, known in zip(trajectories, values, strict=True):
-        pair = compute([turn.reward for turn in t.turns], known, algorithm)
-        parts = pair if _several(pair, 2) else [pair, None]  # which is told
-        pairs.append([_by_token(algorithm, "advantages and targets", given, known) for given in parts])
+        advantages, targets = compute([turn.reward for turn in t.turns], known, algorithm)
+        pairs.append((_by_token(algorithm, advantages, known), _by_token(algorithm, targets, known)))
     every = np.concatenate([tokens for turns, _ in pairs for tokens in turns])
     bessel = algorithm.critic.whitening == "sample" and len(every) > 1
     size = np.sqrt(np.square(np.concatenate([tokens for _, turns in pairs for tokens in turns])).mean())
@@ -158,36 +157,33 @@ def teacher_advantages(
     compute, found = ESTIMATORS[algorithm.adv_estimator].compute, []
     for ours, theirs, bonuses in zip(known, told, shaping_of(trajectories, proxy), strict=True):
         given = [deep_copy(compute(*pair)) for pair in zip(ours, theirs, strict=True)]
-        turns = _by_token(algorithm, "advantages", given, ours)
+        turns = _by_token(algorithm, given, ours)
         found.append([tokens + bonus for tokens, bonus in zip(turns, bonuses, strict=True)])
     return found
 
 
-def _by_token(algorithm: Algorithm, what: str, given: Any, like: Sequence[Array]) -> list[Array]:
-    """What a registered estimator gave for an episode, if it is one number for each token, `like` these."""
-    rows = given if _several(given, len(like)) else [None] * max(1, len(like))
-    found = [_numbers(row, np.shape(tokens)) for row, tokens in zip(rows, like, strict=False)]
-    if len(rows) != len(like) or any(row is None for row in found):
+def _by_token(algorithm: Algorithm, given: Sequence[Any], like: Sequence[Array]) -> list[Array]:
+    """What an estimator gave for an episode, if it is one number for each token, `like` these."""
+    found = [_numbers(algorithm, row) for row in given]
+    if [row.shape for row in found] != [np.shape(tokens) for tokens in like]:
         raise ValueError(
-            f"adv_estimator={algorithm.adv_estimator} must give {what} of one finite number a token, of float32, "
-            f"{[len(tokens) for tokens in like]} by turn, got {given!r:.200}"
+            f"adv_estimator={algorithm.adv_estimator} must give one number a token, {[len(row) for row in like]} by "
+            f"turn, got {given!r:.200}"
         )
-    return found  # type: ignore[return-value]
+    return found
 
 
-def _several(given: Any, n: int) -> bool:
-    """Whether an estimator gave a list or an array of so many; no dict, whose keys they would be, and no number."""
-    return bool(isinstance(given, Sequence) or getattr(given, "ndim", 0)) and len(given) == n
-
-
-def _numbers(given: Any, shape: tuple[int, ...]) -> Array | None:
-    """What an estimator gave, as an array that is nobody else's; None if it is no numbers of float32 in this shape."""
+def _numbers(algorithm: Algorithm, given: Any) -> Array:
+    """What an estimator gave, as an array that is nobody else's."""
     try:
-        array = np.asarray(given)
-        numbers = np.array(array, dtype=np.float64) if array.dtype.kind in "biufO" else np.array(np.nan)
+        numbers = np.array(given, dtype=np.float64)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # ragged lists, tensors with gradients
-        return None
-    return numbers if numbers.shape == shape and (np.abs(numbers) <= MOST_REWARD).all() else None
+        numbers = np.array(np.nan)
+    if not (np.abs(numbers) <= MOST_REWARD).all():
+        raise ValueError(
+            f"adv_estimator={algorithm.adv_estimator} must give finite numbers of float32, got {given!r:.200}"
+        )
+    return numbers
 
 
 # --- shaping

@@ -19,8 +19,8 @@ from shoal.train.agent.config import AgentConfig, Algorithm
 from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.policy import Around, Critic, Policy, make_policy, trained_parameters
 from shoal.train.agent.sharding import ShardedPolicy, shard
+from shoal.train.agent.update import MasterAdamW
 from shoal.train.agent.weights import gather
-from shoal.train.optimizers import MasterAdamW
 
 
 def make_networked(config: AgentConfig, roles: dict[str, Role], processes: Processes) -> tuple[Policy, Any]:

@@ -55,9 +55,7 @@ class Policy(ABC):
         self.weights_version = 0
 
     @abstractmethod
-    def logits(
-        self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None, inputs: Inputs = None
-    ) -> Tensor:
+    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
 
         Args:
@@ -67,13 +65,10 @@ class Policy(ABC):
             begins: `[B, T]` where the sample of each token begins, if rows hold several: attention stays within them,
                 and positions start anew. `[3, B, T]` with the first place and the end of the shared prefix before it in
                 the row that it continues, see `shoal.train.agent.batch.MicroBatch`.
-            inputs: what is read besides, by the model's names: positions, and images.
         """
 
     @abstractmethod
-    def hidden(
-        self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None, inputs: Inputs = None
-    ) -> Tensor:
+    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Hidden states `[N, width]` that predict the tokens at the true places of `where`; see `logits`."""
 
     @property
@@ -162,20 +157,13 @@ class TinyPolicy(Policy):
     shares_prefixes = True
     merges_equals = False  # runs that began with an earlier version end in the bytes that they ended in
 
-    def logits(
-        self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None, inputs: Inputs = None
-    ) -> Tensor:
+    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """See `Policy.logits`."""
-        return self.module.head(self.hidden(ids, lengths, where, begins, inputs))  # type: ignore[no-any-return]
+        return self.module.head(self.hidden(ids, lengths, where, begins))  # type: ignore[no-any-return]
 
-    def hidden(
-        self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None, inputs: Inputs = None
-    ) -> Tensor:
+    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """See `Policy.hidden`."""
-        del (
-            lengths,
-            inputs,
-        )  # padding is on the right, where nothing that counts looks; and it reads ids alone
+        del lengths  # padding is on the right, where nothing that counts looks
         if begins is None:
             begins = torch.zeros(len(ids), 1, dtype=torch.int64, device=ids.device)
         predicting = where.roll(-1, 1)  # the first column is False
@@ -238,7 +226,7 @@ class HuggingFacePolicy(Policy):
     def logits(
         self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None, inputs: Inputs = None
     ) -> Tensor:
-        """See `Policy.logits`."""
+        """See `Policy.logits`; `inputs` are what is read besides, by the model's names: positions, and images."""
         if self.head is not None:
             return self.head(self.hidden(ids, lengths, where, begins, inputs))  # type: ignore[no-any-return]
         before = where[:, 1:]

@@ -31,9 +31,8 @@ from shoal.train.agent.batch import Batching, Column, Floats, Sample, micro_batc
 from shoal.train.agent.config import AgentProxy, Algorithm, refuse_negative, refuse_not_positive
 from shoal.train.agent.losses import LOSSES, Aggregation
 from shoal.train.agent.policy import HuggingFacePolicy, safe_batching, trained_parameters
-from shoal.train.agent.update import Learner, Totals, gradient_step, minibatches
+from shoal.train.agent.update import Learner, MasterAdamW, Totals, gradient_step, minibatches
 from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
-from shoal.train.optimizers import MasterAdamW
 
 Objective = Literal["supervised", "grpo"]
 _BY_NAME: Any = None

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shoal.core.configuration import plain_values, read_settings
+from shoal.core.configuration import plain_values
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import Closing
@@ -35,7 +35,8 @@ from shoal.rollout.samplers.sampler import Sampler
 from shoal.train.advice import Rejected
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
-from shoal.train.agent.config import AgentConfig, imported, refuse_without_signal
+from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.conflicts import refuse_without_signal
 from shoal.train.agent.distributed import Processes
 from shoal.train.agent.evaluation import (
     heldout_metrics,
@@ -55,7 +56,6 @@ from shoal.train.agent.policy import (
     safe_batching,
     weights_sha256,
 )
-from shoal.train.agent.probe import warmup_steps
 from shoal.train.agent.records import DEFAULT_FOLDER, Records
 from shoal.train.agent.rehearsal import rehearse
 from shoal.train.agent.sharding import ShardedPolicy
@@ -66,7 +66,7 @@ from shoal.train.agent.update import (
     sampled_entropy,
     update,
 )
-from shoal.train.agent.warmup import warm_up
+from shoal.train.agent.warmup import warm_up, warmup_steps
 from shoal.train.agent.weights import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -101,14 +101,6 @@ class AgentTrainer(Closing):
         begun = Path(config.run_dir or DEFAULT_FOLDER) / "config.yaml"
         if config.resume and not begun.parent.is_dir():  # before one is made that would look like a run
             raise DataError(f"there is no run {begun.parent} to go on with: start without resume")
-        if config.resume and begun.exists():
-            try:
-                config = config.as_begun(read_settings(begun))
-            except (LookupError, TypeError, ValueError) as error:
-                told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                raise DataError(
-                    f"{begun} is not what a run was begun with ({told}): restore it, or begin anew in another run_dir"
-                ) from error
         refuse_without_signal(config)
         warmup, iterations = config.algorithm.critic.warmup, config.trainer.iterations
         if warmup >= iterations:
@@ -159,7 +151,7 @@ class AgentTrainer(Closing):
         algorithm = replace(algorithm, batching=batching)
         self.config = config = replace(config, algorithm=algorithm)
         of_teacher = {"teacher_sha256": weights_sha256(teacher.module)} if teacher else {}
-        self._settings = config.comparable() | of_teacher | {"imported": imported(config.imports)}
+        self._settings = config.comparable() | of_teacher
         self.records = Records(config, on_event, writes=self.processes.first)
         begun.callback(self.records.close)
         kept = self.records.folder.path / "reference"
