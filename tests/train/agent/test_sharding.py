@@ -131,7 +131,7 @@ def test_a_transformers_model_is_trained_in_shards_as_by_one_process(tmp_path, r
         "engine.name=huggingface", f"engine.model={tmp_path / 'model'}", f"model.lora.rank={rank}",
         "warmup.steps=3", "trainer.iterations=3", "agent_proxy.max_tokens=auto",
         "agent_proxy.prompt.first='{observation}'",
-        "algorithm.micro_batch_tokens=1500", "algorithm.learning_rate=0.001",
+        "algorithm.micro_batch_tokens=1500", "algorithm.learning_rate=0.0001", "warmup.learning_rate=0.0001",
         *(["algorithm.rollout_correction.method=none"] if rank else []),
     ]  # fmt: skip
     for n in (1, 2):
