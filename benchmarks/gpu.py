@@ -46,7 +46,8 @@ from shoal.rollout.samplers.noise import TINY, uniforms  # noqa: E402
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
 from shoal.train.agent.batch import Sample  # noqa: E402
 from shoal.train.agent.config import AgentProxy, Algorithm, compose_config  # noqa: E402
-from shoal.train.agent.policy import policy_of, split_optimizer, trained_parameters  # noqa: E402
+from shoal.train.agent.networks import split_optimizer  # noqa: E402
+from shoal.train.agent.policy import policy_of, trained_parameters  # noqa: E402
 from shoal.train.agent.trainer import AgentTrainer  # noqa: E402
 from shoal.train.agent.update import Learner, update  # noqa: E402
 

@@ -48,7 +48,8 @@ from shoal.rollout.samplers.models import resolve_model  # noqa: E402
 from shoal.train.agent.advantages import group_relative  # noqa: E402
 from shoal.train.agent.batch import Sample, make_samples, token_values  # noqa: E402
 from shoal.train.agent.config import AgentProxy, Algorithm  # noqa: E402
-from shoal.train.agent.policy import Policy, policy_of, score, split_optimizer, trained_parameters  # noqa: E402
+from shoal.train.agent.networks import split_optimizer  # noqa: E402
+from shoal.train.agent.policy import Policy, policy_of, score, trained_parameters  # noqa: E402
 from shoal.train.agent.update import Learner, update  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_update.json"

@@ -15,7 +15,7 @@ def run(folder: Path, screens: int = 440, epochs: int = 15) -> float:
     code = main(
         [
             "train", "--config-name", "recorded", f"recordings={folder / 'recordings'}", f"run_dir={folder / 'run'}",
-            f"train.epochs={epochs}", "train.learning_rate=2e-3", "train.minibatch_size=16", "heldout=0.1",
+            f"train.epochs={epochs}", "train.learning_rate=1e-3", "train.minibatch_size=16", "heldout=0.1",
         ]
     )  # fmt: skip
     if code:

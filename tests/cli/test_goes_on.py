@@ -160,18 +160,6 @@ def test_a_rollout_does_not_go_on_with_another_version_of_a_samplers_own_weights
     assert main(words) == 0
 
 
-def test_a_rollout_does_not_go_on_with_other_imports(tmp_path, monkeypatch, capsys):
-    mine = tmp_path / "mine.py"
-    mine.write_text("ONE = 1")
-    words = [*ROLLOUT, f"run_dir={tmp_path / 'run'}", "--backend", "serial", f"imports=[{mine}]"]
-    assert broken_off(monkeypatch, words, 3) == 130
-    mine.write_text("ONE = 2")
-    assert main(words) == 2
-    assert "settings.imported was ['mine.py sha256 " in capsys.readouterr().err
-    mine.write_text("ONE = 1")
-    assert main(words) == 0
-
-
 def test_a_rollout_goes_on_with_another_number_and_kind_of_workers(run, tmp_path, monkeypatch, capsys):
     assert main(commands(run, tmp_path / "calm")["rollout"]) == 0
     broken = commands(run, tmp_path / "broken")

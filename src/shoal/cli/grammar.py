@@ -387,7 +387,7 @@ def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
     _refuse_secrets([*words, own.read_text("utf-8", "replace") if own and own.is_file() else ""])
     if own is not None and own.is_file():
         _warn_of_plain_defaults(own)
-    config = compose_config(options.config_name, [_own_key(word) for word in words], options.config_dir)
+    config = compose_config(options.config_name, words, options.config_dir)
     if options.run_dir is not None:
         refuse_twice("run_dir", words)
         config = replace(config, run_dir=options.run_dir)
@@ -424,11 +424,6 @@ def _refuse_secrets(texts: Sequence[str]) -> None:
             )
 
 
-def _own_key(word: str) -> str:
-    """A setting of an env may be new to the config: the env itself knows which there are, and refuses others."""
-    return f"++{word}" if re.match(r"custom_envs\.[^.=]+\.env_config\.[^=]+=", word) else word
-
-
 def _meant(word: str) -> str:
     from shoal.train.agent.config import config_names
 
@@ -454,13 +449,12 @@ def journal_of(folder: RunFolder, weights: str, asked: Mapping[str, Any]) -> Jou
 
 def playing_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Of the settings of a run of agents those that change what is played, but for the weights."""
-    from shoal.train.agent.config import comparable, imported
+    from shoal.train.agent.config import comparable
 
     known = comparable(values)
     del known["engine"]["model"]
     wanted = ("seed", "engine", "model", "agent_proxy", "es_manager", "custom_envs")
-    names = values.get("imports")
-    return {key: known[key] for key in wanted} | ({"imported": imported(names)} if names else {})
+    return {key: known[key] for key in wanted}
 
 
 def weights_at(place: Path | str | None) -> str:

@@ -235,7 +235,7 @@ def compare_schedules(config: Any, options: RolloutOptions, ending: contextlib.E
     """One after another, in lockstep, on workers, and with a worker killed; exit code 1 if anything differs."""
     from shoal.rollout.factory import make_set
     from shoal.rollout.settings import rollout_config
-    from shoal.train.agent.trainer import lockstep_collector
+    from shoal.train.agent.playing import lockstep_collector
 
     config, folder, engine, _ = prepare(config, options, ending)
     name = "one by one"

@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.records import exchanges
 from tests.rollout.doubles import PIECES, ForgingEnv, fast_tokenizer
 from tokenizers import AddedToken
 
@@ -157,7 +158,7 @@ def test_rollouts_in_threads_and_processes_forge_no_control_token(mode, backend,
     assert {t.status for t in played} == {"ok"}
     starts, ends = fast_tokenizer().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     for trajectory in played:
-        for n, turn in enumerate(trajectory.turns):
+        for n, turn in enumerate(exchanges(trajectory)):
             turns = n + 1 if mode == "append" else 1
             assert turn.prompt_ids.count(starts) == 2 * turns
             assert turn.prompt_ids.count(ends) == 2 * turns - 1

@@ -5,11 +5,7 @@
 Every process trains a twin of its own. The first writes `FOLDER/told.json`: for each process, what it saw of each case.
 """
 
-import atexit
-import gc
 import json
-import os
-import re
 import signal
 import sys
 from contextlib import nullcontext
@@ -25,22 +21,18 @@ from tests.records import Exchange, trajectory_of
 from tests.rollout.doubles import byte_tokenizer
 from tests.rollout.doubles import llama_engine as make_llama
 from tests.train.agent.checkpoints import tensors_of
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from shoal.core.errors import EngineError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent import policy as policy_files
-from shoal.train.agent import weights as weights_files
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, save_checkpoint
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, Lora, RolloutCorrection
 from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.lora import LoraPolicy
-from shoal.train.agent.policy import load_policy, policy_of
+from shoal.train.agent.policy import policy_of
 from shoal.train.agent.trainer import make_networks, make_optimizer
 from shoal.train.agent.update import Learner, prepare_samples, update
-from shoal.train.agent.weights import WeightSync, optimizer_tensors, whole, whole_weights
+from shoal.train.agent.weights import WeightSync, gather, optimizer_tensors, whole
 
 PLAIN = Algorithm(
     adv_estimator="grpo", minibatch_size=4, micro_batch_tokens=40, weight_decay=0.01, kl=KLPenalty(0.05),
@@ -58,14 +50,6 @@ def both(sampler):
 
 def llama():
     return both(make_llama())
-
-
-def large():
-    sizes = {"vocab_size": 258, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6}
-    config = transformers.LlamaConfig(
-        **sizes, num_attention_heads=8, eos_token_id=None, tie_word_embeddings=True
-    )
-    return both(HuggingFaceEngine(transformers.LlamaForCausalLM(config), byte_tokenizer()))
 
 
 def tiny():
@@ -111,20 +95,15 @@ CASES = {
     "llama-last-layer": (frozen, PLAIN),
     "paired": (lambda: (policy_of(make_llama()), make_llama()), STRAIGHT),
     "mixtral": (partial(experts, "Mixtral", num_local_experts=6, num_experts_per_tok=1), STRAIGHT),
-    "olmoe": (partial(experts, "Olmoe", num_experts=6, num_experts_per_tok=2), WITH_CRITIC),
     "qwen3-moe": (
         partial(
             experts, "Qwen3Moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=8
         ),
         PLAIN,
     ),
-    "large": (large, replace(STRAIGHT, kl=KLPenalty(0.0))),
     "lora": (lora, PLAIN),
     "lora-bfloat16": (lambda: lora(torch.bfloat16), WITH_CRITIC),
 }
-
-
-IN_SEVERAL_FILES = {"llama", "mixtral", "olmoe", "qwen3-moe"}
 
 
 def played(iteration):
@@ -188,9 +167,12 @@ class Trained:
         return update(learner, prepare_samples(played(iteration), learner), iteration)
 
     def state(self):
-        critic = {} if self.critic is None else whole_weights(self.critic)
+        critic = {} if self.critic is None else gather(self.critic.state_dict(keep_vars=True))
         return {
-            **{f"engine.{n}": value for n, value in whole_weights(self.engine.module).items()},
+            **{
+                f"engine.{n}": value
+                for n, value in gather(self.engine.module.state_dict(keep_vars=True)).items()
+            },
             **{f"critic.{n}": value for n, value in critic.items()},
         }
 
@@ -224,31 +206,7 @@ def alone(cut, twin):
         return [answers(one.sampler) for one in (cut, twin)] if cut.processes.first else None
 
 
-def full_disk(cut, folder):
-    """What each process is told when the second has no room for its shards, and what is there afterwards."""
-    before = cut.processes.together(lambda: sorted(path.name for path in folder.iterdir()))[0]
-    write = HuggingFaceStorageWriter.write_data
-
-    def failing(*arguments):
-        if cut.processes.rank == 1:
-            raise OSError("no space left")
-        return write(*arguments)
-
-    HuggingFaceStorageWriter.write_data = failing
-    try:
-        cut.save(folder, 2)
-        said = ""
-    except EngineError as error:
-        said = str(error)
-    finally:
-        HuggingFaceStorageWriter.write_data = write
-    cut.processes.together(lambda: None)
-    return [said, before == sorted(path.name for path in folder.iterdir())]
-
-
 def watch(case, processes, folder):
-    small = 1 << 12 if case in IN_SEVERAL_FILES else 1 << 30
-    policy_files.FILE = weights_files.SHARD_FILE = small
     idle = [0]
     in_step = Processes.in_step.__get__(processes)
 
@@ -275,16 +233,10 @@ def watch(case, processes, folder):
 
     cut.save(folder / case, 1)
     twin.save(folder / f"{case}-{processes.rank}", 1)
-    told["refused"] = full_disk(cut, folder / case)
     processes.together(lambda: None)
     saved, other = folder / case / "step-000001", folder / f"{case}-0" / "step-000001"
-    told["files"] = sorted(str(path.relative_to(saved)) for path in saved.rglob("*.safetensors"))
     told["file_gap"] = gap(tensors_of(saved), tensors_of(other))
-    if case in IN_SEVERAL_FILES:
-        read, _ = load_policy(saved / "engine")
-        told["file_gap"] = max(
-            told["file_gap"], gap(whole_weights(read.module), whole_weights(twin.engine.module))
-        )
+    told["files"] = [sorted(str(file.relative_to(of)) for file in of.rglob("*")) for of in (saved, other)]
     cut.load(other)  # each goes on from the checkpoint of the other
     twin.load(saved)
     cut.reference.load()
@@ -293,54 +245,12 @@ def watch(case, processes, folder):
     return told
 
 
-def peak(work):
-    """Bytes of resident memory that `work` took at most beyond what was there before."""
-    status = Path("/proc/self/status")
-
-    def resident(kind):
-        return int(re.search(rf"{kind}:\s+(\d+)", status.read_text())[1]) << 10
-
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident("VmRSS")
-    work()
-    return resident("VmHWM") - before
-
-
-def weigh_saving(processes, folder):
-    """What saving and loading a network of 19 million parameters takes in memory, beside the network itself."""
-    policy_files.FILE, weights_files.SHARD_FILE = 1 << 25, 1 << 22
-    cut = Trained("large", processes, folder / "reference")
-    for group in cut.optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.full_like(parameter, 0.5)
-    cut.optimizer.step()
-    cut.optimizer.zero_grad()
-    tensors = {**dict(cut.engine.module.named_parameters()), **optimizer_tensors(cut.optimizer)}
-    whole_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    saving = peak(lambda: cut.save(folder, 1))
-    fresh = Trained("large", processes, folder / "reference")
-    loading = peak(lambda: fresh.load(folder / "step-000001"))
-    same = gap(cut.state(), fresh.state()) == gap(cut.moments(), fresh.moments()) == 0
-    return {"whole": whole_bytes, "saving": saving, "loading": loading, "same": same}
-
-
-def tell_threads(folder):
-    """Which threads of the group are left when all have left it (registered first, so this is called last)."""
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    left = [name for name in names if "gloo" in name]
-    (folder / f"left-{os.environ['RANK']}.json").write_text(json.dumps(left))
-
-
 def main():
-    atexit.register(tell_threads, Path(sys.argv[1]))
     signal.alarm(400)  # processes that wait for each other for ever end too
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     processes = Processes.join("cpu", sharded=True)
-    told = {case: watch(case, processes, folder) for case in sys.argv[2:] if case != "large"}
-    if "large" in sys.argv:
-        told["large"] = weigh_saving(processes, folder)
+    told = {case: watch(case, processes, folder) for case in sys.argv[2:]}
     everyone = processes.together(lambda: told)
     if processes.first:
         (folder / "told.json").write_text(json.dumps(everyone))

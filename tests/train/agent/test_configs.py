@@ -212,18 +212,13 @@ def test_a_config_made_in_python_takes_what_numpy_counts():
 
 def test_a_hydra_app_of_the_users_own_finds_itself_again(tmp_path):
     from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
 
-    (tmp_path / "app.yaml").write_text("defaults: [defaults, _self_]\nrate: 1\n")
-    ConfigStore.instance().store(name="defaults", node={"mine": 2})
-    try:
-        with initialize_config_dir(str(tmp_path), version_base=None):
-            assert compose_config("demo").engine.name == "tiny"
-            with pytest.raises(ConfigError):
-                compose_config("demo", ["no.such.setting=1"])
-            assert dict(compose("app")) == {"mine": 2, "rate": 1}
-    finally:
-        ConfigStore.instance().repo.pop("defaults.yaml")
+    (tmp_path / "app.yaml").write_text("mine: 2\nrate: 1\n")
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        assert compose_config("demo").engine.name == "tiny"
+        with pytest.raises(ConfigError):
+            compose_config("demo", ["no.such.setting=1"])
+        assert dict(compose("app")) == {"mine": 2, "rate": 1}
 
 
 def test_configs_are_composed_by_several_threads_at_once():

@@ -183,7 +183,6 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(tmp_path, scor
 
 
 def test_the_config_of_a_run_is_there_as_a_whole_or_not_at_all(tmp_path):
-    """Half of one, as a full disk or a kill left it, could not be resumed: `KeyError: 'algorithm'`."""
     told, kept = tmp_path / "config.yaml", tmp_path / "as-it-was"
     told.write_text("seed: 1")
     os.link(told, kept)

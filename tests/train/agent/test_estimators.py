@@ -377,7 +377,9 @@ def padded_loss(name, new, old, advantages, mask, config):
     low, high = config.clip_ratio_low, config.clip_ratio_high
     if name == "gspo":
         ratio = (((new - old) * mask).sum(1) / count).exp()[:, None].expand_as(new)
-    if name == "cispo":
+    if name == "likelihood":
+        tokens = -advantages * new
+    elif name == "cispo":
         tokens = -torch.where(ratio.detach() > 1 + high, 1 + high, ratio.detach()) * advantages * new
     else:
         clipped = ratio.clip(1 - low, 1 + high)

@@ -21,8 +21,8 @@ from shoal.train.agent import policy as policies
 from shoal.train.agent.batch import micro_batches
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import Lora, compose_config
-from shoal.train.agent.distributed import BasePolicy
 from shoal.train.agent.lora import LoraPolicy, add_lora, load_lora, merge_lora, weights_sha256
+from shoal.train.agent.networks import BasePolicy
 from shoal.train.agent.policy import policy_of, score
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.agent.weights import WeightSync
@@ -81,7 +81,7 @@ def test_adapters_alone_are_trained_resumed_and_exported(base, tmp_path, capsys)
     for one, other in zip(adapted.generate(greedy), merged.generate(greedy), strict=True):
         assert one.token_ids == other.token_ids
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
-    [names] = policy.files()
+    names = policy.saved_weights()
     assert sum(".lora_" in name for name in names) == len(names) == len(policy.read(checkpoint))
     plain = HuggingFaceEngine.load(base)
     prompt = torch.tensor([greedy[0].prompt_ids])

@@ -5,7 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.rollout.samplers.test_huggingface import make_engine
 
-from shoal.train.agent.policy import Critic, MasterAdamW, policy_of, split_optimizer, trained_parameters
+from shoal.train.agent.networks import split_optimizer
+from shoal.train.agent.policy import Critic, policy_of, trained_parameters
+from shoal.train.agent.update import MasterAdamW
 from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
 
 RATE, STEPS = 1e-6, 30

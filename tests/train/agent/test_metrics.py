@@ -14,8 +14,9 @@ from shoal.rollout.driver import RolloutReport
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, compose_config
-from shoal.train.agent.distributed import Processes, SharedCollector
+from shoal.train.agent.distributed import Processes
 from shoal.train.agent.evaluation import iteration_times, rollout_metrics, shaping_only, signal_metrics
+from shoal.train.agent.playing import SharedCollector
 from shoal.train.agent.records import PANELS, write_curves
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.ppo.run import write_ppo_curves, write_video
@@ -258,11 +259,11 @@ def test_a_parallel_rollout_is_reported_whole_with_its_refills_and_from_all_proc
     refill = True
     monkeypatch.setattr(collector._processes, "rank", 1)  # of one group, the second process plays it
     collector.collect(0, Sampling(), first_group=2, n_groups=1)
-    assert collector.lap() == {
+    assert collector.take_metrics() == {
         "rollout_workers": 6.0,
         "rollout_batches": 14.0,
         "engine_busy": round(3.5 / 6, 4),
         "worker_deaths": 2.0,
         "replayed_episodes": 2.0,
     }
-    assert collector.lap() == {}
+    assert collector.take_metrics() == {}

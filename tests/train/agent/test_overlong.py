@@ -7,9 +7,10 @@ from tests.records import Exchange, trajectory_of
 from tests.train.agent.test_update import ENGINE
 
 from shoal.core.errors import ConfigError
-from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, FilterGroups, compose_config
+from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, compose_config
 from shoal.train.agent.losses import aggregation_weights
-from shoal.train.agent.policy import split_optimizer, trained_parameters
+from shoal.train.agent.networks import split_optimizer
+from shoal.train.agent.policy import trained_parameters
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.agent.update import Learner, Totals, advantages_of, gradient_step, prepare_samples
 
@@ -124,11 +125,3 @@ def test_a_minibatch_divides_the_sum_by_its_samples_times_the_budget():
         norms[constant] = totals.grad_norm
     assert norms["budget"] == norms[8.0] == pytest.approx(norms[1.0] / 8, rel=1e-5)
     assert [float(w.sum()) for w in aggregation_weights([2, 4], "constant", 8)] == [2 / 16, 4 / 16]
-
-
-def test_a_run_begun_with_another_divisor_goes_on_with_it():
-    begun = {"algorithm": {"loss_constant": 1.0, "filter_groups": {"enable": True}}}
-    config = AgentConfig(
-        algorithm=Algorithm(adv_estimator="dr_grpo", filter_groups=FilterGroups(enable=True))
-    )
-    assert config.as_begun(begun).algorithm.loss_constant == 1.0

@@ -1,15 +1,16 @@
 """Training on recorded samples: packing changes nothing, kills change nothing, and what is learned is right."""
 
 import json
-import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tests.train.agent.test_packing_check import MIXING, OWN_WAYS, engine_of
+from transformers import LlamaConfig
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import MANIFEST, read_json, write_folder, write_json
+from shoal.core.files import read_json
 from shoal.splitting import (
     Batch,
     ChatReader,
@@ -19,16 +20,14 @@ from shoal.splitting import (
     load_processor,
 )
 from shoal.splitting.synthetic import write_button_recordings, write_gui_recordings
+from shoal.train.agent.batch import Sample, micro_batches, token_values
+from shoal.train.agent.policy import HuggingFacePolicy, score
 from shoal.train.agent.recorded import (
-    Recorded,
     RecordedTrainer,
     RecordedTraining,
     answer,
     recorded_samples,
-    rows_of,
-    scores_of,
     tiny_model,
-    token_logprobs,
 )
 
 
@@ -51,37 +50,40 @@ def batch(processor, tmp_path):
     )
 
 
-def logprobs(model, samples, plan, pad):
-    with torch.no_grad():
-        return token_logprobs(model, rows_of(samples, plan, pad, "cpu", torch.float32))
+@pytest.fixture
+def long_batch(processor, tmp_path):
+    """One sample, in whose row there is room for several of `batch`."""
+    ids = write_gui_recordings(tmp_path / "long", 1, steps=8, size=(90, 60), words=(2, 9))
+    return TrajectorySplitter(processor, tmp_path / "long", 8, 8, padding="longest").split(ids)
 
 
-def test_log_probs_in_packed_rows_are_those_of_the_models_own_forward(processor, model, batch):
-    samples = recorded_samples(batch.samples(), "supervised")
-    pad = processor.tokenizer.pad_token_id
-    packed = logprobs(model, samples, [[1, 0], list(range(2, len(samples)))], pad)
-    own = []
-    for i in [1, 0, *range(2, len(samples))]:
-        ids = torch.from_numpy(samples[i].ids)[None]
+def logprobs(model, samples, batching="padded"):
+    """Of the trained tokens of each sample."""
+    policy = HuggingFacePolicy(model, None, 0)
+    return token_values(
+        samples, lambda micro: score(policy, micro, 1.0).logprobs, 1 << 30, 0, "cpu", batching
+    )
+
+
+def test_log_probs_in_packed_rows_are_those_of_the_models_own_forward(processor, model, batch, long_batch):
+    samples = recorded_samples([*batch.samples(), *long_batch.samples()], "supervised")
+    [micro] = micro_batches(samples, 1 << 30, 0, "cpu", "packed")
+    assert len(micro.ids) < len(samples)
+    packed, count = logprobs(model, samples, "packed"), 0
+    for sample, found in zip(samples, packed, strict=True):
+        ids = torch.tensor([sample.ids])
         with torch.no_grad():
             made = model(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 mm_token_type_ids=(ids == processor.image_token_id).int(),
-                **dict(samples[i].images),
+                **sample.inputs,
             )
         scores = made.logits[0].log_softmax(-1)
-        own += [scores[place - 1, samples[i].ids[place]] for place in samples[i].places.tolist()]
-    assert len(own) > 40
-    torch.testing.assert_close(packed, torch.stack(own), atol=2e-6, rtol=1e-5)
-
-
-def test_a_sample_does_not_see_the_one_before_it_in_its_row(processor, model, batch):
-    samples = recorded_samples(batch.samples(), "supervised")
-    pad, last = processor.tokenizer.pad_token_id, len(samples[2].places)
-    one = logprobs(model, samples, [[0, 2]], pad)[-last:]
-    other = logprobs(model, samples, [[1, 2]], pad)[-last:]
-    assert (one - other).abs().max() <= 1e-6
+        own = [float(scores[place - 1, sample.ids[place]]) for place in sample.places.tolist()]
+        np.testing.assert_allclose(found, own, atol=2e-6, rtol=1e-5)
+        count += len(own)
+    assert count > 40
 
 
 def text_batch(tokenizer, folder):
@@ -98,9 +100,9 @@ def test_answers_tell_the_log_probs_that_training_works_out(
 ):
     """What is kept from token to token (the prompt, its images) changes nothing about the tokens behind it."""
     if not sees:
-        batch, model = text_batch(processor.tokenizer, tmp_path), model.model.language_model
-        model.get_output_embeddings, model.base_model_prefix = lambda: head, ""
-        head = torch.nn.Linear(32, len(processor.tokenizer), bias=False)
+        batch = text_batch(processor.tokenizer, tmp_path)
+        shape = {"vocab_size": len(processor.tokenizer), "hidden_size": 32, "num_hidden_layers": 1}
+        model = engine_of(LlamaConfig(**shape, num_attention_heads=4, intermediate_size=48)).module
     pad = processor.tokenizer.pad_token_id
     found = batch.samples()
     written = answer(model, found, pad, [3], max_tokens=5, temperature=temperature, seed=1)
@@ -111,9 +113,10 @@ def test_answers_tell_the_log_probs_that_training_works_out(
         places = sample.prompt_positions.max() + 1 + np.arange(count)
         sample.response_positions = np.tile(places, (len(sample.prompt_positions), 1))
         sample.inputs = sample.prompt_inputs
-        rows = rows_of(recorded_samples([sample], "supervised"), [[0]], pad, "cpu", torch.float32)
+        [micro] = micro_batches(recorded_samples([sample], "supervised"), 1 << 30, pad, "cpu")
         with torch.no_grad():
-            scores = scores_of(model, rows.inputs, rows.where, temperature or 1.0)
+            scores = HuggingFacePolicy(model, None, pad).logits(*micro.read) / (temperature or 1.0)
+        scores = scores.log_softmax(-1)
         np.testing.assert_allclose(scores[range(count), tokens], told, atol=2e-6)
         if not temperature:
             assert scores.argmax(-1).tolist() == tokens
@@ -178,7 +181,7 @@ def test_advantages_compare_recordings_of_one_task_each_once(batch):
     samples = recorded_samples(found, "grpo")
     told = {s.traj_index: set() for s in found}
     for sample, recorded in zip(found, samples, strict=True):
-        told[sample.traj_index] |= set(np.round(recorded.advantages, 3).tolist())
+        told[sample.traj_index] |= set(np.round(recorded.columns["advantages"], 3).tolist())
     # rewards 1 and 0 of task a: mean 0.5, so they are as far above as below; b is alone
     assert len(told[0]) == len(told[1]) == 1
     assert told[2] == {0.0}
@@ -200,7 +203,7 @@ def test_a_sample_without_a_prompt_is_trained_from_its_second_token_on(batch):
     sample.prompt_ids, sample.prompt_positions = sample.prompt_ids[:0], sample.prompt_positions[:, :0]
     [found] = recorded_samples([sample], "supervised")
     assert found.places.tolist() == (before.places[1:] - border).tolist()
-    assert found.old_logprobs.tolist() == before.old_logprobs[1:].tolist()
+    assert found.columns["old_logprobs"].tolist() == before.columns["old_logprobs"][1:].tolist()
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
@@ -211,7 +214,7 @@ def test_rewards_and_log_probs_that_are_no_numbers_are_refused(batch, where, wro
     for sample in found:
         sample.logprobs = np.zeros(len(sample.response_ids), np.float32)
         sample.uid = "a"
-    assert any(s.advantages.any() for s in recorded_samples(found, "grpo"))
+    assert any(s.columns["advantages"].any() for s in recorded_samples(found, "grpo"))
     if where == "rewards":
         found[-1].reward = wrong
     else:
@@ -223,27 +226,40 @@ def test_rewards_and_log_probs_that_are_no_numbers_are_refused(batch, where, wro
 def test_tokens_that_the_model_does_not_know_are_refused(model, batch):
     samples = recorded_samples(batch.samples(), "supervised")
     known = model.get_input_embeddings().weight.shape[0]
-    samples[1].ids[0] = known
+    samples[1] = replace(samples[1], ids=(known, *samples[1].ids[1:]))
     with pytest.raises(DataError, match=f"to {known}, and the model knows those below {known}"):
         RecordedTrainer(model, samples, RecordedTraining(), 0)
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    "kind",
     [
-        ("a window in every layer", "a sample has 12 tokens, and this model has layers that look back at 8"),
-        ("scaled scores, and none after padding", "scales or caps its scores"),
-        ("linear attention in every other layer", "in the rows of batching=auto differ by"),
+        "a window in every layer",
+        "scaled scores, and none after padding",
+        "linear attention in every other layer",
     ],
 )
-def test_models_that_would_be_read_otherwise_than_they_read_are_refused(kind, message):
-    ids = np.arange(3, 15)
-    sample = Recorded(ids, np.arange(12)[None], np.arange(5, 12), {}, np.ones(7, np.float32), None)
+def test_texts_are_learned_from_as_the_model_itself_reads_them(kind):
+    """Also by models that look back a few tokens, scale their scores, or mix the samples of a row."""
     model = engine_of((OWN_WAYS | MIXING)[kind]()).module
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4)
-    with pytest.raises(ConfigError, match=message):
+            parameter.mul_(2)
+    columns = dict.fromkeys(("advantages", "old_logprobs", "rollout_logprobs"), np.ones(7, np.float32))
+    texts = [tuple(range(first, first + 12)) for first in (3, 30, 60)]
+    samples = [Sample(text, np.arange(5, 12), columns) for text in texts]
+    with torch.no_grad():
+        scores = model(input_ids=torch.tensor(texts), use_cache=False).logits[:, 4:-1].log_softmax(-1)
+    own = scores.gather(2, torch.tensor(texts)[:, 5:, None]).mean()
+    [row] = RecordedTrainer(model, samples, RecordedTraining(), 0).train()
+    assert row["logprob"] == pytest.approx(float(own), rel=1e-4)
+
+
+def test_images_that_reach_beyond_what_a_model_looks_back_at_are_refused():
+    columns = dict.fromkeys(("advantages", "old_logprobs", "rollout_logprobs"), np.ones(7, np.float32))
+    sample = Sample(tuple(range(3, 15)), np.arange(5, 12), columns, np.arange(12)[None])
+    model = engine_of(OWN_WAYS["a window in every layer"]()).module
+    with pytest.raises(ConfigError, match="a sample has 12 tokens, and this model has layers that look back"):
         RecordedTrainer(model, [sample], RecordedTraining(), 0)
 
 
@@ -262,7 +278,7 @@ def test_advantages_are_those_of_the_rewards_wherever_the_batch_puts_them(proces
     told = {}
     trained = [sample for sample in found if sample.response_mask.any()]
     for sample, recorded in zip(trained, recorded_samples(found, "grpo"), strict=True):
-        told.setdefault(sample.traj_index, set()).update(np.round(recorded.advantages, 3).tolist())
+        told.setdefault(sample.traj_index, set()).update(np.round(recorded.columns["advantages"], 3).tolist())
     assert [len(told[index]) for index in range(3)] == [1, 1, 1]
     above, below, between = (told[index].pop() for index in range(3))
     assert above == -below > 0.5
@@ -312,23 +328,11 @@ def test_a_run_does_not_go_on_with_other_settings_or_samples(model, batch, tmp_p
         tmp_path / "last"
     )
     other = RecordedTrainer(model, samples, RecordedTraining(**change), 0)
-    with pytest.raises(DataError, match=f"{next(iter(change))}=.*resume with the same settings"):
+    with pytest.raises(DataError, match=f"{next(iter(change))}.*resume with the same settings"):
         other.load(tmp_path / "last")
     other = RecordedTrainer(model, samples[::-1], RecordedTraining(), 0)
-    with pytest.raises(DataError, match="resume with the same recordings"):
+    with pytest.raises(DataError, match="samples.*resume with the same settings, recordings"):
         other.load(tmp_path / "last")
-
-
-def test_a_checkpoint_that_does_not_tell_its_settings_goes_on(model, batch, tmp_path):
-    samples = recorded_samples(batch.samples(), "supervised")
-    trainer = RecordedTrainer(model, samples, RecordedTraining(), 0)
-    trainer.save(tmp_path / "last")
-    state = {"step": 1, "steps": trainer.steps, "seed": 0}  # as written before they were told
-    with write_folder(tmp_path / "old") as new:
-        shutil.copytree(tmp_path / "last", new, ignore=shutil.ignore_patterns(MANIFEST), dirs_exist_ok=True)
-        write_json(new / "state.json", state)
-    trainer.load(tmp_path / "old")
-    assert trainer.step == 1
 
 
 @pytest.mark.parametrize(
@@ -462,12 +466,8 @@ def screens(processor, folder, count, seed):
 
 def chance_of_being_right(processor, model, samples):
     """The mean reward of what the model would sample: the chance of the one right answer, over all screens."""
-    right = recorded_samples(samples, "supervised")
-    plan, pad = [[i] for i in range(len(right))], processor.tokenizer.pad_token_id
-    rows = rows_of(right, plan, pad, "cpu", torch.float32)
-    with torch.no_grad():
-        scores = token_logprobs(model, rows)
-    return float(torch.zeros(len(right)).index_add(0, rows.samples, scores).exp().mean())
+    found = logprobs(model, recorded_samples(samples, "supervised"))
+    return float(np.mean([np.exp(tokens.sum()) for tokens in found]))
 
 
 def record_tries(processor, model, samples, source, root, per_task, seed):

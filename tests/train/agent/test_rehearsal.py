@@ -13,7 +13,8 @@ from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.train.agent.config import AgentProxy, Algorithm
-from shoal.train.agent.policy import policy_of, split_optimizer, trained_parameters
+from shoal.train.agent.networks import split_optimizer
+from shoal.train.agent.policy import policy_of, trained_parameters
 from shoal.train.agent.rehearsal import rehearse, stuck_episodes
 from shoal.train.agent.update import Learner
 

@@ -9,7 +9,8 @@ from tests.train.agent.test_update import ENGINE, contrast, random_samples
 from shoal.train.agent import policy as policies
 from shoal.train.agent.batch import micro_batches
 from shoal.train.agent.config import AgentProxy, Algorithm
-from shoal.train.agent.policy import Policy, policy_of, score, split_optimizer, trained_parameters
+from shoal.train.agent.networks import split_optimizer
+from shoal.train.agent.policy import Policy, policy_of, score, trained_parameters
 from shoal.train.agent.update import Learner, Totals, gradient_step, token_loss, update
 
 

@@ -10,7 +10,8 @@ from shoal.train.agent.advantages import turn_advantages
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
 from shoal.train.agent.losses import PolicyLoss, policy_loss
-from shoal.train.agent.policy import Critic, split_optimizer, trained_parameters
+from shoal.train.agent.networks import split_optimizer
+from shoal.train.agent.policy import Critic, trained_parameters
 from shoal.train.agent.update import Learner, update
 
 

@@ -20,8 +20,9 @@ from shoal.rollout.factory import VectorConfig
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import Warmup, compose_config
-from shoal.train.agent.policy import MasterAdamW, policy_of
+from shoal.train.agent.policy import policy_of
 from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.agent.update import MasterAdamW
 from shoal.train.agent.warmup import warm_up, warmup_samples
 
 SOLVED_ENVS = [

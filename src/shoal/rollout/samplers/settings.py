@@ -119,7 +119,7 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights (huggingface, vllm)."""
     train_last_layers: int | None = None
-    """Train only that many of the last layers and the final norm (huggingface); None trains all."""
+    """Train only that many of the last layers and the final norm (huggingface, without LoRA); None trains all."""
     max_batch: int = 32
     """Rows that are decoded at once (huggingface)."""
     template: dict[str, Any] = field(default_factory=dict)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -233,6 +233,10 @@ class Sample:
     ids: tuple[int, ...]
     places: NDArray[np.int64]  # [K] where the tokens stand that the model wrote, ascending
     columns: Mapping[Column, Floats]  # [K] each
+    positions: NDArray[np.int64] | None = None  # [rows, T] of each token, where they are not simply counted
+    inputs: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # what the network reads of images, by its names
 
     def with_column(self, name: Column, values: Floats) -> Sample:
         """This sample with one more column."""
@@ -255,6 +259,15 @@ class MicroBatch:
     repeats: Tensor | None = None
     """Which of the `N` trained places each trained token of a sample is at, `[M]` int64, where equal samples share
     them: `samples` and `columns` have `M` numbers then, one a token of every sample. None: a place is one token's."""
+    inputs: Mapping[str, Tensor] | None = None
+    """What the network reads besides, where samples have positions of their own: `position_ids [rows, B, T]` (`[B, T]`
+    of one row) and what it knows of images."""
+
+    @property
+    def read(self) -> tuple[Any, ...]:
+        """What `Policy.logits` takes."""
+        rest = () if self.inputs is None else (self.inputs,)
+        return (self.ids, self.lengths, self.where, self.begins, *rest)
 
     def of_samples(self, values: Tensor) -> Tensor:
         """Values `[N]` of trained places as those `[M]` of the tokens of all samples."""
@@ -345,6 +358,8 @@ def _plan(
     samples: Sequence[Sample], max_tokens: int, batching: Batching, prefixes: bool, equals: bool, costs: Costs
 ) -> list[Plan]:
     equal: dict[object, list[int]] = {}
+    plain = all(sample.positions is None for sample in samples)  # else ids do not say all
+    prefixes, equals = prefixes and plain, equals and plain
     for i, sample in enumerate(samples):
         alike = (sample.ids, sample.places.tobytes()) if equals and batching == "auto" else i
         equal.setdefault(alike, []).append(i)
@@ -437,4 +452,22 @@ def _fill(rows: Sequence[PieceRow], samples: Sequence[Sample], pad: int, device:
         columns=columns,
         begins=torch.from_numpy(begins).to(device) if distinct > len(rows) else None,
         repeats=torch.from_numpy(np.concatenate(repeats)).to(device) if distinct < len(members) else None,
+        inputs=None if members[0].positions is None else _inputs(rows, samples, max(lengths), device),
     )
+
+
+def _inputs(
+    rows: Sequence[PieceRow], samples: Sequence[Sample], width: int, device: str
+) -> dict[str, Tensor]:
+    """Positions of samples in rows, and what belongs to their images, in the same order."""
+    placed = [[samples[i] for piece in row for i in piece.members] for row in rows]
+    positions = []
+    for row in placed:
+        joined = np.concatenate([sample.positions for sample in row if sample.positions is not None], axis=1)
+        positions.append(np.pad(joined, ((0, 0), (0, width - joined.shape[1]))))
+    laid = np.stack(positions, axis=1)
+    found = {"position_ids": torch.from_numpy(laid if len(laid) > 1 else laid[0]).to(device)}
+    every = [sample.inputs for row in placed for sample in row]
+    for name in dict.fromkeys(name for inputs in every for name in inputs):
+        found[name] = torch.cat([inputs[name] for inputs in every if name in inputs]).to(device)
+    return found

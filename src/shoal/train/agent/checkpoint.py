@@ -9,30 +9,25 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.core.configuration import first_change, from_mapping
 from shoal.core.errors import OTHER_CHECKPOINT, DataError, reading
-from shoal.core.files import MANIFEST, is_whole, read_json, restore_folders, verify_folder
-from shoal.train.agent.config import comparable
+from shoal.core.files import MANIFEST, is_whole, read_json, restore_folders, verify_folder, write_folder
 from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.policy import Policy
 from shoal.train.agent.weights import (
     fill,
     fill_optimizer,
+    gather,
     optimizer_tensors,
-    parameter_of,
-    read_shards,
     without_twins,
-    write_shards,
 )
 
 _NAME = re.compile(r"step-(\d{6,})")
@@ -63,40 +58,35 @@ def save_checkpoint(
     """Commit `folder/step-<iteration>` and drop all but the newest `keep`.
 
     With `best`, `folder/best` is replaced first: a run that ends between the two comes by the same best again.
-    Several `processes` hold networks in shards and all call this: each writes its own shards of the critic and of the
-    optimizer's state, and the first beside them `engine`, which is whole.
+    All `processes` call this where networks lie in shards: they are gathered whole, and the first writes.
     """
-    target = folder / f"step-{progress.iteration:06d}"
+    target, whole = folder / f"step-{progress.iteration:06d}", processes.first
     state = {**asdict(progress), "weights_version": policy.weights_version, "config": config}
-
-    def begin(temporary: Path) -> None:
-        if processes.first:
-            (temporary / "engine").mkdir()
-            (temporary / "state.json").write_text(json.dumps(state, indent=2))
+    weights = gather(policy.saved_weights(), whole)
+    moments = gather(optimizer_tensors(optimizer), whole)
+    values = gather({} if critic is None else critic.state_dict(keep_vars=True), whole)
+    if not processes.first:
+        return target
 
     def fill_folder(temporary: Path) -> None:
-        processes.together(partial(begin, temporary))
-        policy.save(temporary / "engine")
-        _write(temporary / "optimizer", optimizer_tensors(optimizer), processes)
+        (temporary / "engine").mkdir()
+        policy.save(temporary / "engine", weights)
+        (temporary / "state.json").write_text(json.dumps(state, indent=2))
+        save_file(moments, temporary / "optimizer.safetensors")
         if critic is not None:
-            single, twins = without_twins(critic.state_dict(keep_vars=True))
-            _write(temporary / "critic", single, processes, twins)
-
-    def copy_best(temporary: Path) -> None:
-        if processes.first:
-            ignored = shutil.ignore_patterns(MANIFEST)
-            shutil.copytree(folder / "best", temporary, dirs_exist_ok=True, ignore=ignored)
+            single, twins = without_twins(values)
+            save_file(single, temporary / "critic.safetensors", twins)
 
     if best:
-        with processes.write_folder(folder / "best") as temporary:
+        with write_folder(folder / "best") as temporary:
             fill_folder(temporary)
-    with processes.write_folder(target) as temporary:
+    with write_folder(target) as temporary:
         if best:
-            processes.together(partial(copy_best, temporary))
+            ignored = shutil.ignore_patterns(MANIFEST)
+            shutil.copytree(folder / "best", temporary, dirs_exist_ok=True, ignore=ignored)
         else:
             fill_folder(temporary)
-    if processes.first:
-        drop_old(folder, keep)
+    drop_old(folder, keep)
     return target
 
 
@@ -104,22 +94,6 @@ def drop_old(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, and what is left of one whose removal was broken off."""
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
-
-
-def _write(
-    stem: Path, tensors: dict[str, Tensor], processes: Processes, twins: dict[str, str] | None = None
-) -> None:
-    """A file of whole tensors, or a folder of shards."""
-    if processes.sharded:
-        write_shards(stem, tensors)
-    else:
-        save_file(tensors, stem.with_suffix(".safetensors"), twins)
-
-
-def _read(stem: Path, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-    """What `_write` wrote, by whatever number of processes; shards lie as tensors do that they are `like`."""
-    file = stem.with_suffix(".safetensors")
-    return load_file(file) if file.exists() else read_shards(stem, like)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -164,11 +138,7 @@ def load_checkpoint(
     advice = ": remove it to go on from one before, or begin anew in another run_dir"
     with reading(path, OTHER_CHECKPOINT, advice):
         state = read_json(path / "state.json")
-        before = state["config"] and comparable(state["config"])
-        told = json.loads(json.dumps(config))
-        for name in {"teacher_sha256", "imported"} - before.keys():  # nobody noted it then
-            told.pop(name, None)
-        difference = first_change(before, told)
+        difference = first_change(state["config"], json.loads(json.dumps(config)))
         if difference:
             raise DataError(
                 f"{path} is of a run with other settings: {difference}; use them, or another run_dir"
@@ -176,7 +146,6 @@ def load_checkpoint(
         progress = from_mapping(Progress, {item.name: state[item.name] for item in fields(Progress)})
         policy.load_weights(policy.read(path / "engine"), state["weights_version"])
         if critic is not None:
-            own = critic.state_dict(keep_vars=True)
-            fill(own, _read(path / "critic", own.get))
-        fill_optimizer(optimizer, _read(path / "optimizer", partial(parameter_of, optimizer)))
+            fill(critic.state_dict(keep_vars=True), load_file(path / "critic.safetensors"))
+        fill_optimizer(optimizer, load_file(path / "optimizer.safetensors"))
     return progress

@@ -5,6 +5,7 @@ Unknown keys are errors, and so are settings that would have no effect beside ea
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.metadata
 import json
@@ -14,7 +15,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from importlib import resources
@@ -24,24 +25,22 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 from shoal.core.configuration import check_fields, from_mapping, read_settings, to_mapping
-from shoal.core.errors import ConfigError, UnknownNameError, did_you_mean, unknown_name
+from shoal.core.errors import ConfigError, UnknownNameError, unknown_name
 from shoal.core.registry import Registry
 from shoal.envs.catalogue import package_of
 from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
-from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.samplers.settings import EngineConfig as EngineConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.agent.advantages import ESTIMATORS, Method
 from shoal.train.agent.batch import Batching
+from shoal.train.agent.conflicts import conflicts_of
 from shoal.train.agent.losses import LOSSES, Aggregation, KLEstimator
 
 T = TypeVar("T")
 GROUP = "shoal.extensions"
 """The group of entry points in which installed packages name modules that register what is theirs."""
-OWN = "over-the-defaults"
-"""What Hydra is asked for in the place of a config that has no defaults list."""
 _IMPORTS, _COMPOSING = threading.RLock(), threading.Lock()
 _BY_NAME: Any = None
 """Left out: what the names of estimator and loss set, else `_PLAIN`."""
@@ -288,35 +287,20 @@ class Algorithm:
                 f"the name of an estimator or a loss can set {', '.join(_PLAIN)}, and not {', '.join(other)}, as "
                 f"adv_estimator={self.adv_estimator} or policy_loss={self.policy_loss} does"
             )
-        left_out = tuple(name for name in brought if getattr(self, name) is None)
+        left_out = [name for name in brought if getattr(self, name) is None]
         for name in left_out:
             object.__setattr__(self, name, brought[name])
         if "loss_constant" in left_out and self.loss_aggregation != "constant":
             object.__setattr__(self, "loss_constant", _PLAIN["loss_constant"])
-        if self.filter_groups.enable is None:
-            left_out = (*left_out, "filter_groups")
-            enable = estimator.grouped or self.filter_groups.max_num_gen_batches > 1
-            object.__setattr__(self, "filter_groups", replace(self.filter_groups, enable=enable))
-        object.__setattr__(self, "_left_out", left_out)
 
-    def compared(self, rewards: RewardNormalization) -> Algorithm:
-        """These settings where rewards are compared like this: beyond a start state, groups of one return count too."""
+    def filtering(self, proxy: AgentProxy) -> Algorithm:
+        """These settings; which groups are learned from, where that is left out, by how rewards are compared."""
         groups = self.filter_groups
-        left_out = "filter_groups" in self._left_out  # type: ignore[attr-defined]
-        if not left_out or rewards.grouping == "state" or groups.max_num_gen_batches > 1 or not groups.enable:
+        if groups.enable is not None:
             return self
-        changed = replace(self, filter_groups=replace(groups, enable=False))
-        object.__setattr__(changed, "_left_out", self._left_out)  # type: ignore[attr-defined]
-        return changed
-
-    def as_begun(self, begun: Mapping[str, Any]) -> Algorithm:
-        """These settings for a run that goes on: what is left out is as in `begun`, the mapping it was begun with."""
-        names = [name for name in self._left_out if name in begun]  # type: ignore[attr-defined]
-        values: dict[str, Any] = {name: begun[name] for name in names if name != "filter_groups"}
-        if "filter_groups" in names:
-            enable = begun["filter_groups"]["enable"]
-            values["filter_groups"] = replace(self.filter_groups, enable=enable)
-        return replace(self, **values)
+        grouped = ESTIMATORS[self.adv_estimator].grouped and proxy.reward_normalization.grouping == "state"
+        enable = grouped or groups.max_num_gen_batches > 1
+        return replace(self, filter_groups=replace(groups, enable=enable))
 
     @property
     def needs(self) -> str:
@@ -498,9 +482,12 @@ class AgentConfig:
     A folder (with a slash in its name) is one to find modules in; `--config-dir` adds its own."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.algorithm, Algorithm) and isinstance(self.agent_proxy, AgentProxy):
+            object.__setattr__(self, "algorithm", self.algorithm.filtering(self.agent_proxy))
         check_fields(self)
-        object.__setattr__(self, "algorithm", self.algorithm.compared(self.agent_proxy.reward_normalization))
-        for conflict in (*_of_model(self), *_of_algorithm(self.algorithm), *_of_rewards(self)):
+        if self.model.lora.rank and self.engine.train_last_layers is not None:  # adapters are in all layers
+            object.__setattr__(self, "engine", replace(self.engine, train_last_layers=None))
+        if conflict := next(conflicts_of(self), None):
             raise ConfigError(conflict)  # one setting would be ignored because of another
 
     @classmethod
@@ -514,10 +501,6 @@ class AgentConfig:
         """
         import_extensions(values.get("imports") or ())
         return from_mapping(cls, with_engine_defaults(values))
-
-    def as_begun(self, begun: Mapping[str, Any]) -> AgentConfig:
-        """These settings for a run that goes on: what is left out and set by a name is as in `begun`."""
-        return replace(self, algorithm=self.algorithm.as_begun(begun["algorithm"]))
 
     def comparable(self) -> dict[str, Any]:
         """What must be equal for a run to be continued: all that can change its results."""
@@ -550,6 +533,7 @@ def engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 def with_engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Settings, nested, with the defaults of their engine where they say nothing or null."""
     left_open = {path for known in ENGINE_DEFAULTS.values() for path in known}
+    left_open |= {"algorithm.filter_groups.enable", *(f"algorithm.{name}" for name in _PLAIN)}
     filled = _without(values, {path for path in left_open if _at(values, path) is None})
     for path, value in engine_defaults(values).items():
         *parents, name = path.split(".")
@@ -580,11 +564,11 @@ def _without(values: Mapping[str, Any], paths: Collection[str], here: str = "") 
 
 
 def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a run's settings, as a mapping, that can change its results; what is not there has its default.
+    """The part of a run's settings, as a mapping, that can change its results.
 
     Where and how fast something is computed, and in how much memory, may change when a run goes on.
     """
-    known: dict[str, Any] = _over(to_mapping(AgentConfig()), values)
+    known = copy.deepcopy(dict(values))
     algorithm, engine = known["algorithm"], known["engine"]
     trainer = {"iterations": known["trainer"]["iterations"]}
     for key in ("run_dir", "resume", "vector", "use_parallel_envs", "next_step", "trainer", "imports"):
@@ -599,13 +583,6 @@ def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
         del engine[key]
     engine["replicas"] = {"engine": engine["replicas"]["engine"]}
     return known
-
-
-def _over(defaults: Any, values: Any) -> Any:
-    """`values`, with defaults where mappings of them lack a key."""
-    if not isinstance(defaults, dict) or not isinstance(values, Mapping):
-        return values
-    return {**defaults, **{key: _over(defaults.get(key), value) for key, value in values.items()}}
 
 
 def import_extensions(names: Sequence[str]) -> None:
@@ -637,18 +614,6 @@ def is_folder(name: str) -> bool:
     return "/" in name.replace(os.sep, "/") and not name.endswith(".py")
 
 
-def imported(names: Sequence[str]) -> list[str]:
-    """What `imports:` names, wherever it lies: each file or module with the beginning of a sum of its bytes."""
-    found = []
-    for name in names:
-        if is_folder(name):
-            continue
-        file = name if name.endswith(".py") else getattr(sys.modules.get(name), "__file__", None)
-        source = Path(file).read_bytes() if file and Path(file).is_file() else b""
-        found.append(f"{Path(name).name} sha256 {hashlib.sha256(source).hexdigest()[:12]}")
-    return found
-
-
 def _import(told: str, work: Callable[[], Any]) -> None:
     try:
         work()
@@ -671,139 +636,7 @@ def _import_file(path: Path) -> None:
         raise
 
 
-def refuse_without_signal(config: AgentConfig) -> None:
-    """Check that groups can differ within, where that is what is learned from; a mere rollout may do without.
-
-    Raises:
-        ConfigError: nothing would ever be learned, or nothing but the format, or from other probabilities than the
-            policy's.
-    """
-    _refuse_other_distribution(config)
-    groups, algorithm = config.es_manager.train, config.algorithm
-    rewards, estimator = config.agent_proxy.reward_normalization, ESTIMATORS[algorithm.adv_estimator]
-    compared = rewards.grouping == "state" and not (estimator.normalized and rewards.method == "identity")
-    if algorithm.filter_groups.enable:
-        needs = "algorithm.filter_groups.enable=true leaves such groups out"
-    elif estimator.grouped and algorithm.adv_estimator not in ("gigpo", "graphgpo") and compared:
-        needs = f"algorithm.adv_estimator={algorithm.adv_estimator} learns from what differs within groups"
-    else:
-        return
-    if groups.group_size == 1:
-        raise ConfigError(
-            f"a group of es_manager.train.group_size=1 has no other member to differ from, and {needs}: raise it"
-        )
-    if config.agent_proxy.temperature == 0:
-        raise ConfigError(
-            f"agent_proxy.temperature=0 plays all members of a group alike, and {needs}: set it to 1, say"
-        )
-
-
-def _refuse_other_distribution(config: AgentConfig) -> None:
-    """Ratios compare the policy with what was sampled from, which is not the policy where tokens are left out."""
-    proxy = config.agent_proxy
-    sampling = Sampling(1, proxy.temperature, (), proxy.top_p, proxy.top_k, proxy.min_p)
-    if sampling.restricted and config.algorithm.rollout_correction.method == "none":
-        limits = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
-        told = ", ".join(f"agent_proxy.{name}={value}" for name, value in limits.items())
-        raise ConfigError(
-            f"{told} samples from other probabilities than the policy that is trained has: set "
-            f"algorithm.rollout_correction.method=truncate (or mask), which weighs that, or leave them out"
-        )
-
-
-def _of_model(config: AgentConfig) -> Iterator[str]:
-    engine, lora = config.engine, config.model.lora
-    if lora.rank and engine_kind(to_mapping(engine)) != "real":
-        yield (
-            f"model.lora.rank={lora.rank} needs a model of transformers, got engine.name={engine.name}: set it to "
-            f"huggingface or vllm, or model.lora.rank to 0"
-        )
-    if lora.rank and engine.train_last_layers is not None:
-        yield (
-            f"model.lora.rank={lora.rank} trains adapters in all layers, so engine.train_last_layers="
-            f"{engine.train_last_layers} would do nothing: set it to null, or model.lora.rank to 0"
-        )
-    replicas = engine.name == "ray" and engine.replicas.engine == "tiny"
-    if engine.name == "tiny" or replicas:
-        tiny = "engine.replicas.engine=tiny" if replicas else "engine.name=tiny"
-        for name, plain in (("model", None), ("train_last_layers", None), ("dtype", "float32")):
-            if getattr(engine, name) != plain:
-                yield (
-                    f"engine.{name}={getattr(engine, name)} has no effect on {tiny}: "
-                    f"set engine.name=huggingface, or leave it out"
-                )
-
-
-def _of_algorithm(algorithm: Algorithm) -> Iterator[str]:
-    estimator = algorithm.adv_estimator
-    for registered in (ESTIMATORS[estimator], LOSSES[algorithm.policy_loss]):
-        if registered.conflicts is not None:
-            yield from registered.conflicts(algorithm)
-    if algorithm.loss_constant != 1 and algorithm.loss_aggregation != "constant":
-        yield (
-            f"algorithm.loss_constant={algorithm.loss_constant} has no effect with loss_aggregation="
-            f"{algorithm.loss_aggregation}: set loss_aggregation to constant, or leave loss_constant out"
-        )
-    for name, value, plain, readers in (
-        ("step_advantage_weight", algorithm.step_advantage_weight, 1, ("gigpo", "graphgpo")),
-        ("graph_discount", algorithm.graph_discount, 0.1, ("graphgpo",)),
-        ("gigpo.episode_reward", algorithm.gigpo.episode_reward, GiGPO().episode_reward, ("gigpo",)),
-        ("gigpo.statistics", algorithm.gigpo.statistics, GiGPO().statistics, ("gigpo",)),
-    ):
-        if value != plain and estimator not in readers:
-            whose = " and ".join(f"{reader}'s" for reader in readers)
-            yield (
-                f"algorithm.{name}={value} is {whose}, and has no effect with adv_estimator={estimator}: leave it out"
-            )
-    if (algorithm.teacher is None) == (algorithm.needs == "teacher"):
-        yield (
-            f"algorithm.teacher={algorithm.teacher} and adv_estimator={estimator} do not fit: name the folder of a "
-            f"teacher for distillation, and none for others"
-        )
-    if algorithm.critic.token_lambda != 1 and estimator in ("gae", "turn_gae"):
-        yield (
-            f"algorithm.critic.token_lambda={algorithm.critic.token_lambda} is bi_level_gae's and has no "
-            f"effect with adv_estimator={estimator}: set critic.gae_lambda, or leave it out"
-        )
-    if algorithm.critic.warmup and algorithm.needs != "critic":
-        yield (
-            f"algorithm.critic.warmup={algorithm.critic.warmup} has no effect with adv_estimator={estimator}, which "
-            f"has no critic: leave it out"
-        )
-    groups = algorithm.filter_groups
-    if groups.max_num_gen_batches > 1 and not groups.enable:
-        yield (
-            f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} has no effect with "
-            f"filter_groups.enable=false: set enable to true, or the batches to 1"
-        )
-
-
-def _of_rewards(config: AgentConfig) -> Iterator[str]:
-    settings, estimator = config.agent_proxy.reward_normalization, config.algorithm.adv_estimator
-    if settings.method != "mean_std" and not ESTIMATORS[estimator].normalized:
-        readers = [name for name in ESTIMATORS if ESTIMATORS[name].normalized]
-        yield (
-            f"agent_proxy.reward_normalization.method={settings.method} has no effect with adv_estimator="
-            f"{estimator}, which normalises in its own way: leave it out, or use {' or '.join(readers)}"
-        )
-    if settings.grouping != "state" and not ESTIMATORS[estimator].grouped:
-        readers = [name for name in ESTIMATORS if ESTIMATORS[name].grouped]
-        yield (
-            f"agent_proxy.reward_normalization.grouping={settings.grouping} has no effect with adv_estimator="
-            f"{estimator}, which compares no groups: leave it out, or use one of {', '.join(readers)}"
-        )
-    statistics = config.algorithm.gigpo.statistics
-    if (
-        settings.method == "identity"
-        and ESTIMATORS[estimator].normalized
-        and statistics != GiGPO().statistics
-    ):
-        yield (
-            f"algorithm.gigpo.statistics={statistics} has no effect with agent_proxy.reward_normalization.method="
-            f"identity, which leaves rewards as they are: leave one of the two out"
-        )
-
-
+# --- from YAML and the command line
 def config_names() -> list[str]:
     """The configs that come with shoal."""
     folder = resources.files("shoal.configs")
@@ -837,105 +670,70 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
         ConfigError: an override or a value that does not fit.
     """
     from hydra import compose, initialize_config_dir, initialize_config_module
-    from hydra.core.config_store import ConfigStore
     from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     refuse_unknown_config(name, folder)
-    _refuse_unreadable(overrides)
+    if folder is not None and (own := folder / f"{name}.yaml").is_file():
+        read_settings(own)  # it is YAML of settings, and no more
+    words = [_forced(word, folder) for word in overrides]
     try:
         with _own_hydra():
-            ConfigStore.instance().store(name="defaults", node=_defaults())
             if folder is None:
                 with initialize_config_module("shoal.configs", version_base=None):
-                    composed = compose(name, overrides=list(overrides))
+                    composed = compose(name, overrides=words)
             else:
                 with initialize_config_dir(str(folder.resolve()), version_base=None):
-                    own, searched = _with_defaults(name, folder), "hydra.searchpath=[pkg://shoal.configs]"
-                    composed = compose(own, overrides=[*overrides, searched], return_hydra_config=True)
-                    OmegaConf.set_struct(composed, False)
-                    composed.pop("hydra")
-        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
+                    composed = compose(name, overrides=[*words, "hydra.searchpath=[pkg://shoal.configs]"])
+        whole = OmegaConf.merge(_defaults(), composed)
+        values: dict[str, Any] = OmegaConf.to_container(whole, resolve=True)  # type: ignore[assignment]
     except MissingConfigException as error:
         raise ConfigError(f"config {name!r} needs one that is not there: {error}") from error
     except (ConfigCompositionException, OmegaConfBaseException, HydraException) as error:
-        raise ConfigError(_explain(error)) from error
+        raise ConfigError(str(error).strip().split("\n")[0]) from error
     kinds = values.get("custom_envs")
     if isinstance(kinds, dict):
         values["custom_envs"] = {tag: kind for tag, kind in kinds.items() if kind is not None}
-    by_word = any(word.lstrip("+").startswith("engine.train_last_layers=") for word in overrides)
-    if _has_adapters(values) and not by_word and not _chooses_layers(name, folder):
-        values["engine"]["train_last_layers"] = (
-            None  # which a config of shoal's chose for training without them
-        )
-    return AgentConfig.read(_without_open(values))
+    return AgentConfig.read(values)
 
 
-def _refuse_unreadable(overrides: Sequence[str]) -> None:
-    """Name the setting that is not in Hydra's grammar; the shell took the quotes of most that are not."""
+def _forced(word: str, folder: Path | None) -> str:
+    """A setting as Hydra takes it that its config does not name; `AgentConfig` itself knows which there are.
+
+    Raises:
+        ConfigError: it is not in Hydra's grammar; the shell took the quotes of most that are not.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    parser = OverridesParser.create()
-    for word in overrides:
-        try:
-            parser.parse_override(word)
-        except HydraException as error:
-            key, equals, value = word.partition("=")
-            if not equals or not key.strip("+~") or value.startswith("="):
-                raise ConfigError(f"cannot read {word!r}: expected key=value, +key=value or ~key") from error
-            quoted = shlex.quote(f"{key}={json.dumps(value, ensure_ascii=False)}")
-            raise ConfigError(
-                f"cannot read the value of {key}, {value}: a text with braces, brackets, commas or quotes needs "
-                f"quotes of its own inside those of the shell: {quoted}"
-            ) from error
+    key, equals, value = word.partition("=")
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        if not equals or not key.strip("+~") or value.startswith("="):
+            raise ConfigError(f"cannot read {word!r}: expected key=value, +key=value or ~key") from error
+        quoted = shlex.quote(f"{key}={json.dumps(value, ensure_ascii=False)}")
+        raise ConfigError(
+            f"cannot read the value of {key}, {value}: a text with braces, brackets, commas or quotes needs "
+            f"quotes of its own inside those of the shell: {quoted}"
+        ) from error
+    group = folder is not None and (folder / key.partition("@")[0]).is_dir()
+    return word if group or word.startswith(("+", "~")) else f"++{word}"
 
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
     """Hydra, of which a program has one, for this thread; an app of the user's finds its own again after."""
-    from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
 
     with _COMPOSING:
-        before, stored = GlobalHydra.instance().hydra, dict(ConfigStore.instance().repo)
+        before = GlobalHydra.instance().hydra
         GlobalHydra.instance().clear()
         try:
             yield
         finally:  # there may be another instance by now
-            GlobalHydra.instance().hydra, ConfigStore.instance().repo = before, stored
-
-
-def _has_adapters(values: dict[str, Any]) -> bool:
-    """Whether composed settings ask for LoRA."""
-    with suppress(KeyError, TypeError):  # other settings than those are refused when they are read
-        return bool(values["model"]["lora"]["rank"] and values["engine"]["train_last_layers"])
-    return False
-
-
-def _chooses_layers(name: str, folder: Path | None) -> bool:
-    """Whether a config of the user's, or one of the user's that it builds on, sets `engine.train_last_layers`."""
-    if folder is None or not (folder / f"{name}.yaml").is_file():
-        return False
-    values = read_settings(folder / f"{name}.yaml")
-    engine, parents = values.get("engine"), values.get("defaults") or ()
-    if isinstance(engine, dict) and "train_last_layers" in engine:
-        return True
-    return any(_chooses_layers(parent, folder) for parent in parents if isinstance(parent, str))
-
-
-def _without_open(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings less those that are left open for a name to set."""
-    algorithm = values.get("algorithm")
-    if isinstance(algorithm, dict):
-        groups = algorithm.get("filter_groups")
-        for settings, names in ((algorithm, tuple(_PLAIN)), (groups, ("enable",))):
-            if isinstance(settings, dict):
-                for name in names:
-                    if settings.get(name, 0) is None:
-                        del settings[name]
-    return values
+            GlobalHydra.instance().hydra = before
 
 
 def _defaults() -> dict[str, Any]:
@@ -947,47 +745,3 @@ def _defaults() -> dict[str, Any]:
         *parents, name = path.split(".")
         reduce(getitem, parents, values)[name] = None
     return values
-
-
-def _with_defaults(name: str, folder: Path) -> str:
-    """The name under which Hydra finds a config of the user's, over the defaults if it names none itself."""
-    path = folder / f"{name}.yaml"
-    if not path.is_file():
-        return name
-    from hydra.core.config_store import ConfigStore
-
-    if "defaults" in read_settings(path):
-        return name
-    ConfigStore.instance().store(name=OWN, node={"defaults": ["defaults", name, "_self_"]})
-    return OWN
-
-
-def _explain(error: Exception) -> str:
-    """Hydra's first line, and the key that was probably meant."""
-    first = str(error).strip().split("\n")[0]
-    key = first.split("'")[1] if "Could not override" in first and "'" in first else ""
-    if not key:
-        return first
-    if _takes_own_keys(key):
-        return f"{key!r} is not there yet. {str(error).strip().splitlines()[-1]}"
-    return f"no setting {key!r}.{_nearest(key)}"
-
-
-def _takes_own_keys(key: str) -> bool:
-    """Whether a setting is in a mapping whose keys are the user's, or is such a mapping."""
-    node: Any = AgentConfig()
-    for part in key.split("."):
-        if isinstance(node, dict):
-            return True
-        node = getattr(node, part, None)
-    return isinstance(node, dict)
-
-
-def _nearest(key: str) -> str:
-    node: Any = to_mapping(AgentConfig())
-    *parents, _ = parts = key.split(".")
-    for depth, parent in enumerate(parents):
-        if not isinstance(node, dict) or parent not in node:
-            return did_you_mean(parts[depth], node if isinstance(node, dict) else [])
-        node = node[parent]
-    return did_you_mean(parts[-1], node if isinstance(node, dict) else [])

@@ -74,9 +74,9 @@ class LoraPolicy(HuggingFacePolicy):
         """A policy with a network of its own, of equal weights and adapters, all of them its own."""
         return HuggingFacePolicy(copy.deepcopy(self.module), self.tokenizer, self.pad_id)
 
-    def files(self) -> list[list[str]]:
-        """The adapters alone, which are small."""
-        return [[name for name, value in self.module.named_parameters() if value.requires_grad]]
+    def saved_weights(self) -> dict[str, Tensor]:
+        """The adapters alone."""
+        return {name: value for name, value in self.module.named_parameters() if value.requires_grad}
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

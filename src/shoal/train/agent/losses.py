@@ -137,6 +137,23 @@ def _cispo_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
     return PolicyLoss(-ratio.clamp(max=most) * tokens.advantages * tokens.logprobs, ratio > most)
 
 
+def _no_bounds(config: Algorithm) -> Iterator[str]:
+    yield from _no_dual_clip(config)
+    for name, plain in (("clip_ratio_low", 0.2), ("clip_ratio_high", 0.28)):
+        if getattr(config, name) != plain:
+            yield (
+                f"algorithm.{name}={getattr(config, name)} has no effect with policy_loss=likelihood, which has no "
+                f"ratios: leave it out"
+            )
+
+
+@policy_loss("likelihood", conflicts=_no_bounds)
+def _likelihood_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
+    """REINFORCE without ratios; with advantages of 1 the cross-entropy of supervised learning."""
+    losses = -tokens.advantages * tokens.logprobs
+    return PolicyLoss(losses, torch.zeros_like(losses, dtype=torch.bool))
+
+
 def _clipped(ratio: Tensor, tokens: Tokens, config: Algorithm) -> PolicyLoss:
     low, high = config.clip_ratio_low, config.clip_ratio_high
     losses = clipped_surrogate(ratio, tokens.advantages, low, high, config.dual_clip)

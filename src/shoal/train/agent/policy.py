@@ -8,8 +8,6 @@ import hashlib
 import json
 import logging
 import math
-import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -19,7 +17,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -35,9 +32,11 @@ from shoal.rollout.samplers.tiny import TinyNetwork
 from shoal.train.agent.batch import TINY, Batching, Costs, MicroBatch, Sample, token_values
 from shoal.train.agent.losses import entropy_of
 from shoal.train.agent.weights import fill
-from shoal.train.optimizers import AdamW
 
 logger = logging.getLogger(__name__)
+
+
+Inputs = Mapping[str, Tensor] | None
 
 
 class Policy(ABC):
@@ -119,9 +118,9 @@ class Policy(ABC):
         """What is saved and taken over, by name."""
         return self.module.state_dict(keep_vars=True)
 
-    def files(self) -> list[list[str]]:
-        """Names of weights in the network, those together that `save` wants at once; see `add_file`."""
-        return [list(self.module.state_dict())]
+    def saved_weights(self) -> Mapping[str, Tensor]:
+        """Those of the network that `save` writes, by their names there."""
+        return self.module.state_dict(keep_vars=True)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take over weights by name, which every process has whole; of tied ones, one is enough."""
@@ -148,7 +147,7 @@ class Around(Policy):
     save = of_inner("save")
     read = of_inner("read")
     own_weights = of_inner("own_weights")
-    files = of_inner("files")
+    saved_weights = of_inner("saved_weights")
 
 
 class TinyPolicy(Policy):
@@ -204,10 +203,6 @@ class TinyPolicy(Policy):
         return dict(load_file(folder / "model.safetensors"))
 
 
-FILE = 1 << 30
-"""Bytes of weights in one file of a model, where they are gathered from shards."""
-
-
 class HuggingFacePolicy(Policy):
     """A causal language model of `transformers` and its tokenizer (a `TemplateTokenizer`)."""
 
@@ -228,13 +223,17 @@ class HuggingFacePolicy(Policy):
         for part in [*blocks[-layers:], norm]:
             part.requires_grad_(True)
 
-    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
-        """See `Policy.logits`."""
+    def logits(
+        self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None, inputs: Inputs = None
+    ) -> Tensor:
+        """See `Policy.logits`; `inputs` are what is read besides, by the model's names: positions, and images."""
         if self.head is not None:
-            return self.head(self.hidden(ids, lengths, where, begins))  # type: ignore[no-any-return]
+            return self.head(self.hidden(ids, lengths, where, begins, inputs))  # type: ignore[no-any-return]
         before = where[:, 1:]
         columns = before.any(0).nonzero()[:, 0]
-        out = self.module(**self._reading(ids, lengths, begins), use_cache=False, logits_to_keep=columns)
+        out = self.module(
+            **self.reading(ids, lengths, begins, inputs), use_cache=False, logits_to_keep=columns
+        )
         return out.logits[before[:, columns]]  # type: ignore[no-any-return]
 
     @property
@@ -286,9 +285,18 @@ class HuggingFacePolicy(Policy):
         """See `costs_of`; where attention is not fused its memory grows as its time, so rows stay short."""
         return costs_of(self.module) if self._implementation == "sdpa" else TINY
 
-    def _reading(self, ids: Tensor, lengths: Tensor, begins: Tensor | None) -> dict[str, Tensor]:
-        context = _reads(ids, begins, self._implementation)
-        if begins is None and not self.shares_prefixes:  # more than attention: it may want to know of padding
+    def reading(
+        self, ids: Tensor, lengths: Tensor, begins: Tensor | None, inputs: Inputs
+    ) -> dict[str, Tensor]:
+        """What the model is called with for rows of samples, without their last column, which nothing reads."""
+        context = _reads(ids, begins, self._implementation, inputs)
+        if inputs is not None:
+            dtype = next(self.module.parameters()).dtype
+            images = {name: value for name, value in inputs.items() if name != "position_ids"}
+            context |= {n: v.to(dtype) if v.is_floating_point() else v for n, v in images.items()}
+        elif (
+            begins is None and not self.shares_prefixes
+        ):  # more than attention: it may want to know of padding
             places = torch.arange(ids.shape[1] - 1, device=ids.device)
             context["attention_mask"] = (places < lengths[:, None]).long()
         return context
@@ -297,10 +305,12 @@ class HuggingFacePolicy(Policy):
     def _implementation(self) -> str:
         return str(getattr(self.module.config.get_text_config(), "_attn_implementation", ""))  # type: ignore[union-attr, operator]
 
-    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None, inputs: Inputs = None
+    ) -> Tensor:
         """See `Policy.hidden`."""
-        decoder: Any = self.module.get_decoder()  # type: ignore[operator]
-        out = decoder(**self._reading(ids, lengths, begins), use_cache=False)
+        body: Any = self.module.get_decoder() if inputs is None else self.module.base_model  # type: ignore[operator]
+        out = body(**self.reading(ids, lengths, begins, inputs), use_cache=False)
         return out.last_hidden_state[where[:, 1:]]  # type: ignore[no-any-return]
 
     @property
@@ -322,27 +332,6 @@ class HuggingFacePolicy(Policy):
         self.module.save_pretrained(folder, state_dict=weights)  # type: ignore[operator]
         self.tokenizer.tokenizer.save_pretrained(folder)
 
-    def files(self) -> list[list[str]]:
-        """Whole blocks, up to `FILE` bytes; a block's weights are converted together, and tied ones are saved once."""
-        blocks: dict[str, list[str]] = {}
-        sizes: dict[str, int] = {}
-        homes: dict[int, str] = {}
-        for name, tensor in self.module.state_dict(keep_vars=True).items():
-            numbered = re.match(r".*?\.\d+\.", name)
-            known = id(tensor) in homes
-            home = homes.setdefault(id(tensor), numbered[0] if numbered else name)
-            blocks.setdefault(home, []).append(name)
-            sizes[home] = sizes.get(home, 0) + (0 if known else tensor.numel() * tensor.element_size())
-        found: list[list[str]] = []
-        room = 0
-        for home, names in blocks.items():
-            if sizes[home] > room:
-                found.append([])
-                room = FILE
-            found[-1] += names
-            room -= sizes[home]
-        return found
-
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The weights that `save` wrote, for `load_weights`."""
         from shoal.rollout.samplers.huggingface import read_weights
@@ -350,39 +339,29 @@ class HuggingFacePolicy(Policy):
         return read_weights(folder, self.module)
 
 
-def _reads(ids: Tensor, begins: Tensor | None, implementation: str = "sdpa") -> dict[str, Tensor]:
-    """What a model reads of rows without their last column.
+def _reads(
+    ids: Tensor, begins: Tensor | None, implementation: str = "sdpa", inputs: Inputs = None
+) -> dict[str, Tensor]:
+    """What a model reads of rows without their last column, but for images.
 
     Padding on the right needs no mask: attention that counts never looks there. Packed samples are told apart by their
-    positions, prefixes and branches by a mask of our own.
+    positions; prefixes and branches, and samples with positions of their own, by a mask of ours.
     """
-    if begins is None:
+    if begins is None and inputs is None:
         return {"input_ids": ids[:, :-1]}
     places = torch.arange(ids.shape[1] - 1, device=ids.device)
-    if begins.ndim == 2:
+    begins = torch.zeros_like(ids) if begins is None else begins
+    if begins.ndim == 2 and inputs is None:
         return {"input_ids": ids[:, :-1], "position_ids": places - begins[:, :-1]}
-    first, prefix, end = begins[:, :, :-1, None]
+    first, prefix, end = (begins if begins.ndim == 3 else begins.expand(3, *begins.shape))[:, :, :-1, None]
     seen = (places <= places[:, None]) & (places >= first) | (places >= prefix) & (places < end)
     mask = seen[:, None]
     if implementation != "sdpa":  # the plain attention adds its mask to the scores
         mask = torch.zeros(mask.shape, device=ids.device).masked_fill(~mask, torch.finfo(torch.float32).min)
     positions = places - (first - (end - prefix))[..., 0]
+    if inputs is not None:
+        positions = inputs["position_ids"][..., :-1]
     return {"input_ids": ids[:, :-1], "position_ids": positions, "attention_mask": mask}
-
-
-def add_file(folder: Path, part: Path, number: int, count: int) -> None:
-    """Take over what `save` wrote of some weights into `part`, as file `number` of `count` of the model in `folder`."""
-    name = f"model-{number:05d}-of-{count:05d}.safetensors"
-    os.replace(part / "model.safetensors", folder / name)
-    for file in part.iterdir():  # the same for each part
-        os.replace(file, folder / file.name)
-    index = folder / "model.safetensors.index.json"
-    listed = read_json(index) if number > 1 else {"metadata": {"total_size": 0}, "weight_map": {}}
-    with safe_open(folder / name, "pt") as opened:
-        listed["weight_map"] |= dict.fromkeys(opened.keys(), name)
-        sizes = [opened.get_tensor(each).nbytes for each in opened.keys()]  # noqa: SIM118 (no dict)
-    listed["metadata"]["total_size"] += sum(sizes)
-    index.write_text(json.dumps(listed, indent=2, sort_keys=True))
 
 
 # --- from a config, a sampler or a folder
@@ -649,10 +628,10 @@ def score(
     rows = len(micro.targets) if head is None else max(1, SCORES // int(head.weight.shape[0]))  # type: ignore[union-attr, operator, index, arg-type]
     with autocast(policy.module, precision):
         if len(micro.targets) <= rows:
-            scores = policy.logits(micro.ids, micro.lengths, micro.where, micro.begins)
+            scores = policy.logits(*micro.read)
             parts = [part(scores, micro.targets)]
         else:
-            hidden = policy.hidden(micro.ids, micro.lengths, micro.where, micro.begins)
+            hidden = policy.hidden(*micro.read)
             pairs = zip(hidden.split(rows), micro.targets.split(rows), strict=True)
             parts = [checkpoint(part_of_hidden, *pair, use_reentrant=False) for pair in pairs]
     known, entropies = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
@@ -682,104 +661,25 @@ class Critic(nn.Module):
         return cast(Tensor, self.output(hidden.float())[:, 0].clone())  # hooks on the result want no view
 
 
-class MasterAdamW(AdamW):
-    """AdamW that steps float32 masters of parameters with fewer bits, and rounds them into the network after.
-
-    A small step is lost when it is added to a bfloat16 weight; in the master it adds up with the next ones. Float32
-    parameters are their own masters.
-
-    Args:
-        groups: as of `torch.optim.AdamW`, each with `params` and `lr`.
-        weight_decay: of all groups.
-    """
-
-    def __init__(self, groups: Sequence[dict[str, Any]], weight_decay: float = 0.0) -> None:
-        self._rounded: list[tuple[Tensor, nn.Parameter]] = []  # parameter of the network, its master
-        mastered = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
-        super().__init__(mastered, weight_decay=weight_decay, fused=True)
-
-    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter.dtype in (torch.float32, torch.float64):
-            return parameter
-        master = nn.Parameter(parameter.detach().float())
-        self._rounded.append((parameter, master))
-        return master
-
-    @torch.no_grad()
-    def take_weights(self) -> None:
-        """Begin anew from the network's weights, which something else has set."""
-        for parameter, master in self._rounded:
-            master.copy_(parameter)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
-        super().zero_grad(set_to_none)
-        for parameter, _ in self._rounded:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Add the network's gradients to the masters', in float32: call it after each backward pass.
-
-        Left in the network, those of several passes would be summed, and rounded, in as few bits as its weights have.
-        """
-        for parameter, master in self._rounded:
-            if parameter.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad += parameter.grad
-            parameter.grad = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Step the masters by the network's gradients, and round them into the network."""
-        self.take_gradients()
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        result = super().step(closure)
-        # the fused kernel leaves versions as they are, by which samplers know that what they kept is out of date
-        torch.autograd.graph.increment_version([p for p in stepped if not hasattr(p, "full_tensor")])
-        for parameter, master in self._rounded:
-            parameter.copy_(master)
-            master.grad = None
-        return result
-
-    @property
-    def stepped(self) -> list[list[nn.Parameter]]:
-        """By group, what is stepped and has the gradients: masters, and parameters that need none."""
-        return [group["params"] for group in self.param_groups]
-
-    def masters(self) -> dict[str, Tensor]:
-        """Those that are no parameters of the network themselves, as `<number of the parameter>.master`."""
-        own = {id(master) for _, master in self._rounded}
-        every = [parameter for group in self.param_groups for parameter in group["params"]]
-        return {f"{i}.master": master.detach() for i, master in enumerate(every) if id(master) in own}
-
-
-def split_optimizer(
-    policy: list[nn.Parameter], critic: Critic | None, rate: float, critic_rate: float, weight_decay: float
-) -> MasterAdamW:
-    """One Adam for both, each with its own rate."""
-    groups: list[dict[str, Any]] = [{"params": policy, "lr": rate}]
-    if critic is not None:
-        groups.append({"params": trained_parameters(critic), "lr": critic_rate})
-    return MasterAdamW(groups, weight_decay=weight_decay)
-
-
 LENGTHS = (23, 14, 9)
 """Tokens of the samples of the trial: the last two share a row, behind each other."""
 
 
-def safe_batching(policy: Policy, wanted: Batching, model: str = "this model") -> Batching:
+def safe_batching(policy: Policy, wanted: Batching, model: str = "this model", rows: int = 0) -> Batching:
     """`wanted`, or what is right for a `model`: `auto` becomes `bucketed` where packing would be wrong.
+
+    Args:
+        policy: the model.
+        wanted: how samples are to share rows.
+        model: what it is called.
+        rows: of positions that samples have of their own; 0 where they are counted.
 
     Raises:
         ConfigError: `packed` is asked for, and the model does not keep samples of a row apart.
     """
     if wanted not in ("auto", "packed"):
         return wanted
-    fault = packing_fault(policy)
+    fault = packing_fault(policy, rows)
     if fault is None:
         return wanted
     if wanted == "packed":
@@ -788,7 +688,7 @@ def safe_batching(policy: Policy, wanted: Batching, model: str = "this model") -
     return "bucketed"
 
 
-def packing_fault(policy: Policy) -> str | None:
+def packing_fault(policy: Policy, rows: int = 0) -> str | None:
     """What goes wrong when this model gets two samples in one row, or None if nothing does.
 
     The second sample of a row must not change when the first does (not even by rounding: masked tokens count
@@ -796,7 +696,7 @@ def packing_fault(policy: Policy) -> str | None:
     """
     parameter = next(policy.module.parameters())
     tolerance = 1e-3 if parameter.dtype == torch.float32 else 0.1
-    samples, changed = _trial(policy, 0), _trial(policy, 7)
+    samples, changed = _trial(policy, 0, rows), _trial(policy, 7, rows)
     changed[2] = samples[2]
     try:
         packed, other = (_logprobs(policy, each, "packed") for each in (samples, changed))
@@ -833,13 +733,15 @@ def costs_of(model: nn.Module) -> Costs:
     return Costs(long_row, min(TINY.batch, 16 + 2.5e8 / max(1, weights)) if on_cpu else TINY.batch)
 
 
-def _trial(policy: Policy, start: int) -> list[Sample]:
+def _trial(policy: Policy, start: int, rows: int) -> list[Sample]:
     """Samples of arbitrary tokens that every vocabulary has (special ones count as well as any)."""
     embedding = next(p for p in policy.module.parameters() if p.dim() == 2)
     below = min(200, embedding.shape[0])
     ids = (np.arange(sum(LENGTHS)) * 37 + 11 + start) % below
     parts = np.split(ids, np.cumsum(LENGTHS)[:-1])
-    return [Sample(tuple(part.tolist()), np.arange(1, len(part)), {}) for part in parts]
+    counted = [np.tile(np.arange(len(part)), (rows, 1)) if rows else None for part in parts]
+    pairs = zip(parts, counted, strict=True)
+    return [Sample(tuple(part.tolist()), np.arange(1, len(part)), {}, places) for part, places in pairs]
 
 
 def _logprobs(policy: Policy, samples: list[Sample], batching: Batching) -> list[np.ndarray]:

@@ -1,26 +1,25 @@
 """Training on recorded samples, images included: imitate them, or weigh them by their rewards (clipped, in groups).
 
 A sample is what `shoal.splitting` makes: prompt and response ids, the mask of what is trained, positions, and what
-the model needs of its images. Samples share rows as in `shoal.train.agent.batch`; attention stays within a sample,
-so packing decides speed and memory, never results. Minibatches depend on (seed, epoch) alone, and a checkpoint holds
-all that comes after it: a run that was killed goes on as if it had not been.
+the model needs of its images. It is learned from as any other, see `shoal.train.agent.update`. Minibatches depend on
+(seed, epoch) alone, so a run that was killed goes on from its checkpoint as if it had not been.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
-from shoal.core.configuration import check_fields
+from shoal.core.configuration import check_fields, first_change
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder, write_folder, write_json
 from shoal.core.seeding import derive_seed, stream
@@ -28,11 +27,11 @@ from shoal.maths.noise import torch_noise
 from shoal.rollout.samplers.models import looks_back
 from shoal.rollout.samplers.sampler import ROUNDING
 from shoal.train.agent.advantages import group_relative
-from shoal.train.agent.batch import Batching, Row, plan_batches
-from shoal.train.agent.config import Algorithm, refuse_negative, refuse_not_positive
-from shoal.train.agent.losses import LOSSES, Aggregation, Tokens, aggregation_weights, policy_losses
-from shoal.train.agent.policy import MasterAdamW, trained_parameters
-from shoal.train.agent.update import minibatches, refuse_diverged
+from shoal.train.agent.batch import Batching, Column, Floats, Sample, micro_batches
+from shoal.train.agent.config import AgentProxy, Algorithm, refuse_negative, refuse_not_positive
+from shoal.train.agent.losses import LOSSES, Aggregation
+from shoal.train.agent.policy import HuggingFacePolicy, safe_batching, trained_parameters
+from shoal.train.agent.update import Learner, MasterAdamW, Totals, gradient_step, minibatches
 from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
 
 Objective = Literal["supervised", "grpo"]
@@ -87,9 +86,13 @@ class RecordedTraining:
                 )
 
     def algorithm(self) -> Algorithm:
-        """The settings that policy losses read."""
-        names = ("policy_loss", "loss_aggregation", "clip_ratio_low", "clip_ratio_high", "weight_decay")
-        return Algorithm(**{name: getattr(self, name) for name in names})
+        """The settings that a gradient step reads."""
+        loss = self.policy_loss if self.objective == "grpo" else "likelihood"
+        names = (
+            "loss_aggregation", "clip_ratio_low", "clip_ratio_high", "micro_batch_tokens", "batching", "max_grad_norm",
+        )  # fmt: skip
+        given = {name: getattr(self, name) for name in names}
+        return Algorithm(policy_loss=loss, entropy_coef=0.0, **given)
 
     def comparable(self) -> dict[str, Any]:
         """What must be equal for a run to go on: all that can change its results."""
@@ -97,19 +100,7 @@ class RecordedTraining:
         return {name: value for name, value in asdict(self).items() if name not in ignored}
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """One sample as it goes into a row."""
-
-    ids: np.ndarray  # [n] int64, prompt and response
-    positions: np.ndarray  # [rows, n] int64
-    places: np.ndarray  # [k] where the trained tokens stand
-    images: Mapping[str, Any] = field(repr=False)  # tensors by the model's names; made when they are read
-    advantages: np.ndarray  # [k] float32
-    old_logprobs: np.ndarray | None  # [k] float32, as recorded
-
-
-def recorded_samples(samples: Sequence[Any], objective: Objective) -> list[Recorded]:
+def recorded_samples(samples: Sequence[Any], objective: Objective) -> list[Sample]:
     """What a step reads, from samples of `shoal.splitting` (`Batch.samples()`).
 
     Raises:
@@ -137,16 +128,18 @@ def recorded_samples(samples: Sequence[Any], objective: Objective) -> list[Recor
         places = np.flatnonzero(mask) + border
         if not len(places):
             continue
-        made.append(
-            Recorded(
-                ids=np.asarray(sample.input_ids, np.int64),
-                positions=np.asarray(sample.position_ids, np.int64),
-                places=places,
-                images=sample.inputs or {},
-                advantages=np.full(len(places), advantage, np.float32),
-                old_logprobs=None if sample.logprobs is None else sample.logprobs[mask].astype(np.float32),
-            )
-        )
+        counted = np.asarray(sample.position_ids, np.int64)
+        plain = len(counted) == 1 and not sample.inputs and (counted == np.arange(counted.shape[1])).all()
+        old = (
+            np.zeros(len(mask)) if sample.logprobs is None else sample.logprobs
+        )  # which supervised does not read
+        columns: dict[Column, Floats] = {
+            "advantages": np.full(len(places), advantage, np.float32),
+            "old_logprobs": old[mask].astype(np.float32),
+            "rollout_logprobs": old[mask].astype(np.float32),
+        }
+        ids = tuple(np.asarray(sample.input_ids).tolist())
+        made.append(Sample(ids, places, columns, None if plain else counted, sample.inputs or {}))
     if not made:
         raise DataError("no sample has a token to train")
     return made
@@ -176,97 +169,6 @@ def _advantages(samples: Sequence[Any]) -> np.ndarray:
     return np.array([relative[sample.traj_index] for sample in samples])
 
 
-# --- rows
-@dataclass(frozen=True)
-class Rows:
-    """Samples in rows of one length `T`; `N` tokens of them are trained, in row-major order."""
-
-    inputs: dict[str, Tensor]  # of the network
-    where: Tensor  # [B, T] bool, N of them true
-    targets: Tensor  # [N]
-    samples: Tensor  # [N] which sample of the minibatch each trained token is of
-
-
-def rows_of(
-    samples: Sequence[Recorded], plan: Sequence[Row], pad: int, device: str, dtype: torch.dtype
-) -> Rows:
-    """Lay samples out behind each other in rows; each sees itself alone."""
-    width = max(sum(len(samples[i].ids) for i in row) for row in plan)
-    ids = np.full((len(plan), width), pad, np.int64)
-    own = np.tile(-1 - np.arange(width), (len(plan), 1))  # padding is of nobody, and sees itself alone
-    positions = np.zeros((samples[0].positions.shape[0], len(plan), width), np.int64)
-    where = np.zeros(ids.shape, bool)
-    of, images = [], []
-    for number, row in enumerate(plan):
-        start = 0
-        for i in row:
-            sample, stop = samples[i], start + len(samples[i].ids)
-            ids[number, start:stop], own[number, start:stop] = sample.ids, i
-            positions[:, number, start:stop] = sample.positions
-            where[number, start + sample.places] = True
-            of.append(np.full(len(sample.places), i))
-            images.append(dict(sample.images))
-            start = stop
-    seen = torch.from_numpy(own[:, :, None] == own[:, None, :]).to(device).tril()
-    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
-    inputs = {
-        "input_ids": torch.from_numpy(ids).to(device),
-        "attention_mask": mask[:, None],
-        "position_ids": torch.from_numpy(positions if len(positions) > 1 else positions[0]).to(device),
-    }
-    for name in dict.fromkeys(name for each in images for name in each):
-        value = torch.cat([each[name] for each in images if name in each]).to(device)
-        inputs[name] = value.to(dtype) if value.is_floating_point() else value
-    trained = (where, ids[where], np.concatenate(of))
-    return Rows(inputs, *(torch.from_numpy(part).to(device) for part in trained))
-
-
-def token_logprobs(model: nn.Module, rows: Rows) -> Tensor:
-    """`[N]` log-probabilities of the trained tokens."""
-    return scores_of(model, rows.inputs, rows.where).gather(1, rows.targets[:, None])[:, 0]
-
-
-def scores_of(model: Any, inputs: Mapping[str, Tensor], where: Tensor, temperature: float = 1.0) -> Tensor:
-    """`[N, V]` log-probabilities of every token at the true places of `where`; only those are worked out."""
-    hidden = model.base_model(**inputs, use_cache=False)[0]
-    chosen = hidden[:, :-1][where[:, 1:]]
-    return (model.get_output_embeddings()(chosen).float() / temperature).log_softmax(-1)  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def refuse_other_reading(model: Any, samples: Sequence[Recorded], batching: Batching) -> None:
-    """Try whether rows of several samples say of a text what the model says of it alone.
-
-    Raises:
-        ConfigError: they do not, or would not for the longest of the samples.
-    """
-    parameter, longest = next(model.parameters()), max(len(sample.ids) for sample in samples)
-    if 0 < (window := looks_back(model)) < longest:
-        raise ConfigError(
-            f"a sample has {longest} tokens, and this model has layers that look back at {window:.0f}, which training "
-            f"on recordings does not: split them shorter, or take another model"
-        )
-    text = np.resize(samples[0].ids[samples[0].places], 12)
-    positions, places = np.tile(np.arange(12), (len(samples[0].positions), 1)), np.arange(1, 12)
-    trial = [Recorded(each, positions, places, {}, np.ones(11), None) for each in (text, text[::-1])]
-    plan = [[0, 1]] if batching in ("auto", "packed") else [[0], [1]]
-    rows = rows_of(trial, plan, int(text[0]), str(parameter.device), parameter.dtype)
-    ids = torch.from_numpy(np.stack([each.ids for each in trial])).to(parameter.device)
-    said = model(input_ids=ids, use_cache=False).logits
-    hidden = model.base_model(input_ids=ids, use_cache=False)[0]
-    if not torch.equal(model.get_output_embeddings()(hidden), said):
-        raise ConfigError(
-            "this model scales or caps its scores, which training on recordings does not: take another model"
-        )
-    alone = said[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None]).flatten()
-    gap = float((token_logprobs(model, rows) - alone).abs().max())
-    if not gap <= (1e-3 if parameter.dtype == torch.float32 else 0.05 * (1 - float(alone.min()))):
-        raise ConfigError(
-            f"log-probs in the rows of batching={batching} differ by {gap:.2g} from those that this model gives of a "
-            f"text alone: set batching=padded if they share rows, or take another model"
-        )
-
-
 # --- the loop
 class RecordedTrainer:
     """Trains a network on recorded samples, step by step.
@@ -280,27 +182,36 @@ class RecordedTrainer:
 
     Raises:
         DataError: the samples have tokens that the model does not know.
-        ConfigError: the model's own log-probabilities are others than those that a step would work out.
+        ConfigError: the model cannot read them as training lays them out.
     """
 
     def __init__(
-        self, model: Any, samples: Sequence[Recorded], config: RecordedTraining, pad_id: int, seed: int = 0
+        self, model: Any, samples: Sequence[Sample], config: RecordedTraining, pad_id: int, seed: int = 0
     ) -> None:
-        self.model, self.samples, self.config = model, list(samples), config
-        self.pad_id, self.seed = pad_id, seed
+        self.model, self.samples, self.config, self.seed = model, list(samples), config, seed
         known = model.get_input_embeddings().weight.shape[0]
-        ends = [end for sample in self.samples for end in (sample.ids.min(), sample.ids.max())]
+        ends = [end for sample in self.samples for end in (min(sample.ids), max(sample.ids))]
         if ends and not 0 <= min(ends) <= max(ends) < known:
             raise DataError(
                 f"the recordings have token ids from {min(ends)} to {max(ends)}, and the model knows those below "
                 f"{known}: split them with the model's own tokenizer"
             )
-        if self.samples:
-            refuse_other_reading(model, self.samples, config.batching)
+        placed = [sample for sample in self.samples if sample.positions is not None]
+        longest = max((len(sample.ids) for sample in placed), default=0)
+        if 0 < (window := looks_back(model)) < longest:
+            raise ConfigError(
+                f"a sample has {longest} tokens, and this model has layers that look back at {window:.0f}, which "
+                f"training on images does not: split them shorter, or take another model"
+            )
+        policy, algorithm = HuggingFacePolicy(model, None, pad_id), config.algorithm()
+        rows = len(placed[0].positions) if placed else 0  # type: ignore[arg-type]
+        algorithm = replace(algorithm, batching=safe_batching(policy, algorithm.batching, rows=rows))
         self.step = 0
         group = {"params": trained_parameters(model), "lr": config.learning_rate}
         self.optimizer = MasterAdamW([group], config.weight_decay)
-        self._algorithm = config.algorithm()
+        self._learner = Learner(
+            policy, self.optimizer, algorithm, AgentProxy(temperature=1.0), seed=seed, log_entropy=False
+        )
 
     @property
     def steps(self) -> int:
@@ -318,46 +229,24 @@ class RecordedTrainer:
             self.step += 1
             yield {"iteration": self.step, "epoch": epoch + 1, **row}
 
-    def gradient_step(self, minibatch: Sequence[Recorded]) -> dict[str, float]:
+    def gradient_step(self, minibatch: Sequence[Sample]) -> dict[str, float]:
         """One step of the optimizer; the weights of the minibatch's tokens sum to 1, however it is cut."""
-        config, parameters = self.config, trained_parameters(self.model)
-        device, dtype = str(parameters[0].device), parameters[0].dtype
-        weights = aggregation_weights([len(s.places) for s in minibatch], config.loss_aggregation)
-        self.optimizer.zero_grad(set_to_none=True)
-        totals = {"loss": 0.0, "logprob": 0.0, "clip_fraction": 0.0}
-        plans = plan_batches([len(s.ids) for s in minibatch], config.micro_batch_tokens, config.batching)
-        for plan in plans:
-            rows = rows_of(minibatch, plan, self.pad_id, device, dtype)
-            order = [i for row in plan for i in row]
-            logprobs = token_logprobs(self.model, rows)
-            weight = _joined([weights[i] for i in order], device)
-            if config.objective == "supervised":
-                losses, clipped = -logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
-            else:
-                old = _joined([minibatch[i].old_logprobs for i in order], device)
-                advantages = _joined([minibatch[i].advantages for i in order], device)
-                tokens = Tokens(logprobs, old, advantages, rows.samples)
-                losses, clipped = policy_losses(tokens, self._algorithm)
-            loss = (losses * weight).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.take_gradients()
-            totals["loss"] += float(loss.detach())
-            totals["logprob"] += float(logprobs.detach().sum())
-            totals["clip_fraction"] += float(clipped.sum())
-        count = sum(len(s.places) for s in minibatch)
-        gradient = nn.utils.clip_grad_norm_(self.optimizer.stepped[0], config.max_grad_norm)
-        norm = refuse_diverged(gradient, "policy")
-        self.optimizer.step()
-        means = {name: totals[name] / count for name in ("logprob", "clip_fraction")}
-        return {"loss": totals["loss"], **means, "grad_norm": norm, "trained_tokens": count}
+        totals = Totals()
+        gradient_step(self._learner, minibatch, totals)
+        return {
+            "loss": totals.loss,
+            "logprob": totals.logprob / totals.tokens,
+            "clip_fraction": totals.clipped / totals.tokens,
+            "grad_norm": totals.grad_norm,
+            "trained_tokens": totals.tokens,
+        }
 
     def save(self, folder: Path) -> None:
         """Write all that comes after this step; the folder appears whole or not at all."""
         with write_folder(folder) as new:
             self.model.save_pretrained(new / "model")
             save_file(optimizer_tensors(self.optimizer), new / "optimizer.safetensors")
-            state = {"step": self.step, "steps": self.steps, "seed": self.seed, "samples": self._digest()}
-            write_json(new / "state.json", {**state, "settings": self.config.comparable()})
+            write_json(new / "state.json", {"step": self.step, "run": self._described()})
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote.
@@ -365,38 +254,23 @@ class RecordedTrainer:
         Raises:
             DataError: it is of another run.
         """
-        verify_folder(folder)
-        state = read_json(folder / "state.json")
-        if (state.get("steps"), state.get("seed")) != (self.steps, self.seed):
-            raise DataError(f"{folder} is of a run with {state.get('steps')} steps and seed {state.get('seed')}, "
-                            f"not {self.steps} and {self.seed}; resume with the same settings")  # fmt: skip
-        for name, value in self.config.comparable().items():
-            begun = state.get("settings", {}).get(name, value)  # older ones do not tell
-            if begun != value:
-                raise DataError(
-                    f"{folder} is of a run with {name}={begun}, not {value}; resume with the same settings"
-                )
-        if state.get("samples", self._digest()) != self._digest():
+        state = read_json(verify_folder(folder) / "state.json")
+        if difference := first_change(state["run"], json.loads(json.dumps(self._described()))):
             raise DataError(
-                f"{folder} is of a run on other samples; resume with the same recordings and split"
+                f"{folder} is of another run: {difference}; resume with the same settings, recordings and split"
             )
         kept = type(self.model).from_pretrained(folder / "model")
         self.model.load_state_dict(kept.state_dict())
         self.step = int(state["step"])
         fill_optimizer(self.optimizer, load_file(folder / "optimizer.safetensors"))
 
-    def _digest(self) -> str:
-        """Of the samples in their order, but for their images."""
+    def _described(self) -> dict[str, Any]:
+        """What must be equal for a run to go on; of the samples a sum, in their order, but for their images."""
         found = hashlib.sha256()
         for sample in self.samples:
-            old = sample.old_logprobs if self.config.objective == "grpo" else None
-            for array in (sample.ids, sample.positions, sample.places, sample.advantages, old):
+            for array in (np.array(sample.ids), sample.places, sample.positions, *sample.columns.values()):
                 found.update(b"-" if array is None else repr(array.shape).encode() + array.tobytes())
-        return found.hexdigest()
-
-
-def _joined(arrays: Sequence[Any], device: str) -> Tensor:
-    return torch.from_numpy(np.concatenate(arrays)).to(device)
+        return {**self.config.comparable(), "seed": self.seed, "samples": found.hexdigest()}
 
 
 # --- answers
@@ -458,18 +332,21 @@ def _next_tokens(
 ) -> Iterator[np.ndarray]:
     """`[B, V]` log-probabilities of what comes next, while the caller adds a token to each of `written`."""
     device, dtype = str(next(model.parameters()).device), next(model.parameters()).dtype
-    shown = [
-        Recorded(
-            np.asarray(sample.prompt_ids, np.int64), np.asarray(sample.prompt_positions, np.int64),
-            np.array([len(sample.prompt_ids) - 1]), sample.prompt_inputs, np.ones(1), None,
+    positions = [np.asarray(sample.prompt_positions, np.int64) for sample in prompts]
+    shown = [  # with a token at the end, since the last column is not read
+        Sample(
+            (*np.asarray(sample.prompt_ids).tolist(), pad_id), np.array([len(sample.prompt_ids)]), {},
+            np.pad(counted, ((0, 0), (0, 1))), sample.prompt_inputs or {},
         )
-        for sample in prompts
+        for sample, counted in zip(prompts, positions, strict=True)
     ]  # fmt: skip
-    inputs = rows_of(shown, [[row] for row in range(len(shown))], pad_id, device, dtype).inputs
-    last = torch.tensor([len(each.ids) - 1 for each in shown], device=device)
+    [micro] = micro_batches(shown, 1 << 60, pad_id, device, "padded")
+    policy = HuggingFacePolicy(model, None, pad_id)
+    inputs: dict[str, Any] = policy.reading(micro.ids, micro.lengths, micro.begins, micro.inputs)
+    last = micro.lengths - 2
     seen = torch.arange(inputs["input_ids"].shape[1], device=device) <= last[:, None]
-    following = torch.tensor([int(each.positions.max()) + 1 for each in shown], device=device)
-    several = len(shown[0].positions) > 1
+    following = torch.tensor([int(counted.max()) + 1 for counted in positions], device=device)
+    several = len(positions[0]) > 1
     while True:
         made = model.base_model(**inputs, use_cache=True)
         hidden = made[0][torch.arange(len(shown), device=device), last]
@@ -478,7 +355,7 @@ def _next_tokens(
         last = torch.zeros_like(last)
         seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
         mask = torch.zeros(seen.shape, dtype=dtype, device=device)
-        places = following[:, None].expand(len(shown[0].positions), -1, -1) if several else following[:, None]
+        places = following[:, None].expand(len(positions[0]), -1, -1) if several else following[:, None]
         inputs = {  # what stands before, and its images, are in the cache
             "input_ids": torch.tensor([[tokens[-1]] for tokens, _ in written], device=device),
             "attention_mask": mask.masked_fill(~seen, torch.finfo(dtype).min)[:, None, None],

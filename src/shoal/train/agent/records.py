@@ -153,12 +153,10 @@ class Records:
         *,
         best: bool = False,
     ) -> None:
-        """Commit a checkpoint with all who hold a part of it, as the best one too if it is the best so far."""
-        if processes.writers is None:
-            return
+        """Commit a checkpoint with all `processes`, as the best one too if it is the best so far."""
         networks, keep = (policy, critic, optimizer), self._config.trainer.keep_checkpoints
         path = save_checkpoint(
-            self._checkpoints, *networks, progress, settings, keep, best=best, processes=processes.writers
+            self._checkpoints, *networks, progress, settings, keep, best=best, processes=processes
         )
         if self._writes:
             self.folder.event("checkpoint", step=progress.iteration, path=str(path))

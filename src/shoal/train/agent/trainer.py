@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shoal.core.configuration import plain_values, read_settings
+from shoal.core.configuration import plain_values
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import Closing
@@ -24,13 +24,10 @@ from shoal.core.files import is_whole
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import resolve_text
-from shoal.maths.updates import decayed
 from shoal.rollout.answers import with_room
-from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.episode import Role
-from shoal.rollout.factory import EnvironmentSet, host_of, make_environments, make_roles
+from shoal.rollout.factory import host_of, make_environments, make_roles
 from shoal.rollout.failures import FailureLog
-from shoal.rollout.filters import filter_rollouts
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.registry import close_engine
@@ -38,17 +35,9 @@ from shoal.rollout.samplers.sampler import Sampler
 from shoal.train.advice import Rejected
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
-from shoal.train.agent.config import AgentConfig, Algorithm, imported, refuse_without_signal
-from shoal.train.agent.distributed import (
-    BasePolicy,
-    Processes,
-    Reference,
-    ShardedPolicy,
-    SharedCollector,
-    refuse_all_failed,
-    refuse_without_room,
-    shard_critic,
-)
+from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.conflicts import refuse_without_signal
+from shoal.train.agent.distributed import Processes
 from shoal.train.agent.evaluation import (
     heldout_metrics,
     iteration_times,
@@ -56,23 +45,20 @@ from shoal.train.agent.evaluation import (
     rollout_metrics,
     signal_metrics,
 )
+from shoal.train.agent.networks import make_networked, make_networks, make_optimizer, set_rates
+from shoal.train.agent.playing import SharedCollector, lockstep_collector, play_groups, refuse_all_failed
 from shoal.train.agent.policy import (
-    Critic,
-    MasterAdamW,
     Policy,
     checkpointed_layers,
     load_teacher,
-    make_policy,
     policy_of,
     refuse_stranger,
     safe_batching,
-    split_optimizer,
-    trained_parameters,
     weights_sha256,
 )
-from shoal.train.agent.probe import warmup_steps
 from shoal.train.agent.records import DEFAULT_FOLDER, Records
 from shoal.train.agent.rehearsal import rehearse
+from shoal.train.agent.sharding import ShardedPolicy
 from shoal.train.agent.update import (
     Learner,
     advantages_of,
@@ -80,7 +66,7 @@ from shoal.train.agent.update import (
     sampled_entropy,
     update,
 )
-from shoal.train.agent.warmup import warm_up
+from shoal.train.agent.warmup import warm_up, warmup_steps
 from shoal.train.agent.weights import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -115,14 +101,6 @@ class AgentTrainer(Closing):
         begun = Path(config.run_dir or DEFAULT_FOLDER) / "config.yaml"
         if config.resume and not begun.parent.is_dir():  # before one is made that would look like a run
             raise DataError(f"there is no run {begun.parent} to go on with: start without resume")
-        if config.resume and begun.exists():
-            try:
-                config = config.as_begun(read_settings(begun))
-            except (LookupError, TypeError, ValueError) as error:
-                told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                raise DataError(
-                    f"{begun} is not what a run was begun with ({told}): restore it, or begin anew in another run_dir"
-                ) from error
         refuse_without_signal(config)
         warmup, iterations = config.algorithm.critic.warmup, config.trainer.iterations
         if warmup >= iterations:
@@ -173,7 +151,7 @@ class AgentTrainer(Closing):
         algorithm = replace(algorithm, batching=batching)
         self.config = config = replace(config, algorithm=algorithm)
         of_teacher = {"teacher_sha256": weights_sha256(teacher.module)} if teacher else {}
-        self._settings = config.comparable() | of_teacher | {"imported": imported(config.imports)}
+        self._settings = config.comparable() | of_teacher
         self.records = Records(config, on_event, writes=self.processes.first)
         begun.callback(self.records.close)
         kept = self.records.folder.path / "reference"
@@ -393,88 +371,12 @@ class AgentTrainer(Closing):
             yield
 
 
-def make_networked(config: AgentConfig, roles: dict[str, Role], processes: Processes) -> tuple[Policy, Any]:
-    """The policy of a config on this process's device, with adapters if they are what is trained, and its sampler."""
-    words = sorted({word for role in roles.values() for word in role.projection.words()})
-    if config.engine.name == "ray" and processes.count > 1:
-        refuse_without_room(config.engine.replicas, processes)
-    engine = replace(config.engine, device=processes.device(config.engine.device))
-    if not config.model.lora.rank:
-        return make_policy(engine, words, config.seed)
-    from shoal.train.agent.lora import add_lora, with_adapters
-
-    policy, sampler = make_policy(with_adapters(engine, config.model.lora.rank), words, config.seed)
-    try:
-        return add_lora(policy, config.model.lora, config.engine.model, config.seed), sampler
-    except BaseException:
-        close_engine(sampler)  # it may have begun processes
-        raise
-
-
-def make_networks(
-    config: AgentConfig, policy: Policy, kept: Path, processes: Processes
-) -> tuple[Policy, Critic | None, Reference | None]:
-    """The policy as it is trained, and the networks beside it: a critic, and what a KL penalty holds on to.
-
-    Each is cut into shards once it is made, where they are to be, so that no more than two are whole at a time.
-    """
-    critic = Critic(policy) if config.algorithm.needs == "critic" else None
-    if critic is not None and processes.sharded:
-        shard_critic(critic, policy, processes)
-    penalty, lora = config.algorithm.kl.coef, hasattr(policy, "without_adapters")
-    reference = None
-    if penalty and not lora:
-        frozen = policy.twin()
-        frozen.module.requires_grad_(False)
-        cut = ShardedPolicy(frozen, processes) if processes.sharded else frozen
-        reference = Reference(cut, kept, processes)
-    trained: Policy = ShardedPolicy(policy, processes) if processes.sharded else policy
-    if penalty and lora:
-        reference = Reference(BasePolicy(trained))
-    return trained, critic, reference
-
-
-def make_optimizer(config: AgentConfig, policy: Policy, critic: Critic | None) -> MasterAdamW:
-    """Adam over what is trained."""
-    algorithm = config.algorithm
-    return split_optimizer(
-        trained_parameters(policy.module),
-        critic,
-        algorithm.learning_rate,
-        algorithm.critic.learning_rate,
-        algorithm.weight_decay,
-    )
-
-
-def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, iteration: int, iterations: int) -> None:
-    """Learning rates by the schedule, from the finished share of the run alone."""
-    rates = [algorithm.learning_rate, algorithm.critic.learning_rate]
-    for group, rate in zip(optimizer.param_groups, rates, strict=False):
-        group["lr"] = decayed(rate, algorithm.lr_schedule, iteration / iterations)
-
-
 def token_budget(config: AgentConfig, tags: Sequence[str]) -> int:
     """Tokens that the model may write in a sample: in a turn, or in append mode in an episode of the longest env."""
     proxy, turns = config.agent_proxy, 1
     if proxy.prompt.mode == "append":
         turns = max(role.max_turns for role in make_roles(config.custom_envs, tags, proxy.max_turn).values())
     return proxy.token_limit * turns
-
-
-def lockstep_collector(
-    config: AgentConfig,
-    side: EnvironmentSet,
-    sampler: Sampler,
-    seed: int,
-    failures: FailureLog | None = None,
-) -> TrajectoryCollector:
-    """Plays the envs of one side in this process."""
-    proxy, tags = config.agent_proxy, side.tags
-    roles, retries = make_roles(config.custom_envs, tags, proxy.max_turn), proxy.parallel.env_retries
-    return TrajectoryCollector(
-        side.pool, tags, roles, side.group_size, sampler, proxy.prompt, seed, env_retries=retries,
-        failures=failures,
-    )  # fmt: skip
 
 
 def warmed_up(
@@ -493,33 +395,3 @@ def warmed_up(
         policy, makers, roles, prompter, config.warmup, tokens, config.seed, share, vector, failures,
         config.agent_proxy.sampling(),
     )  # fmt: skip
-
-
-def play_groups(
-    collector: SharedCollector, iteration: int, config: AgentConfig
-) -> tuple[list[Trajectory], list[Trajectory], float, dict[str, float]]:
-    """Play the groups of an iteration, with dynamic sampling until enough have different rewards.
-
-    Returns:
-        All episodes; those to learn from; what share of the groups that were asked for have different rewards (1 where
-        all are learned from); metrics.
-    """
-    algorithm, settings = config.algorithm, config.algorithm.filter_groups
-    collector.lap()
-    sampling, most = config.agent_proxy.sampling(), settings.max_num_gen_batches if settings.enable else 1
-    played, kept, report = collect_with_signal(
-        collector, iteration, sampling, max_batches=most, gamma=algorithm.gamma
-    )
-    refuse_all_failed(played, f"iteration {iteration + 1}")
-    if settings.max_num_gen_batches > 1 and report.with_signal < len(collector.tags):
-        logger.info("iteration %d: %s", iteration + 1, report)
-    row = report.metrics() | collector.lap()
-    learned, share = [t for t in played if t.status == "ok"], 1.0
-    if settings.enable:
-        learned, share = kept, report.kept / len(collector.tags)
-    if algorithm.rollout_filter_ratio < 1:
-        learned, filtered = filter_rollouts(
-            played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
-        )
-        row |= filtered
-    return played, learned, share, row

@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -43,7 +43,83 @@ from shoal.train.agent.losses import (
     rollout_correction,
     value_loss,
 )
-from shoal.train.agent.policy import Critic, MasterAdamW, Policy, Precision, autocast, score, training_mode
+from shoal.train.agent.policy import Critic, Policy, autocast, score, training_mode
+from shoal.train.optimizers import AdamW
+
+
+class MasterAdamW(AdamW):
+    """AdamW that steps float32 masters of parameters with fewer bits, and rounds them into the network after.
+
+    A small step is lost when it is added to a bfloat16 weight; in the master it adds up with the next ones. Float32
+    parameters are their own masters.
+
+    Args:
+        groups: as of `torch.optim.AdamW`, each with `params` and `lr`.
+        weight_decay: of all groups.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], weight_decay: float = 0.0) -> None:
+        self._rounded: list[tuple[Tensor, nn.Parameter]] = []  # parameter of the network, its master
+        mastered = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
+        super().__init__(mastered, weight_decay=weight_decay, fused=True)
+
+    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        master = nn.Parameter(parameter.detach().float())
+        self._rounded.append((parameter, master))
+        return master
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Begin anew from the network's weights, which something else has set."""
+        for parameter, master in self._rounded:
+            master.copy_(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        super().zero_grad(set_to_none)
+        for parameter, _ in self._rounded:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Add the network's gradients to the masters', in float32: call it after each backward pass.
+
+        Left in the network, those of several passes would be summed, and rounded, in as few bits as its weights have.
+        """
+        for parameter, master in self._rounded:
+            if parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad += parameter.grad
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step the masters by the network's gradients, and round them into the network."""
+        self.take_gradients()
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        result = super().step(closure)
+        # the fused kernel leaves versions as they are, by which samplers know that what they kept is out of date
+        torch.autograd.graph.increment_version([p for p in stepped if not hasattr(p, "full_tensor")])
+        for parameter, master in self._rounded:
+            parameter.copy_(master)
+            master.grad = None
+        return result
+
+    @property
+    def stepped(self) -> list[list[nn.Parameter]]:
+        """By group, what is stepped and has the gradients: masters, and parameters that need none."""
+        return [group["params"] for group in self.param_groups]
+
+    def masters(self) -> dict[str, Tensor]:
+        """Those that are no parameters of the network themselves, as `<number of the parameter>.master`."""
+        own = {id(master) for _, master in self._rounded}
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        return {f"{i}.master": master.detach() for i, master in enumerate(every) if id(master) in own}
 
 
 @dataclass
@@ -76,6 +152,7 @@ class Totals:
 
     tokens: int = 0
     loss: float = 0.0  # weighted, so already a mean a minibatch
+    logprob: float = 0.0
     entropy: float = 0.0
     clipped: float = 0.0
     kl: float = 0.0
@@ -221,23 +298,24 @@ def gradient_step(
     weighted = [s.with_column("weights", w) for s, w in zip(minibatch, weights, strict=True)]
     learner.optimizer.zero_grad(set_to_none=True)
     device = str(next(policy.module.parameters()).device)
-    own = [weighted[i] for i in processes.part([len(sample.ids) for sample in weighted])]
+    own = [weighted[i] for i in processes.parts([len(sample.ids) for sample in weighted])[processes.rank]]
     size, sharing = config.micro_batch_tokens, (policy.shares_prefixes, policy.merges_equals, policy.costs)
     micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, *sharing))
     for micro in processes.in_step(micros):
-        if micro is None:
+        counted = totals
+        if micro is None:  # others still have some, and need this one's shards: a pass that counts nothing
             shortest = min(weighted, key=lambda sample: len(sample.ids))
-            idle = next(micro_batches([shortest], size, policy.pad_id, device))
-            loss = idle_loss(policy if learns_policy else None, critic, idle, config.precision)
-        elif learns_policy:
+            shortest = shortest.with_column("weights", np.zeros(len(shortest.places), np.float32))
+            micro, counted = next(micro_batches([shortest], size, policy.pad_id, device)), Totals(steps=1)
+        if learns_policy:
             temperature, told = learner.proxy.temperature, learner.log_entropy
-            loss = token_loss(policy, micro, config, temperature, totals, told, learner.entropy_coef)
+            loss = token_loss(policy, micro, config, temperature, counted, told, learner.entropy_coef)
             if critic is not None:
-                loss = loss + critic_loss(critic, micro, config, totals)
+                loss = loss + critic_loss(critic, micro, config, counted)
         else:
             assert critic is not None
-            loss = critic_loss(critic, micro, config, totals)
-            totals.tokens += len(micro.samples)
+            loss = critic_loss(critic, micro, config, counted)
+            counted.tokens += len(micro.samples)
         loss.backward()  # type: ignore[no-untyped-call]
         learner.optimizer.take_gradients()
     of_policy, *of_critic = learner.optimizer.stepped
@@ -298,6 +376,7 @@ def token_loss(
         ratio = ratio_of(gap)
         totals.tokens += len(micro.samples)
         totals.loss += float(loss)
+        totals.logprob += float(logprobs.sum())
         if entropy is not None:
             totals.entropy += float(entropy.sum())
         totals.clipped += float(clipped.sum())
@@ -316,20 +395,6 @@ def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: To
     losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
     totals.value_loss += float(losses.detach().sum())
     return (losses * columns["weights"]).sum()
-
-
-def idle_loss(
-    policy: Policy | None, critic: Critic | None, micro: MicroBatch, precision: Precision
-) -> Tensor:
-    """Zero, by way of all that is trained: the pass of a process with nothing left, while others need its shards."""
-    totals = []
-    if policy is not None:
-        with autocast(policy.module, precision):
-            totals.append(policy.logits(micro.ids, micro.lengths, micro.where, micro.begins).float().sum())
-    if critic is not None:
-        with autocast(critic.model, precision):
-            totals.append(critic(micro.ids, micro.lengths, micro.where, micro.begins).float().sum())
-    return 0.0 * torch.stack(totals).sum()
 
 
 # --- what an update reads

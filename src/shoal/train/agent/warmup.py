@@ -1,11 +1,13 @@
 """Supervised warm-up of a fresh model: on random valid actions it learns the format and nothing else.
 
-Where the config says so, a share of the actions is the env's expert's, and the model starts as its imitator.
+Where the config says so, a share of the actions is the env's expert's, and the model starts as its imitator. Whether a
+model needs a warm-up is seen in a few episodes played as in training (`warmup.steps: auto`).
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,21 +30,67 @@ from shoal.rollout.failures import FailureLog
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batches
-from shoal.train.agent.config import Warmup
-from shoal.train.agent.policy import MasterAdamW, Policy, score, trained_parameters
-from shoal.train.agent.update import refuse_diverged
+from shoal.train.agent.config import AgentConfig, Warmup
+from shoal.train.agent.playing import SharedCollector, refuse_all_failed
+from shoal.train.agent.policy import Policy, score, trained_parameters
+from shoal.train.agent.update import MasterAdamW, refuse_diverged
 
+logger = logging.getLogger(__name__)
 PLAIN = Sampling()
 ANY_LENGTH = Sampling(2**20)
 """An answer of the env's expert may be longer than those that the model may write."""
 ABREAST = 32
 """Episodes that are played at once."""
+PROBE_TURNS = 64
+ENOUGH = 0.5
+"""Share of answers that hold an action from which on there is no warm-up."""
+AUTO_STEPS = 20
 MOST_HUNG = 8
 """Episodes whose env did not answer in time, with which it is given up: each costs the whole limit."""
 MOST_LOST = 16
 """Episodes of an env left out one after another, with which it is given up."""
 
 
+# --- whether there is one
+def warmup_steps(
+    config: AgentConfig, collector: SharedCollector, roles: Mapping[str, Role]
+) -> tuple[int, dict[str, float]]:
+    """How many steps of warm-up there are, and what is reported of the probe where one was needed to know it."""
+    if config.warmup.steps != "auto":
+        return config.warmup.steps, {}
+    valid, turns = probe(config, collector)
+    found = {"probe_valid_actions": valid / max(1, turns)}
+    told = f"probe: {valid} of {turns} answers held an action"
+    if valid >= ENOUGH * turns:
+        return 0, found
+    free = (
+        [] if config.warmup.expert else sorted(tag for tag, role in roles.items() if not role.draws_actions)
+    )
+    if free:
+        logger.warning(
+            "%s, and there is no warm-up: the actions of %s are free text, of which none can be drawn. Show the form "
+            "of an answer in agent_proxy.prompt, or give the env a random_action()",
+            told,
+            ", ".join(free),
+        )
+        return 0, found
+    logger.warning("%s; warming up %d steps on valid ones; warmup.steps=0 switches it off", told, AUTO_STEPS)
+    return AUTO_STEPS, found
+
+
+def probe(config: AgentConfig, collector: SharedCollector) -> tuple[int, int]:
+    """How many answers held an action, of how many: whole groups, all kinds of envs in turn, until there are enough."""
+    n, played = len(collector.tags), []
+    for group in range(n, 2 * n):  # from n on the kinds of envs take turns
+        played += collector.collect(0, config.agent_proxy.sampling(), first_group=group, n_groups=1)
+        turns = [turn for trajectory in played for turn in trajectory.turns]
+        if len(turns) >= PROBE_TURNS:
+            break
+    refuse_all_failed(played, "the probe before the warm-up")
+    return sum(turn.action is not None for turn in turns), len(turns)
+
+
+# --- the steps
 def warm_up(
     policy: Policy,
     makers: Mapping[str, Callable[[], TextEnv[Any]]],
@@ -63,7 +111,7 @@ def warm_up(
     """
     steps = config.steps
     if steps == "auto":
-        raise ConfigError("warmup.steps=auto must be a number by now: see shoal.train.agent.probe")
+        raise ConfigError("warmup.steps=auto must be a number by now: see warmup_steps")
     plays_of = warmup_samples(policy, makers, roles, prompter, config, seed, vector, failures, sampling)
     with plays_of as plays:
         parameters = trained_parameters(policy.module)

@@ -1,22 +1,20 @@
 """Weights on their way: between networks and samplers, files, shards and the optimizer.
 
 Tensors that may lie in shards over several processes are gathered whole, and cut again. One that lies here whole is
-what it is: each function is then free, and no process waits for another. Files of shards are those of
-`torch.distributed.checkpoint` in safetensors, which know their place in the whole; no pickle is written or read.
+what it is: each function is then free, and no process waits for another. So files hold whole tensors, whoever wrote.
 """
 
 from __future__ import annotations
 
 import tempfile
-import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shoal.core.errors import ConfigError, DataError, EngineError
+from shoal.core.errors import ConfigError
 from shoal.rollout.samplers.sampler import capabilities_of, refuse_strange
 
 if TYPE_CHECKING:
@@ -46,27 +44,21 @@ def cut_like(value: Tensor, tensor: Tensor) -> Tensor:
     return distribute_tensor(here, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
-def whole_weights(
-    module: nn.Module, keep: bool = True, names: Collection[str] | None = None
-) -> dict[str, Tensor]:
-    """Weights by name; tied ones are one tensor under two names.
+def gather(tensors: Mapping[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
+    """Whole tensors by name; one under two names is one.
 
     Args:
-        module: of which every process that has a shard must ask.
+        tensors: of which every process that has a shard must ask.
         keep: False takes part in gathering, tensor by tensor, and gives nothing.
-        names: those that are wanted; all if not given.
     """
     found: dict[str, Tensor] = {}
-    known: dict[int, Tensor | None] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if names is not None and name not in names:
-            continue
+    known: dict[int, Tensor] = {}
+    for name, tensor in tensors.items():
         if id(tensor) not in known:
             value = whole(tensor)
-            known[id(tensor)] = value if keep else None
-        gathered = known[id(tensor)]
-        if gathered is not None:
-            found[name] = gathered
+            known[id(tensor)] = value if keep else tensor
+        if keep:
+            found[name] = known[id(tensor)]
     return found
 
 
@@ -122,7 +114,7 @@ class WeightSync:
             if self._adapters:
                 self._carry_adapter(version)
             else:
-                weights = whole_weights(self._policy.module)
+                weights = gather(self._policy.module.state_dict(keep_vars=True))
                 self._sampler.load_weights({name: tensor.cpu() for name, tensor in weights.items()}, version)
             self._carried = stamp
 
@@ -131,7 +123,8 @@ class WeightSync:
         module: Any = self._policy.module
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         with tempfile.TemporaryDirectory(prefix="shoal-adapter-") as folder:
-            module.save_pretrained(folder, state_dict=whole_weights(module, names=trained))
+            kept = {name: t for name, t in module.state_dict(keep_vars=True).items() if name in trained}
+            module.save_pretrained(folder, state_dict=gather(kept))
             self._sampler.load_adapter(Path(folder), version)
 
 
@@ -158,19 +151,14 @@ def fill(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
         own[name].copy_(cut_like(value, own[name]))
 
 
-def parameter_of(optimizer: torch.optim.Optimizer, key: str) -> Tensor:
-    """The one that a key of `optimizer_tensors` is about."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return parameters[int(key.partition(".")[0])]  # type: ignore[no-any-return]
-
-
 def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Put back what `optimizer_tensors` gave; masters that it did not give are the network's weights."""
     state: dict[int, dict[str, Any]] = {}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     getattr(optimizer, "take_weights", lambda: None)()
     for key, value in tensors.items():
         index, _, name = key.partition(".")
-        parameter = parameter_of(optimizer, key)
+        parameter = parameters[int(index)]
         if name == "master":
             with torch.no_grad():
                 parameter.copy_(cut_like(value, parameter))
@@ -179,66 +167,3 @@ def fill_optimizer(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tenso
         state.setdefault(int(index), {})[name] = cut_like(value, parameter) if same else value
     described = optimizer.state_dict()
     optimizer.load_state_dict({"state": state, "param_groups": described["param_groups"]})
-
-
-# --- shards in files
-SHARD_FILE = 1 << 27
-"""Bytes of a process's tensors in one file of shards; who writes it has some three copies of it in memory."""
-
-
-def write_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors that lie in shards, by all processes at once: each writes what it holds.
-
-    Raises:
-        EngineError: one process could not, told in all.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    files, filled = {}, 0
-    for name, tensor in tensors.items():
-        files[name] = 1 + filled // SHARD_FILE
-        filled += getattr(tensor, "to_local", lambda own=tensor: own)().nbytes
-    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
-    try:
-        save(dict(tensors), storage_writer=writer)
-    except CheckpointException as failed:
-        rank, (error, _) = min(failed.failures.items())
-        raise EngineError(f"process {rank} wrote no shards: {type(error).__name__}: {error}") from error
-
-
-def read_shards(folder: Path, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-    """What `write_shards` wrote, however many processes did; of a tensor in shards, each reads its own.
-
-    Args:
-        folder: that was written.
-        like: gives, by name, the tensor as which one is to lie here; it is whole if there is none of its shape.
-
-    Raises:
-        DataError: some are missing.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = HuggingFaceStorageReader(str(folder))
-    found: dict[str, Tensor] = {}
-    described: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    for name, kept in described.items():
-        if sum(chunk.sizes.numel() for chunk in kept.chunks) != kept.size.numel():
-            raise DataError(f"{folder} lacks shards of {name}: copy the files of all processes into it")
-        near = like(name)
-        if near is None or near.shape != kept.size:
-            near = torch.empty(kept.size)
-        found[name] = torch.empty_like(near, dtype=kept.properties.dtype)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # each reads for itself, which it takes for an oversight
-            load(found, storage_reader=reader, no_dist=True)
-    except CheckpointException as failed:
-        _, (error, _) = min(failed.failures.items())
-        raise DataError(
-            f"the shards in {folder} do not fit together: {type(error).__name__}: {error}"
-        ) from error
-    return found

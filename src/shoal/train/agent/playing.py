@@ -1,0 +1,163 @@
+"""Playing the groups of an iteration with all processes of a run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from shoal.core.data import Trajectory
+from shoal.core.errors import DivergedError, EngineError, EnvError
+from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
+from shoal.rollout.driver import RolloutReport
+from shoal.rollout.factory import EnvironmentSet, make_roles
+from shoal.rollout.failures import FailureLog
+from shoal.rollout.filters import filter_rollouts
+from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampler, Sampling
+from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.distributed import Processes
+
+logger = logging.getLogger(__name__)
+
+
+def play_groups(
+    collector: SharedCollector, iteration: int, config: AgentConfig
+) -> tuple[list[Trajectory], list[Trajectory], float, dict[str, float]]:
+    """Play the groups of an iteration, with dynamic sampling until enough have different rewards.
+
+    Returns:
+        All episodes; those to learn from; what share of the groups that were asked for have different rewards (1 where
+        all are learned from); metrics.
+    """
+    algorithm, settings = config.algorithm, config.algorithm.filter_groups
+    collector.take_metrics()
+    sampling, most = config.agent_proxy.sampling(), settings.max_num_gen_batches if settings.enable else 1
+    played, kept, report = collect_with_signal(
+        collector, iteration, sampling, max_batches=most, gamma=algorithm.gamma
+    )
+    refuse_all_failed(played, f"iteration {iteration + 1}")
+    if settings.max_num_gen_batches > 1 and report.with_signal < len(collector.tags):
+        logger.info("iteration %d: %s", iteration + 1, report)
+    row = report.metrics() | collector.take_metrics()
+    learned, share = [t for t in played if t.status == "ok"], 1.0
+    if settings.enable:
+        learned, share = kept, report.kept / len(collector.tags)
+    if algorithm.rollout_filter_ratio < 1:
+        learned, filtered = filter_rollouts(
+            played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
+        )
+        row |= filtered
+    return played, learned, share, row
+
+
+def lockstep_collector(
+    config: AgentConfig,
+    side: EnvironmentSet,
+    sampler: Sampler,
+    seed: int,
+    failures: FailureLog | None = None,
+) -> TrajectoryCollector:
+    """Plays the envs of one side in this process."""
+    proxy, tags = config.agent_proxy, side.tags
+    roles, retries = make_roles(config.custom_envs, tags, proxy.max_turn), proxy.parallel.env_retries
+    return TrajectoryCollector(
+        side.pool, tags, roles, side.group_size, sampler, proxy.prompt, seed, env_retries=retries,
+        failures=failures,
+    )  # fmt: skip
+
+
+class SharedCollector:
+    """A collector whose groups are played by all processes, each a share; everyone gets all trajectories.
+
+    Args:
+        collector: plays this process's share.
+        processes: who takes part.
+        ready: entered for as long as they play.
+    """
+
+    def __init__(
+        self,
+        collector: TrajectoryCollector | ParallelRolloutManager,
+        processes: Processes,
+        ready: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.collector = collector
+        self._ready = ready
+        self.tags = collector.tags
+        self._processes = processes
+        # Since `take_metrics`: of each call, one a process that played.
+        self._reports: list[list[RolloutReport]] = []
+
+    def collect(
+        self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
+    ) -> list[Trajectory]:
+        """Play groups once; trajectories come group by group, member by member, as from one process."""
+        processes = self._processes
+        n_groups = len(self.tags) if n_groups is None else n_groups
+        cuts = [n_groups * rank // processes.count for rank in range(processes.count + 1)]
+        first, last = cuts[processes.rank], cuts[processes.rank + 1]
+
+        def play() -> tuple[list[Trajectory], RolloutReport | None]:
+            if first == last:
+                return [], None
+            own = first_group + first
+            played = self.collector.collect(iteration, sampling, first_group=own, n_groups=last - first)
+            refuse_no_numbers(played)
+            return played, self.collector.report
+
+        with self._ready():
+            everyone = processes.together(play)
+        self._reports.append([report for _, report in everyone if report is not None])
+        return [trajectory for part, _ in everyone for trajectory in part]
+
+    def take_metrics(self) -> dict[str, float]:
+        """How parallel rollouts went since the last call, all calls and processes together; nothing for others."""
+        calls, self._reports = self._reports, []
+        reports = [report for call in calls for report in call]
+        if not reports:
+            return {}
+        added = ("seconds", "engine_seconds", "batches", "worker_deaths", "replayed_episodes")
+        sums = {name: sum(getattr(report, name) for report in reports) for name in added}
+        workers = max(sum(report.workers for report in call) for call in calls)
+        return RolloutReport(workers=workers, **sums).metrics()
+
+    def close(self) -> None:
+        """End this process's envs and workers."""
+        self.collector.close()
+
+
+def refuse_no_numbers(trajectories: Sequence[Trajectory]) -> None:
+    """Check what the engine said of its own tokens.
+
+    Raises:
+        DivergedError: NaN or infinity, as from weights that a too large step has spoiled.
+    """
+    for trajectory in trajectories:
+        if not all(math.isfinite(logprob) for call in trajectory.calls for logprob in call.logprobs):
+            raise _spoiled(trajectory)
+
+
+def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
+    """Check that something can be said and learned of these episodes.
+
+    Raises:
+        EngineError: not one was played to its end (`EnvError` if it was the env that failed first).
+        DivergedError: the same, because the engine's log-probabilities are no numbers.
+    """
+    if any(trajectory.status == "ok" for trajectory in trajectories):
+        return
+    first = trajectories[0]
+    if first.status == "engine_error" and NO_NUMBERS in (first.error or ""):
+        raise _spoiled(first)
+    kind = EnvError if first.status == "env_error" else EngineError
+    raise kind(f"all {len(trajectories)} episodes of {what} failed; the first: {first.error or first.status}")
+
+
+def _spoiled(trajectory: Trajectory) -> DivergedError:
+    return DivergedError(
+        f"the engine gave log-probabilities that are no numbers (group {trajectory.group}, member "
+        f"{trajectory.member}): its weights are spoiled. Begin anew in another run_dir with a lower learning rate "
+        f"(algorithm.learning_rate, or warmup.learning_rate at the start): resume=true takes the same settings alone"
+    )
