@@ -620,12 +620,15 @@ def test_silence_off_a_terminal_is_broken_by_a_heartbeat_with_the_time_that_is_l
     screen = Screen(False)
     progress = grammar.Progress("training", screen, heartbeat=30.0)
     progress.at(0.0)
-    assert progress.left() is None
+    assert progress.left() == ""
     clock[0] += 60.0
     progress.at(0.25, line="1/4")
-    assert progress.left() == 180.0  # 60 s for a quarter: three quarters are left
+    assert progress.left() == "about 3 min 0 s left"  # 60 s for a quarter: three quarters are left
     clock[0] += 20.0
-    assert progress.left() == 240.0
+    progress.may_end_early = True
+    assert progress.left() == "at most 4 min 0 s left"
+    progress.at(1.0)
+    assert progress.left() == ""
     assert screen.getvalue() == "1/4\n"
 
 

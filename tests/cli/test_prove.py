@@ -82,7 +82,7 @@ def test_a_stream_that_is_broken_is_found_and_its_first_token_is_named(tmp_path,
     )
     parted = [(a["group"], a["member"]) for a, b in zip(one, other, strict=True) if a != b]
     assert parted == [(2, 1)]
-    a, b = (next(t for t in run if (t["group"], t["member"]) == (2, 1))["turns"][1] for run in (one, other))
+    a, b = (next(t for t in run if (t["group"], t["member"]) == (2, 1))["calls"][1] for run in (one, other))
     token = [x == y for x, y in zip(a["response_ids"] + [-1], b["response_ids"] + [-2], strict=False)].index(
         False
     )

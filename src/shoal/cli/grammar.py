@@ -385,9 +385,9 @@ def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
     words = options.settings()
     own = options.config_dir / f"{options.config_name}.yaml" if options.config_dir is not None else None
     _refuse_secrets([*words, own.read_text("utf-8", "replace") if own and own.is_file() else ""])
+    config = compose_config(options.config_name, words, options.config_dir)
     if own is not None and own.is_file():
         _warn_of_plain_defaults(own)
-    config = compose_config(options.config_name, words, options.config_dir)
     if options.run_dir is not None:
         refuse_twice("run_dir", words)
         config = replace(config, run_dir=options.run_dir)

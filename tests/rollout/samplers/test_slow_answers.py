@@ -94,13 +94,13 @@ class Replica(HashEngine):
         self.folder = Path(folder)
 
     def generate(self, requests):
-        for key in (request.key for request in requests):
+        for _, group, _, turn in (request.key.path for request in requests):
             end = time.monotonic() + SECONDS
-            while key.group == 0 and not (self.folder / "1 1").exists() and time.monotonic() < end:
+            while group == 0 and not (self.folder / "1 1").exists() and time.monotonic() < end:
                 time.sleep(0.01)
             with (self.folder / "order").open("a") as file:
-                file.write(f"{key.group}{key.turn} ")
-            (self.folder / f"{key.group} {key.turn}").touch()
+                file.write(f"{group}{turn} ")
+            (self.folder / f"{group} {turn}").touch()
         return super().generate(requests)
 
 
