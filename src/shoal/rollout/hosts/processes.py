@@ -44,8 +44,8 @@ class ProcessHosts:
 
     async def spare(self) -> Host:
         """A process of its own."""
-        self._next += 1
-        host = self._hosts[self._next] = await self._start(self._next)
+        number = self._next = self._next + 1
+        host = self._hosts[number] = await self._start(number)
         return host
 
     async def _start(self, number: int) -> SocketHost:
@@ -121,7 +121,7 @@ class ProcessHosts:
         try:
             await self.rest(keep_envs=False)
         finally:
-            for host in self._hosts.values():
+            for host in self._processes:
                 host.end()
             self._forget_lost()
             self._listener.close()
