@@ -4,6 +4,7 @@ import time
 
 import pytest
 from starlette.testclient import TestClient
+from tests.records import trajectory_of
 from tests.viewer.test_index import episode, turn
 
 from shoal.core.data import encode_trajectory, write_trajectories
@@ -169,8 +170,8 @@ def test_text_of_models_and_envs_stays_text(tmp_path):
     bad = episode((0.0,), env=HOSTILE, status="env_error", error=HOSTILE)
     hostile = turn(response=HOSTILE)
     shown = type(hostile)(HOSTILE, (1,), (2,), (-1.0,), HOSTILE, HOSTILE, True, 0.0, HOSTILE, HOSTILE)
-    turns = type(bad)(HOSTILE, 0, 0, 0, 1, (shown, shown), False, True, False, "ok", None)
-    other = type(bad)(HOSTILE, 0, 0, 1, 1, (hostile,), False, True, False, "ok", None)
+    turns = trajectory_of(HOSTILE, 0, 0, 0, 1, (shown, shown), False, True, False, "ok", None)
+    other = trajectory_of(HOSTILE, 0, 0, 1, 1, (hostile,), False, True, False, "ok", None)
     write_trajectories(folder / "trajectories" / "train-000001.jsonl", [bad, turns, other])
     (folder / "config.yaml").write_text(
         "seed: 1\nenv: " + json.dumps(HOSTILE) + "\n# " + HOSTILE.replace("\x00", "")

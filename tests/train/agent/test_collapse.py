@@ -16,19 +16,20 @@ NAIVE = [
 ]  # fmt: skip
 
 
-def last_rows(folder, *overrides):
+def rows_of(folder, *overrides):
     with AgentTrainer(compose_config("demo-bandit", [*SETTINGS, *overrides, f"run_dir={folder}"])) as trainer:
-        return list(trainer.train())[-8:]
+        return list(trainer.train())
 
 
 def mean(rows, name):
-    return np.mean([row[name] for row in rows])
+    """Over the last eight rows that have it: without a group with signal nothing is learned, and no entropy told."""
+    return np.mean([row[name] for row in rows if name in row][-8:])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_naive_settings_collapse_onto_luck_and_the_shipped_ones_learn(tmp_path):
-    naive, shipped = last_rows(tmp_path / "naive", *NAIVE), last_rows(tmp_path / "shipped")
+    naive, shipped = rows_of(tmp_path / "naive", *NAIVE), rows_of(tmp_path / "shipped")
     # every member of a group says the same, so groups say nothing any more, and nothing can be unlearned
     assert mean(naive, "entropy") < 0.2
     assert mean(naive, "groups_with_signal") < 0.15
