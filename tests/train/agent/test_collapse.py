@@ -7,7 +7,7 @@ from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 
 SETTINGS = [
-    "trainer.iterations=25", "trainer.eval_every=25", "trainer.save_every=25", "trainer.tensorboard=false",
+    "trainer.iterations=40", "trainer.eval_every=40", "trainer.save_every=40", "trainer.tensorboard=false",
     "use_parallel_envs=false",
 ]  # fmt: skip
 NAIVE = [
