@@ -228,6 +228,7 @@ def _start(process: Any, method: str) -> None:
         try:
             if method == "forkserver":
                 _preload()
+                _run_fork_server()
             process.start()
         finally:
             main.__spec__ = spec
@@ -242,6 +243,17 @@ def _preload() -> None:
     server: Any = forkserver._forkserver
     if server._preload_modules == ["__main__"]:
         forkserver.set_forkserver_preload(PRELOAD)
+
+
+def _run_fork_server() -> None:
+    """Have the fork server run; Ctrl-C while it imports is not its own, or every later worker would fail."""
+    from multiprocessing import forkserver
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end(process: Any, pid: int) -> None:
@@ -278,6 +290,8 @@ def _main(
             os.setsid()  # Ctrl-C in the terminal is the caller's to handle
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # as its fork server has it
     faulthandler.enable(log.fileno(), all_threads=True)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, log.fileno(), all_threads=True, chain=False)

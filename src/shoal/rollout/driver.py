@@ -109,6 +109,8 @@ class Driver:
         self._todo: deque[_Job] = deque()
         self._left = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._no_hosts: HostsFailedError | None = None  # why there can be no more
         self._in_use: set[Host] = set()
         self._more_slots = itertools.count(-1, -1)  # beside those of a host's share
 
@@ -130,7 +132,7 @@ class Driver:
             for number in range(min(self._hosts.count, len(assignments))):
                 self._spawn(self._keep(number, share))
             if self._limits.step_timeout or self._limits.make_timeout:
-                self._spawn(self._watch())
+                self._watching = self._spawn(self._watch())
             await self._over
         finally:
             tasks = set(self._tasks)
@@ -160,7 +162,11 @@ class Driver:
             self._over.set_exception(error)
         elif not self._left:
             self._over.set_result(None)
-        elif not self._tasks:
+        elif self._tasks - {self._watching}:
+            return
+        elif self._no_hosts is not None and self._todo:
+            self._spawn(self._in_sequence(self._no_hosts))
+        else:
             self._over.set_exception(HostsFailedError(f"no host is left for {self._left} episodes"))
 
     # --- hosts
@@ -170,7 +176,8 @@ class Driver:
             try:
                 host = await self._hosts.host(number)
             except HostsFailedError as error:
-                return await self._in_sequence(error)
+                self._no_hosts = error
+                return None
             if host is None:  # the others take its episodes
                 return None
             self._in_use.add(host)
@@ -184,21 +191,36 @@ class Driver:
         return None
 
     async def _in_sequence(self, error: HostsFailedError) -> None:
-        """There are no hosts: play what nobody else does one after another, outside of this process if that can be."""
-        if self._in_use or not self._todo:
-            return
+        """There are no hosts: play what is left one after another, outside of this process if that can be.
+
+        One process plays them all, as long as none of them ends it.
+        """
         message = "%s; the %d episodes that are left are played in sequence, in a process of their own"
         logger.warning(message, error, len(self._todo))
         todo, self._todo = list(self._todo), deque()
+        host: Host | None = None
         for place, job in enumerate(todo):
             try:
-                await self._alone(job)
+                if host is None:
+                    host = await self._hosts.spare()
+                    self._in_use.add(host)
+                await self._play(host, next(self._more_slots), job)
+            except HostLostError as lost:
+                if host is not None:
+                    self._in_use.discard(host)
+                host = None
+                job.deaths += 1
+                self.report.worker_deaths += 1
+                self.report.replayed_episodes += 1
+                await self._alone(job, lost)
             except HostsFailedError:
                 if any(job.lost for job in todo[place:]):  # one of them may end this process, too
                     raise WorkerError(
                         f"{error}; and no process can be started for the episodes it lost"
                     ) from error
                 raise
+        if host is not None:
+            await self._hosts.dismiss(host)
 
     async def _fill(self, host: Host, slot: int) -> None:
         """Play one episode after another in a slot, as long as some are left."""
