@@ -715,6 +715,9 @@ def test_a_finished_run_that_is_asked_for_less_is_left_alone(run, capsys):
         out, told = capsys.readouterr()
         assert "there is nothing to do" in told
         assert json.loads(out) == json.loads(before[run / "summary.json"])
+    words = [*QUICK, "--seed", "4", "--run-dir", str(run), "--resume"]
+    assert main(["train", *words]) == 2
+    assert "come to its end: seed was 3 and is 4; use another run_dir" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 

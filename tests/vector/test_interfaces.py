@@ -613,6 +613,18 @@ def test_stats_tell_pid_memory_and_restarts_of_each_worker() -> None:
 
 
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_a_step_that_failed_is_no_part_of_the_mean_time(backend: Any) -> None:
+    with make_vec(functools.partial(Faulty, "raise"), 2, backend=backend) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(ZeroDivisionError):
+            envs.step([1, 9])
+        envs.reset()
+        envs.step([1, 1])
+        assert envs.stats()["steps"] == 1
+        assert 0 < envs.stats()["step_seconds"] < 60
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
 def test_stats_tell_how_long_a_step_takes(backend: Any) -> None:
     fns = [functools.partial(SlowEnv, seconds) for seconds in (0.0, 0.03)]
     with make_vec(fns, backend=backend) as envs:

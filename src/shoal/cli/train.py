@@ -96,6 +96,7 @@ def train(options: TrainOptions) -> int:
     run_dir = processes.together(lambda: str(_run_dir(config.run_dir, options.config_name, config.resume)))[0]
     config = replace(config, run_dir=run_dir)
     if config.resume and (done := _finished(Path(run_dir))) is not None and done >= config.trainer.iterations:
+        _refuse_other_settings(Path(run_dir), config)
         told = f"{run_dir} has done {count_of(done, 'iteration')} and trainer.iterations={config.trainer.iterations}"
         print(
             f"{told}: there is nothing to do; ask for more with trainer.iterations={2 * done}",
@@ -188,6 +189,22 @@ def _finished(run: Path) -> int | None:
     return int(done) if summary.get("status") == "completed" and isinstance(done, int | float) else None
 
 
+def _refuse_other_settings(run: Path, config: AgentConfig) -> None:
+    """Check that a run which has come to its end is the one that is asked for."""
+    from shoal.core.configuration import first_change, read_settings
+    from shoal.train.agent.config import AgentConfig
+
+    begun = AgentConfig.read(read_settings(run / "config.yaml"))
+    if config.agent_proxy.max_tokens == "auto":  # the run has the number that was found
+        proxy = replace(config.agent_proxy, max_tokens=begun.agent_proxy.max_tokens)
+        config = replace(config, agent_proxy=proxy)
+    change = first_change(begun.comparable(), config.comparable())
+    if change:
+        raise ConfigError(
+            f"{run} is a run with other settings that has come to its end: {change}; use another run_dir"
+        )
+
+
 def _watch(rows: Iterator[dict[str, Any]], trainer: AgentTrainer, progress: Progress) -> None:
     """Show each row as it comes; of those from before a resume, only where the run goes on."""
     iterations = trainer.config.trainer.iterations
@@ -201,7 +218,10 @@ def _watch(rows: Iterator[dict[str, Any]], trainer: AgentTrainer, progress: Prog
             resumed = True
             known = "" if held_out is None else f" (held-out {held_out:.2f})"
             progress.at(at / iterations)
-            progress.say(f"resumed at {at} of {iterations}{known}")
+            kept = ""
+            if trainer.kept_episodes:
+                kept = f"; {count_of(trainer.kept_episodes, 'episode')} that ended after it are kept"
+            progress.say(f"resumed at {at} of {iterations}{known}{kept}")
         if at is None or row["iteration"] > at:
             played = row.get("episodes", 0) - before.get("episodes", 0)
             _show(row, iterations, played, progress, trainer.config.trainer.stop_at_success)

@@ -223,9 +223,9 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
     write_bytes(path, b"".join(map(encode_trajectory, trajectories)))
 
 
-def read_trajectories(path: Path) -> Iterator[Trajectory]:
+def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
     """The trajectories of a JSONL file, in order; a broken line is a `DataError` with file and line."""
-    with path.open("rb") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 yield decode_trajectory(line)

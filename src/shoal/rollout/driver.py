@@ -249,7 +249,7 @@ class Driver:
             self.report.worker_deaths += 1
             if host.lost:
                 self._in_use.discard(host)
-            gone = f"a rollout worker is gone with {error.open_slots} episodes open"
+            gone = f"a rollout worker is gone, and {error.open_slots} of the episodes were open"
             self._failures.add(gone, str(error), "the finished ones are kept, the open ones are played again")
         if not error.open_slots:  # it was lost before this episode began
             self._todo.appendleft(job)

@@ -163,7 +163,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._in_flight: dict[Worker, tuple[Command, list[int]]] = {}
         self._broken = ""  # why only a whole reset can follow
         self._calls: dict[str, object] = {}
-        self._steps, self._seconds = 0, 0.0
+        self._steps, self._seconds, self._step_began = 0, 0.0, 0.0
         self._pid = None if all(worker.inline for worker in workers) else os.getpid()
         self._close_rest = close_rest
         self._finish = util.Finalize(self, close_all, (self.workers, close_rest), exitpriority=20)
@@ -378,7 +378,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._step_all(write_actions(self.buffers, actions))
 
     def _step_all(self, loose: Loose) -> None:
-        self._seconds -= time.perf_counter()
+        self._step_began = time.perf_counter()
         self.buffers.flags.fill(False)
         self._chosen = range(self.num_envs)
         if loose or self._policy.cut or self._policy.masked_by is not None:
@@ -400,7 +400,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         told = self._step_told(replies, pending)
         result = (*self._arrays(), batch_infos(self.num_envs, told) if told else {})
         self._steps += 1
-        self._seconds += time.perf_counter()
+        self._seconds += time.perf_counter() - self._step_began
         return result
 
     def _step_told(self, replies: list[Reply], pending: Pending) -> Sequence[EnvInfo] | InfoTable:

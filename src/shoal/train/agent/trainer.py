@@ -174,6 +174,8 @@ class AgentTrainer(Closing):
         self._rejected: Rejected | None = None  # an answer of the last iteration without a valid action
         self.resumed_at: int | None = None
         """The iteration that a resumed run goes on from, once `train` has begun; rows up to it were played before."""
+        self.kept_episodes = 0
+        """Episodes of a resumed run that ended after its checkpoint, and are not played again."""
         self._doing: tuple[str, SharedCollector | None] = "starting", None
 
     def close(self) -> None:
@@ -334,8 +336,7 @@ class AgentTrainer(Closing):
     def _keep_episodes(self) -> None:
         """Write down from now on what is played, and play nothing again that was written down."""
         self._journal = self.records.journal(self._settings, self.processes.rank)
-        if self._journal.count:
-            logger.info("%d episodes that were played after the checkpoint are kept", self._journal.count)
+        self.kept_episodes = self._journal.count
         self._collector.collector.journal = self._val_collector.collector.journal = self._journal
 
     def _validate(self) -> dict[str, float]:
