@@ -147,6 +147,7 @@ def killed_workers_change_no_byte(tiny, mode, tiny_hash, backend, n_jobs, n_deat
 @pytest.fixture(scope="module")
 def ray_cluster(ray_finds_shoal):
     ray = pytest.importorskip("ray")
+    ray.shutdown()  # what a test before left running
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     yield
     ray.shutdown()

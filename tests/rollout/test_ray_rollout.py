@@ -25,6 +25,7 @@ def cluster(ray_finds_shoal):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
+    ray.shutdown()  # what a test before left running
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=1, include_dashboard=False)

@@ -134,6 +134,7 @@ def test_ray_workers_of_other_machines_get_the_processor_through_ray(processor, 
 def test_ray_gives_the_serial_batch(processor, damaged):
     ray = pytest.importorskip("ray")
     root, ids = damaged
+    ray.shutdown()  # what a test before left running
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)  # not somebody else's
     try:
         for cls in (StepwiseTrajectorySplitter, TrajectorySplitter):

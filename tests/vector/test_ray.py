@@ -29,6 +29,7 @@ def cluster() -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(str(Path(item).resolve()) for item in sys.path if item))
+        ray.shutdown()  # what a test before left running
         ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
         yield ray
         ray.shutdown()

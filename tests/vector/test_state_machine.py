@@ -552,6 +552,7 @@ def test_any_of_500_sequences_shows_what_plain_envs_show(layout: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_any_sequence_on_ray_shows_what_plain_envs_show() -> None:
     ray = pytest.importorskip("ray")
+    ray.shutdown()  # what a test before left running
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         play("ray", 50, derandomize=False)

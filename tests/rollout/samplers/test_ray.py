@@ -22,6 +22,7 @@ def cluster(ray_finds_shoal):
     ray = pytest.importorskip("ray")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        ray.shutdown()  # what a test before left running
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         yield ray
         ray.shutdown()

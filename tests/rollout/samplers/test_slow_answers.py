@@ -113,6 +113,7 @@ def test_a_slow_replica_on_ray_holds_up_no_other(ray_finds_shoal, tmp_path):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        ray.shutdown()  # what a test before left running
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         with RayEngine(partial(Replica, tmp_path), 2) as sampler:
