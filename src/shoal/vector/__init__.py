@@ -27,3 +27,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f"shoal.vector.{_HOME[name]}"), name)
     raise AttributeError(f"module 'shoal.vector' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
