@@ -36,6 +36,7 @@ from shoal.vector.env_group import (
     Reply,
     Reset,
     Step,
+    ids_of,
 )
 from shoal.vector.failures import Failure, from_exception, where_it_was
 from shoal.vector.infos import InfoTable
@@ -204,11 +205,12 @@ class Worker:
     def failure(self, kind: str, summary: str) -> Failure:
         """A failure of the env at work, with what its process said."""
         at = self.progress()
-        env = self.first + (at if at < self.count else 0)
+        asked = list(self.ids if self.command is None else ids_of(self, self.command)) or [self.first]
+        env = self.first + at if self.first + at in asked else asked[0]
         doing = self.command.doing if self.command is not None else "wait"
         stack = self.stack()
-        if self.side_by_side and self.count > 1:
-            others = [str(i) for i in self.ids if i != env]
+        if self.side_by_side and len(asked) > 1:
+            others = [str(i) for i in asked if i != env]
             summary += f" (or it was the fault of env {', '.join(others[:8])}, at work at the same time)"
         action = safe_repr(self._action_of(env))
         return Failure(env, doing, summary + where_it_was(stack), stack, action, self.pid, None, kind)
