@@ -201,18 +201,16 @@ class Driver:
         host: Host | None = None
         for place, job in enumerate(todo):
             try:
-                if host is None:
+                if host is None or host.lost:
                     host = await self._hosts.spare()
                     self._in_use.add(host)
-                await self._play(host, next(self._more_slots), job)
-            except HostLostError as lost:
-                if host is not None:
+                try:
+                    await self._play(host, next(self._more_slots), job)
+                except HostLostError as lost:
                     self._in_use.discard(host)
-                host = None
-                job.deaths += 1
-                self.report.worker_deaths += 1
-                self.report.replayed_episodes += 1
-                await self._alone(job, lost)
+                    if lost.open_slots:  # else it was lost before this episode began
+                        self._ended_its_host(job)
+                    await self._alone(job, lost)
             except HostsFailedError:
                 if any(job.lost for job in todo[place:]):  # one of them may end this process, too
                     raise WorkerError(
@@ -276,15 +274,20 @@ class Driver:
                     return
                 except HostLostError as again:
                     error = again
-                    job.deaths += 1
-                    self.report.worker_deaths += 1
-                    self.report.replayed_episodes += 1
+                    self._ended_its_host(job)
                 finally:
                     if host.lost:
                         self._in_use.discard(host)
         status: Status = "timeout" if error is not None and error.hung else "env_error"
         why = f"{job.deaths} workers that played it were lost, at last: {error}"
         self._end(job, Ended(0, without_turns(job.assignment, status, why)))
+
+    def _ended_its_host(self, job: _Job) -> None:
+        """Count that the only episode of a host ended it."""
+        job.lost += 1
+        job.deaths += 1
+        self.report.worker_deaths += 1
+        self.report.replayed_episodes += 1
 
     async def _watch(self) -> None:
         """Give up envs that do not answer."""
