@@ -40,9 +40,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from shoal.core.seeding import stream, stream_key  # noqa: E402
+from shoal.core.seeding import stream  # noqa: E402
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine  # noqa: E402
-from shoal.rollout.samplers.noise import TINY, uniforms  # noqa: E402
+from shoal.rollout.samplers.noise import Noise, gumbel, key_words, words  # noqa: E402
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
 from shoal.train.agent.batch import Sample  # noqa: E402
 from shoal.train.agent.config import AgentProxy, Algorithm, compose_config  # noqa: E402
@@ -151,7 +151,9 @@ class Bench:
     def engine(self, shape: Shape, batch: int) -> HuggingFaceEngine:
         """A network as it is on disk, on the device."""
         folder = self.exact_model if shape is self.exact else self.fast_model
-        return HuggingFaceEngine.load(folder, device=self.device, dtype=shape.dtype, max_batch=batch)
+        return HuggingFaceEngine.load(
+            folder, device=self.device, dtype=shape.dtype, max_batch=batch, cache_tokens=2 * batch * 512
+        )
 
     def learner(self, engine: HuggingFaceEngine, batch: int) -> Learner:
         """A trainer of all weights of a network."""
@@ -196,18 +198,19 @@ class Bench:
 
 # --- what must be so
 def noise(bench: Bench) -> None:
-    """The words of the noise are NumPy's; its two logarithms are so many units of the last place apart."""
-    key, size = stream_key(1, "noise"), 10_001
-    here = uniforms([key], [3], size, "cpu")[0].numpy()
-    there = uniforms([key], [3], size, bench.device)[0].cpu().numpy()
-    assert np.array_equal(there, here), "the words of the noise differ on the device"
-    assert np.array_equal(stream(1, "noise").random((4, size))[3], here), "the words are not NumPy's"
-    inner = np.log(np.maximum(here, TINY))
-    gaps = []
-    for values, expected in ((np.maximum(here, TINY), inner), (-inner, np.log(-inner))):
-        found = torch.from_numpy(values).to(bench.device).log().cpu().numpy()
-        gaps.append((np.abs(found - expected) / np.spacing(np.abs(expected))).max())
-    add("noise", "words equal; a logarithm apart", [float(max(gaps))], "ulp")
+    """The words of the noise are those of a CPU; its two logarithms are so many units of the last place apart."""
+    key, token, size = Key(1, (2, 3)), 3, 10_001
+    keys = torch.from_numpy(key_words(key).astype(np.int64))[None]
+    there = keys.to(bench.device), torch.tensor([token], device=bench.device), size
+    assert torch.equal(words(*there).cpu(), words(keys, torch.tensor([token]), size)), "the words differ"
+    here = Noise(key).rows(token + 1, size)[token]
+    gap = np.abs(gumbel(*there)[0].cpu().numpy() - here) / np.spacing(np.maximum(np.abs(here), 1e-3))
+    add("noise", "words equal; noise apart", [float(gap.max())], "ulp")
+    n = bench.counts[-1]
+    many, drawn = keys.to(bench.device).expand(n, -1), torch.zeros(n, dtype=torch.int64, device=bench.device)
+    gumbel(many, drawn, bench.fast.vocabulary)
+    took, _ = bench.seconds(lambda: gumbel(many, drawn, bench.fast.vocabulary))
+    add("noise", f"of {n} tokens, vocabulary {bench.fast.vocabulary}", [1000 * took], "ms")
 
 
 def alone(bench: Bench) -> None:

@@ -426,7 +426,9 @@ def load_policy(
     Raises:
         DataError: the folder holds no model.
     """
-    options = {} if config is None else {"max_batch": config.max_batch, **config.template}
+    options: dict[str, Any] = {}
+    if config is not None:
+        options = {"max_batch": config.max_batch, "cache_tokens": config.cache_tokens, **config.template}
     file, described = folder / "engine.json", dict[str, Any]()
     if file.exists():
         described = read_json(file)
