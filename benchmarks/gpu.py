@@ -427,6 +427,32 @@ def updates_of(bench: Bench, shape: Shape) -> None:
         add("update: memory", f"{shape.name}, {shape.dtype}", [most], "GiB")
 
 
+def vllm(bench: Bench) -> None:
+    """Tokens a second of vLLM, how far its log-probabilities are from those of the update, how long weights take."""
+    if importlib.util.find_spec("vllm") is None:
+        print("vLLM is left out: it is not installed", flush=True)
+        return
+    from shoal.rollout.samplers.vllm import VllmEngine
+
+    n, shape = bench.counts[0], bench.fast
+    asked = bench.requests(bench.engine(shape, n), n, bench.answer)
+    options = {"gpu_memory_utilization": 0.4} if bench.device.startswith("cuda") else {}
+    length = bench.prompt + bench.answer
+    with VllmEngine(bench.fast_model, dtype=shape.dtype, max_model_len=length, **options) as there:
+        there.generate(asked[:1])
+        took, answers = bench.seconds(lambda: there.generate(asked))
+        add(
+            "vLLM", f"{n} at once, {shape.dtype}", [sum(len(a.token_ids) for a in answers) / took], "tokens/s"
+        )
+        learner = bench.learner(bench.engine(shape, n), n)
+        row = update(learner, samples_of(asked, answers), 0)
+        add("log-probs, greatest gap", f"vLLM to update, {shape.dtype}", [row["logprob_gap_max"]], "nats")
+        module = learner.policy.module
+        weights = {name: value.cpu() for name, value in module.state_dict(keep_vars=True).items()}
+        took, _ = bench.seconds(lambda: there.load_weights(weights, 1))
+        add("vLLM", "takes over all weights", [took], "s")
+
+
 def pong(bench: Bench) -> None:
     """Steps a second of `shoal train-ppo` on Pong, from its first update on, for a fixed time."""
     if importlib.util.find_spec("ale_py") is None:
@@ -476,6 +502,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "generation": generation,
     "update": updates,
     "the same tokens alone": alone,
+    "vLLM": vllm,
     "Pong": pong,
 }
 

@@ -53,9 +53,7 @@ def test_the_gpu_benchmark_names_what_its_budget_left_out(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    left = (
-        "noise, same update twice, resumed = not interrupted, generation, update, the same tokens alone, Pong"
-    )
+    left = "noise, same update twice, resumed = not interrupted, generation, update, the same tokens alone, vLLM, Pong"
     assert f"the budget of 0 s is used up; not done: {left}" in done.stdout
     assert json.loads((tmp_path / "out.json").read_text())["settings"]["not done"] == left.split(", ")
 
