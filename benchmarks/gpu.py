@@ -454,20 +454,34 @@ def vllm(bench: Bench) -> None:
 
 
 def pong(bench: Bench) -> None:
-    """Steps a second of `shoal train-ppo` on Pong, from its first update on, for a fixed time."""
+    """Steps a second of Pong's convolutional network, shoal and Stable-Baselines3 in turns where it is installed."""
     if importlib.util.find_spec("ale_py") is None:
         print("Pong is left out: ale_py is not installed", flush=True)
         return
-    folder = bench.scratch / "pong"
-    command = [
-        sys.executable, "-m", "shoal", "train-ppo", "--env", "ale_py:ALE/Pong-v5", "--device", bench.device,
-        "--run-dir", str(folder), "--total-timesteps", "100000000", "--tensorboard", "False", "--log-every", "1",
-    ]  # fmt: skip
-    if bench.options.small:
-        command += ["--n-envs", "2", "--n-steps", "16", "--batch-size", "16"]
+    small = "--n-envs 2 --n-steps 16 --batch-size 16" if bench.options.small else ""
+    settings = (
+        f"--env ale_py:ALE/Pong-v5 --device {bench.device} --log-every 1 --total-timesteps 100000000 {small}"
+    )
+    shoal = ["-m", "shoal", "train-ppo", *settings.split(), "--run-dir"]
+    peer = [str(REPO / "benchmarks" / "ppo_pong.py"), "train", "--device", bench.device, "--out"]
+    subjects = {"shoal": shoal}
+    if not bench.options.small and importlib.util.find_spec("stable_baselines3") is not None:
+        subjects["Stable-Baselines3"] = peer
+    for subject, command in subjects.items():
+        folder = bench.scratch / f"pong-{subject}"
+        add(
+            "Pong",
+            f"{subject} on {bench.device}",
+            [pong_rate(bench, [*command, str(folder)], folder)],
+            "steps/s",
+        )
+
+
+def pong_rate(bench: Bench, command: list[str], folder: Path) -> float:
+    """Steps a second from the first update on, for a fixed time."""
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment)
+        process = subprocess.Popen([sys.executable, *command], stdout=said, stderr=said, env=environment)
         try:
             first: dict[str, Any] | None = None
             while True:
@@ -479,12 +493,12 @@ def pong(bench: Bench) -> None:
                     break
                 if process.poll() is not None:
                     said.seek(0)
-                    raise RuntimeError(f"train-ppo ended: {said.read().strip()[-300:]}")
+                    raise RuntimeError(f"{command[0]} ended: {said.read().strip()[-300:]}")
         finally:
             process.kill()
             process.wait()
     steps, seconds = (found[-1][name] - first[name] for name in ("steps", "seconds"))
-    add("Pong, train-ppo", f"{seconds:.0f} s on {bench.device}", [steps / seconds], "steps/s")
+    return float(steps / seconds)
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
