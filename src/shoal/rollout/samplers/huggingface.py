@@ -87,7 +87,7 @@ class HuggingFaceEngine:
         **template_settings: Any,
     ) -> None:
         self.model: nn.Module = model.eval()
-        self.tokenizer = TemplateTokenizer(tokenizer, **template_settings)
+        self.tokenizer = TemplateTokenizer(tokenizer, model=model, **template_settings)
         self.max_batch = max_batch
         self.weights_version = 0
         self.prefixes = PrefixStore(prefix_tokens)
