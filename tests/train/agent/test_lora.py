@@ -50,7 +50,9 @@ def base(tmp_path_factory):
 
 
 def run(base, folder, *overrides):
-    config = compose_config("base", [*SETTINGS, f"engine.model={base}", f"run_dir={folder}", *overrides])
+    config = compose_config(
+        "base", [*SETTINGS, "seed=2", f"engine.model={base}", f"run_dir={folder}", *overrides]
+    )
     with AgentTrainer(config) as trainer:
         before = {n: p.clone() for n, p in trainer.policy.module.named_parameters() if not p.requires_grad}
         rows = list(trainer.train())
@@ -66,6 +68,8 @@ def test_adapters_alone_are_trained_resumed_and_exported(base, tmp_path, capsys)
     rows, whole = run(base, tmp_path / "whole", "trainer.iterations=3")
     assert rows[1]["kl_to_reference"] == pytest.approx(0, abs=1e-2)
     assert rows[-1]["gradient_steps"] >= 1
+    # nothing drops out where log-probabilities are compared
+    assert max(row.get("logprob_gap_max", 0.0) for row in rows) < 1e-4
     half = run(base, tmp_path / "half", "trainer.iterations=2")[1]
     assert half != whole
     assert run(base, tmp_path / "half", "trainer.iterations=3", "resume=true")[1] == whole
