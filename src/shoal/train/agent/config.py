@@ -423,7 +423,7 @@ class TrainerConfig:
     iterations: int = 100
     """Rounds of playing and learning."""
     check_envs: bool = True
-    """Play a few episodes of your own envs before the model is loaded (`shoal train`), and report faults with their line."""
+    """Play a few episodes of your own envs before the model is loaded (`shoal train`), and report faults by line."""
     eval_every: int = 10
     """Iterations between held-out evaluations; there is always one at the end."""
     save_every: int = 5
