@@ -239,6 +239,8 @@ class AgentTrainer(Closing):
         self._doing = f"iteration {iteration + 1}", self._collector
         trajectories, learned, share, rollouts = play_groups(self._collector, iteration, config)
         rollout_seconds = time.perf_counter() - clock
+        if not self._may_end_after(iteration + 1):
+            self._collector.prepare(iteration + 1, config.agent_proxy.sampling())
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
         self._doing = f"iteration {iteration + 1}, learning from {len(learned)} episodes", None
         learning, samples = self._learn(trajectories, learned, share, iteration)
@@ -265,6 +267,12 @@ class AgentTrainer(Closing):
         return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
 
     # --- parts of an iteration
+    def _may_end_after(self, done: int) -> bool:
+        """Whether `done` iterations are all, or an evaluation then may say so."""
+        settings = self.config.trainer
+        asks = settings.stop_at_success is not None and done % settings.eval_every == 0
+        return done >= settings.iterations or asks
+
     def _learn(
         self, trajectories: list[Trajectory], learned: list[Trajectory], share: float, iteration: int
     ) -> tuple[dict[str, float], list[Sample]]:
