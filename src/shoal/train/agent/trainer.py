@@ -37,6 +37,7 @@ from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.conflicts import refuse_without_signal
+from shoal.train.agent.determinism import applies, deterministic
 from shoal.train.agent.distributed import Processes
 from shoal.train.agent.evaluation import (
     heldout_metrics,
@@ -106,6 +107,7 @@ class AgentTrainer(Closing):
         if warmup >= iterations:
             told = "algorithm.critic.warmup=%d: in all of the %d iterations the critic learns alone"
             logger.warning(told, warmup, iterations)
+        self._deterministic = applies(config.engine)  # before anything is computed on a GPU
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
         with ExitStack() as started:  # what has begun ends if the rest cannot
@@ -243,7 +245,8 @@ class AgentTrainer(Closing):
             self._collector.prepare(iteration + 1, config.agent_proxy.sampling())
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
         self._doing = f"iteration {iteration + 1}, learning from {len(learned)} episodes", None
-        learning, samples = self._learn(trajectories, learned, share, iteration)
+        with deterministic(self._deterministic):
+            learning, samples = self._learn(trajectories, learned, share, iteration)
         row |= learning
         if samples:
             row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
@@ -301,9 +304,10 @@ class AgentTrainer(Closing):
         self._doing = f"warm-up, 0 of {steps} steps", None
         config = replace(self.config, warmup=replace(self.config.warmup, steps=steps))
         warming = warmed_up(config, self.policy, self.train_envs.roles, self.processes, self._failures)
-        for done, loss in enumerate(warming, start=1):
-            self._doing = f"warm-up, {done} of {steps} steps", None
-            row["warmup_loss"] = loss
+        with deterministic(self._deterministic):
+            for done, loss in enumerate(warming, start=1):
+                self._doing = f"warm-up, {done} of {steps} steps", None
+                row["warmup_loss"] = loss
         self.processes.share_weights(self.policy.module.state_dict().values())
         if self.critic is not None:
             self.critic.model.load_state_dict(self.policy.module.state_dict())
