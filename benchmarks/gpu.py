@@ -43,7 +43,6 @@ from shoal.core.seeding import stream, stream_key  # noqa: E402
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine  # noqa: E402
 from shoal.rollout.samplers.noise import TINY, uniforms  # noqa: E402
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
-from shoal.rollout.samplers.settings import EngineConfig  # noqa: E402
 from shoal.train.agent.batch import Sample  # noqa: E402
 from shoal.train.agent.config import AgentProxy, Algorithm, compose_config  # noqa: E402
 from shoal.train.agent.determinism import applies, deterministic  # noqa: E402
@@ -127,7 +126,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self.device, self.scratch, self.options = str(options.device), scratch, options
-        self.deterministic = applies(EngineConfig(device=self.device))
+        self.deterministic = applies("auto", self.device)
         self.exact, self.fast = SMALL if options.small else (SMOLLM2, QWEN)
         # tokens of a prompt and of an answer, requests at once, timed turns, seconds of Pong
         self.prompt, self.answer, self.counts, self.runs, self.pong_seconds = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -23,12 +24,16 @@ from shoal.train.agent.policy import make_policy, trained_parameters
 from shoal.train.agent.update import Learner, update
 
 
-def applies(engine: EngineConfig) -> bool:
-    """Whether a network of these settings is trained by deterministic algorithms; ask before a GPU computes anything.
+def applies(chosen: bool | Literal["auto"], device: str) -> bool:
+    """Whether a network on this device is trained by deterministic algorithms; ask before the device computes anything.
 
-    cuBLAS reads `CUBLAS_WORKSPACE_CONFIG` when it begins, which is set here unless it is set already.
+    cuBLAS reads `CUBLAS_WORKSPACE_CONFIG` when it begins, which is set here for a GPU unless it is set already.
+
+    Args:
+        chosen: `engine.deterministic`.
+        device: such as "cuda:0".
     """
-    chosen, on_gpu = engine.deterministic, engine.device.startswith("cuda")
+    on_gpu = device.startswith("cuda")
     if chosen and on_gpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return on_gpu if chosen == "auto" else bool(chosen)
@@ -46,10 +51,10 @@ def deterministic(on: bool) -> Iterator[None]:
     if not on:
         yield
         return
-    before, memory = torch.get_deterministic_debug_mode(), torch.utils.deterministic
+    before, memory = torch.get_deterministic_debug_mode(), cast(Any, torch.utils.deterministic)
     filled = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # type: ignore[assignment]
+    memory.fill_uninitialized_memory = False
     try:
         yield
     except RuntimeError as error:
@@ -70,11 +75,11 @@ def updated_twice(device: str = "cpu") -> tuple[list[torch.Tensor], list[torch.T
     Args:
         device: where it computes.
     """
-    config = EngineConfig(width=32, device=device)
-    return _updated(config), _updated(config)
+    config, on = EngineConfig(width=32, device=device), applies("auto", device)
+    return _updated(config, on), _updated(config, on)
 
 
-def _updated(config: EngineConfig) -> list[torch.Tensor]:
+def _updated(config: EngineConfig, on: bool) -> list[torch.Tensor]:
     policy, _ = make_policy(config, ["Left", "Right"], 0)
     vocabulary = next(policy.module.parameters()).shape[0]
     samples = []
@@ -90,7 +95,7 @@ def _updated(config: EngineConfig) -> list[torch.Tensor]:
         samples.append(sample)
     optimizer = split_optimizer(trained_parameters(policy.module), None, 1e-3, 1e-3, 0.0)
     learner = Learner(policy, optimizer, Algorithm(minibatch_size=16), AgentProxy())
-    with deterministic(applies(config)):
+    with deterministic(on):
         for iteration in range(2):
             update(learner, samples, iteration)
     return [parameter.detach().cpu() for parameter in policy.module.parameters()]

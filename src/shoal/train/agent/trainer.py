@@ -107,7 +107,6 @@ class AgentTrainer(Closing):
         if warmup >= iterations:
             told = "algorithm.critic.warmup=%d: in all of the %d iterations the critic learns alone"
             logger.warning(told, warmup, iterations)
-        self._deterministic = applies(config.engine)  # before anything is computed on a GPU
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
         with ExitStack() as started:  # what has begun ends if the rest cannot
@@ -127,11 +126,14 @@ class AgentTrainer(Closing):
         begun.callback(self.train_envs.pool.close)
         begun.callback(self.val_envs.pool.close)
         roles = {**self.train_envs.roles, **self.val_envs.roles}
+        exact = config.engine.deterministic
         if sampler is None:
+            applies(exact, config.engine.device)  # so that cuBLAS knows it when it begins
             policy, sampler = make_networked(config, roles, self.processes)
             begun.callback(close_engine, sampler)
         policy = policy_of(sampler) if policy is None else policy
         refuse_stranger(sampler, policy)
+        self._deterministic = applies(exact, str(next(policy.module.parameters()).device))
         self.sampler = sampler
         algorithm, teacher = config.algorithm, None
         if config.model.lora.rank and not hasattr(policy, "without_adapters"):
