@@ -1,10 +1,12 @@
 """The next rollout begins in the hosts while its caller does something else: nothing that it plays depends on it."""
 
+import asyncio
 import os
 import signal
 import time
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tests.rollout.doubles import CounterConfig, CounterEnv, HashEngine, config,
 
 from shoal import derive_seed, envs
 from shoal.rollout.collector import collect_with_signal
+from shoal.rollout.hosts.host import LocalHosts, ThreadHost
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampling
 
@@ -136,6 +139,29 @@ def test_another_rollout_than_the_one_that_has_begun_is_played_all_the_same(calm
         manager.prepare(4)
         assert manager.collect(4, n_groups=3) == calm[4][:6]
         assert manager.collect(4) == calm[4]
+    wait_for(lambda: len(notes(tmp_path, "made")) == len(notes(tmp_path, "closed")))
+
+
+class Roomless(LocalHosts):
+    """Has room for one host; the others never come."""
+
+    async def host(self, number):
+        if number:
+            await asyncio.Event().wait()
+        return await super().host(number)
+
+
+def test_a_host_that_does_not_come_holds_nothing_up(calm, tmp_path, monkeypatch):
+    def hosts(backend, setup, count, options):
+        return Roomless(partial(ThreadHost, setup), count)
+
+    monkeypatch.setattr("shoal.rollout.rollouts.make_hosts", hosts)
+    with ParallelRolloutManager(settings(tmp_path), HashEngine(), backend="threads") as manager:
+        manager.prepare(4)
+        wait_for(lambda: len(notes(tmp_path, "reset")) == 8)
+        assert manager.collect(4) == calm[4]
+        assert notes(tmp_path, "reset") == resets_of(4)
+        manager.prepare(5)
     wait_for(lambda: len(notes(tmp_path, "made")) == len(notes(tmp_path, "closed")))
 
 
