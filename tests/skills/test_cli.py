@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.command import parsed
+from shoal.cli.command import parse
 from shoal.cli.main import main
 from shoal.cli.skills_train import COMMAND
 from shoal.core.errors import MissingExtraError
@@ -28,7 +28,7 @@ QUICK = [
 
 
 def training(words):
-    return parsed(COMMAND, "skills train", words)
+    return parse(COMMAND, "skills train", words)
 
 
 def skills(*arguments: str) -> int:

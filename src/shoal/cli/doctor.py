@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from shoal.cli.command import Command, Flag
+from shoal.cli.command import Command
 from shoal.cli.grammar import print_json
 from shoal.core.errors import PACKAGES, ConfigError
 from shoal.core.executors import available_cpus, ray_address
@@ -51,11 +51,11 @@ class Finding:
 class DoctorOptions:
     """Say what this machine has and lacks for shoal, and what to do about it."""
 
-    no_self_test: Flag = False
+    no_self_test: bool = False
     """start nothing, only look"""
-    strict: Flag = False
+    strict: bool = False
     """a warning is a failure"""
-    json: Flag = False
+    json: bool = False
     """print the findings as JSON"""
 
 

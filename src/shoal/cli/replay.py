@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
-from shoal.cli.command import Command, Flag
+from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, print_json, refuse_idle
 from shoal.cli.output import harmless
 from shoal.core.data import Trajectory
@@ -38,25 +36,25 @@ Exit status: 0 if everything was as recorded (or was not compared), 1 if somethi
 class ReplayOptions:
     """Play a recorded episode of any run again in a plain loop in this process, and check it."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[Path, Positional("RUN")]
     """a run folder with config.yaml and trajectories/"""
-    episode: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EPISODE")] = ""
+    episode: Annotated[str, Positional("EPISODE")] = ""
     """which episode; the first held-out one if not given"""
-    turn: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    turn: int | None = None
     """the turn (from 1) that is shown, debugged or forked"""
-    pdb: Flag = False
+    pdb: bool = False
     """stop in the env's own code, at --turn or the first one"""
-    action: Annotated[str | None, tyro.conf.arg(metavar="A")] = None
+    action: str | None = None
     """fork: take this action at --turn, a word or a whole response"""
-    sampler: Annotated[str, tyro.conf.arg(metavar="S")] = "auto"
+    sampler: str = "auto"
     """auto, checkpoint, recorded, a run, a model folder or name, or openai:MODEL"""
     base_url: str = "http://127.0.0.1:8000/v1"
     """of the server of openai:MODEL"""
     device: str | None = None
     """where the model runs; as the run says if not given"""
-    diff: Annotated[Path | None, tyro.conf.arg(metavar="RUN2")] = None
+    diff: Path | None = None
     """compare the records of two runs; nothing is played"""
-    json: Flag = False
+    json: bool = False
     """print the result as JSON; turns go to stderr"""
 
 

@@ -11,14 +11,14 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import tyro
+from cyclopts import Parameter
 
 from shoal.cli.command import Command
 from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings
 from shoal.cli.output import harmless, program
-from shoal.cli.skills import DEFAULT, GraphPath, resume_command, table
+from shoal.cli.skills import DEFAULT, resume_command, table
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
@@ -38,7 +38,7 @@ UNSEEN = 12345  # seed of the worlds of the final evaluation
 class TrainOptions:
     """Train skills bottom-up, several at a time; a skill starts when those it needs are completed."""
 
-    graph_path: GraphPath = DEFAULT
+    graph_path: Path = DEFAULT
     """folder of the run: state, experts, pictures, summary.json"""
     env_name: str = "crafting"
     """crafting, craftax-classic, craftax (both need the extra "craftax"), or module:Class of your own"""
@@ -94,8 +94,8 @@ class TrainOptions:
     """sets CUDA_VISIBLE_DEVICES of the trainings"""
     conda_env: str | None = None
     """accepted for older scripts and ignored: trainings run in this Python"""
-    config: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
-    said: tyro.conf.Suppress[tyro.conf.Fixed[tuple[str, ...]]] = ()
+    config: TrainingConfig = field(default_factory=TrainingConfig)
+    said: Annotated[tuple[str, ...], Parameter(parse=False)] = ()
     """the words of the call"""
 
 
@@ -147,9 +147,8 @@ examples:
   shoal skills train --launcher tmux --skills mine.yaml --run-dir runs/mine
 """
 WANTED = (
-    "--graph-path", "--env-name", "--max-nodes", "--max-parallel-skills", "--target-skill", "--skills",
-    "--total-timesteps", "--max-retries", "--seed", "--launcher", "--merge", "--llm-name", "--llm-url",
-    "--evaluation-worlds", "--resume", "--dry-run", "--json-events", "--json",
+    "--out", "--env-name", "--skills", "--max-nodes", "--max-parallel-skills", "--total-timesteps", "--seed",
+    "--resume", "--dry-run", "--json",
 )  # fmt: skip
 
 

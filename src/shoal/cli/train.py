@@ -8,16 +8,15 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.cli.command import Command, Flag
+from shoal.cli.command import Command
 from shoal.cli.grammar import (
     AgentOptions,
     Progress,
     composed,
-    config_name_of,
     count_of,
     duration,
     hide_loading,
@@ -37,18 +36,18 @@ if TYPE_CHECKING:
 MORE = """\
 examples:
   shoal train                                         the demo: a tiny model learns FrozenLake in a minute
-  shoal train --seed 1 --run-dir runs/mine            another seed, another folder (seed=1 run_dir=runs/mine)
+  shoal train --seed 1 --out runs/mine                another seed, another folder (seed=1 run_dir=runs/mine)
   shoal train --config-name demo algorithm.adv_estimator=gigpo trainer.iterations=80
-  shoal train --config-name demo --resume             go on with the newest run of that name
+  shoal train --config-name demo --resume             resume the newest run of that config
   shoal train --config-name base --cfg                print all settings with their meanings and stop
-  shoal train --config-name recorded recordings=DIR   imitate recordings (recorded-grpo: learn from their rewards)
 
 Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes one.
 """
+MOST_USED = ("--config-name", "--config-dir", "--out", "--seed", "--device", "--resume", "--cfg", "--json")
 
 
 RECORDED = ("recorded", "recorded-grpo")
-"""Configs of training on recordings, which have settings of their own."""
+"""Configs of `shoal train-recorded`, which this command takes too."""
 LEGEND = (
     "differing groups: the share of groups whose members got different rewards; only these teach the task"
 )
@@ -65,21 +64,18 @@ CHECKED_SEEDS = 32
 class TrainOptions(AgentOptions):
     """Train a language-model agent with group-relative policy gradients."""
 
-    config_name: Annotated[str, config_name_of(RECORDED)] = "demo"
-    cfg: Flag = False
-    """print the composed config as YAML, with the meaning of each setting as a comment, and stop"""
-    json_events: Flag = False
-    """one JSON line per durable moment on stdout"""
-    resume: Flag = False
-    """resume=true: go on with the run in run_dir"""
+    cfg: bool = False
+    """Print the composed config as YAML, with the meaning of each setting as a comment, and stop."""
+    json_events: bool = False
+    """Print one JSON object per event (checkpoint, evaluation, end) on standard output."""
+    resume: bool = False
+    """Resume the run in --out, or the newest one of this config (resume=true)."""
 
 
 def train(options: TrainOptions) -> int:
     """Compose, train, and say what to do next."""
     if options.config_name in RECORDED:
-        from shoal.cli.train_recorded import train_recorded
-
-        return train_recorded(options)
+        return _train_recorded(options)
     config = composed(options, RECORDED)
     if options.cfg:
         from shoal.core.configuration import as_commented_yaml
@@ -139,7 +135,17 @@ def train(options: TrainOptions) -> int:
     return 0
 
 
-COMMAND = Command(TrainOptions, train, MORE)
+COMMAND = Command(TrainOptions, train, MORE, MOST_USED)
+
+
+def _train_recorded(options: TrainOptions) -> int:
+    """`shoal train-recorded`, by its older name."""
+    from shoal.cli.train_recorded import RecordedOptions, train_recorded
+
+    if options.config_dir is not None:
+        raise ConfigError(f"--config-dir does nothing with --config-name {options.config_name}: leave it out")
+    names = [field.name for field in fields(RecordedOptions)]
+    return train_recorded(RecordedOptions(**{name: getattr(options, name) for name in names}))
 
 
 def _check_envs(config: AgentConfig) -> None:

@@ -10,11 +10,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from shoal.cli.command import Command, Flag
+from shoal.cli.command import Command
 from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json, refuse_device, show_warnings
 from shoal.cli.output import program
 from shoal.core.run_folder import refuse_foreign
@@ -32,15 +30,15 @@ class Call:
     defaults below are those of the chosen environment's preset.
     """
 
-    run: Annotated[RunOptions, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
-    ppo: Annotated[PPOConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
-    progress: Annotated[bool, tyro.conf.FlagConversionOff] = True
+    run: RunOptions
+    ppo: PPOConfig
+    progress: bool = True
     """Show a progress bar on a terminal."""
-    json_events: Annotated[bool, tyro.conf.FlagConversionOff] = False
+    json_events: bool = False
     """Print one JSON line per durable moment (checkpoint, summary) on standard output."""
-    resume: Flag = False
+    resume: bool = False
     """Go on with the run in --run-dir, or the newest of this env: --resume-from with that folder."""
-    json: Flag = False
+    json: bool = False
     """Print the summary as JSON at the end; the rest goes to standard error."""
 
 
@@ -53,9 +51,8 @@ examples:
   shoal train-ppo --resume-from runs/ppo-CartPole-v1
 """
 WANTED = (
-    "--env", "--env-kwargs", "--n-envs", "--num-workers", "--backend", "--total-timesteps",
-    "--num-episodes", "--preset", "--seed", "--device", "--run-dir", "--resume", "--resume-from",
-    "--learning-rate", "--gamma", "--eval-episodes", "--record-video", "--json",
+    "--env", "--n-envs", "--total-timesteps", "--seed", "--device", "--out", "--resume", "--learning-rate",
+    "--record-video", "--json",
 )  # fmt: skip
 
 

@@ -161,7 +161,7 @@ def test_a_panel_gives_two_people_the_same_table_and_each_row_is_that_of_its_env
     assert {row["episodes"] for row in rows.values()} == {2}
     files = [(tmp_path / person / "trajectories" / "webshop.jsonl").read_bytes() for person in "ab"]
     assert files[0] == files[1]
-    alone = ["--env", "countdown", "--env-config", "difficulty", "easy", "--seed", str(PANEL_SEED)]
+    alone = ["--env", "countdown", "--env-config", "difficulty=easy", "--seed", str(PANEL_SEED)]
     assert main(["eval", str(folder), *alone, "--episodes", "2", "--max-tokens", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == rows["countdown"]
 
