@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from tests.cli.recorded import trajectory, turn
 
-from shoal.cli import command, grammar
-from shoal.cli.command import every
+from shoal.cli import grammar
 from shoal.cli.main import COMMANDS, main
 from shoal.cli.output import program
 from shoal.cli.skills import resume_command
@@ -31,7 +31,6 @@ QUICK = [
     "trainer.iterations=2", "trainer.save_every=1", "trainer.tensorboard=false", "es_manager.train.env_groups=2",
     "es_manager.val.env_groups=2", "use_parallel_envs=false",
 ]  # fmt: skip
-EVERY = [found for name, entry in COMMANDS.items() for found in every(entry, name)]
 
 
 def said(capsys, *words, code=0):
@@ -121,119 +120,6 @@ def test_without_json_what_an_env_prints_stands_where_it_printed_it(tmp_path):
     assert "an env talks" in done.stdout
 
 
-# --- help
-@pytest.mark.parametrize(("name", "told"), EVERY, ids=[name for name, _ in EVERY])
-def test_the_help_of_a_command_lists_every_flag_and_its_examples_are_calls(name, told, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    text = said(capsys, *name.split(), "--help")
-    assert f"shoal {name}" in text
-    assert max(map(len, text.splitlines())) <= 100
-    flags = {flag for flag in command.flags_of(told, name)}
-    assert flags <= set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
-    assert {*told.most_used} <= flags
-    assert len(told.most_used) in range(7, 11) or len([flag for flag in flags if flag[:5] != "--no-"]) < 12
-    if told.most_used:  # they stand first
-        assert text.index("Most used options") < text.index("All other options")
-    examples = re.findall(rf"^  shoal {name} (.*?)(?:   .*)?$", told.more, re.MULTILINE)
-    assert examples or f"  shoal {name}" in told.more
-    for example in examples:
-        assert {*re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", example.replace("_", "-"))} <= flags, example
-
-
-HEAVY = "torch transformers ray jax numba scipy matplotlib starlette hydra"
-
-
-@pytest.mark.parametrize("name", ["", "skills", *(name for name, _ in EVERY)])
-def test_help_imports_nothing_heavy(name):
-    script = (
-        "import sys\nfrom shoal.cli.main import main\ncode = main([*sys.argv[1:], '--help'])\n"
-        f"print([name for name in '{HEAVY}'.split() if name in sys.modules], code)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *name.split()], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "[] 0"
-
-
-def test_booleans_are_flags_with_a_negative_everywhere():
-    for name, told in EVERY:
-        flags = command.flags_of(told, name)
-        assert "--json" not in flags or "--no-json" in flags, name
-    ppo = command.load(COMMANDS["train-ppo"])
-    assert command.parse(ppo, "train-ppo", ["--record-video"]).run.record_video
-    assert not command.parse(ppo, "train-ppo", ["--no-tensorboard"]).run.tensorboard
-
-
-def test_words_and_flags_come_in_any_order():
-    one = command.load(COMMANDS["train"])
-    both = [
-        command.parse(one, "train", shlex.split(words))
-        for words in (
-            "a=1 ~b c=-2 --seed 3 --json",
-            "--seed 3 a=1 --json ~b c=-2",
-            "--seed=3 a=1 ~b --json c=-2",
-        )
-    ]
-    assert both[0] == both[1] == both[2]
-    assert (both[0].overrides, both[0].seed, both[0].json) == (("a=1", "~b", "c=-2"), 3, True)
-    again = command.parse(
-        command.load(COMMANDS["replay"]), "replay", ["--turn", "2", "runs/a", "--pdb", "17"]
-    )
-    assert (again.run, again.episode, again.turn, again.pdb) == (Path("runs/a"), "17", 2, True)
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["show --episode 1 --best x", "train --sead 1", "replay", "rollout --seed x", "train-ppo --n-envs"],
-)
-def test_words_that_a_command_does_not_take_are_refused_with_status_2(words, capsys):
-    assert main(words.split()) == 2
-    assert "shoal" in capsys.readouterr().err
-
-
-def test_the_help_has_the_defaults_of_the_environment_that_is_named(capsys):
-    def default(*words):
-        text = said(capsys, "train-ppo", *words, "--help")
-        return re.search(r"--learning-rate .*default: ([\d.e-]+)\]", text)[1]
-
-    assert default("--preset", "none") != default("--env", "CartPole-v1")
-
-
-def test_the_commands_of_the_usage_are_the_commands_in_their_order(capsys):
-    text = said(capsys, "--help")
-    assert [name for name in re.findall(r"^│ (\S+) ", text, re.MULTILINE) if name in COMMANDS] == [*COMMANDS]
-    assert "SHOAL_TRACEBACK" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["tra"], "train train-ppo train-recorded"), (["train", "--res"], "--resume"), (["skills", "sta"], "status"),
-        (["skills", "train", "--dry"], "--dry-run"), (["replay", "--pd"], "--pdb"),
-    ],
-)  # fmt: skip
-def test_bash_completes_commands_and_flags(capsys, tmp_path, words, answer):
-    script = tmp_path / "completion.sh"
-    script.write_text(said(capsys, "completion", "bash"))
-    line = f"COMP_WORDS=(shoal {' '.join(words)}); COMP_CWORD={len(words)}; _shoal; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(
-        ["bash", "-c", f"source {script}; {line}"], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert done.stdout.split() == answer.split()
-
-
-def test_zsh_and_fish_have_a_completion_too(capsys):
-    assert "complete -c shoal" in said(capsys, "completion", "fish")
-    assert said(capsys, "completion", "zsh").startswith("#compdef shoal")
-
-
-def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypatch):
-    monkeypatch.setitem(COMMANDS, "train-ppo", ("not_installed", ""))
-    told = said(capsys, "completion", "bash")
-    assert "train-recorded" in told
-    assert "train-ppo" not in told
-
-
 # --- mistakes in the call
 @pytest.mark.parametrize(
     ("words", "why"),
@@ -273,7 +159,6 @@ def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypa
             "bench CartPole-v1 --wrapper gymnasium.wrappers:Nope",
             "Expected module:Name of what gymnasium.wrappers",
         ),
-        ("skills train --max-parallel-skills 0", "got 0"),
         ("train trainer.iteratons=1", "Did you mean"),
         ("train --config-dir nosuch --config-name x", "must be a folder"),
         ("eval nosuch", "there is no run folder and no model folder nosuch"),
@@ -353,6 +238,41 @@ def test_an_environment_is_shown_within_the_width_of_the_terminal(capsys, monkey
     text = said(capsys, "envs", "show", "countdown")
     settings = text[text.index("Settings") : text.index("The first observation")]
     assert max(map(len, settings.splitlines())) <= 60
+
+
+@pytest.mark.parametrize(
+    ("words", "boards", "project"),
+    [
+        ("", True, None), ("--tracker none", False, None), ("--wandb mine", True, "mine"),
+        ("--tracker wandb", False, "shoal"), ("--tracker tensorboard", True, None),
+        ("--tracker none --wandb mine", False, None),
+    ],
+)  # fmt: skip
+def test_trackers_are_chosen_alike_in_every_training(capsys, monkeypatch, tmp_path, words, boards, project):
+    from shoal.cli import train_ppo
+
+    trainer = yaml.safe_load(said(capsys, "train", *words.split(), "--cfg"))["trainer"]
+    assert (trainer["tensorboard"], trainer["wandb"]) == (boards, project is not None)
+    assert project is None or trainer["wandb_project"] == project
+    made = []
+
+    def record(options, *_):
+        made.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_ppo, "PPORun", record)
+    assert main(["train-ppo", *words.split()]) == 130
+    assert (made[0].tensorboard, made[0].wandb) == (boards, project)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--tracker none --wandb mine", "--tracker wandb", "--wandb mine", "--no-use_wandb", "--use-wandb"],
+)
+def test_trackers_of_skills_are_chosen_by_the_same_flags(words, capsys, tmp_path):
+    call = ["skills", "train", *words.split(), "--dry-run", "--out", tmp_path / "run"]
+    assert "Collect Wood" in said(capsys, *call)
 
 
 # --- one writer
@@ -490,129 +410,11 @@ def test_looking_ends_without_a_word_when_its_reader_has_enough(tmp_path):
     assert (process.wait(60), told) == (1, "")
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("train-ppo --n-envs abc", "--n-envs must be a whole number, got 'abc'"),
-        ("train-ppo --env CartPole-v1 --n-envs=", "--n-envs must be a whole number, got ''"),
-        ("train-ppo --n-envs=1.5", "--n-envs must be a whole number, got '1.5'"),
-        ("train-ppo --n-env 4", "Unknown option: --n-env. Did you mean --n-envs?"),
-        (
-            "train-ppo --recurrent lst",
-            'Invalid value "lst" for --recurrent. Choose from: "none", "lstm", "gru". Did you mean "lstm"?',
-        ),
-        ("train-ppo --n-envs 1e20", "n_envs must be at most 2147483647, got 100000000000000000000"),
-        ("train-ppo --n-envs 1e999999999", "--n-envs must be a whole number, got '1e999999999'"),
-        ("train-ppo --num-workers inf", "--num-workers must be a whole number, got 'inf'"),
-        (
-            "train-ppo --learning-rate fast",
-            'Invalid value for --learning-rate: unable to convert "fast" into float.',
-        ),
-        ("train-ppo --hidden 64 x", "--hidden must be a whole number, got 'x'"),
-        ("skills train --max_nodes x --dry-run", "--max_nodes must be a whole number, got 'x'"),
-        ("rollout --seed x", "--seed must be a whole number, got 'x'"),
-    ],
-)
-def test_an_option_that_is_wrong_is_one_line_of_one_look(words, told, capsys):
-    assert main(words.split()) == 2
-    assert capsys.readouterr().err == f"shoal: {told}\n"
-
-
 @pytest.mark.parametrize("name", ["--iteration", "--seed"])
 def test_a_rollout_that_cannot_be_named_leaves_no_folder(tmp_path, capsys, name):
     assert main(["rollout", name, "1e20", "--run-dir", str(tmp_path / "run")]) == 2
     assert "must be in [-2**63, 2**64) to name seeds, got 100000000000000000000" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_whole_numbers_may_be_said_in_powers_of_ten(capsys):
-    assert main(["train", "--seed", "1e3", "--cfg"]) == 0
-    assert "seed: 1000\n" in capsys.readouterr().out
-
-
-# --- progress
-class Screen(io.StringIO):
-    def __init__(self, terminal):
-        super().__init__()
-        self.terminal = terminal
-
-    def isatty(self):
-        return self.terminal
-
-
-def test_silence_off_a_terminal_is_broken_by_a_heartbeat_with_the_time_that_is_left(monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(grammar.time, "monotonic", lambda: clock[0])
-    screen = Screen(False)
-    progress = grammar.Progress("training", screen, heartbeat=30.0)
-    progress.at(0.0)
-    assert progress.left() == ""
-    clock[0] += 60.0
-    progress.at(0.25, line="1/4")
-    assert progress.left() == "about 3 min 0 s left"  # 60 s for a quarter: three quarters are left
-    clock[0] += 20.0
-    progress.may_end_early = True
-    assert progress.left() == "at most 4 min 0 s left"
-    progress.at(1.0)
-    assert progress.left() == ""
-    assert screen.getvalue() == "1/4\n"
-
-
-def test_the_heartbeat_comes_only_when_nothing_was_said():
-    screen = Screen(False)
-    with grammar.Progress("training", screen, heartbeat=0.05):
-        deadline = time.monotonic() + 60
-        while "… training: " not in screen.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert re.search(r"… training: \d+ s so far\n", screen.getvalue())
-    quiet = Screen(False)
-    with grammar.Progress("training", quiet, heartbeat=1000.0) as progress:
-        progress.at(0.5, line="half")
-    assert quiet.getvalue() == "half\n"
-
-
-def test_before_the_first_result_what_is_done_is_told_sooner(monkeypatch):
-    monkeypatch.setattr(grammar, "FIRST_HEARTBEAT", 0.05)
-    screen = Screen(False)
-    with grammar.Progress("loading", screen, heartbeat=1000.0) as progress:
-        progress.doing = lambda: "warm-up, 3 of 20 steps"
-        deadline = time.monotonic() + 60
-        while "… warm-up" not in screen.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        progress.at(0.5, line="half")
-        told = screen.getvalue()
-        time.sleep(0.2)
-    assert re.search(r"… warm-up, 3 of 20 steps: \d+ s so far\n", told)
-    assert screen.getvalue() == told
-
-
-def test_bars_of_other_libraries_stay_out_of_files():
-    script = """
-from shoal.cli.main import main
-main(["model", "list"])
-from transformers.modeling_gguf_pytorch_utils import tqdm as unpacks
-from huggingface_hub.utils import tqdm as downloads
-print(list(unpacks(range(2), desc="unpacking")), list(downloads(range(2), desc="downloading")))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1] == "[0, 1] [0, 1]"
-    assert done.stderr == ""
-
-
-@pytest.mark.parametrize("columns", [40, 100])
-def test_a_terminal_gets_a_bar_with_an_eta(monkeypatch, columns):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(columns))
-    screen = Screen(True)
-    with grammar.Progress("training", screen) as progress:
-        assert progress.on_terminal
-        progress.doing = lambda: "warm-up, 3 of 20 steps"
-        progress._bar.refresh()
-        progress.at(0.5, "2/4  success 0.50  reward 0.19  valid 0.91", "a line that is not shown")
-    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).rpartition("ETA")[2]
-    assert re.fullmatch(r" [-0-9:]{7}\s+2/4  success 0.50  reward 0.19  valid\s+0.91\s*", last)
-    assert "warm-up, 3 of 20 steps" in screen.getvalue()
-    assert "a line that is not shown" not in screen.getvalue()
 
 
 # --- runs, results as JSON

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -466,6 +466,26 @@ def weights_at(place: Path | str | None) -> str:
     if Path(place).is_dir() or place in KNOWN:
         return f"sha256 {sha256_of_folder(resolve_model(str(place)))}"
     return str(place)
+
+
+Tracker = Literal["none", "tensorboard", "wandb"]
+
+
+def tracking(tracker: str | None, project: str | None) -> tuple[bool | None, str | None]:
+    """Whether TensorBoard files are written (None: as the settings say), and the project on Weights & Biases, if any.
+
+    Args:
+        tracker: of `--tracker`; "none" wins over all else.
+        project: of `--wandb`.
+
+    >>> tracking(None, "mine"), tracking("wandb", None), tracking("none", "mine")
+    ((None, 'mine'), (False, 'shoal'), (False, None))
+    """
+    if tracker == "none":
+        return False, None
+    return None if tracker is None else tracker == "tensorboard", project or (
+        "shoal" if tracker == "wandb" else None
+    )
 
 
 def refuse_twice(key: str, overrides: Sequence[str]) -> None:

@@ -119,10 +119,7 @@ def prove(options: ProveOptions) -> int:
     return int(differ > 0)
 
 
-COMMAND = Command(
-    ProveOptions, prove, MORE,
-    ("--config-name", "--config-dir", "--quick", "--ray", "--out", "--seed", "--device", "--json"),
-)  # fmt: skip
+COMMAND = Command(ProveOptions, prove, MORE)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -208,6 +209,26 @@ def episode_metrics(
 
 
 # --- --compare: the same episodes sequentially, on parallel workers, and with a worker that died
+@contextlib.contextmanager
+def _killing_a_worker(manager: Any) -> Iterator[None]:
+    """Kill a worker as soon as the engine has been asked for an answer inside the block."""
+    asked, done = manager.inference.statistics.requests, threading.Event()
+
+    def kill() -> None:
+        while manager.inference.statistics.requests == asked:
+            if done.wait(0.001):
+                return
+        os.kill(manager.worker_pids()[0], signal.SIGKILL)
+
+    thread = threading.Thread(target=kill, daemon=True, name="shoal-kill")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def compare_with_sequential(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     """Print time, metrics and equality of each; exit code 1 if anything differs."""
     from shoal.rollout.rollouts import ParallelRolloutManager
@@ -243,10 +264,11 @@ def compare_with_sequential(config: Any, options: RolloutOptions, ending: contex
             notes.append(
                 f"parallel: {manager.report.workers} workers, {manager.report.batches} batches of the engine"
             )
-            if pids := manager.worker_pids():
-                os.kill(pids[0], signal.SIGKILL)
-                add("a worker killed", manager.collect(options.iteration), manager.report.seconds)
+            if manager.worker_pids():
+                with _killing_a_worker(manager):
+                    trajectories = manager.collect(options.iteration)
                 deaths = manager.report.worker_deaths
+                add("a worker killed" if deaths else "no worker died", trajectories, manager.report.seconds)
     header = ["", "seconds", "speed", "failed", "success", "reward", "result"]
     table(f"{options.config_name}: {len(reference)} episodes, {level} engine", header, rows, text=(0, 6))
     print("\n".join(notes))

@@ -11,12 +11,12 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings
+from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings, tracking
 from shoal.cli.output import harmless, program
 from shoal.cli.skills import DEFAULT, resume_command, table
 from shoal.core.errors import ConfigError, MissingExtraError
@@ -88,8 +88,12 @@ class TrainOptions:
     """print one JSON line per durable moment instead of a table"""
     json: bool = False
     """print the summary as JSON at the end instead of a table"""
+    tracker: Literal["none", "wandb"] | None = None
+    """Where finished skills are logged besides the run folder (default: none)."""
+    wandb: str | None = None
+    """Log finished skills to this Weights & Biases project (needs the package wandb)."""
     use_wandb: bool = False
-    """also log finished skills to Weights & Biases"""
+    """The same as --wandb shoal-skills."""
     gpu_ids: str | None = None
     """sets CUDA_VISIBLE_DEVICES of the trainings"""
     conda_env: str | None = None
@@ -346,13 +350,14 @@ def _write_config(options: TrainOptions) -> None:
 
 
 def _wandb(options: TrainOptions) -> Any:
-    if not options.use_wandb:
+    _, project = tracking(options.tracker, options.wandb or ("shoal-skills" if options.use_wandb else None))
+    if project is None:
         return None
     try:
         import wandb
     except ImportError as error:
-        raise ConfigError("--use-wandb needs the package wandb: pip install wandb") from error
-    return wandb.init(project="shoal-skills", config=asdict(options))
+        raise ConfigError("--wandb needs the package wandb: pip install wandb") from error
+    return wandb.init(project=project, config=asdict(options))
 
 
 class _Show:

@@ -16,6 +16,7 @@ from shoal.cli.command import Command
 from shoal.cli.grammar import (
     AgentOptions,
     Progress,
+    Tracker,
     composed,
     count_of,
     duration,
@@ -23,7 +24,10 @@ from shoal.cli.grammar import (
     new_folder,
     newest_folder,
     print_json,
+    refuse_idle,
+    refuse_twice,
     show_warnings,
+    tracking,
 )
 from shoal.cli.output import program
 from shoal.core.errors import ConfigError, EnvError, ShoalError
@@ -43,7 +47,9 @@ examples:
 
 Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes one.
 """
-MOST_USED = ("--config-name", "--config-dir", "--out", "--seed", "--device", "--resume", "--cfg", "--json")
+MOST_USED = (
+    "--config-name", "--config-dir", "--out", "--seed", "--device", "--resume", "--tracker", "--cfg", "--json",
+)  # fmt: skip
 
 
 RECORDED = ("recorded", "recorded-grpo")
@@ -70,6 +76,26 @@ class TrainOptions(AgentOptions):
     """Print one JSON object per event (checkpoint, evaluation, end) on standard output."""
     resume: bool = False
     """Resume the run in --out, or the newest one of this config (resume=true)."""
+    tracker: Tracker | None = None
+    """Where curves go besides the run folder (default: tensorboard)."""
+    wandb: str | None = None
+    """Log to this Weights & Biases project (needs the package wandb)."""
+
+    def settings(self, device: str = "engine.device") -> list[str]:
+        """As in the base class, with the trackers."""
+        words = super().settings(device)
+        boards, project = tracking(self.tracker, self.wandb)
+        changes: dict[str, str | bool | None] = {
+            "trainer.tensorboard": boards,
+            "trainer.wandb_project": project,
+        }
+        if self.tracker is not None or project is not None:
+            changes["trainer.wandb"] = project is not None
+        for key, value in changes.items():
+            if value is not None:
+                refuse_twice(key, self.overrides)
+                words.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+        return words
 
 
 def train(options: TrainOptions) -> int:
@@ -142,8 +168,7 @@ def _train_recorded(options: TrainOptions) -> int:
     """`shoal train-recorded`, by its older name."""
     from shoal.cli.train_recorded import RecordedOptions, train_recorded
 
-    if options.config_dir is not None:
-        raise ConfigError(f"--config-dir does nothing with --config-name {options.config_name}: leave it out")
+    refuse_idle(options, f"with --config-name {options.config_name}", "config_dir", "tracker", "wandb")
     names = [field.name for field in fields(RecordedOptions)]
     return train_recorded(RecordedOptions(**{name: getattr(options, name) for name in names}))
 

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json, refuse_device, show_warnings
+from shoal.cli.grammar import (
+    Progress,
+    Tracker,
+    new_folder,
+    newest_folder,
+    print_json,
+    refuse_device,
+    show_warnings,
+    tracking,
+)
 from shoal.cli.output import program
 from shoal.core.run_folder import refuse_foreign
 from shoal.train.ppo.compiled.network import kernels_cached
@@ -34,6 +43,8 @@ class Call:
     ppo: PPOConfig
     progress: bool = True
     """Show a progress bar on a terminal."""
+    tracker: Tracker | None = None
+    """Where curves go besides the run folder (default: tensorboard)."""
     json_events: bool = False
     """Print one JSON line per durable moment (checkpoint, summary) on standard output."""
     resume: bool = False
@@ -62,7 +73,11 @@ def train(call: Call) -> int:
     refuse_device(call.run.device)
     if call.run.run_dir is not None:
         refuse_foreign(Path(call.run.run_dir))
-    run_options = replace(call.run, run_dir=call.run.run_dir or str(new_folder(_name(call.run.env))))
+    boards, project = tracking(call.tracker, call.run.wandb)
+    run_options = replace(
+        call.run, run_dir=call.run.run_dir or str(new_folder(_name(call.run.env))), wandb=project,
+        tensorboard=call.run.tensorboard if boards is None else boards,
+    )  # fmt: skip
     run = PPORun(run_options, call.ppo, print_json if call.json_events else None)
     try:
         _greet(run)
