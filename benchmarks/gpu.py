@@ -432,7 +432,7 @@ def pong(bench: Bench) -> None:
     folder = bench.scratch / "pong"
     command = [
         sys.executable, "-m", "shoal", "train-ppo", "--env", "ale_py:ALE/Pong-v5", "--device", bench.device,
-        "--run-dir", str(folder), "--total-timesteps", "100000000", "--tensorboard", "False", "--log-every", "1",
+        "--run-dir", str(folder), "--total-timesteps", "100000000", "--no-tensorboard", "--log-every", "1",
     ]  # fmt: skip
     if bench.options.small:
         command += ["--n-envs", "2", "--n-steps", "16", "--batch-size", "16"]

@@ -344,7 +344,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("shoal:")]
     assert len(told) == 1
     assert told[0].startswith("shoal: No space left on device (")
-    assert "make room and run the command again (with --resume" in told[0]
+    assert "make room and run the same command again (with --resume" in told[0]
     assert main(["train", *QUICK, "--run-dir", str(full), "--resume"]) == 0
     for name in ("heldout-000002", "train-000001"):
         file = f"trajectories/{name}.jsonl"

@@ -257,8 +257,7 @@ def test_of_two_trainings_started_together_one_trains_and_one_is_refused(tmp_pat
         "torch",
         "--total-timesteps",
         "4096",
-        "--tensorboard",
-        "False",
+        "--no-tensorboard",
         "--run-dir",
         str(tmp_path / "r"),
     ]

@@ -46,6 +46,7 @@ shoal COMMAND --help explains a command. Alike everywhere: --out FOLDER, --resum
 Exit status: 0 done, 1 failed or not equal, 2 a usage error, 130 Ctrl-C.
 SHOAL_TRACEBACK=1 prints the traceback of an error instead of one line.
 """
+AGAIN = "run the same command again (with --resume, if it has it)"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """The machine has run out of something; other errors of files are mistakes in the call."""
 
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
             return 128 + got[0] if got and code == 130 else code
         except KeyboardInterrupt:
-            print("shoal: interrupted; what was saved is kept", file=sys.stderr)
+            print(f"shoal: interrupted; what was saved is kept: {AGAIN}", file=sys.stderr)
             return 128 + (got[0] if got else signal.SIGINT)
         except BrokenPipeError:  # the reader has enough, as `| head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the last flush does not fail
@@ -118,9 +119,7 @@ def _tell(error: Exception) -> int:
         files = [str(name) for name in (error.filename, error.filename2) if name is not None]
         text = f"{error.strerror or error}" + (f" ({' to '.join(files)})" if files else "")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            text += (
-                "; what was saved is whole: make room and run the command again (with --resume, if it has it)"
-            )
+            text += f"; what was saved is whole: make room and {AGAIN}"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             text += "; choose another folder, for a run with --out"
         code = 1 if error.errno in FULL else 2

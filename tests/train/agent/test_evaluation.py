@@ -94,7 +94,7 @@ def run(tmp_path_factory):
 
 
 def test_a_run_is_evaluated_and_its_episodes_kept(run, tmp_path, capsys):
-    assert main(["eval", str(run), "--episodes", "70", "--temperature", "1", "--format", "json",
+    assert main(["eval", str(run), "--episodes", "70", "--temperature", "1", "--json",
                  "--out", str(tmp_path / "out")]) == 0  # fmt: skip
     result = json.loads(capsys.readouterr().out.splitlines()[0])
     played = list(read_trajectories(tmp_path / "out" / "trajectories" / "eval.jsonl"))
