@@ -234,8 +234,8 @@ def _parameters(command: Command, default: Any) -> Iterator[inspect.Parameter]:
                 yield kinds(one.name, kinds.VAR_POSITIONAL, annotation=Annotated[get_args(one.kind)[0], look])
             else:
                 value = kinds.empty if one.default is MISSING else one.default
-                told = Annotated[one.kind, look]
-                yield kinds(one.name, kinds.POSITIONAL_ONLY, default=value, annotation=told)
+                kind = kinds.POSITIONAL_ONLY
+                yield kinds(one.name, kind, default=value, annotation=Annotated[one.kind, look])
     flags = [one for one in found if one.place is None]
     rank = {flag: place for place, flag in enumerate(command.most_used)}
     for one in sorted(flags, key=lambda one: min(rank.get(flag, len(rank)) for flag in one.flags)):

@@ -43,18 +43,18 @@ Name = Annotated[str, Positional("NAME")]
 
 EXAMPLES = """\
 examples:
-  shoal envs list                                  what there is
+  shoal envs list
   shoal envs show sokoban                          actions, settings and a first observation
   shoal envs play sokoban num_boxes=2 --seed 7     play it: arrow keys or wasd, h for a hint, q to quit
   shoal envs show ale_py:ALE/Pong-v5               an env of another package, which is imported
-  shoal envs check my_package.my_env:MyEnv         does your env keep every promise?
+  shoal envs check my_package.my_env:MyEnv         check that your env follows the API
   shoal envs serve webshop --port 8000             serve it in the OpenEnv convention
 """
 
 
 @dataclass(frozen=True)
 class ListCommand:
-    """The envs that have a name."""
+    """List the environments that have a name."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ class Made(Named):
 
 @dataclass(frozen=True)
 class ShowCommand(Made):
-    """What one env is like: its rules, actions, settings, and a first observation."""
+    """Show the rules, actions, settings and a first observation of an environment."""
 
     seed: int = 0
-    """Of the episode shown."""
+    """Seed of the episode shown."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,19 @@ class PlayCommand(Named):
     seed: int = 0
     """Seed of the episode."""
     lines: bool = False
-    """Read one action per line instead of single keys (always so when input is no terminal)."""
+    """Read one action per line instead of single keys (always so if input is not a terminal)."""
 
 
 @dataclass(frozen=True)
 class CheckCommand(Made):
-    """Play your own env and say which promise it breaks, if any."""
+    """Check that an environment follows the API; exit status 1 if it does not."""
 
     name: Annotated[str, Positional("MODULE:CLASS")]
     """Your env: module my_package.my_env, class MyEnv, is my_package.my_env:MyEnv (or any other name)."""
     episodes: int = 32
-    """How many to play, each from a seed of its own."""
+    """Episodes to play, each from its own seed."""
     step_timeout: float = 30.0
-    """Seconds that one reset or step may take."""
+    """Time limit of one reset or step, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class ServeCommand(Named):
     """Serve an env on 127.0.0.1 in the OpenEnv convention, a fresh env per session."""
 
     port: int = 8000
-    """Where it listens; 0 takes a free one."""
+    """Port to listen on; 0 takes a free one."""
 
 
 def _list(command: ListCommand) -> int:

@@ -13,7 +13,7 @@ from shoal.core.errors import unknown_name
 
 @dataclass(frozen=True)
 class ListOptions:
-    """What can be fetched, and what is here."""
+    """List the models that can be fetched, and those that are here."""
 
 
 def show(_: ListOptions) -> None:

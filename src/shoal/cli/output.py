@@ -41,8 +41,8 @@ def json_stream() -> TextIO:
 def only_json() -> Iterator[None]:
     """Inside, standard output is for `json_stream` alone; other output, also of workers and C code, goes to stderr."""
     with contextlib.ExitStack() as ending:
-        stream = sys.stdout
-        if stream is sys.__stdout__:  # not replaced by a test
+        stream, is_own = sys.stdout, sys.stdout is sys.__stdout__
+        if is_own:  # not replaced by a test
             stream.flush()
             stream = ending.enter_context(open(os.dup(1), "w", encoding="utf-8"))
             ending.callback(os.dup2, stream.fileno(), 1)

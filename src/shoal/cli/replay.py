@@ -17,11 +17,11 @@ MORE = """\
 EPISODE is FILE:N, the N-th episode (from 0) of trajectories/FILE.jsonl; N alone means the newest held-out file.
 
 examples:
-  shoal replay runs/demo                              its first held-out episode again, token for token
-  shoal replay runs/demo train-000010:17              an episode that was learned from
+  shoal replay runs/demo                              replay its first held-out episode, token for token
+  shoal replay runs/demo train-000010:17              a training episode
   shoal replay runs/demo 5 --turn 3 --pdb             stop in the env's own code at turn 3
   shoal replay runs/demo 5 --turn 3 --action Up       take another action there, and let the model play on
-  shoal replay runs/served 0                          of a server's run: its tokens are replayed and compared
+  shoal replay runs/served 0                          a server's run: its recorded tokens are compared
   shoal replay runs/demo 5 --action Up --turn 2 --sampler openai:MODEL
   shoal replay runs/a --diff runs/b                   the first token, env answer or seed in which two runs differ
 
@@ -34,28 +34,28 @@ Exit status: 0 if everything was as recorded (or was not compared), 1 if somethi
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Play a recorded episode of any run again in a plain loop in this process, and check it."""
+    """Replay a recorded episode of any run in this process, and compare it with the record."""
 
     run: Annotated[Path, Positional("RUN")]
-    """a run folder with config.yaml and trajectories/"""
+    """Run folder with config.yaml and trajectories/."""
     episode: Annotated[str, Positional("EPISODE")] = ""
-    """which episode; the first held-out one if not given"""
+    """FILE:N or N (default: the first held-out episode)."""
     turn: int | None = None
-    """the turn (from 1) that is shown, debugged or forked"""
+    """Turn (from 1) to show, debug or fork."""
     pdb: bool = False
-    """stop in the env's own code, at --turn or the first one"""
+    """Stop in the env's own code, at --turn or the first turn."""
     action: str | None = None
-    """fork: take this action at --turn, a word or a whole response"""
+    """Fork: take this action at --turn, a word or a whole response."""
     sampler: str = "auto"
-    """auto, checkpoint, recorded, a run, a model folder or name, or openai:MODEL"""
+    """What plays: auto, checkpoint, recorded, a run, a model folder or name, or openai:MODEL."""
     base_url: str = "http://127.0.0.1:8000/v1"
-    """of the server of openai:MODEL"""
+    """Server of openai:MODEL."""
     device: str | None = None
-    """where the model runs; as the run says if not given"""
+    """Device of the model (default: the run's)."""
     diff: Path | None = None
-    """compare the records of two runs; nothing is played"""
+    """Compare the records of this run and RUN; nothing is played."""
     json: bool = False
-    """print the result as JSON; turns go to stderr"""
+    """Print the result as JSON; turns go to standard error."""
 
 
 def replay(options: ReplayOptions) -> int:

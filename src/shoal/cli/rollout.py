@@ -235,7 +235,9 @@ def compare_with_sequential(config: Any, options: RolloutOptions, ending: contex
     from shoal.rollout.verify import compare
 
     config, folder, engine, _ = prepare(config, options, ending)
-    level, rows, notes = engine.level, [], []
+    level = engine.level
+    rows: list[list[str]] = []
+    notes: list[str] = []
     least = level
 
     def add(name: str, trajectories: Sequence[Trajectory], seconds: float) -> None:

@@ -33,11 +33,11 @@ class RunsOptions:
     """List the runs of a folder, the newest first."""
 
     folder: Annotated[Path, Positional("FOLDER")] = Path("runs")
-    """where to look"""
+    """Folder with runs."""
     status: Literal["running", "completed", "failed", "interrupted", "unfinished"] | None = None
-    """only running, completed, failed, interrupted or unfinished ones"""
+    """List only runs with this status."""
     json: bool = False
-    """print a JSON list"""
+    """Print a JSON list."""
 
 
 def list_runs(options: RunsOptions) -> None:

@@ -53,21 +53,21 @@ class ShowOptions:
     """
 
     run: Annotated[Path, Positional("RUN")]
-    """a run folder, such as runs/demo"""
+    """Run folder, such as runs/demo."""
     episode: int | None = None
-    """the N-th episode of the file (from 0)"""
+    """Show the N-th episode of the file (from 0)."""
     best: bool = False
-    """the episode with the highest reward (shortest of them)"""
+    """Show the episode with the highest reward."""
     worst: bool = False
-    """the episode with the lowest reward (longest of them)"""
+    """Show the episode with the lowest reward."""
     file: str | None = None
-    """which of trajectories/*.jsonl; the newest held-out one if not given"""
+    """One of trajectories/*.jsonl (default: the newest held-out one)."""
     prompt: bool = False
-    """show the whole prompt of each turn"""
+    """Show the whole prompt of each turn."""
     max_turns: int = 30
-    """turns to show"""
+    """Maximum number of turns to show."""
     all: bool = False
-    """every metric of the summary"""
+    """Show every metric of the summary."""
     json: bool = False
     """print the summary as JSON and nothing else"""
 
