@@ -253,7 +253,7 @@ def test_a_full_disk_is_told_with_the_way_to_go_on(run, tmp_path, monkeypatch, c
     words = commands(run, tmp_path / "full")[name]
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the file")
     assert broken_off(monkeypatch, words, 4, full) == 1
-    told = "No space left on device (the file); what was saved is whole: make room and run the same command again"
+    told = "No space left on device (the file); what was saved before is whole: make room and run the same command"
     assert told in capsys.readouterr().err
     assert main(words) == 0
     assert main(commands(run, tmp_path / "calm")[name]) == 0

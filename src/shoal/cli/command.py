@@ -108,7 +108,8 @@ def parse(command: Command, name: str, words: Sequence[str]) -> Any:
         _, bound, _ = app.parse_args(list(words), exit_on_error=False, print_error=False)
     except cyclopts.UnusedCliTokensError as error:
         word = (error.unused_tokens or [""])[0]
-        meant = f": did you mean --env {word}?" if "--env" in flags_of(command, name) else ""
+        first = word == words[0] and "--env" in flags_of(command, name)
+        meant = f": did you mean --env {word}?" if first else ""
         raise ConfigError(f"shoal {name} does not take {word!r}{meant}") from None
     except cyclopts.CycloptsError as error:
         raise ConfigError(" ".join(str(error).split())) from None
@@ -245,6 +246,7 @@ def _parameters(command: Command, default: Any) -> Iterator[inspect.Parameter]:
             group=group,
             help=one.help,
             converter=_converter(one.kind),
+            allow_repeating=get_origin(one.kind) is not tuple or int not in get_args(one.kind),
             show_default=_is_told(one.default),
         )
         own = (mark for mark in one.marks if isinstance(mark, Parameter))

@@ -119,7 +119,7 @@ def _tell(error: Exception) -> int:
         files = [str(name) for name in (error.filename, error.filename2) if name is not None]
         text = f"{error.strerror or error}" + (f" ({' to '.join(files)})" if files else "")
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            text += f"; what was saved is whole: make room and {AGAIN}"
+            text += f"; what was saved before is whole: make room and {AGAIN}"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             text += "; choose another folder, for a run with --out"
         code = 1 if error.errno in FULL else 2

@@ -256,7 +256,7 @@ def test_a_full_disk_does_not_hide_why_a_run_failed(tmp_path, capsys, caplog, mo
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run.PPO, "save", full)
+    monkeypatch.setattr(PPO, "save", full)
     broken = ["--env", "tests.train.ppo.ppo_envs:NaNLaterEnv", "--checkpoint-every", "0"]
     assert train(tmp_path / "run", "--total-timesteps", "6400", *broken) == 1
     assert "observation must be finite, got [nan, 0.0]" in capsys.readouterr().err
@@ -399,9 +399,7 @@ def test_presets_of_minigrid_and_atari_are_evaluated_with_drawn_actions_as_publi
     for env, likeliest in (("minigrid:MiniGrid-DoorKey-5x5-v0", False), ("CartPole-v1", True)):
         assert main(["train-ppo", "--env", env, "--help"]) == 0
         said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-        about = said.partition("--eval-deterministic --no-eval-deterministic ")[2].partition("--tensorboard")[
-            0
-        ]
+        about = said.partition("--eval-deterministic ")[2].partition("--tensorboard")[0]
         assert "takes the likeliest actions" in about
         assert ("[default: True]" in about) == likeliest  # False is said of no option
 
