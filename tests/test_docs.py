@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.command import every
+from shoal.cli.command import every, flags_of
 from shoal.cli.main import COMMANDS
 from shoal.core.configuration import to_mapping
 from shoal.train.agent.config import AgentConfig, compose_config
-from tests.freeze.record import SPLIT_COMMANDS, flags_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -67,8 +66,10 @@ def test_python_shown_is_python_and_its_names_exist(page):
 
 
 @cache
-def known_flags(command: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(flag for flag in flags_of(command) if flag.startswith("-"))
+def known_flags() -> dict[str, set[str]]:
+    """The flags of every command."""
+    found = [one for name, entry in COMMANDS.items() for one in every(entry, name)]
+    return {name: {*flags_of(command, name)} for name, command in found}
 
 
 def commands_in(page: Path) -> list[list[str]]:
@@ -90,13 +91,11 @@ def commands_in(page: Path) -> list[list[str]]:
 def test_commands_shown_are_commands_with_flags_that_exist(page):
     for words in commands_in(page):
         assert words[0] in COMMANDS, " ".join(words)
-        has_verb = words[0] in SPLIT_COMMANDS and len(words) > 1 and not words[1].startswith("-")
-        command = tuple(words[:2]) if has_verb else (words[0],)
-        flags = [word.split("=")[0] for word in words[1:] if word.startswith("--")]
-        known = known_flags(command) if flags else frozenset()
-        same = {flag.replace("_", "-") for flag in known} | {"--help", "--help-all"}
-        for flag in flags:
-            assert flag.replace("_", "-") in same, f"shoal {' '.join(words)}: there is no {flag}"
+        known = known_flags().get(words[0]) or known_flags().get(" ".join(words[:2]), set())
+        for flag in (word.split("=")[0] for word in words[1:] if word.startswith("--")):
+            assert flag.replace("_", "-") in known | {"--help"}, (
+                f"shoal {' '.join(words)}: there is no {flag}"
+            )
 
 
 def test_episodes_of_the_demo_that_are_shown_are_those_that_it_keeps():

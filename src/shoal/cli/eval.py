@@ -8,13 +8,11 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
-from shoal.cli.command import Command
+from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import (
     Progress,
     came_to_an_end,
@@ -65,13 +63,13 @@ class EvalOptions:
     Episodes that failed for a technical reason are counted apart: they say nothing of the agent.
     """
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_MODEL")]
+    model: Annotated[str, Positional("RUN_OR_MODEL")]
     """A run folder, a folder that `shoal export` wrote, another Hugging Face model folder, a name of
     `shoal model list`, or `openai:MODEL` on a server."""
     env: str | None = None
     """Env to play (`shoal envs list`); the held-out envs of the run, or of an export, if not given."""
-    env_config: Annotated[dict[str, str], tyro.conf.arg(metavar="KEY VALUE …")] = field(default_factory=dict)
-    """Settings of the env, as `--env-config key value …`; values are read as JSON where they can be."""
+    env_config: tuple[str, ...] = ()
+    """Settings of the env as key=value; values are JSON or plain text."""
     panel: Literal["core", "all"] | None = None
     """Play pinned episodes of several envs: the same table, to the last digit, for whoever plays the same weights."""
     episodes: int = 200
@@ -96,13 +94,11 @@ class EvalOptions:
     """Seconds that the server has for an answer."""
     retries: int = 4
     """Attempts after the first, where the server is busy or out of reach."""
-    out: Annotated[Path | None, tyro.conf.arg(aliases=["--run-dir"])] = None
+    out: Path | None = None
     """Folder for the episodes (`trajectories/eval.jsonl`) and `summary.json`; say the same again after a kill, Ctrl-C
     or full disk, and what was played is kept."""
-    format: Literal["table", "json"] = "table"
-    """How the result is printed."""
     json: bool = False
-    """The same as `--format json`."""
+    """Print the result as JSON."""
 
 
 MORE = """\
@@ -115,8 +111,8 @@ examples:
   shoal eval openai:MODEL --base-url http://127.0.0.1:8000/v1 --env countdown
 """
 WANTED = (
-    "--env", "--env-config", "--panel", "--episodes", "--seed", "--temperature", "--device", "--checkpoint",
-    "--max-tokens", "--base-url", "--api-key-env", "--concurrency", "--out", "--json",
+    "--env", "--env-kwargs", "--episodes", "--seed", "--temperature", "--device", "--checkpoint", "--base-url", "--out",
+    "--json",
 )  # fmt: skip
 
 
@@ -151,7 +147,7 @@ def evaluate(options: EvalOptions) -> int:
             _tell_prompt(engine, trajectories)
         if result["valid_actions"] < FEW:
             _warn_of_invalid(options, trajectories, run, plan)
-        if options.json or options.format == "json":
+        if options.json:
             print_json(result)
         else:
             low, high = result["success_low"], result["success_high"]
@@ -263,7 +259,7 @@ def _panel(options: EvalOptions) -> int:
         model = options.model if repeatable else f"{SERVER}{engine.model}"
         plans = {}
         for env, settings in PANELS[options.panel].items():
-            told = {key: json.dumps(value) for key, value in settings.items()}
+            told = tuple(f"{key}={json.dumps(value)}" for key, value in settings.items())
             plans[env] = _planned(replace(options, env=env, env_config=told, seed=PANEL_SEED), run)
         journal = _journal(options, folder, weights, plans)
         if folder is not None:
@@ -283,7 +279,7 @@ def _panel(options: EvalOptions) -> int:
         if folder is not None:
             write_json(folder.path / "panel.json", finite(table))
             folder.finish({f"success/{row['env']}": row["success"] for row in rows})
-    if options.json or options.format == "json":
+    if options.json:
         print_json(table)
         return 0
     print(f"{'env':<14} {'success':>8}  {'95% interval':<18} {'reward':>8}  {'±':>7}  {'episodes':>8}")
@@ -367,6 +363,7 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
     """What the options ask for, of a run's envs or another."""
     from shoal.core.configuration import to_mapping
     from shoal.core.seeding import derive_seed
+    from shoal.envs.catalogue import parse_env_kwargs
     from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager
 
     if options.env is None:
@@ -374,7 +371,7 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
         kinds = run.custom_envs
     else:
         tags = EnvMix((options.env,))
-        told = {k: _value(v) for k, v in options.env_config.items()}
+        told = parse_env_kwargs(options.env_config)
         known = (kind.prompt for kind in run.custom_envs.values() if kind.env_type == options.env)
         kinds = {options.env: EnvTag(options.env, env_config=told, prompt=next(known, {}))}
     if not tags.tags:
@@ -503,13 +500,6 @@ def _server(options: EvalOptions) -> tuple[Any, Any, str]:
     run = AgentConfig(engine=settings, agent_proxy=AgentProxy(max_tokens=512, stop=()))
     engine: Any = make_engine(settings)
     return engine, run, f"{SERVER}{engine.model}"
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _write(

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
-from shoal.cli.command import Command, Group
+from shoal.cli.command import Command, Group, Positional
 from shoal.cli.grammar import wide_console
-from shoal.cli.output import for_programs, harmless, program
+from shoal.cli.output import harmless, json_stream, program
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.files import write_folder, write_json
 from shoal.core.run_folder import RunFolder, finite, whole_rows
@@ -28,7 +26,6 @@ from shoal.skills.learning.spec import SkillRow, Store
 if TYPE_CHECKING:
     from shoal.skills.learning.scheduler import SkillScheduler
 
-GraphPath = Annotated[Path, tyro.conf.arg(aliases=["--run-dir"])]
 DEFAULT = Path("runs/skills")
 
 
@@ -36,7 +33,7 @@ DEFAULT = Path("runs/skills")
 class Folder:
     """A folder of skills."""
 
-    graph_path: GraphPath = DEFAULT
+    graph_path: Path = DEFAULT
     """the folder of the run"""
 
 
@@ -48,11 +45,11 @@ class StatusOptions(Folder):
     """print what scheduler_state.json holds"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NamedOptions(Folder):
     """Choose one skill of a folder."""
 
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SKILL")] = tyro.MISSING
+    name: Annotated[str, Positional("SKILL")]
     """the skill, by its name or as it is named in folders"""
 
 
@@ -88,7 +85,7 @@ class StopOptions(Folder):
 class LogsOptions(NamedOptions):
     """Print the output of a skill's latest training."""
 
-    follow: Annotated[bool, tyro.conf.arg(aliases=["-f"])] = False
+    follow: bool = False
     """go on until the training ends"""
 
 
@@ -104,45 +101,45 @@ class EvalOptions(Folder):
     """play the plan of this skill instead"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HistoryOptions(Folder):
     """List every version of an expert."""
 
-    expert: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERT")] = tyro.MISSING
+    expert: Annotated[str, Positional("EXPERT")]
     """number of the expert, or the name of its skill"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RollbackOptions(HistoryOptions):
     """Make an older version the head of an expert again."""
 
-    version: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="VERSION")] = tyro.MISSING
+    version: Annotated[int, Positional("VERSION")]
     """number of the version, as `history` shows it"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DiffOptions(HistoryOptions):
     """Compare two versions of an expert: what they were trained for, how they scored, how far their weights differ."""
 
-    old: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="VERSION")] = tyro.MISSING
+    old: Annotated[int, Positional("VERSION")]
     """number of the one version, as `history` shows it"""
-    new: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="VERSION")] = tyro.MISSING
+    new: Annotated[int, Positional("VERSION")]
     """number of the other"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExportOptions(Folder):
     """Copy the folders for people (skills, checkpoints, scheduler_state.json) to a place of their own."""
 
-    to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = tyro.MISSING
+    to: Annotated[Path, Positional("FOLDER")]
     """a folder that does not exist yet"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MigrateOptions(Folder):
     """Say why a folder of the original project is not imported."""
 
-    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = tyro.MISSING
+    source: Annotated[Path, Positional("FOLDER")]
     """a folder with skills/ and checkpoints/ in it"""
 
 
@@ -196,7 +193,7 @@ def status(options: StatusOptions, store: Store) -> None:
     if options.json:
         from shoal.skills.learning.scheduler import scheduler_state
 
-        print(json.dumps(finite(scheduler_state(store, 0)), indent=2), file=for_programs())
+        print(json.dumps(finite(scheduler_state(store, 0)), indent=2), file=json_stream())
         return
     wide_console().print(table(store.skills(), store))
     if not is_held(options.graph_path) and store.skills("waiting", "running", "merging"):

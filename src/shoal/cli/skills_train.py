@@ -11,14 +11,14 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import tyro
+from cyclopts import Parameter
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings
+from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings, tracking
 from shoal.cli.output import harmless, program
-from shoal.cli.skills import DEFAULT, GraphPath, resume_command, table
+from shoal.cli.skills import DEFAULT, resume_command, table
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
@@ -38,7 +38,7 @@ UNSEEN = 12345  # seed of the worlds of the final evaluation
 class TrainOptions:
     """Train skills bottom-up, several at a time; a skill starts when those it needs are completed."""
 
-    graph_path: GraphPath = DEFAULT
+    graph_path: Path = DEFAULT
     """folder of the run: state, experts, pictures, summary.json"""
     env_name: str = "crafting"
     """crafting, craftax-classic, craftax (both need the extra "craftax"), or module:Class of your own"""
@@ -88,14 +88,18 @@ class TrainOptions:
     """print one JSON line per durable moment instead of a table"""
     json: bool = False
     """print the summary as JSON at the end instead of a table"""
+    tracker: Literal["none", "wandb"] | None = None
+    """Where finished skills are logged besides the run folder (default: none)."""
+    wandb: str | None = None
+    """Log finished skills to this Weights & Biases project (needs the package wandb)."""
     use_wandb: bool = False
-    """also log finished skills to Weights & Biases"""
+    """The same as --wandb shoal-skills."""
     gpu_ids: str | None = None
     """sets CUDA_VISIBLE_DEVICES of the trainings"""
     conda_env: str | None = None
     """accepted for older scripts and ignored: trainings run in this Python"""
-    config: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
-    said: tyro.conf.Suppress[tyro.conf.Fixed[tuple[str, ...]]] = ()
+    config: TrainingConfig = field(default_factory=TrainingConfig)
+    said: Annotated[tuple[str, ...], Parameter(parse=False)] = ()
     """the words of the call"""
 
 
@@ -147,9 +151,8 @@ examples:
   shoal skills train --launcher tmux --skills mine.yaml --run-dir runs/mine
 """
 WANTED = (
-    "--graph-path", "--env-name", "--max-nodes", "--max-parallel-skills", "--target-skill", "--skills",
-    "--total-timesteps", "--max-retries", "--seed", "--launcher", "--merge", "--llm-name", "--llm-url",
-    "--evaluation-worlds", "--resume", "--dry-run", "--json-events", "--json",
+    "--out", "--env-name", "--skills", "--max-nodes", "--max-parallel-skills", "--total-timesteps", "--seed",
+    "--resume", "--dry-run", "--json",
 )  # fmt: skip
 
 
@@ -347,13 +350,14 @@ def _write_config(options: TrainOptions) -> None:
 
 
 def _wandb(options: TrainOptions) -> Any:
-    if not options.use_wandb:
+    _, project = tracking(options.tracker, options.wandb or ("shoal-skills" if options.use_wandb else None))
+    if project is None:
         return None
     try:
         import wandb
     except ImportError as error:
-        raise ConfigError("--use-wandb needs the package wandb: pip install wandb") from error
-    return wandb.init(project="shoal-skills", config=asdict(options))
+        raise ConfigError("--wandb needs the package wandb: pip install wandb") from error
+    return wandb.init(project=project, config=asdict(options))
 
 
 class _Show:

@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
-from shoal.cli.command import Command
+from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import counted, print_json, refuse_idle
 from shoal.cli.output import harmless
 from shoal.core.errors import ConfigError, DataError
@@ -29,7 +27,7 @@ class SplitOptions:
     The batch is OUT/batch (safetensors and JSON); read it with shoal.splitting.Batch.load.
     """
 
-    root: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="ROOT")]
+    root: Annotated[Path, Positional("ROOT")]
     """where the recordings are"""
     splitter: Literal["stepwise", "window", "last-n"] = "stepwise"
     """one sample per turn, per window of turns, or the last turns of each trajectory"""
@@ -48,7 +46,7 @@ class SplitOptions:
     """trajectories at a time; -1: one per core"""
     backend: Literal["thread", "process", "ray"] = "thread"
     """where they are split, when there is more than one at a time"""
-    out: Annotated[Path, tyro.conf.arg(aliases=["--run-dir"])] = Path("runs/split")
+    out: Path = Path("runs/split")
     """the run folder: batch/, summary.json and the page"""
     shard_size: int = 0
     """split so many recordings at a time, each lot a batch of its own in OUT/shards; 0: one batch of all"""
@@ -99,9 +97,8 @@ examples:
   shoal split runs/demo --rewards rewards.csv --html       a run of shoal's own; look at runs/split/sample.html
 """
 WANTED = (
-    "--splitter", "--reader", "--processor", "--rewards", "--ids", "--num-cpus", "--backend", "--out",
-    "--window-size", "--stride-size", "--max-prompt-length", "--max-response-length", "--truncation",
-    "--on-error", "--html", "--json",
+    "--splitter", "--reader", "--processor", "--rewards", "--num-cpus", "--out", "--window-size", "--on-error",
+    "--html", "--json",
 )  # fmt: skip
 
 

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from shoal.cli.command import Command, Flag
+from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import refuse_idle
 from shoal.cli.runs import PARTS, folders, is_run
 from shoal.core.errors import DataError
@@ -27,11 +25,11 @@ class ViewOptions:
     its whole address, and only reads. It follows runs that are going on.
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = (Path("runs"),)
+    runs: Annotated[tuple[Path, ...], Positional("RUN")] = (Path("runs"),)
     """run folders, or folders that hold them"""
     port: int = 0
     """on which to answer; 0 takes a free one"""
-    open: Flag = False
+    open: bool = False
     """also open the page in the browser"""
     export: Path | None = None
     """write one static file instead, which needs no server and no network"""

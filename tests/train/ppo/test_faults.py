@@ -36,7 +36,7 @@ from shoal.train.ppo.trainer import PPOTrainer
 REPO = Path(__file__).resolve().parents[3]
 SMALL = [
     "--preset", "none", "--n-envs", "2", "--n-steps", "32", "--batch-size", "32", "--backend", "serial",
-    "--tensorboard", "False", "--eval-episodes", "1", "--eval-every", "0", "--log-every", "1",
+    "--no-tensorboard", "--eval-episodes", "1", "--eval-every", "0", "--log-every", "1",
 ]  # fmt: skip
 SETTINGS = {
     "preset": "none",
@@ -535,7 +535,7 @@ def test_a_block_tells_of_all_episodes_since_the_last_one_and_of_losses_however_
     assert "no episode has ended" in _block(row, run, Since())
 
 
-@pytest.mark.parametrize("events", [[], pytest.param(["--json-events", "True"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("events", [[], pytest.param(["--json-events"], marks=pytest.mark.slow)])
 def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, events):
     command = [sys.executable, "-m", "shoal", "train-ppo", *SMALL, "--total-timesteps", "640", *events,
                "--run-dir", str(tmp_path / "run"), "--checkpoint-every", "64"]  # fmt: skip
@@ -559,7 +559,7 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, events):
 def test_runs_killed_thirty_times_end_as_undisturbed_ones(tmp_path, more):
     """By kill -9 or Ctrl-C, at moments drawn from the time that a run takes to start and make some checkpoints."""
     steps = "96000" if more else "400000"
-    common = [*SMALL, "--total-timesteps", steps, "--normalize-obs", "True", "--normalize-reward", "True",
+    common = [*SMALL, "--total-timesteps", steps, "--normalize-obs", "--normalize-reward",
               "--checkpoint-every", "640", *more]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
     chance, kills, ended = np.random.default_rng(0), 0, 0

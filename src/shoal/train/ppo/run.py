@@ -12,10 +12,9 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tyro
 
 from shoal.core.configuration import as_yaml
 from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError, needs_extra
@@ -34,7 +33,9 @@ from shoal.train.ppo.checkpoint import (
     save_checkpoint,
 )
 from shoal.train.ppo.config import BUILT_IN, PPOConfig, read_config
-from shoal.train.ppo.ppo import PPO, Metrics
+
+if TYPE_CHECKING:
+    from shoal.train.ppo.ppo import PPO, Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ class RunOptions:
 
     env: str = "CartPole-v1"
     """A Gymnasium id, module:Id-v0, or module:Class or module:function of your own environment."""
-    env_kwargs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = ()
-    """Arguments of the environment; values are JSON or plain text."""
-    wrapper: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="MODULE:NAME")] = ()
+    env_kwargs: tuple[str, ...] = ()
+    """Arguments of the environment as key=value; values are JSON or plain text."""
+    wrapper: tuple[str, ...] = ()
     """Put this around the environment; may be given several times, the first is innermost."""
     atari: bool = False
     """Show a game of ale_py as the literature does: grey, 84 x 84, four frames an action."""
@@ -339,6 +340,8 @@ class PPORun:
         self._open_things.close()
 
     def _make(self) -> PPO:
+        from shoal.train.ppo.ppo import PPO
+
         options = self.options
         self._resumed: dict[str, Any] = {}
         """What the checkpoint says of the training, of a run that goes on."""
