@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # `make bench-… QUICK=1`: a first look within two minutes, which changes no file of results.
 HASTE := $(if $(QUICK),--quick)
 
-.PHONY: help setup demo demo-llm test test-slow test-portable test-browser test-gpu check docs settings package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
+.PHONY: help setup demo demo-llm test test-slow test-portable test-browser test-gpu check docs settings package wheel-test format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
 
 help:             ## this list (every bench-… takes QUICK=1: its table within two minutes, nothing is saved)
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -63,6 +63,9 @@ settings: setup   ## docs/settings.md anew, after a change to a setting, its def
 package:          ## the wheel and the sdist, into dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 	$(BIN)/python -c "import setuptools.build_meta as b; b.build_sdist('dist')"
+
+wheel-test:       ## the wheel in a clean environment of each Python 3.11 to 3.14 that is installed: two short trainings, minutes
+	.ci/wheel-test
 
 format: setup     ## apply formatting and safe fixes
 	$(BIN)/ruff format .
