@@ -52,7 +52,8 @@ check: setup      ## formatting, lint, types, import arrows
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-docs:             ## the site of the documents, into build/site
+docs: setup       ## the site of the documents, into build/site
+	PYTHONPATH=src $(BIN)/python docs/make_reference.py
 	test -d .venv-docs || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
@@ -116,10 +117,9 @@ bench-vector: rivals  ## vector environments beside Gymnasium, Stable-Baselines3
 	$(RIVALS)/bin/python benchmarks/vector.py $(HASTE)
 	$(RIVALS)/bin/python benchmarks/vector.py $(HASTE) --busy-core
 	PYTHONPATH=src $(RIVALS)/bin/python benchmarks/faults.py $(HASTE)
-	$(if $(QUICK),,$(BIN)/python benchmarks/vector_tables.py)
+	$(if $(QUICK),,$(BIN)/python benchmarks/tables.py vector)
 bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier
 	$(BIN)/python benchmarks/rollout.py $(HASTE)
-	$(if $(QUICK),,$(BIN)/python benchmarks/rollout_tables.py)
 
 bench-llm: setup  ## tokens a second of SmolLM2 on shipped configs, beside a plain loop of transformers
 	$(BIN)/shoal model get smollm2
@@ -152,7 +152,7 @@ bench-viewer: setup  ## a run of 100,000 episodes: its index, first paints in Ch
 bench-learning: setup  ## three seeds of every config that learns, about three CPU hours
 	$(if $(QUICK),,$(BIN)/shoal model get smollm2)
 	$(BIN)/python benchmarks/learning.py $(HASTE)
-	$(if $(QUICK),,$(BIN)/python benchmarks/learning_tables.py)
+	$(if $(QUICK),,$(BIN)/python benchmarks/tables.py learning)
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-* build src/*.egg-info
