@@ -28,7 +28,7 @@ from shoal.vector.vector_env import VectorPool
 
 C = TypeVar("C")
 STEP_TIMEOUT = 60.0
-"""Seconds, where nobody says otherwise."""
+"""Default, in seconds."""
 
 
 class _Facts(NamedTuple):
@@ -66,7 +66,7 @@ class EnvTag:
         from_mapping(PromptConfig, self.prompt, "prompt.")
 
     def facts(self) -> _Facts:
-        """What an env of this kind tells of itself; the first to ask makes one, and closes it."""
+        """Spaces, words and limits of this kind of env; the first call makes one and closes it."""
         known: _Facts | None = self.__dict__.get("_facts")
         if known is not None:
             return known
@@ -217,7 +217,7 @@ def host_of(config: Any) -> VectorConfig:
 
 
 def make_pool(env_fns: Sequence[Callable[[], Any]], vector: VectorConfig) -> VectorPool:
-    """Envs for episodes; one that fails, hangs or ends its process is replaced, and costs its episode."""
+    """Envs for episodes; one that fails, hangs or ends its process is replaced, and its episode is lost."""
     n_workers = vector.num_workers
     if n_workers is None and vector.backend in ("auto", "process"):
         n_workers = min(available_cpus(), len(env_fns))  # not one for each env, as with a limit of its own
@@ -232,14 +232,14 @@ def make_pool(env_fns: Sequence[Callable[[], Any]], vector: VectorConfig) -> Vec
         max_restarts=1000,
         check_nan=False,  # an episode looks at its rewards itself
     )
-    pool.warns = False  # whoever plays the episodes tells of them
+    pool.warns = False  # the player of the episodes reports them
     return pool
 
 
 def make_roles(
     custom_envs: Mapping[str, EnvTag], tags: Sequence[str], max_turn: int | None = None
 ) -> dict[str, Role]:
-    """What an agent knows of each tag; turns are limited by the least of `max_turn`, tag and env."""
+    """The role of each tag; turns are limited by the smallest of `max_turn`, tag and env."""
     roles = {}
     for tag in dict.fromkeys(tags):
         kind = custom_envs[tag]
@@ -315,7 +315,7 @@ def _fits(tag: str, kind: EnvTag, prompt: PromptConfig) -> None:
 
 
 def _try(tag: str, kind: EnvTag, seconds: float | None) -> None:
-    """Make an env of a kind and close it; a constructor that takes too long is left behind in its thread."""
+    """Make an env of a kind and close it; a constructor that takes too long is abandoned in its thread."""
     if seconds is None:
         _facts_of(tag, kind)
         return

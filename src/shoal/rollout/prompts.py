@@ -1,4 +1,4 @@
-"""Prompts: what the agent is told each turn, built from templates that are data.
+"""Prompts: the text of each turn, built from templates.
 
 Two modes. `window`: every turn is a fresh chat that shows the last `history` turns, so each turn is a training
 sample of its own. `append`: the chat grows, each prompt extends the tokens before it, and an episode is one
@@ -79,7 +79,7 @@ class PromptConfig:
 
 @dataclass(frozen=True, slots=True)
 class PastTurn:
-    """What a prompt may say of a turn that is over."""
+    """The fields of a past turn."""
 
     observation: str
     response: str
@@ -89,7 +89,7 @@ class PastTurn:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a prompt is made from."""
+    """The fields of a prompt."""
 
     instructions: str
     observation: str
@@ -111,7 +111,7 @@ class Prompter:
         self._drift_checks = 0 if config.on_drift == "ignore" else _DRIFT_CHECKS
 
     def variant(self, settings: Mapping[str, Any]) -> Prompter:
-        """The same with some settings of its config replaced: what one kind of env has of its own."""
+        """A copy with some settings replaced, for one kind of env."""
         if not settings:
             return self
         key = repr(sorted(settings.items()))
