@@ -40,9 +40,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from shoal.core.seeding import stream, stream_key  # noqa: E402
+from shoal.core.seeding import stream  # noqa: E402
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine  # noqa: E402
-from shoal.rollout.samplers.noise import TINY, uniforms  # noqa: E402
+from shoal.rollout.samplers.noise import Noise, gumbel, key_words, words  # noqa: E402
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
 from shoal.train.agent.batch import Sample  # noqa: E402
 from shoal.train.agent.config import AgentProxy, Algorithm, compose_config  # noqa: E402
@@ -151,7 +151,9 @@ class Bench:
     def engine(self, shape: Shape, batch: int) -> HuggingFaceEngine:
         """A network as it is on disk, on the device."""
         folder = self.exact_model if shape is self.exact else self.fast_model
-        return HuggingFaceEngine.load(folder, device=self.device, dtype=shape.dtype, max_batch=batch)
+        return HuggingFaceEngine.load(
+            folder, device=self.device, dtype=shape.dtype, max_batch=batch, cache_tokens=2 * batch * 512
+        )
 
     def learner(self, engine: HuggingFaceEngine, batch: int) -> Learner:
         """A trainer of all weights of a network."""
@@ -196,18 +198,19 @@ class Bench:
 
 # --- what must be so
 def noise(bench: Bench) -> None:
-    """The words of the noise are NumPy's; its two logarithms are so many units of the last place apart."""
-    key, size = stream_key(1, "noise"), 10_001
-    here = uniforms([key], [3], size, "cpu")[0].numpy()
-    there = uniforms([key], [3], size, bench.device)[0].cpu().numpy()
-    assert np.array_equal(there, here), "the words of the noise differ on the device"
-    assert np.array_equal(stream(1, "noise").random((4, size))[3], here), "the words are not NumPy's"
-    inner = np.log(np.maximum(here, TINY))
-    gaps = []
-    for values, expected in ((np.maximum(here, TINY), inner), (-inner, np.log(-inner))):
-        found = torch.from_numpy(values).to(bench.device).log().cpu().numpy()
-        gaps.append((np.abs(found - expected) / np.spacing(np.abs(expected))).max())
-    add("noise", "words equal; a logarithm apart", [float(max(gaps))], "ulp")
+    """The words of the noise are those of a CPU; its two logarithms are so many units of the last place apart."""
+    key, token, size = Key(1, (2, 3)), 3, 10_001
+    keys = torch.from_numpy(key_words(key).astype(np.int64))[None]
+    there = keys.to(bench.device), torch.tensor([token], device=bench.device), size
+    assert torch.equal(words(*there).cpu(), words(keys, torch.tensor([token]), size)), "the words differ"
+    here = Noise(key).rows(token + 1, size)[token]
+    gap = np.abs(gumbel(*there)[0].cpu().numpy() - here) / np.spacing(np.maximum(np.abs(here), 1e-3))
+    add("noise", "words equal; noise apart", [float(gap.max())], "ulp")
+    n = bench.counts[-1]
+    many, drawn = keys.to(bench.device).expand(n, -1), torch.zeros(n, dtype=torch.int64, device=bench.device)
+    gumbel(many, drawn, bench.fast.vocabulary)
+    took, _ = bench.seconds(lambda: gumbel(many, drawn, bench.fast.vocabulary))
+    add("noise", f"of {n} tokens, vocabulary {bench.fast.vocabulary}", [1000 * took], "ms")
 
 
 def alone(bench: Bench) -> None:
@@ -424,21 +427,61 @@ def updates_of(bench: Bench, shape: Shape) -> None:
         add("update: memory", f"{shape.name}, {shape.dtype}", [most], "GiB")
 
 
+def vllm(bench: Bench) -> None:
+    """Tokens a second of vLLM, how far its log-probabilities are from those of the update, how long weights take."""
+    if importlib.util.find_spec("vllm") is None:
+        print("vLLM is left out: it is not installed", flush=True)
+        return
+    from shoal.rollout.samplers.vllm import VllmEngine
+
+    n, shape = bench.counts[0], bench.fast
+    asked = bench.requests(bench.engine(shape, n), n, bench.answer)
+    options = {"gpu_memory_utilization": 0.4} if bench.device.startswith("cuda") else {}
+    length = bench.prompt + bench.answer
+    with VllmEngine(bench.fast_model, dtype=shape.dtype, max_model_len=length, **options) as there:
+        there.generate(asked[:1])
+        took, answers = bench.seconds(lambda: there.generate(asked))
+        add(
+            "vLLM", f"{n} at once, {shape.dtype}", [sum(len(a.token_ids) for a in answers) / took], "tokens/s"
+        )
+        learner = bench.learner(bench.engine(shape, n), n)
+        row = update(learner, samples_of(asked, answers), 0)
+        add("log-probs, greatest gap", f"vLLM to update, {shape.dtype}", [row["logprob_gap_max"]], "nats")
+        module = learner.policy.module
+        weights = {name: value.cpu() for name, value in module.state_dict(keep_vars=True).items()}
+        took, _ = bench.seconds(lambda: there.load_weights(weights, 1))
+        add("vLLM", "takes over all weights", [took], "s")
+
+
 def pong(bench: Bench) -> None:
-    """Steps a second of `shoal train-ppo` on Pong, from its first update on, for a fixed time."""
+    """Steps a second of Pong's convolutional network, shoal and Stable-Baselines3 in turns where it is installed."""
     if importlib.util.find_spec("ale_py") is None:
         print("Pong is left out: ale_py is not installed", flush=True)
         return
-    folder = bench.scratch / "pong"
-    command = [
-        sys.executable, "-m", "shoal", "train-ppo", "--env", "ale_py:ALE/Pong-v5", "--device", bench.device,
-        "--run-dir", str(folder), "--total-timesteps", "100000000", "--tensorboard", "False", "--log-every", "1",
-    ]  # fmt: skip
-    if bench.options.small:
-        command += ["--n-envs", "2", "--n-steps", "16", "--batch-size", "16"]
+    small = "--n-envs 2 --n-steps 16 --batch-size 16" if bench.options.small else ""
+    settings = (
+        f"--env ale_py:ALE/Pong-v5 --device {bench.device} --log-every 1 --total-timesteps 100000000 {small}"
+    )
+    shoal = ["-m", "shoal", "train-ppo", *settings.split(), "--run-dir"]
+    peer = [str(REPO / "benchmarks" / "ppo_pong.py"), "train", "--device", bench.device, "--out"]
+    subjects = {"shoal": shoal}
+    if not bench.options.small and importlib.util.find_spec("stable_baselines3") is not None:
+        subjects["Stable-Baselines3"] = peer
+    for subject, command in subjects.items():
+        folder = bench.scratch / f"pong-{subject}"
+        add(
+            "Pong",
+            f"{subject} on {bench.device}",
+            [pong_rate(bench, [*command, str(folder)], folder)],
+            "steps/s",
+        )
+
+
+def pong_rate(bench: Bench, command: list[str], folder: Path) -> float:
+    """Steps a second from the first update on, for a fixed time."""
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment)
+        process = subprocess.Popen([sys.executable, *command], stdout=said, stderr=said, env=environment)
         try:
             first: dict[str, Any] | None = None
             while True:
@@ -450,12 +493,12 @@ def pong(bench: Bench) -> None:
                     break
                 if process.poll() is not None:
                     said.seek(0)
-                    raise RuntimeError(f"train-ppo ended: {said.read().strip()[-300:]}")
+                    raise RuntimeError(f"{command[0]} ended: {said.read().strip()[-300:]}")
         finally:
             process.kill()
             process.wait()
     steps, seconds = (found[-1][name] - first[name] for name in ("steps", "seconds"))
-    add("Pong, train-ppo", f"{seconds:.0f} s on {bench.device}", [steps / seconds], "steps/s")
+    return float(steps / seconds)
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
@@ -473,6 +516,7 @@ PARTS: dict[str, Callable[[Bench], None]] = {
     "generation": generation,
     "update": updates,
     "the same tokens alone": alone,
+    "vLLM": vllm,
     "Pong": pong,
 }
 

@@ -30,8 +30,8 @@ FRAMES = 4
 """Of the game in a step."""
 
 
-def train(out: Path, total: int, seed: int) -> None:
-    """A row of `metrics.jsonl` every ten updates, with the names of shoal's."""
+def train(out: Path, total: int, seed: int, device: str = "cpu") -> None:
+    """A row of `metrics.jsonl` for each rollout, with the names of shoal's."""
     import ale_py
     import gymnasium
     import stable_baselines3
@@ -40,6 +40,7 @@ def train(out: Path, total: int, seed: int) -> None:
     from stable_baselines3.common.env_util import make_atari_env
     from stable_baselines3.common.vec_env import VecFrameStack
 
+    began = time.perf_counter()
     torch.set_num_threads(1)
     gymnasium.register_envs(ale_py)
     preset = PRESETS[ENV]
@@ -49,7 +50,7 @@ def train(out: Path, total: int, seed: int) -> None:
     )
     rate, clip = settings["learning_rate"], settings["clip_range"]
     model = stable_baselines3.PPO(
-        "CnnPolicy", envs, device="cpu", seed=seed, n_steps=settings["n_steps"], batch_size=settings["batch_size"],
+        "CnnPolicy", envs, device=device, seed=seed, n_steps=settings["n_steps"], batch_size=settings["batch_size"],
         n_epochs=settings["n_epochs"], ent_coef=settings["ent_coef"],
         learning_rate=lambda left: left * rate, clip_range=lambda left: left * clip,
     )  # fmt: skip
@@ -60,11 +61,11 @@ def train(out: Path, total: int, seed: int) -> None:
 
         def _on_rollout_start(self) -> None:
             returns = [episode["r"] for episode in self.model.ep_info_buffer]
-            if returns and self.num_timesteps % (10 * preset.n_envs * settings["n_steps"]) == 0:
-                note(self.num_timesteps, float(np.mean(returns)))
+            note(self.num_timesteps, float(np.mean(returns)) if returns else None)
 
-    def note(steps: int, reward: float) -> None:
-        row = {"steps": steps, "reward_mean": reward, "cpu_seconds": time.process_time()}
+    def note(steps: int, reward: float | None) -> None:
+        row = {"steps": steps, "reward_mean": reward, "seconds": time.perf_counter() - began}
+        row["cpu_seconds"] = time.process_time()
         with (out / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(row, flush=True)
@@ -114,13 +115,14 @@ def main() -> None:
     one.add_argument("--out", type=Path, required=True)
     one.add_argument("--total-timesteps", type=int, default=PRESETS[ENV].total_timesteps)
     one.add_argument("--seed", type=int, default=1)
+    one.add_argument("--device", default="cpu")
     both = commands.add_parser("draw", help="the two curves")
     both.add_argument("shoal", type=Path)
     both.add_argument("peer", type=Path)
     both.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if options.command == "train":
-        train(options.out, options.total_timesteps, options.seed)
+        train(options.out, options.total_timesteps, options.seed, options.device)
     else:
         draw(options.shoal, options.peer, options.out)
 

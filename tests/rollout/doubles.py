@@ -469,6 +469,7 @@ def llama_engine(tokenizer=None, context=200, **settings):
         num_key_value_heads=2,
         max_position_embeddings=context,
         tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
     )
     with torch.random.fork_rng():
         torch.manual_seed(1)

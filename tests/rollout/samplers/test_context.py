@@ -10,7 +10,8 @@ from tests.rollout.doubles import llama_engine as make_engine
 from shoal import envs
 from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Completion, Key, Noise, Request, Sampling, room_left
+from shoal.rollout.samplers.noise import Noise
+from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling, room_left
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.testing import check_engine
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.rollout.doubles import byte_tokenizer
 from tests.rollout.doubles import llama_engine as make_engine
 from tests.rollout.doubles import llama_requests as requests
 
-from shoal.core.seeding import stream, stream_key
-from shoal.rollout.samplers.noise import uniforms
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.noise import key_words, words
+from shoal.rollout.samplers.sampler import Key
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
 
@@ -28,7 +30,7 @@ def bench(out, *more):
 @pytest.mark.slow
 def test_the_script_of_the_gpu_benchmark_runs_and_what_it_checks_holds_on_a_cpu(tmp_path):
     found = bench(tmp_path / "out.json", "--device", "cpu", "--small")
-    assert found["noise", "words equal; a logarithm apart"] <= 2
+    assert found["noise", "words equal; noise apart"] <= 8
     assert found["the same tokens alone", "in a batch of 8, float32"] == 1
     for case in ("same update twice", "same run twice", "resumed = not interrupted"):
         assert found[case, "metrics are equal"] == found[case, "weights are equal"] == 1, case
@@ -51,19 +53,19 @@ def test_the_gpu_benchmark_names_what_its_budget_left_out(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    left = (
-        "noise, same update twice, resumed = not interrupted, generation, update, the same tokens alone, Pong"
-    )
+    left = "noise, same update twice, resumed = not interrupted, generation, update, the same tokens alone, vLLM, Pong"
     assert f"the budget of 0 s is used up; not done: {left}" in done.stdout
     assert json.loads((tmp_path / "out.json").read_text())["settings"]["not done"] == left.split(", ")
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cache_tokens", [0, 2**16])
 @pytest.mark.parametrize("n", [8, 64, 256])
-def test_a_gpu_writes_what_a_cpu_writes_alone_and_in_any_batch(n):
-    here, there = make_engine(max_batch=n), make_engine(max_batch=n)
-    there.model.to("cuda")
-    there.picks_here = False
+def test_a_gpu_writes_what_a_cpu_writes_alone_and_in_any_batch(n, cache_tokens):
+    here = make_engine(max_batch=n)
+    model = make_engine().model.to("cuda")
+    there = HuggingFaceEngine(model, byte_tokenizer(), max_batch=n, cache_tokens=cache_tokens)
+    assert hasattr(there, "sample") == bool(cache_tokens)
     asked = requests(here, n)
     together = there.generate(asked)
     for request, a, b in zip(asked, here.generate(asked), together, strict=True):
@@ -74,13 +76,14 @@ def test_a_gpu_writes_what_a_cpu_writes_alone_and_in_any_batch(n):
 
 @pytest.mark.gpu
 def test_words_of_noise_are_the_same_on_a_gpu():
-    there = uniforms([stream_key(1, "noise")], [2], 49_152, "cuda")[0]
-    assert np.array_equal(there.cpu().numpy(), stream(1, "noise").random((3, 49_152))[2])
+    keys = torch.from_numpy(key_words(Key(1, (2,))).astype(np.int64))[None]
+    there = words(keys.cuda(), torch.tensor([2]).cuda(), 49_152)
+    assert torch.equal(there.cpu(), words(keys, torch.tensor([2]), 49_152))
 
 
 @pytest.mark.gpu
 def test_the_gpu_benchmark_runs_on_a_gpu(tmp_path):
     assert torch.cuda.is_available()
     found = bench(tmp_path / "out.json", "--device", "cuda", "--small")
-    assert found["noise", "words equal; a logarithm apart"] <= 2
+    assert found["noise", "words equal; noise apart"] <= 8
     assert found["resumed = not interrupted", "weights are equal"] == 1

@@ -13,15 +13,11 @@ from tests.rollout.doubles import llama_requests as requests
 from transformers import AutoModelForCausalLM, GPTNeoConfig, MptConfig, Qwen3NextConfig
 
 from shoal.core.errors import ConfigError, DataError, EngineError
-from shoal.rollout.samplers import huggingface
-from shoal.rollout.samplers.huggingface import (
-    MIN_SHARED,
-    HuggingFaceEngine,
-    Prefix,
-    PrefixStore,
-    shared_length,
-)
-from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
+from shoal.rollout.samplers import caches
+from shoal.rollout.samplers.caches import MIN_SHARED, Prefix, PrefixStore, shared_length
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.noise import Noise
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.policy import policy_of
 
@@ -302,7 +298,7 @@ def test_the_store_keeps_the_contexts_used_last_and_no_more_tokens_than_allowed(
 
 
 def test_the_store_keeps_the_scores_computed_last(monkeypatch):
-    monkeypatch.setattr(huggingface, "MOST_SCORES", 20)
+    monkeypatch.setattr(caches, "MOST_SCORES", 20)
     store = PrefixStore(100)
     store.remember([(1,), (2,)], torch.tensor([[1.0] * 5, [2.0] * 5]))
     store.remember([(1,), (3,)], torch.tensor([[3.0] * 5, [4.0] * 5]))

@@ -8,40 +8,72 @@ from hypothesis import strategies as st
 from msgspec import structs
 from test_huggingface import make_engine, requests
 
-from shoal.core.seeding import stream, stream_key
 from shoal.rollout.samplers import huggingface
-from shoal.rollout.samplers.huggingface import RoomyLayer, keep_rows, with_few_moves
-from shoal.rollout.samplers.noise import philox, picks, uniforms
-from shoal.rollout.samplers.sampler import Key, Noise, Sampling
+from shoal.rollout.samplers.caches import RoomyLayer, keep_rows, with_few_moves
+from shoal.rollout.samplers.noise import Noise, gumbel, key_words, words
+from shoal.rollout.samplers.sampler import Key, Sampling
 
 
-@pytest.mark.parametrize("vocabulary", [1, 4, 5, 258, 49_152])
-def test_words_of_a_device_are_those_of_numpys_generator_bit_for_bit(vocabulary):
-    """NumPy's Philox is the oracle: its integers, and its doubles in the order in which it gives them."""
-    names = [("a", 3), ("sampling", 0, 1, 2, 3)]
-    keys = [stream_key(7, *name) for name in names]
+def by_the_paper(counter, key):
+    """Philox 4x32-10 as Salmon et al. (2011) write it down, in Python's integers."""
+    (a, b, c, d), (k, m) = counter, key
+    for _ in range(10):
+        p, q = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (q >> 32) ^ b ^ k, q & 0xFFFFFFFF, (p >> 32) ^ d ^ m, p & 0xFFFFFFFF
+        k, m = (k + 0x9E3779B9) & 0xFFFFFFFF, (m + 0xBB67AE85) & 0xFFFFFFFF
+    return [a, b, c, d]
+
+
+def test_the_oracle_gives_the_known_answers_of_philox():
+    """Of the authors' own tests (Random123, kat_vectors)."""
+    assert by_the_paper((0, 0, 0, 0), (0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = 0xFFFFFFFF
+    assert by_the_paper((ones,) * 4, (ones,) * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+    assert by_the_paper(*pi) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 4, 5, 258, 1001])
+def test_noise_is_made_of_philox_words_in_memory_and_on_a_device(vocabulary):
+    keys = [Key(7, (3,)), Key(7, (0, 1, 2, 3))]
     tokens = [5, 2]
-    found = uniforms(keys, tokens, vocabulary)
-    for row, (name, token) in enumerate(zip(names, tokens, strict=True)):
-        expected = stream(7, *name).random((token + 1, vocabulary))[token]
-        assert np.array_equal(found[row].numpy(), expected)
-    bits = np.random.Philox(key=np.array(keys[0], dtype=np.uint64)).random_raw(40)
-    words = philox(
-        torch.arange(1, 11)[None], torch.tensor([list(keys[0])], dtype=torch.uint64).view(torch.int64)
-    )
-    assert np.array_equal(words.flatten().numpy().view(np.uint64), bits)
+    both = np.stack([key_words(key) for key in keys]).astype(np.int64)
+    device = torch.from_numpy(both), torch.tensor(tokens), vocabulary
+    for row, (key, token) in enumerate(zip(keys, tokens, strict=True)):
+        k, m, c, d = key_words(key).tolist()
+        blocks = [by_the_paper((block, token, c, d), (k, m)) for block in range(-(-vocabulary // 4))]
+        right = np.array(blocks).flatten()[:vocabulary]
+        assert words(*device)[row].tolist() == right.tolist()
+        noise = -np.log(-np.log((right + 0.5) / 2**32))
+        np.testing.assert_allclose(Noise(key).rows(token + 1, vocabulary)[token], noise, rtol=1e-12)
+        np.testing.assert_allclose(gumbel(*device)[row], noise, rtol=1e-12)
+
+
+def test_noise_is_that_of_gumbels_distribution():
+    """Its mean is Euler's constant and its variance a sixth of pi squared; 2 million draws, five standard errors."""
+    noise = Noise(Key(1, (2,))).rows(40, 50_000)
+    assert abs(noise.mean() - 0.5772156649) < 5 * 1.2825 / noise.size**0.5
+    assert abs(noise.var() - np.pi**2 / 6) < 5 * 3.5 / noise.size**0.5
+    assert len(np.unique(noise)) > 0.999 * noise.size
 
 
 def test_a_device_picks_what_arrays_pick():
     logprobs = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0)).mul(3).log_softmax(-1)
     keys = [Key(1, (0, group, 0, 0)) for group in range(6)]
+    device = torch.from_numpy(np.stack([key_words(key) for key in keys]).astype(np.int64))
     for token in range(4):
-        found = picks(logprobs, [Noise(key).key for key in keys], [token] * 6)
+        found = (logprobs + gumbel(device, torch.full([6], token), 1000)).argmax(1)
         plain = [
             (row + Noise(key).rows(token + 1, 1000)[token]).argmax()
             for row, key in zip(logprobs.numpy(), keys, strict=True)
         ]
         assert found.tolist() == plain
+
+
+def test_spoiled_weights_pick_what_is_no_number():
+    """So that the answer is refused; NumPy's argmax does the same."""
+    logprobs = np.array([-1.0, np.nan, -0.5], dtype=np.float32)
+    assert Noise(Key(1, (2,))).pick(logprobs) == 1
 
 
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.5, 3.0, 12.0]), st.integers(1, 400))

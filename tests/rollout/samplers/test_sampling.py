@@ -14,11 +14,11 @@ from tests.rollout.doubles import llama_engine as make_engine
 from shoal.core.errors import EngineError
 from shoal.rollout.samplers.batching import SharedLLMInferenceManager
 from shoal.rollout.samplers.http import RetryPolicy
+from shoal.rollout.samplers.noise import Noise
 from shoal.rollout.samplers.openai import DIALECTS, OpenAIEngine
 from shoal.rollout.samplers.sampler import (
     NO_NUMBERS,
     Key,
-    Noise,
     Request,
     Sampling,
     restricted,

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import DataError, EngineError
-from shoal.rollout.samplers.sampler import Key, Noise, Request, Sampling
+from shoal.rollout.samplers.noise import Noise
+from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.rollout.samplers.tiny import ROWS, TinyEngine, TinyShape
 from shoal.rollout.samplers.tokenizers import (
     ASSISTANT,

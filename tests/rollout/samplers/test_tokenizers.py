@@ -1,9 +1,15 @@
 """Prompts have the tokens that a chat has as a whole, with tokenizers that put a space before any text too."""
 
+import pickle
+
 import pytest
+from msgspec import structs
+from tests.rollout.doubles import byte_tokenizer, llama_engine, llama_requests
 from tests.splitting.test_templates import tokenizer_that_spaces
 
-from shoal.rollout.samplers.tokenizers import TemplateTokenizer
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.samplers.tokenizers import TemplateTokenizer, read_tokenizer
 
 KINDS = ["legacy", "always", "first", "bytes", "never"]
 HEADERS = ["'<say>' + m.role + '>\\n'", "m.role + '<say>'", "'<say>' + m.role + '> '"]
@@ -64,3 +70,25 @@ def test_a_control_token_in_a_message_is_text_behind_which_nothing_is_spaced_oth
     spaces = spelled(tokenizer, ids).replace("Ġ", "▁").count("▁")
     plain = TemplateTokenizer(tokenizer).start([{"role": "user", "content": "go on"}])
     assert spaces == spelled(tokenizer, plain).replace("Ġ", "▁").count("▁") - 1
+
+
+def test_every_end_that_a_model_declares_ends_an_answer(tmp_path):
+    """As Qwen3, Gemma 3 and Phi do, whose `generation_config.json` lists several."""
+    engine = llama_engine()
+    engine.model.generation_config.eos_token_id = [1, 70, 71]
+    engine.model.save_pretrained(tmp_path)
+    engine.tokenizer.tokenizer.save_pretrained(tmp_path)
+    assert set(TemplateTokenizer(read_tokenizer(tmp_path)).end_ids) == {
+        1,
+        70,
+        71,
+    }  # as servers and vLLM get it
+    declared = HuggingFaceEngine(engine.model, byte_tokenizer())  # its tokenizer knows no folder
+    assert set(declared.tokenizer.end_ids) == {1, 70, 71}
+    assert set(pickle.loads(pickle.dumps(declared.tokenizer)).end_ids) == {1, 70, 71}
+    asked = [structs.replace(r, sampling=Sampling(150, 1.0)) for r in llama_requests(engine, 30)]
+    for loaded in (HuggingFaceEngine.load(tmp_path), declared):
+        for answer in loaded.generate(asked):
+            at = [place for place, token in enumerate(answer.token_ids) if token in (1, 70, 71)]
+            assert at == ([len(answer.token_ids) - 1] if answer.finish == "stop" else [])
+        assert {answer.token_ids[-1] for answer in loaded.generate(asked)} >= {70, 71}

@@ -12,6 +12,7 @@ from tests.train.agent.test_update import random_samples
 from transformers import AutoModelForCausalLM
 
 from shoal.cli.main import main
+from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.registry import SAMPLERS
@@ -50,7 +51,9 @@ def base(tmp_path_factory):
 
 
 def run(base, folder, *overrides):
-    config = compose_config("base", [*SETTINGS, f"engine.model={base}", f"run_dir={folder}", *overrides])
+    config = compose_config(
+        "base", [*SETTINGS, "seed=2", f"engine.model={base}", f"run_dir={folder}", *overrides]
+    )
     with AgentTrainer(config) as trainer:
         before = {n: p.clone() for n, p in trainer.policy.module.named_parameters() if not p.requires_grad}
         rows = list(trainer.train())
@@ -66,6 +69,8 @@ def test_adapters_alone_are_trained_resumed_and_exported(base, tmp_path, capsys)
     rows, whole = run(base, tmp_path / "whole", "trainer.iterations=3")
     assert rows[1]["kl_to_reference"] == pytest.approx(0, abs=1e-2)
     assert rows[-1]["gradient_steps"] >= 1
+    # nothing drops out where log-probabilities are compared
+    assert max(row.get("logprob_gap_max", 0.0) for row in rows) < 1e-4
     half = run(base, tmp_path / "half", "trainer.iterations=2")[1]
     assert half != whole
     assert run(base, tmp_path / "half", "trainer.iterations=3", "resume=true")[1] == whole
@@ -270,3 +275,27 @@ def test_the_base_of_a_given_policy_with_adapters_is_what_the_penalty_holds_on_t
     policy = add_lora(policy_of(sampler), Lora(2), str(base), 0)
     with AgentTrainer(config, policy=policy, sampler=sampler) as trainer:
         assert isinstance(trainer._learner.reference, BasePolicy)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        [],
+        pytest.param(
+            ["engine.name=ray", "engine.replicas.engine=huggingface", "engine.replicas.count=2"],
+            marks=[pytest.mark.slow, pytest.mark.ray],
+        ),
+    ],
+)
+def test_after_each_update_the_sampler_has_the_adapters_of_the_trainer(base, tmp_path, engine):
+    """Else it plays the first policy for ever, and that looks like stale samples."""
+    more = ["model.lora.rank=8", "trainer.iterations=3", "model.lora.dropout=0.0", *engine]
+    rows = run(base, tmp_path / "run", *more)[0][1:]
+    assert sum(row["gradient_steps"] for row in rows[:2]) >= 1
+    assert max(row["logprob_gap_max"] for row in rows if row["gradient_steps"]) < 1e-4
+    versions = {}
+    for file in sorted((tmp_path / "run" / "trajectories").glob("*.jsonl")):
+        for t in read_trajectories(file):
+            versions.setdefault((file.name, t.iteration), set()).update(c.weights_version for c in t.calls)
+    assert all(len(found) == 1 for found in versions.values())
+    assert len(set().union(*versions.values())) >= 3

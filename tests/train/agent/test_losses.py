@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.train.agent.config import Algorithm
+from shoal.train.agent.config import Algorithm, KLPenalty
 from shoal.train.agent.losses import (
     LOSSES,
     Tokens,
@@ -93,6 +93,26 @@ def test_k1_and_k3_estimate_the_true_kl(seed):
     true = float((p * (p.log() - q.log())).sum())
     for estimator in ("k1", "k3"):  # the expectation over p, exactly
         assert float((p * kl_penalty(p.log(), q.log(), estimator)).sum()) == pytest.approx(true, abs=1e-9)
+
+
+@given(st.integers(0, 50))
+def test_the_default_penalty_has_the_gradient_of_the_reverse_kl(seed):
+    """Of five logits, in expectation over the policy's own samples; k3 points elsewhere."""
+    rng = np.random.default_rng(seed)
+    logits, reference = torch.from_numpy(rng.normal(size=(2, 5)))
+    logits.requires_grad_()
+
+    def gradient(loss):
+        return torch.autograd.grad(loss, logits)[0]
+
+    logprobs, q = logits.log_softmax(0), reference.log_softmax(0)
+    true = gradient((logprobs.exp() * (logprobs - q)).sum())
+    found = {}
+    for estimator in ("k2", "k3"):
+        logprobs = logits.log_softmax(0)
+        found[estimator] = gradient((logprobs.exp().detach() * kl_penalty(logprobs, q, estimator)).sum())
+    torch.testing.assert_close(found[KLPenalty().estimator], true)
+    assert not torch.allclose(found["k3"], true, rtol=1e-3)
 
 
 def test_the_value_loss_takes_the_worse_of_the_free_and_the_clipped_error():

@@ -159,6 +159,8 @@ def test_the_groups_with_signal_are_those_whose_whole_episodes_earned_differentl
             "groups_with_signal": signal, "groups_shaping_only": shaping, "groups_trained": 2.0,
             "overlong_episodes": 1.0,
         }  # fmt: skip
+        # of all that were played, whether or not their groups teach anything
+        assert signal_metrics(played, [], config)["overlong_episodes"] == 1.0
     assert signal_metrics([], [], AgentConfig()) == {
         "groups_with_signal": 0.0, "groups_shaping_only": 0.0, "groups_trained": 0.0
     }  # fmt: skip

@@ -351,7 +351,7 @@ def bandit_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bandit") / "run"
     settings = [
         "warmup.steps=120",
-        "trainer.iterations=15",
+        "trainer.iterations=21",
         "trainer.eval_every=3",
         "trainer.keep_checkpoints=1",
         "es_manager.val.env_groups=32",
@@ -374,10 +374,10 @@ def test_the_best_checkpoint_outlives_the_newest_ones(bandit_folder):
     rows, _ = results(bandit_folder)
     held_out = {row["iteration"]: row["heldout_success"] for row in rows if "heldout_success" in row}
     first_best = min(i for i, success in held_out.items() if success == max(held_out.values()))
-    assert first_best < 15
+    assert first_best < 21
     best = verify_folder(bandit_folder / "checkpoints" / "best")
     assert read_json(best / "state.json")["iteration"] == first_best
-    assert [path.name for path in list_checkpoints(bandit_folder / "checkpoints")] == ["step-000015"]
+    assert [path.name for path in list_checkpoints(bandit_folder / "checkpoints")] == ["step-000021"]
 
 
 @pytest.mark.parametrize("name", config_names())

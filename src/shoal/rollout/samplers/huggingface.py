@@ -1,20 +1,19 @@
 """Any causal language model of `transformers` as a sampler in this process; what trains it may share its network.
 
-What is equal is computed once: prompts, what all prompts of a batch begin with, answers until they part. A context that
-was computed before, by whichever episode, goes on from its scores, and one that begins like another from its keys and
-values. Rows that have ended leave the batch, and the picks are keyed Gumbel noise over log-probabilities (level L1),
-made where the network is: a GPU sends tokens, not scores.
+What is equal is computed once: prompts, what all prompts of a batch begin with, and (on a CPU) answers until they part.
+A context that was computed before, by whichever episode, goes on from its scores, and one that begins like another
+from its keys and values. Tokens are picked by keyed Gumbel noise over log-probabilities (level L1), made where the
+network is: a GPU sends tokens, not scores. There `decoding` and `slots` write the answers, one CUDA graph a step.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import warnings
-from bisect import bisect_left
-from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ import numpy as np
 
 from shoal.core.errors import DataError, EngineError, needs_extra, reading
 from shoal.rollout.samplers.models import looks_back
-from shoal.rollout.samplers.noise import picks
 from shoal.rollout.samplers.sampler import (
     Completion,
+    Key,
     Level,
-    Noise,
     Request,
+    Sampling,
     refuse_strange,
     restricted,
     room_left,
@@ -39,18 +38,24 @@ with needs_extra("the Hugging Face sampler", "llm"):
     import torch
     from torch import Tensor, nn
     from transformers import AutoModelForCausalLM, DynamicCache
-    from transformers.cache_utils import DynamicLayer
 
-Context = tuple[int, ...]
-"""The tokens of a prompt and of its answer so far."""
-MIN_SHARED = 8
-"""Tokens below which starting from an entry saves nothing."""
-SPARE = 16
-"""Tokens that keys and values have room for before they are copied to a larger place."""
-MOST_SCORES = 2**26
-"""Numbers that are kept of what follows contexts: 256 MiB in float32."""
+    from shoal.rollout.samplers.caches import (
+        MIN_SHARED,
+        Context,
+        Prefix,
+        PrefixStore,
+        can_be_cropped,
+        fill_cache,
+        keep_rows,
+        shared_length,
+        take_row,
+        with_few_moves,
+    )
+    from shoal.rollout.samplers.decoding import Decoder
+    from shoal.rollout.samplers.noise import Noise, gumbel
+    from shoal.rollout.samplers.slots import Slots
 
-
+logger = logging.getLogger(__name__)
 ADAPTERS = {"shoal", "shoal-next"}
 """Names of what `load_adapter` puts on a model; there are two for a moment."""
 
@@ -64,6 +69,8 @@ class HuggingFaceEngine:
         max_batch: rows that are decoded at once.
         prefix_tokens: tokens whose keys and values are kept for contexts that begin with them; 0 for none, and then
             every prompt is computed.
+        cache_tokens: tokens of all answers under way, prompts included, for which a static cache has room; each
+            step is a CUDA graph then. 0 decodes without graphs.
         template_settings: passed to the chat template.
     """
 
@@ -76,14 +83,16 @@ class HuggingFaceEngine:
         *,
         max_batch: int = 32,
         prefix_tokens: int = 16_384,
+        cache_tokens: int = 0,
         **template_settings: Any,
     ) -> None:
         self.model: nn.Module = model.eval()
-        self.tokenizer = TemplateTokenizer(tokenizer, **template_settings)
+        self.tokenizer = TemplateTokenizer(tokenizer, model=model, **template_settings)
         self.max_batch = max_batch
         self.weights_version = 0
         self.prefixes = PrefixStore(prefix_tokens)
-        self.picks_here = next(self.model.parameters()).device.type != "cuda"
+        self.device: torch.device = next(self.model.parameters()).device
+        self.picks_here = self.device.type != "cuda"
         """Whether tokens are picked from arrays in memory, or on the device of the network."""
         # what is known of episodes is found, used and replaced by one call at a time
         self._alone = threading.Lock()
@@ -96,67 +105,103 @@ class HuggingFaceEngine:
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
         self._known: int | None = getattr(embedding, "num_embeddings", None)
         self.vocabulary = max(len(tokenizer), self._known or 0)
+        self._memory: tuple[int, ...] = ()
+        self._decoder: Decoder | None = None
+        if cache_tokens and self._decodes_in_slots(cache_tokens):
+            self._decoder = Decoder(self, Slots(self.model, max_batch, cache_tokens))
+            self.sample = self._decoder.sample
+            """Answers a request as soon as there is a slot for it."""
 
     @classmethod
     def load(
-        cls, folder: Path | str, *, device: str = "cpu", dtype: str = "float32", **options: Any
+        cls,
+        folder: Path | str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        cache_tokens: int = 0,
+        **options: Any,
     ) -> HuggingFaceEngine:
-        """The sampler of a model folder on disk, with `options` of the sampler; nothing is fetched or run."""
+        """The sampler of a model folder on disk, with `options` of the sampler; nothing is fetched or run.
+
+        Args:
+            folder: of the model.
+            device: where the network lives.
+            dtype: of its weights.
+            cache_tokens: see the class; used on CUDA devices only.
+            **options: of the sampler.
+        """
         folder = Path(folder)
         if not (folder / "config.json").is_file():
             raise DataError(f"{folder} is not a model folder: it has no config.json")
-        model = read_model(folder, dtype=dtype)
-        return cls(model.to(device), read_tokenizer(folder), **options)
+        model = read_model(folder, dtype=dtype).to(device)
+        slots = cache_tokens if model.device.type == "cuda" else 0
+        return cls(model, read_tokenizer(folder), cache_tokens=slots, **options)
 
     # --- rollouts
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion a request, in order."""
+        if self._decoder is not None:
+            return [future.result() for future in self._decoder.submit(requests)]
         with self._alone:
-            return self._generate(requests)
+            return self.decode_rows(requests)
 
-    def _generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def decode_rows(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion a request, in order, by batches whose rows all begin at once."""
         rooms = [room_left(self, request) for request in requests]
-        # changes whenever weights do, by `load_weights` or in place by an optimizer
-        self.prefixes.valid_for((self.weights_version, sum(p._version for p in self.model.parameters())))
+        self.weights_changed()
         full = Completion((), (), "context", self.weights_version)
         done = {i: full for i, room in enumerate(rooms) if not room}
         order = sorted(set(range(len(requests))) - done.keys(), key=lambda i: self._to_compute(requests[i]))
         with torch.inference_mode():
             for first in range(0, len(order), self.max_batch):
                 chunk = order[first : first + self.max_batch]
-                rows = [Row(requests[i], self.tokenizer, rooms[i]) for i in chunk]
-                self.prompt_tokens += sum(map(len, {requests[i].prompt_ids for i in chunk}))
-                self._follow(rows)
+                rows = [self.row(requests[i], rooms[i]) for i in chunk]
+                self.follow(rows)
                 if going := [row for row in rows if not row.ended]:
                     self._complete(going)
                 answers = [row.completion(self.weights_version) for row in rows]
                 done.update(zip(chunk, answers, strict=True))
         return [done[i] for i in range(len(requests))]
 
+    def row(self, request: Request, room: int) -> Row:
+        """The answer to a request before its first token, with `room` for so many."""
+        return Row(request, self.tokenizer, room)
+
+    def weights_changed(self) -> bool:
+        """Forget what other weights computed; whether the weights lie elsewhere in memory than at the last call."""
+        # versions change whenever weights do, by `load_weights` or in place by an optimizer
+        weights = [*self.model.parameters()]
+        self.prefixes.valid_for((self.weights_version, sum(weight._version for weight in weights)))
+        before, self._memory = self._memory, tuple(weight.data_ptr() for weight in weights)
+        return before != self._memory
+
     def _to_compute(self, request: Request) -> int:
         """How many tokens of a prompt are not known yet."""
         known = self.prefixes.find(request.prompt_ids)
         return len(request.prompt_ids) - (len(known.tokens) if known else 0)
 
-    def _follow(self, rows: list[Row]) -> None:
+    def follow(self, rows: list[Row]) -> None:
         """Write what is known to follow: as long as the scores of a row's context were computed before."""
+        self.prompt_tokens += sum(map(len, {row.request.prompt_ids for row in rows}))
         while True:
             known = [(self.prefixes.scores(tokens), members) for (tokens, _), members in alike(rows).items()]
             places = [(scores, members) for scores, members in known if scores is not None]
             if not places:
                 return
-            self._pick(torch.stack([scores for scores, _ in places]), [members for _, members in places])
+            self.pick(torch.stack([scores for scores, _ in places]), [members for _, members in places])
             rows = [row for _, members in places for row in members if not row.ended]
 
     def _complete(self, rows: list[Row]) -> None:
         """Rows whose prompts and answers are the same so far have one place in the cache, until they differ."""
         places = list(alike(rows).values())
         contexts = [members[0].context for members in places]
-        cache, scores, mask = self._prefill(contexts, len(rows))
-        keeps = self.prefixes.max_tokens > 0 and self._can_share
+        cache, scores, mask, select = self.compute(contexts)
+        keep_rows(cache, select, room=len(rows))
+        scores, mask, keeps = scores[select], mask[select], self.keeps_prefixes
         while True:
             self.prefixes.remember(contexts, scores)
-            self._pick(scores, places)
+            self.pick(scores, places)
             going: dict[tuple[int, int], list[Row]] = {}
             for place, members in enumerate(places):
                 for row in members:
@@ -180,11 +225,8 @@ class HuggingFaceEngine:
             out = self._forward(fed[:, None], mask, cache)
             cache, scores = out.past_key_values, out.logits[:, -1]
 
-    def _prefill(self, contexts: list[Context], room: int) -> tuple[Any, Tensor, Tensor]:
-        """The cache, the next token's scores and the mask of each context, with room for so many rows.
-
-        Equal contexts are computed once.
-        """
+    def compute(self, contexts: list[Context]) -> tuple[Any, Tensor, Tensor, Tensor]:
+        """The cache, the next token's scores and the mask of distinct contexts, and the row of each context in them."""
         distinct = list(dict.fromkeys(contexts))
         prefixes = self._with_shared(distinct, [self.prefixes.find(context) for context in distinct])
         rest = [c[len(k.tokens) :] if k else c for c, k in zip(distinct, prefixes, strict=True)]
@@ -197,8 +239,12 @@ class HuggingFaceEngine:
         out = self._forward(ids, mask, cache)
         index = {context: place for place, context in enumerate(distinct)}
         select = torch.tensor([index[context] for context in contexts], device=ids.device)
-        keep_rows(out.past_key_values, select, room=room)
-        return out.past_key_values, out.logits[:, -1][select], mask[select]
+        return out.past_key_values, out.logits[:, -1], mask, select
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether keys and values are kept for prompts that go on."""
+        return self.prefixes.max_tokens > 0 and self._can_share
 
     def _with_shared(self, contexts: list[Context], prefixes: list[Prefix | None]) -> list[Prefix | None]:
         """Prefixes of contexts, where what all of them begin with is more than is known of one."""
@@ -233,7 +279,7 @@ class HuggingFaceEngine:
         gap = (scores - torch.cat([out.logits[:, -1] for out in alone])).abs().max()
         return bool(gap <= (1e-3 if scores.dtype == torch.float32 else 0.02) * scores.abs().max())
 
-    def _pick(self, scores: Tensor, places: Sequence[Sequence[Row]]) -> None:
+    def pick(self, scores: Tensor, places: Sequence[Sequence[Row]]) -> None:
         """Sample or choose the next token of each row, from the scores of its place, and note it."""
         heats = [members[0].request.sampling.temperature or 1.0 for members in places]
         logprobs = (scores.float() / torch.tensor(heats, device=scores.device)[:, None]).log_softmax(-1)
@@ -247,10 +293,11 @@ class HuggingFaceEngine:
         chosen = logprobs.argmax(1)
         noisy = [number for number, (_, row) in enumerate(rows) if row.noise is not None]
         if noisy:
-            keys = [row.noise.key for _, row in rows if row.noise is not None]
-            written = [len(rows[number][1].written) for number in noisy]
+            keys = np.stack([row.noise.words for _, row in rows if row.noise is not None]).astype(np.int64)
+            written = torch.tensor([len(rows[number][1].written) for number in noisy])
             at = torch.tensor(noisy, device=logprobs.device)
-            chosen[at] = picks(logprobs[at], keys, written)
+            noise = gumbel(torch.from_numpy(keys).to(at.device), written.to(at.device), logprobs.shape[1])
+            chosen[at] = (logprobs[at] + noise).argmax(1)
         values = logprobs.gather(1, chosen[:, None])[:, 0]
         for (_, row), token, value in zip(rows, chosen.tolist(), values.tolist(), strict=True):
             row.note(token, value)
@@ -267,13 +314,39 @@ class HuggingFaceEngine:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = prompt
             mask[row, longest - len(prompt) :] = 1
-        if self._known is not None and int(ids.max()) >= self._known:  # a GPU would be of no use any more
+        self.refuse_unknown(int(ids.max()))
+        return torch.from_numpy(ids).to(self.device), torch.from_numpy(mask).to(self.device)
+
+    def refuse_unknown(self, token: int) -> None:
+        """Raise an `EngineError` for a token that the network does not know: a GPU would be of no use any more."""
+        if self._known is not None and token >= self._known:
             raise EngineError(
-                f"the prompt has token {int(ids.max())}, and the network knows {self._known}: its tokenizer is of "
+                f"the prompt has token {token}, and the network knows {self._known}: its tokenizer is of "
                 f"another model, or got tokens added; copy tokenizer and weights of one model"
             )
-        device = next(self.model.parameters()).device
-        return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
+
+    def _decodes_in_slots(self, cache_tokens: int) -> bool:
+        """Whether slots write what rows write: it is tried with two short prompts."""
+        asked = [Request((1, 2, 3), Key(0, (n,)), Sampling(4)) for n in range(2)]
+        asked.append(Request((1, 2, 3, 1, 2, 3, 4), Key(0, (2,)), Sampling(6)))
+        try:
+            if not self._can_share:
+                raise EngineError("its layers do not keep all tokens")
+            decoder = Decoder(self, Slots(self.model, min(3, self.max_batch), cache_tokens))
+            found = [future.result() for future in decoder.submit(asked)]
+            gap = max(
+                abs(a - b)
+                for one, other in zip(found, self.decode_rows(asked), strict=True)
+                for a, b in zip(one.logprobs[:1], other.logprobs[:1], strict=True)
+            )
+            if gap > (1e-3 if self.model.dtype == torch.float32 else 0.2):
+                raise EngineError(f"log-probabilities are {gap:.2g} apart")
+        except EngineError as error:
+            logger.warning("%s is decoded without CUDA graphs: %s", type(self.model).__name__, error)
+            return False
+        finally:
+            self.prefixes.clear()
+        return True
 
     # --- weights
     def load_weights(self, weights: dict[str, Tensor], version: int) -> None:
@@ -282,7 +355,7 @@ class HuggingFaceEngine:
         state = model.state_dict(keep_vars=True)
         own = {n.replace(".base_layer.", "."): t for n, t in state.items() if not ADAPTERS & {*n.split(".")}}
         refuse_strange(own, weights)
-        with torch.no_grad():
+        with self._drained(), torch.no_grad():
             for name, value in weights.items():
                 own[name].copy_(value)
         if loaded := ADAPTERS & getattr(model, "peft_config", {}).keys():
@@ -299,6 +372,11 @@ class HuggingFaceEngine:
         folder = Path(folder)
         if not (folder / "adapter_model.safetensors").is_file():
             raise DataError(f"{folder} is no adapter: it has no adapter_model.safetensors")
+        with self._drained():
+            self._put_adapter(folder)
+        self.weights_version = version
+
+    def _put_adapter(self, folder: Path) -> None:
         model: Any = self.model
         before = model.active_adapters() if getattr(model, "_hf_peft_config_loaded", False) else []
         name = min(ADAPTERS - {*before})
@@ -328,7 +406,10 @@ class HuggingFaceEngine:
         if before:
             model.delete_adapter(before)
         model.eval()
-        self.weights_version = version
+
+    def _drained(self) -> AbstractContextManager[None]:
+        """Meanwhile no answer is under way."""
+        return nullcontext() if self._decoder is None else self._decoder.drained()
 
 
 def read_model(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) -> Any:
@@ -408,6 +489,11 @@ class Row:
         return token
 
     @property
+    def temperature(self) -> float:
+        """By which scores are divided; 0 is greedy."""
+        return self.request.sampling.temperature
+
+    @property
     def written(self) -> tuple[int, ...]:
         """The tokens so far."""
         return tuple(self._ids)
@@ -435,234 +521,3 @@ def alike(rows: Sequence[Row]) -> dict[tuple[Context, float], list[Row]]:
     for row in rows:
         found.setdefault((row.context, row.request.sampling.temperature), []).append(row)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Keys and values of a layer `[heads, tokens, width]` each, for the tokens of one context."""
-
-    tokens: tuple[int, ...]
-    layers: tuple[tuple[Tensor, Tensor], ...]
-
-    def cropped(self, length: int) -> Prefix:
-        """Its first tokens (views of the same memory)."""
-        layers = tuple((key[:, :length], value[:, :length]) for key, value in self.layers)
-        return Prefix(self.tokens[:length], layers)
-
-
-class PrefixStore:
-    """What a model has computed, kept until its weights change: keys and values of contexts, and the scores after them.
-
-    A context is found by its tokens, whichever episode they are of: that of an append prompt goes on from the turn
-    before, that of a window prompt from whatever begins alike. Keys and values are the most recently used, up to a
-    number of tokens, and scores the last computed, up to `MOST_SCORES`.
-
-    Args:
-        max_tokens: over all entries; 0 keeps nothing, scores neither.
-    """
-
-    def __init__(self, max_tokens: int) -> None:
-        if max_tokens < 0:
-            raise ValueError(f"prefix_tokens must be at least 0, got {max_tokens}")
-        self.max_tokens = max_tokens
-        self.tokens = 0
-        self._entries: OrderedDict[Context, Prefix] = OrderedDict()
-        self._sorted: list[Context] = []  # those that begin most alike are neighbours
-        self._scores: dict[Context, tuple[Tensor, int]] = {}  # what was computed together, and its row
-        self._blocks: deque[tuple[Sequence[Context], Tensor]] = deque()  # oldest first
-        self._kept_scores = 0
-        self._weights: Any = None
-
-    def valid_for(self, weights: Any) -> None:
-        """Forget everything unless it was computed with these weights (any value that changes with them)."""
-        if weights != self._weights:
-            self.clear()
-            self._weights = weights
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._entries.clear()
-        self._sorted.clear()
-        self._scores.clear()
-        self._blocks.clear()
-        self.tokens = self._kept_scores = 0
-
-    def find(self, context: Context) -> Prefix | None:
-        """What is known of the beginning of `context`, at most all of it but the last token."""
-        at = bisect_left(self._sorted, context)
-        near = self._sorted[max(at - 1, 0) : at + 1]
-        shared, entry = max(((shared_length(tokens, context), tokens) for tokens in near), default=(0, ()))
-        shared = min(shared, len(context) - 1)
-        if shared < MIN_SHARED:
-            return None
-        self._entries.move_to_end(entry)
-        return self._entries[entry].cropped(shared)
-
-    def keep(self, prefix: Prefix) -> None:
-        """Keep a context, in the place of one that it begins with."""
-        tokens = prefix.tokens
-        at = bisect_left(self._sorted, tokens)
-        if at < len(self._sorted) and self._sorted[at][: len(tokens)] == tokens:
-            return self._entries.move_to_end(self._sorted[at])  # it is known, with more behind it
-        if len(tokens) > self.max_tokens:
-            return
-        if at and self._sorted[at - 1] == tokens[: len(self._sorted[at - 1])]:
-            self._drop(self._sorted[at - 1])
-        self._sorted.insert(bisect_left(self._sorted, tokens), tokens)
-        self._entries[tokens] = prefix
-        self.tokens += len(tokens)
-        while self.tokens > self.max_tokens:
-            self._drop(next(iter(self._entries)))
-
-    def _drop(self, tokens: Context) -> None:
-        del self._entries[tokens]
-        del self._sorted[bisect_left(self._sorted, tokens)]
-        self.tokens -= len(tokens)
-
-    def scores(self, context: Context) -> Tensor | None:
-        """`[V]` of the token after a context, if they are known."""
-        block, row = self._scores.get(context, (None, 0))
-        return None if block is None else block[row]
-
-    def remember(self, contexts: Sequence[Context], scores: Tensor) -> None:
-        """Keep the scores `[B, V]` of the token after each context."""
-        if not self.max_tokens:
-            return
-        self._blocks.append((contexts, scores))
-        self._scores.update((context, (scores, row)) for row, context in enumerate(contexts))
-        self._kept_scores += scores.numel()
-        while self._kept_scores > MOST_SCORES:
-            contexts, scores = self._blocks.popleft()
-            self._kept_scores -= scores.numel()
-            for context in contexts:
-                if context in self._scores and self._scores[context][0] is scores:
-                    del self._scores[context]
-
-
-def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:  # tuple comparison is fast, so halve the interval instead of walking
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def fill_cache(cache: Any, prefixes: Sequence[Prefix | None]) -> Tensor:
-    """Put the prefixes of a batch into an empty cache, padded on the left; the mask `[B, P]` of what is real."""
-    known = [prefix for prefix in prefixes if prefix is not None]
-    longest = max(len(prefix.tokens) for prefix in known)
-    sample = known[0].layers[0][0]
-    mask = torch.zeros(len(prefixes), longest, dtype=torch.int64, device=sample.device)
-    for row, prefix in enumerate(prefixes):
-        if prefix is not None:
-            mask[row, longest - len(prefix.tokens) :] = 1
-    for layer in range(len(known[0].layers)):
-        pair = []
-        for side in (0, 1):
-            heads, _, width = known[0].layers[layer][side].shape
-            whole = sample.new_zeros(len(prefixes), heads, longest, width)
-            for row, prefix in enumerate(prefixes):
-                if prefix is not None:
-                    whole[row, :, longest - len(prefix.tokens) :] = prefix.layers[layer][side]
-            pair.append(whole)
-        cache.update(*pair, layer)
-    return mask
-
-
-class RoomyLayer(DynamicLayer):
-    """Keys and values of a layer with room behind them: a token is written there, and nothing else copied.
-
-    Args:
-        layer: what is there already.
-        rows: of it, in their new order.
-        room: how many rows there may be later.
-    """
-
-    def __init__(self, layer: Any, rows: Tensor, room: int) -> None:
-        super().__init__()
-        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
-        length = layer.keys.shape[-2]
-        self._room = room
-        self._places = [self._roomy(old.index_select(0, rows), length) for old in (layer.keys, layer.values)]
-        self._show(len(rows), length)
-
-    def _roomy(self, old: Tensor, length: int) -> Tensor:
-        rows, heads, _, width = old.shape
-        place = old.new_empty(self._room, heads, length + max(SPARE, length // 4), width)
-        place[:rows, :, :length] = old[:, :, :length]
-        return place
-
-    def _show(self, rows: int, length: int) -> None:
-        self.keys, self.values = (place[:rows, :, :length] for place in self._places)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Write further tokens; all keys and values so far."""
-        rows, _, before, _ = self.keys.shape
-        length = before + key_states.shape[-2]
-        if length > self._places[0].shape[-2]:
-            self._places = [self._roomy(old[:rows], before) for old in self._places]
-            if length > self._places[0].shape[-2]:
-                raise ValueError(f"{key_states.shape[-2]} tokens at once are more than one answer's next")
-        for place, states in zip(self._places, (key_states, value_states), strict=True):
-            place[:rows, :, before:length] = states
-        self._show(rows, length)
-        return self.keys, self.values
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Only these rows, in an order of `with_few_moves`; one that is there twice is copied."""
-        length = self.keys.shape[-2]
-        for place in self._places:
-            for here, there in enumerate(rows):
-                if here != there:
-                    place[here, :, :length] = place[there, :, :length]
-        self._show(len(rows), length)
-
-
-def with_few_moves(rows: Sequence[int]) -> list[int]:
-    """An order of what goes on from these rows in which few are moved: the others fill the gaps.
-
-    >>> rows = [0, 2, 2, 3, 5]
-    >>> [rows[number] for number in with_few_moves(rows)]
-    [0, 5, 2, 3, 2]
-    """
-    order = [-1] * len(rows)
-    moved = []
-    for number, row in enumerate(rows):
-        if row < len(rows) and order[row] < 0:
-            order[row] = number
-        else:
-            moved.append(number)
-    return [moved.pop() if number < 0 else number for number in order]
-
-
-def keep_rows(cache: Any, rows: Tensor, *, room: int = 0) -> None:
-    """Only these rows of a cache, in this order; with `room` for so many, and their answers, if it is a plain one."""
-    layers = getattr(cache, "layers", ())
-    if room and can_be_cropped(cache):
-        cache.layers = [RoomyLayer(layer, rows, room) for layer in layers]
-    elif layers and all(isinstance(layer, RoomyLayer) for layer in layers):
-        for layer in layers:
-            layer.keep(rows.tolist())
-    else:
-        cache.reorder_cache(rows)
-
-
-def take_row(cache: Any, row: int, mask: Tensor, tokens: tuple[int, ...]) -> Prefix:
-    """Copy one row out of a cache whose real columns `mask [P]` names, for the `tokens` they hold."""
-    columns = mask.nonzero()[:, 0]
-    assert len(columns) == len(tokens), (len(columns), len(tokens))
-    layers = tuple(
-        (layer.keys[row].index_select(1, columns), layer.values[row].index_select(1, columns))
-        for layer in cache.layers
-    )
-    return Prefix(tokens, layers)
-
-
-def can_be_cropped(cache: Any) -> bool:
-    """Whether every layer keeps all tokens: sliding windows and recurrent states cannot be taken apart."""
-    layers = getattr(cache, "layers", ())
-    return bool(layers) and all(type(layer) in (DynamicLayer, RoomyLayer) for layer in layers)

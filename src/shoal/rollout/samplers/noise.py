@@ -1,79 +1,152 @@
-"""Picking tokens by keyed Gumbel noise where the network is, as `sampler.Noise` gives it in memory.
+"""Keyed Gumbel noise: which token a response draws depends on its key and its place, and on nothing else.
 
-The noise of a token is a place in a Philox stream; NumPy reads it in order, and here any place is computed by itself.
+Words come from Philox 4x32 with ten rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), so the
+noise of any token is computed by itself. Numba makes them in memory, PyTorch where a network computes: the words are
+equal bit for bit, the two logarithms after them as far as those of the machine are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
-WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+from shoal.core.errors import needs_extra
+from shoal.core.seeding import stream_key
+
+with needs_extra("sampling tokens", "train"):
+    import torch
+    from numba import njit
+    from torch import Tensor
+
+if TYPE_CHECKING:
+    from shoal.rollout.samplers.sampler import Key
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
 LOW = 0xFFFFFFFF
-TINY = float(np.finfo(np.float64).tiny)
+NEAR = 8.0
+"""Noise above this is rare: one token in 3,000 has it."""
+RARE = int(np.exp(-np.exp(-NEAR)) * 2**32) - 1
+"""Words above this may give noise above `NEAR`; those below do not."""
 
 
-def picks(logprobs: Tensor, keys: Sequence[tuple[int, int]], tokens: Sequence[int]) -> Tensor:
-    """`[B]` where each row's log-probabilities and noise are largest, computed where they lie.
+class Noise:
+    """The noise of one response, token after token.
 
     Args:
-        logprobs: `[B, V]`.
-        keys: two words a row that key its stream (`shoal.core.seeding.stream_key`).
-        tokens: how many tokens each row's response has already.
+        key: names the response.
     """
-    uniform = uniforms(keys, tokens, logprobs.shape[1], logprobs.device)
-    noise = -(-uniform.clamp(min=TINY).log()).log()
-    return (logprobs + noise).argmax(1)
+
+    __slots__ = ("token", "words")
+
+    def __init__(self, key: Key) -> None:
+        self.words = key_words(key)
+        """`[4]` uint32: two key Philox and two are the upper half of its counter."""
+        self.token = 0
+        """How many tokens have drawn."""
+
+    def rows(self, n_tokens: int, vocabulary: int) -> np.ndarray:
+        """`[n_tokens, vocabulary]` float64 for the next tokens of the response."""
+        noise = np.empty((n_tokens, vocabulary))
+        _rows(self.words, self.token, noise)
+        self.token += n_tokens
+        return noise
+
+    def pick(self, logprobs: np.ndarray) -> int:
+        """Where `[V]` log-probabilities and the next token's noise are largest: `(logprobs + rows(1, V)[0]).argmax()`.
+
+        Logarithms are taken of the few that can win: the others have neither noise nor a log-probability near the best.
+        """
+        self.token += 1
+        return int(_pick(self.words, self.token - 1, logprobs))
 
 
-def uniforms(
-    keys: Sequence[tuple[int, int]],
-    tokens: Sequence[int],
-    vocabulary: int,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """`[B, V]` float64 in [0, 1): bit for bit what NumPy's Philox generator of each key gives for that token."""
-    skipped = [token * vocabulary for token in tokens]
-    blocks = vocabulary // 4 + 2  # of four words; a row may begin and end within one
-    first = torch.tensor([words // 4 for words in skipped], device=device)
-    # NumPy counts up before it computes a block.
-    counter = first[:, None] + torch.arange(1, blocks + 1, device=device)
-    words = philox(counter, torch.tensor([[_signed(word) for word in key] for key in keys], device=device))
-    inside = torch.tensor([words % 4 for words in skipped], device=device)
-    chosen = words.flatten(1).gather(1, inside[:, None] + torch.arange(vocabulary, device=device))
-    return ((chosen >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+def key_words(key: Key) -> np.ndarray:
+    """`[4]` uint32 that name the noise of a response."""
+    return np.array(stream_key(key.seed, "sampling", *key.path), dtype="<u8").view("<u4").astype(np.uint32)
 
 
-def philox(counter: Tensor, keys: Tensor) -> Tensor:
-    """Philox 4x64 with ten rounds (Salmon et al. 2011): `[B, N, 4]` words of the counters `[B, N]` below 2**63.
+# --- in memory
+def compiled(function: Any) -> Any:
+    """A function that numba compiles at its first call, and keeps compiled on disk."""
+    return njit(cache=True, error_model="numpy", nogil=True)(function)
 
-    Words are the bits of int64, since not every device computes with unsigned ones.
+
+@compiled
+def _words(key: np.ndarray, token: int, out: np.ndarray) -> None:
+    """Fill `out [4 n]` with the words of one token: those of the blocks 0 to n."""
+    for block in range(len(out) // 4):
+        a, b, c, d = np.uint32(block), np.uint32(token), key[2], key[3]
+        k, m = key[0], key[1]
+        for _ in range(ROUNDS):
+            p = np.uint64(a) * np.uint64(MULTIPLIERS[0])
+            q = np.uint64(c) * np.uint64(MULTIPLIERS[1])
+            a = np.uint32(q >> np.uint64(32)) ^ b ^ k
+            c = np.uint32(p >> np.uint64(32)) ^ d ^ m
+            b, d = np.uint32(q), np.uint32(p)
+            k, m = np.uint32(k + np.uint32(WEYL[0])), np.uint32(m + np.uint32(WEYL[1]))
+        out[4 * block], out[4 * block + 1], out[4 * block + 2], out[4 * block + 3] = a, b, c, d
+
+
+@compiled
+def _gumbel(word: int) -> float:
+    noise: float = -np.log(-np.log((np.float64(word) + 0.5) * 2.0**-32))
+    return noise
+
+
+@compiled
+def _rows(key: np.ndarray, token: int, noise: np.ndarray) -> None:
+    vocabulary = noise.shape[1]
+    words = np.empty((vocabulary + 3) // 4 * 4, np.uint32)
+    for row in range(noise.shape[0]):
+        _words(key, token + row, words)
+        for i in range(vocabulary):
+            noise[row, i] = _gumbel(words[i])
+
+
+@compiled
+def _pick(key: np.ndarray, token: int, logprobs: np.ndarray) -> int:
+    likeliest = 0
+    for i in range(len(logprobs)):
+        if np.isnan(logprobs[i]):  # of spoiled weights: this answer is refused
+            return i
+        if logprobs[i] > logprobs[likeliest]:
+            likeliest = i
+    words = np.empty((len(logprobs) + 3) // 4 * 4, np.uint32)
+    _words(key, token, words)
+    best, winner = logprobs[likeliest] + _gumbel(words[likeliest]), likeliest
+    for i in range(len(logprobs)):
+        if words[i] > RARE or logprobs[i] >= best - NEAR:
+            noisy = logprobs[i] + _gumbel(words[i])
+            if noisy > best or (noisy == best and i < winner):
+                best, winner = noisy, i
+    return winner
+
+
+# --- on a device
+def gumbel(keys: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """`[B, V]` float64: the noise of a token of each row, computed where the keys are.
+
+    Args:
+        keys: `[B, 4]` int64, the words of `key_words`.
+        tokens: `[B]` int64, how many tokens each row's response has already.
+        vocabulary: how many tokens there are.
     """
-    zero = torch.zeros_like(counter)
-    a, b, c, d = counter, zero, zero, zero
-    k, m = keys[:, :1], keys[:, 1:]
+    return -(-((words(keys, tokens, vocabulary).double() + 0.5) * 2.0**-32).log()).log()
+
+
+def words(keys: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """`[B, V]` int64, each below 2**32: what the noise of a token is made of.
+
+    Words of 32 bits lie in int64, so that a product is one multiplication, whatever the device.
+    """
+    a = torch.arange((vocabulary + 3) // 4, device=keys.device).expand(len(keys), -1)
+    b, c, d = (column[:, None].expand_as(a) for column in (tokens, keys[:, 2], keys[:, 3]))
+    k, m = keys[:, :1], keys[:, 1:2]
     for _ in range(ROUNDS):
-        high_a, low_a = _product(a, MULTIPLIERS[0])
-        high_c, low_c = _product(c, MULTIPLIERS[1])
-        a, b, c, d = high_c ^ b ^ k, low_c, high_a ^ d ^ m, low_a
-        k, m = k + _signed(WEYL[0]), m + _signed(WEYL[1])
-    return torch.stack([a, b, c, d], -1)
-
-
-def _product(a: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of an unsigned product, from halves of 32 bits."""
-    high, low = factor >> 32, factor & LOW
-    a_high, a_low = (a >> 32) & LOW, a & LOW
-    lowest = a_low * low
-    middle = a_high * low + ((lowest >> 32) & LOW)
-    other = a_low * high + (middle & LOW)
-    return a_high * high + ((middle >> 32) & LOW) + ((other >> 32) & LOW), a * _signed(factor)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
+        p, q = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
+        a, b, c, d = ((q >> 32) & LOW) ^ b ^ k, q & LOW, ((p >> 32) & LOW) ^ d ^ m, p & LOW
+        k, m = (k + WEYL[0]) & LOW, (m + WEYL[1]) & LOW
+    return torch.stack([a, b, c, d], -1).flatten(1)[:, :vocabulary]

@@ -66,7 +66,7 @@ def _tiny(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
 def _huggingface(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
     from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
-    options = {"max_batch": config.max_batch, **config.template}
+    options = {"max_batch": config.max_batch, "cache_tokens": config.cache_tokens, **config.template}
     return HuggingFaceEngine.load(_folder(config), device=config.device, dtype=config.dtype, **options)
 
 

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from shoal.core.errors import ConfigError, DataError, EngineError
-from shoal.core.seeding import keyed, stream_key
 
 Level = Literal["L0", "L1", "L2"]
 """L0 no promise; L1 the same tokens whatever the batching (up to float ties); L2 bit-equal log-probs too."""
@@ -309,40 +308,3 @@ def restricted(logprobs: np.ndarray, sampling: Sampling) -> np.ndarray:
     found = np.full(len(values), -np.inf)
     found[kept] = left - (highest + np.log(np.exp(left - highest).sum()))
     return found
-
-
-class Noise:
-    """The Gumbel noise of one response, token after token."""
-
-    __slots__ = ("_rng", "key")
-
-    def __init__(self, key: Key) -> None:
-        self.key = stream_key(key.seed, "sampling", *key.path)
-        """Two words that key the stream."""
-        self._rng = keyed(self.key)
-
-    def rows(self, n_tokens: int, vocabulary: int) -> np.ndarray:
-        """`[n_tokens, vocabulary]` float64 for the next tokens of the response."""
-        return _gumbel(self._rng.random((n_tokens, vocabulary)))
-
-    def pick(self, logprobs: np.ndarray) -> int:
-        """Where `[V]` log-probabilities and the next token's noise are largest: `(logprobs + rows(1, V)).argmax()`.
-
-        Noise is made for the few that can win: the others have neither noise nor a log-probability near the best.
-        """
-        uniform = self._rng.random(len(logprobs))
-        likeliest = int(logprobs.argmax())
-        least = float(logprobs[likeliest]) + float(_gumbel(uniform[likeliest : likeliest + 1])[0])
-        can_win = np.flatnonzero((uniform >= _RARE) | ~(logprobs < least - _FAR))  # NaN can too
-        noisy = logprobs[can_win] + _gumbel(uniform[can_win])
-        return int(can_win[noisy.argmax()])
-
-
-_FAR = 8.001
-_RARE = float(np.exp(-np.exp(-8.0)))
-"""Noise above 8 comes of uniform numbers above this."""
-
-
-def _gumbel(uniform: np.ndarray) -> np.ndarray:
-    noise: np.ndarray = -np.log(-np.log(np.maximum(uniform, np.finfo(np.float64).tiny)))
-    return noise

@@ -121,7 +121,10 @@ class EngineConfig:
     train_last_layers: int | None = None
     """Train only that many of the last layers and the final norm (huggingface, without LoRA); None trains all."""
     max_batch: int = 32
-    """Rows that are decoded at once (huggingface)."""
+    """Answers that are written at once (huggingface)."""
+    cache_tokens: int = 262_144
+    """Tokens of all answers under way, prompts included, that the static cache of a GPU holds: each step is a CUDA
+    graph, and waiting requests enter between two steps; 0 decodes without graphs (huggingface)."""
     template: dict[str, Any] = field(default_factory=dict)
     """Settings of the chat template, such as `enable_thinking: false` (huggingface, vllm, openai with a tokenizer)."""
     server: ServerConfig = ServerConfig()
@@ -134,4 +137,4 @@ class EngineConfig:
 
         if self.name not in SAMPLERS:
             raise ConfigError(f"no engine named {self.name!r}.{did_you_mean(self.name, SAMPLERS)}")
-        check_settings(self, width=1, layers=1, heads=1, context=1, threads=1, max_batch=1)
+        check_settings(self, width=1, layers=1, heads=1, context=1, threads=1, max_batch=1, cache_tokens=0)

@@ -20,7 +20,6 @@ from shoal.maths.noise import torch_noise
 from shoal.rollout.samplers.sampler import (
     Completion,
     Level,
-    Noise,
     Request,
     refuse_strange,
     restricted,
@@ -35,6 +34,8 @@ with needs_extra("the tiny model", "train"):
     from safetensors.torch import load_file
     from torch import Tensor, nn
     from torch.utils.checkpoint import checkpoint
+
+    from shoal.rollout.samplers.noise import Noise
 
 ROWS = 32
 """Rows of a chunk; smaller batches are filled with padding."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.core.errors import DataError, EngineError, needs_extra, reading
+from shoal.core.files import read_json
 from shoal.rollout.prompts import first_difference
 from shoal.rollout.samplers.sampler import Message
 
@@ -76,17 +77,19 @@ class TemplateTokenizer:
 
     Args:
         tokenizer: as `AutoTokenizer.from_pretrained` gives it.
+        model: the model, which may declare further tokens that end a turn. Those that the model folder of the
+            tokenizer declares are known without it.
         template_settings: passed to the template (such as `enable_thinking=False`).
     """
 
-    def __init__(self, tokenizer: Any, **template_settings: Any) -> None:
+    def __init__(self, tokenizer: Any, *, model: Any = None, **template_settings: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise EngineError("this tokenizer has no chat template: use a model made for chat, or set one")
-        self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer))
+        self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer), ends_of_model(model))
 
-    def _begin(self, tokenizer: Any, settings: dict[str, Any], own: Any) -> None:
+    def _begin(self, tokenizer: Any, settings: dict[str, Any], own: Any, ends: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
-        self._settings = settings
+        self._settings, self._ends = settings, ends
         self._own, self._lock = own, threading.Lock()
         self._spaced = puts_spaces(self._ids)
         self._marks = self._marks_of_turns()
@@ -97,11 +100,11 @@ class TemplateTokenizer:
         self.end_ids = self._end_of_turn()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"tokenizer": self.tokenizer, "settings": self._settings}
+        return {"tokenizer": self.tokenizer, "settings": self._settings, "ends": self._ends}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # what was unpickled is nobody else's
-        self._begin(state["tokenizer"], state["settings"], state["tokenizer"])
+        self._begin(state["tokenizer"], state["settings"], state["tokenizer"], state["ends"])
 
     @property
     def size(self) -> int:
@@ -228,13 +231,15 @@ class TemplateTokenizer:
         return after[len(before + written) :]
 
     def _end_of_turn(self) -> tuple[int, ...]:
-        """Ids that end an assistant turn: the tokenizer's end token and what the template writes there."""
+        """Ids that end a turn: of the tokenizer, of the template, and all that the model or its folder declares."""
         ids = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         answer = {"role": "assistant", "content": "\ue0001\ue001"}
         written = self._written([{"role": "user", "content": "u"}, answer])
         tail = self._control(written.split("\ue001")[-1], ANY)
         if tail and (tail[0] in self.tokenizer.all_special_ids or tail[0] in self._marks):
             ids.append(tail[0])
+        declared = self._ends + ends_in_folder(getattr(self.tokenizer, "name_or_path", ""))
+        ids += (token for token in declared if 0 <= token < self.size)
         return tuple(dict.fromkeys(ids))
 
     def _marks_of_turns(self) -> frozenset[int]:
@@ -256,6 +261,25 @@ class TemplateTokenizer:
         if untold and self._own.is_fast:  # others take no added token out of contents
             self._own.backend_tokenizer.add_special_tokens(untold)
         return frozenset(marks)
+
+
+def ends_of_model(model: Any) -> tuple[int, ...]:
+    """The tokens that end an answer by the settings of a model of `transformers`; none of None."""
+    settings = (getattr(model, name, None) for name in ("generation_config", "config"))
+    return _ids_in([getattr(each, "eos_token_id", None) for each in settings])
+
+
+def ends_in_folder(folder: str) -> tuple[int, ...]:
+    """The tokens that end an answer by the files of a model folder; none where there is no such folder."""
+    files = (Path(folder) / name for name in ("generation_config.json", "config.json"))
+    read = [read_json(file) for file in files if folder and file.is_file()]
+    return _ids_in([found.get("eos_token_id") for found in read if isinstance(found, dict)])
+
+
+def _ids_in(values: Sequence[Any]) -> tuple[int, ...]:
+    """Ids out of settings that are an id, a list of them, or nothing."""
+    lists = (value if isinstance(value, list) else [value] for value in values)
+    return tuple(dict.fromkeys(one for found in lists for one in found if type(one) is int))
 
 
 CONTROL = ("<pad>", "<end>", "<system>", "<user>", "<assistant>", "<unknown>")

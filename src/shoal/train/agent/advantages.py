@@ -308,14 +308,13 @@ def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> Array:
     """RLOO advantages (arXiv:2402.14740): a reward against the mean of the *other* members of its group.
 
     Returns:
-        `[B]`; zero for groups of one, which have no other member.
+        `[B]`; zero in groups whose rewards are all equal, and in groups of one.
     """
     values = np.asarray(rewards, dtype=np.float64)
     _, index = np.unique(np.asarray(groups), return_inverse=True)
     others = np.bincount(index)[index] - 1
     baseline = (np.bincount(index, values)[index] - values) / np.maximum(others, 1)
-    rounding = _equal(values, index) & (np.abs(values - baseline) > EPSILON)
-    return np.where((others > 0) & ~rounding, values - baseline, 0.0)
+    return np.where(_equal(values, index), 0.0, values - baseline)
 
 
 def batch_normalized(rewards: ArrayLike, groups: ArrayLike, *, baseline: bool = False) -> Array:

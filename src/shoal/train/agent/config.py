@@ -169,9 +169,10 @@ class KLPenalty:
 
     coef: float = 0.0
     """0 keeps no reference model."""
-    estimator: KLEstimator = "k3"
-    """`k2` and `k3` pull towards the reference; `k1` is for logging only, its gradient is noise with
-    mean 0."""
+    estimator: KLEstimator = "k2"
+    """What is added to the loss: `k2`, whose gradient is that of the reverse KL; `k3`, as the paper of GRPO
+    has it, which pulls in another direction where the policy is far from the reference. `k1` is for logging only:
+    its gradient is noise with mean 0."""
 
     def __post_init__(self) -> None:
         refuse_negative(self, "coef")
@@ -319,7 +320,8 @@ class Lora:
     target_modules: str | list[str] = "all-linear"
     """Names of layers, such as `[q_proj, v_proj]`, or `all-linear`."""
     dropout: float = 0.0
-    """Share of the adapters' inputs that is set to 0 in training."""
+    """Share of the adapters' inputs that is set to 0 in supervised steps: the warm-up, `policy_loss: likelihood`. Other
+    losses compare log-probabilities with those of the rollout, and nothing is dropped there."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:

@@ -82,7 +82,7 @@ def signal_metrics(
         "groups_trained": float(len({t.group for t in learned})),
     }
     if config.algorithm.overlong_filter:
-        row["overlong_episodes"] = sum(map(was_cut, learned)) / max(1, len(learned))
+        row["overlong_episodes"] = sum(map(was_cut, whole)) / max(1, len(whole))
     return row
 
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 FILE = "shoal.json"
 FORMAT = 1
 KEYS = ("format", "engine", "agent_proxy", "es_manager", "custom_envs", "imports", "roles")
-OF_THE_ENGINE = ("name", "dtype", "threads", "max_batch", "template")
+OF_THE_ENGINE = ("name", "dtype", "threads", "max_batch", "cache_tokens", "template")
 """Settings of the engine that what it writes depends on."""
 OF_THE_SPEED = ("use_parallel_rollout", "parallel_n_jobs", "parallel")
 """Settings of a rollout that it does not depend on."""

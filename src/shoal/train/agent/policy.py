@@ -426,7 +426,9 @@ def load_policy(
     Raises:
         DataError: the folder holds no model.
     """
-    options = {} if config is None else {"max_batch": config.max_batch, **config.template}
+    options: dict[str, Any] = {}
+    if config is not None:
+        options = {"max_batch": config.max_batch, "cache_tokens": config.cache_tokens, **config.template}
     file, described = folder / "engine.json", dict[str, Any]()
     if file.exists():
         described = read_json(file)
@@ -552,13 +554,14 @@ def dropouts(model: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def training_mode(model: nn.Module, checkpointing: bool, seed: int) -> Iterator[None]:
+def training_mode(model: nn.Module, checkpointing: bool, seed: int | None = None) -> Iterator[None]:
     """The layers of `model` are computed again in the backward pass if asked for, and adapters drop out by `seed`.
 
-    The model itself stays in evaluation mode: what it computes is what the engine computed.
+    The model itself stays in evaluation mode: what it computes is what the engine computed. Without a seed nothing
+    drops out.
     """
     layers = checkpointed_layers(model) if checkpointing else []
-    drops = dropouts(model)
+    drops = dropouts(model) if seed is not None else []
     before = [part.gradient_checkpointing for part in layers]
     for part in layers:
         # set here, since the methods of transformers that do it change names between versions
@@ -569,7 +572,7 @@ def training_mode(model: nn.Module, checkpointing: bool, seed: int) -> Iterator[
         part.training = True  # of this module alone: its parts keep their mode
     device = next(model.parameters()).device
     try:
-        with torch_noise(seed, device) if drops else contextlib.nullcontext():
+        with contextlib.nullcontext() if seed is None or not drops else torch_noise(seed, device):
             yield
     finally:
         for part in switched:

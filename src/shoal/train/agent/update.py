@@ -238,7 +238,11 @@ def update(
         learner = replace(learner, entropy_coef=coef)
     if share < 1:
         samples = [s.with_column("advantages", share * s.columns["advantages"]) for s in samples]
-    noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
+    noise = None
+    if (
+        algorithm.policy_loss == "likelihood"
+    ):  # the other losses compare log-probabilities with those of the rollout
+        noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
     models = [learner.policy.module, *([] if learner.critic is None else [learner.critic.model])]
     with contextlib.ExitStack() as modes:
         for model in models:
