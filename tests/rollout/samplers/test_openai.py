@@ -241,7 +241,7 @@ def test_a_response_of_which_llama_cpp_leaves_tokens_out_is_refused(serve):
         return reply
 
     server.change = bend
-    with pytest.raises(EngineError, match="log-probabilities of 4 tokens where it wrote 5"):
+    with pytest.raises(EngineError, match="4 log-probabilities of the 5 tokens that it wrote"):
         engine.generate([request()])
 
 

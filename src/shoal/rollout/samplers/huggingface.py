@@ -419,9 +419,9 @@ def read_model(folder: Path, kind: Any = AutoModelForCausalLM, **settings: Any) 
         DataError: files are broken, or weights are not there: transformers would set them at random, and go on.
     """
     settings |= {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-    told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, found = kind.from_pretrained(folder, **settings, **told)
+        model, found = kind.from_pretrained(folder, **settings, **options)
     except Exception as error:  # whatever transformers makes of it
         raise DataError(f"{folder} does not load as a model: {type(error).__name__}: {error}") from error
     absent = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}

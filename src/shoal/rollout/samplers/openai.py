@@ -247,8 +247,8 @@ class OpenAIEngine(ContinuousSampler):
         )  # until it says that it has them
         reply = self.client.post(self._kind.reload, where)
         if not isinstance(reply, Mapping) or reply.get("success") is not True:
-            told = reply.get("message", reply) if isinstance(reply, Mapping) else reply
-            raise EngineError(f"the server did not take the weights: {_shown(told)}")
+            answer = reply.get("message", reply) if isinstance(reply, Mapping) else reply
+            raise EngineError(f"the server did not take the weights: {_shown(answer)}")
         self._in_use = InUse(version, weights=name)
         self._let_go(before.adapter)
 
@@ -458,7 +458,7 @@ def _llama_cpp_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answe
         return Answer(ids, None, None, used)
     if ids and ids != [c["id"] for c in chosen]:
         raise EngineError(
-            f"llama.cpp told the log-probabilities of {len(chosen)} tokens where it wrote {len(ids)}: it leaves out "
+            f"llama.cpp returned {len(chosen)} log-probabilities of the {len(ids)} tokens that it wrote: it leaves out "
             f"those that end amid a character"
         )
     kind = {"limit": "length", "eos": "stop", "word": "stop"}.get(str(reply.get("stop_type")))

@@ -248,7 +248,8 @@ class Slots:
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # other threads may use the device meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
         self._pool = self._pool or graph.pool()
         return graph

@@ -138,13 +138,13 @@ def critic_advantages(
 def teacher_advantages(
     trajectories: Sequence[Trajectory],
     known: Sequence[Sequence[Array]],
-    told: Sequence[Sequence[Array]],
+    teacher: Sequence[Sequence[Array]],
     algorithm: Algorithm,
     proxy: AgentProxy,
 ) -> list[list[Array]]:
     """Advantages per trajectory and turn `[tokens]` from log-probabilities: the policy's (`known`), the teacher's."""
     compute, found = ESTIMATORS[algorithm.adv_estimator].compute, []
-    for ours, theirs, bonuses in zip(known, told, shaping_of(trajectories, proxy), strict=True):
+    for ours, theirs, bonuses in zip(known, teacher, shaping_of(trajectories, proxy), strict=True):
         turns = _by_token(algorithm, map(compute, ours, theirs), ours)
         found.append([tokens + bonus for tokens, bonus in zip(turns, bonuses, strict=True)])
     return found

@@ -423,7 +423,7 @@ class TrainerConfig:
     iterations: int = 100
     """Rounds of playing and learning."""
     check_envs: bool = True
-    """Play a few episodes of your own envs before anything is loaded (`shoal train`): a fault is told with its line."""
+    """Play a few episodes of your own envs before the model is loaded (`shoal train`), and report faults by line."""
     eval_every: int = 10
     """Iterations between held-out evaluations; there is always one at the end."""
     save_every: int = 5
@@ -599,8 +599,8 @@ def import_extensions(names: Sequence[str]) -> None:
         raise ConfigError(f"imports must be a list of modules and files, got {names!r}")
     with _IMPORTS:
         for entry in importlib.metadata.entry_points(group=GROUP):
-            told = f"the entry point {entry.name!r} of {package_of(entry)}"
-            _import(told, entry.load)
+            source = f"the entry point {entry.name!r} of {package_of(entry)}"
+            _import(source, entry.load)
         for name in names:
             if is_folder(name):
                 if os.path.isdir(name) and (folder := os.path.abspath(name)) not in sys.path:
@@ -616,11 +616,11 @@ def is_folder(name: str) -> bool:
     return "/" in name.replace(os.sep, "/") and not name.endswith(".py")
 
 
-def _import(told: str, work: Callable[[], Any]) -> None:
+def _import(source: str, work: Callable[[], Any]) -> None:
     try:
         work()
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{told} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{source} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _import_file(path: Path) -> None:

@@ -155,8 +155,8 @@ def _refuse_other_distribution(config: AgentConfig) -> None:
     sampling = Sampling(1, proxy.temperature, (), proxy.top_p, proxy.top_k, proxy.min_p)
     if sampling.restricted and config.algorithm.rollout_correction.method == "none":
         limits = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p")}
-        told = ", ".join(f"agent_proxy.{name}={value}" for name, value in limits.items())
+        given = ", ".join(f"agent_proxy.{name}={value}" for name, value in limits.items())
         raise ConfigError(
-            f"{told} samples from other probabilities than the policy that is trained has: set "
+            f"{given} samples from other probabilities than the policy that is trained has: set "
             f"algorithm.rollout_correction.method=truncate (or mask), which weighs that, or leave them out"
         )

@@ -115,10 +115,10 @@ class Processes:
             value = work()
         except Exception as error:
             failure = error
-        told = None if failure is None else format_error(failure)
+        reason = None if failure is None else format_error(failure)
         found: list[Any] = [None] * self.count
         with _met(self.count):
-            dist.all_gather_object(found, (told, value))
+            dist.all_gather_object(found, (reason, value))
         if failure is not None:
             raise failure
         for rank, (error_there, _) in enumerate(found):

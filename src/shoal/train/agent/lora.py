@@ -178,10 +178,10 @@ def _settings(lora: Lora) -> Any:
 
 def _read(folder: Path, **options: Any) -> tuple[Lora, dict[str, Any], HuggingFaceEngine]:
     """The adapters that a folder is of, what `engine.json` says of them, and the base model they were trained on."""
-    described, told = read_json(folder / "engine.json"), read_json(folder / "adapter_config.json")
-    lora = Lora(told["r"], told["lora_alpha"], told["target_modules"], told["lora_dropout"])
+    described, settings = read_json(folder / "engine.json"), read_json(folder / "adapter_config.json")
+    lora = Lora(settings["r"], settings["lora_alpha"], settings["target_modules"], settings["lora_dropout"])
     known = _settings(lora).to_dict()
-    for name, given in told.items():
+    for name, given in settings.items():
         if name not in known and given:  # one that is off or empty does nothing
             raise DataError(
                 f"adapter_config.json says {name}={given!r}, a setting that the peft installed here does not know: "

@@ -274,8 +274,8 @@ class HuggingFacePolicy(Policy):
                 expected = decoder(**_reads(apart, None), use_cache=False).last_hidden_state[:, 2:]
                 found = decoder(**_reads(joined, spans, self._implementation), use_cache=False)
         except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
-            told = "prompts of a group are not shared in training, the model takes no such rows: %s"
-            logger.info(told, error)
+            message = "prompts of a group are not shared in training, the model takes no such rows: %s"
+            logger.info(message, error)
             return False
         gap = (found.last_hidden_state[0, 2:] - expected.flatten(0, 1)).abs().max()
         return bool(gap <= 0.02 * expected.abs().max())
@@ -344,8 +344,8 @@ def _reads(
 ) -> dict[str, Tensor]:
     """What a model reads of rows without their last column, but for images.
 
-    Padding on the right needs no mask: attention that counts never looks there. Packed samples are told apart by their
-    positions; prefixes and branches, and samples with positions of their own, by a mask of ours.
+    Padding on the right needs no mask: attention that counts never looks there. Packed samples differ in their
+    positions; prefixes and branches, and samples with positions of their own, have a mask of ours.
     """
     if begins is None and inputs is None:
         return {"input_ids": ids[:, :-1]}
@@ -602,7 +602,7 @@ def score(
     micro: MicroBatch,
     temperature: float,
     precision: Precision = "float32",
-    entropy: Literal["none", "told", "trained"] = "none",
+    entropy: Literal["none", "reported", "trained"] = "none",
 ) -> Scored:
     """Log-probabilities of the trained tokens of a micro-batch.
 

@@ -115,8 +115,12 @@ def recorded_samples(samples: Sequence[Any], objective: Objective) -> list[Sampl
                 "objective=grpo needs the log-probabilities that were recorded: split step by step with use_vllm_logp"
             )
         for sample in samples:
-            told = np.asarray(sample.logprobs)
-            if len(told) != len(sample.response_mask) or not (told <= ROUNDING).all() or np.isinf(told).any():
+            logprobs = np.asarray(sample.logprobs)
+            if (
+                len(logprobs) != len(sample.response_mask)
+                or not (logprobs <= ROUNDING).all()
+                or np.isinf(logprobs).any()
+            ):
                 raise DataError(
                     f"objective=grpo needs a finite log-probability of at most 0 for each token, trajectory "
                     f"{sample.traj_index} (task {sample.uid}) has others: leave it out"

@@ -104,8 +104,8 @@ class AgentTrainer(Closing):
         refuse_without_signal(config)
         warmup, iterations = config.algorithm.critic.warmup, config.trainer.iterations
         if warmup >= iterations:
-            told = "algorithm.critic.warmup=%d: in all of the %d iterations the critic learns alone"
-            logger.warning(told, warmup, iterations)
+            message = "algorithm.critic.warmup=%d: in all of the %d iterations the critic learns alone"
+            logger.warning(message, warmup, iterations)
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
         with ExitStack() as started:  # what has begun ends if the rest cannot

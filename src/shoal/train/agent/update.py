@@ -312,8 +312,8 @@ def gradient_step(
             shortest = shortest.with_column("weights", np.zeros(len(shortest.places), np.float32))
             micro, counted = next(micro_batches([shortest], size, policy.pad_id, device)), Totals(steps=1)
         if learns_policy:
-            temperature, told = learner.proxy.temperature, learner.log_entropy
-            loss = token_loss(policy, micro, config, temperature, counted, told, learner.entropy_coef)
+            temperature, log_entropy = learner.proxy.temperature, learner.log_entropy
+            loss = token_loss(policy, micro, config, temperature, counted, log_entropy, learner.entropy_coef)
             if critic is not None:
                 loss = loss + critic_loss(critic, micro, config, counted)
         else:
@@ -355,12 +355,12 @@ def token_loss(
     config: Algorithm,
     temperature: float,
     totals: Totals,
-    told: bool = True,
+    log_entropy: bool = True,
     entropy_coef: float | None = None,
 ) -> Tensor:
-    """The weighted sum of the policy's loss over a micro-batch; adds to `totals`, the entropy if it is to be told."""
+    """The weighted sum of the policy's loss over a micro-batch; adds to `totals`, the entropy if it is logged."""
     coef = config.entropy_coef if entropy_coef is None else entropy_coef
-    how: Literal["none", "told", "trained"] = "trained" if coef else "told" if told else "none"
+    how: Literal["none", "reported", "trained"] = "trained" if coef else "reported" if log_entropy else "none"
     logprobs, entropy = score(policy, micro, temperature, config.precision, how)
     columns = micro.columns
     tokens = Tokens(logprobs, columns["old_logprobs"], columns["advantages"], micro.samples)
@@ -430,8 +430,8 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
         advantages = _flatten(trajectories, nested)
     elif learner.teacher is not None:
         known = _by_turn(trajectories, old)
-        told = _by_turn(trajectories, _ask(learner.teacher, samples, learner))
-        of_tokens = teacher_advantages(trajectories, known, told, algorithm, proxy)
+        of_teacher = _by_turn(trajectories, _ask(learner.teacher, samples, learner))
+        of_tokens = teacher_advantages(trajectories, known, of_teacher, algorithm, proxy)
         advantages = _flatten(trajectories, of_tokens)
     else:
         of_turns = turn_advantages(trajectories, algorithm, proxy)

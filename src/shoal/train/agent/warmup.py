@@ -60,7 +60,7 @@ def warmup_steps(
         return config.warmup.steps, {}
     valid, turns = probe(config, collector)
     found = {"probe_valid_actions": valid / max(1, turns)}
-    told = f"probe: {valid} of {turns} answers held an action"
+    summary = f"probe: {valid} of {turns} answers held an action"
     if valid >= ENOUGH * turns:
         return 0, found
     free = (
@@ -70,11 +70,13 @@ def warmup_steps(
         logger.warning(
             "%s, and there is no warm-up: the actions of %s are free text, of which none can be drawn. Show the form "
             "of an answer in agent_proxy.prompt, or give the env a random_action()",
-            told,
+            summary,
             ", ".join(free),
         )
         return 0, found
-    logger.warning("%s; warming up %d steps on valid ones; warmup.steps=0 switches it off", told, AUTO_STEPS)
+    logger.warning(
+        "%s; warming up %d steps on valid ones; warmup.steps=0 switches it off", summary, AUTO_STEPS
+    )
     return AUTO_STEPS, found
 
 

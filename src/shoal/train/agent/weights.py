@@ -72,7 +72,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 class WeightSync:
     """Carries the weights of a policy to what samples by them, and only when they have changed.
 
-    A sampler that writes with the policy's own network sees every change; it is told the version. Where LoRA adapters
+    A sampler that writes with the policy's own network sees every change and gets the version. Where LoRA adapters
     are trained, they alone are carried. Where networks lie in shards, all processes carry at once. One sampler follows
     one policy.
 
