@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal.cli.command import every
 from shoal.cli.main import COMMANDS
 from shoal.core.configuration import to_mapping
@@ -197,8 +198,10 @@ def test_a_page_is_read_in_one_go(page):
         assert len(page.read_bytes()) <= SIZES.get(page.name, 8192)
 
 
-def test_the_changelog_is_short():
-    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 150
+def test_the_changelog_is_short_and_begins_with_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert len(text.splitlines()) <= 150
+    assert re.findall(r"^## (.+)$", text, re.M)[0] == shoal.__version__
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
