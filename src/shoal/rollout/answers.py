@@ -85,7 +85,7 @@ def _lengths(
         if text is None:
             tag = role.projection.tags[0]
             raise ConfigError(
-                f"no answer of the model means the action {word!r} of {role.tag} between prompt.prefill="
+                f"no answer can express the action {word!r} of {role.tag} between prompt.prefill="
                 f"{prompt.prefill!r} and prompt.closing={prompt.closing!r}: leave both out, or set prefill to "
                 f"'<{tag}>' and closing to '' or '</{tag}>'"
             )

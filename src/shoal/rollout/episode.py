@@ -161,7 +161,7 @@ class Episode:
         self._paid += abs(number)
         if not self._paid <= MOST_REWARD:
             raise ValueError(
-                f"the rewards of an episode, taken absolutely, must add up to at most {MOST_REWARD:.3g} (float32), "
+                f"the absolute rewards of an episode must sum to at most {MOST_REWARD:.3g} (float32), "
                 f"got {self._paid:.3g} with a reward of {number}"
             )
         valid, success = info.get("action_is_valid", True), info.get("success", info.get("won", False))

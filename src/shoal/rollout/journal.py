@@ -65,8 +65,8 @@ class Journal:
         change = first_change(begun, msgspec.json.decode(header)["settings"])
         if change and self._played:
             raise ConfigError(
-                f"{path} holds {len(self._played)} episodes of work that is not finished, with other settings: "
-                f"{change:.200}; use them to go on, or another folder, or remove that file"
+                f"{path} holds {len(self._played)} episodes of unfinished work with other settings: "
+                f"{change:.200}; continue with those settings, use another folder, or remove the file"
             )
         if change:  # nothing was played, or there is no such file
             write_bytes(path, header + b"\n")
@@ -125,7 +125,7 @@ def _episode(path: Path, number: int, line: bytes) -> Trajectory | None:
     try:
         return decode_trajectory(line) if line else None
     except DataError:
-        logger.warning("%s, line %d holds no whole episode: it is played again", path, number)
+        logger.warning("%s, line %d holds no complete episode: it is played again", path, number)
         return None
 
 

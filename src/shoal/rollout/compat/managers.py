@@ -364,7 +364,7 @@ def multi_turn_loop(
         pool, tag = container.envs, envs.env_name or "env"
         limits = (max_turns, envs.max_turns, envs._ask("max_steps", None)[0])
         if not any(limits):
-            raise ConfigError("these envs have no max_steps of their own: say max_turns")
+            raise ConfigError("these envs have no max_steps of their own: give max_turns")
         role = _ManagersRole(
             tag,
             str(envs._ask("instructions", "")[0]),
