@@ -158,7 +158,7 @@ def test_an_evaluation_that_ends_as_it_writes_leaves_nothing_of_the_one_before(
     assert sorted(os.listdir(out)) == [".lock", "config.yaml", "trajectories", "unfinished.jsonl"]
     assert os.listdir(out / "trajectories") == []
     assert main(evaluate) == 2
-    assert "holds 2 episodes of work that is not finished" in capsys.readouterr().err
+    assert "holds 2 episodes of unfinished work" in capsys.readouterr().err
     assert main([*evaluate, "--env", "frozen_lake"]) == 0
     assert main(evaluate) == 0
 

@@ -140,9 +140,9 @@ def test_exploration_by_the_state_is_the_gaussian_of_its_definition(seed):
     expected = normal.log_prob(torch.from_numpy(actions)).sum(1)
     np.testing.assert_allclose(logprob, expected, rtol=1e-5, atol=1e-5)
     tensors = [torch.from_numpy(array) for array in (mean, features, log_std, actions)]
-    judged = distributions.judge_explored(*tensors)
-    torch.testing.assert_close(judged.logprob, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(judged.entropy, normal.entropy().sum(1), rtol=1e-5, atol=1e-5)
+    scored = distributions.gsde_logprob(*tensors)
+    torch.testing.assert_close(scored.logprob, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scored.entropy, normal.entropy().sum(1), rtol=1e-5, atol=1e-5)
     assert np.array_equal(distributions.explore(mean, features, log_std, noise, deterministic=True)[0], mean)
 
 

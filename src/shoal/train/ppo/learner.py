@@ -141,16 +141,16 @@ class TorchLearner:
         taken, parameters, values = minibatch
         if self.actions.is_discrete:
             groups, masks = self.actions.groups, taken.get("masks")
-            judged = distributions.judge_choices(parameters, taken["actions"], groups, masks)
+            scored = distributions.categorical_logprob(parameters, taken["actions"], groups, masks)
         elif isinstance(self.network, SDEActorCritic):
             mean, features = parameters[:, : self.actions.size], parameters[:, self.actions.size :]
-            judged = distributions.judge_explored(mean, features, self._log_std(), taken["actions"])
+            scored = distributions.gsde_logprob(mean, features, self._log_std(), taken["actions"])
         else:
-            judged = distributions.judge_points(parameters, self._log_std(), taken["actions"])
+            scored = distributions.gaussian_logprob(parameters, self._log_std(), taken["actions"])
         advantages = normalized(taken["advantages"]) if rates.normalize_advantage else taken["advantages"]
-        policy = clipped_policy_loss(judged.logprob, taken["logprobs"], advantages, rates.clip)
+        policy = clipped_policy_loss(scored.logprob, taken["logprobs"], advantages, rates.clip)
         critic = value_loss(values, taken["returns"], taken["values"], rates.value_clip)
-        entropy = judged.entropy.mean()
+        entropy = scored.entropy.mean()
         loss = policy.loss + rates.vf_coef * critic - rates.ent_coef * entropy
         return loss, [
             policy.loss.detach(), critic.detach(), entropy.detach(), policy.approx_kl, policy.clip_fraction
