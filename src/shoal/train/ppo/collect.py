@@ -193,9 +193,6 @@ class Experience:
 
     def _start(self, total_timesteps: int | None) -> None:
         self.workers = self._choose_workers(total_timesteps)
-        learner = self.agent.learner
-        if isinstance(learner, CompiledLearner):  # the cores of the workers are free while it learns
-            learner.assisted = min(self.workers, available_cpus()) > 1
         collector = self._make_collector()
         if isinstance(collector, WorkerSteps):
             self.workers = collector.envs.num_envs  # fewer where smaller shares would end no sooner
