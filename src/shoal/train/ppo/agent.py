@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 from torch import nn
 
-from shoal.core.errors import DivergedError, EnvError
+from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.core.seeding import stream
 from shoal.maths.normalizer import ObservationNormalizer, RewardNormalizer
 from shoal.maths.updates import decayed, explained_variance, next_values_of
@@ -40,8 +40,10 @@ class PPOAgent:
         self.learner = make_learner(built, self.action_rows, path=path, device=device, adam_eps=eps)
         self.config, self.n_envs, self.seed = config, n_envs, seed
         self.iteration = 0
+        self.torn = False
+        """Whether an update was ended halfway."""
         n_numbers = self.obs_rows.n_numbers if config.normalize_obs else 0
-        self.obs_norm = ObservationNormalizer(n_numbers) if n_numbers else None
+        self.obs_norm = ObservationNormalizer(n_numbers, self.obs_rows.choices) if n_numbers else None
         self.reward_norm = RewardNormalizer(n_envs, config.gamma) if config.normalize_reward else None
         self.memory: Array | None = None
         """`[N, S]` what a recurrent policy remembers of its envs."""
@@ -87,9 +89,10 @@ class PPOAgent:
         if self.reward_norm is not None:
             self.reward_norm.sums[i] = 0.0
 
-    def remembered(self) -> Array | None:
-        """A copy of what is remembered of every env."""
-        return None if self.memory is None else self.memory.copy()
+    def refuse_torn(self) -> None:
+        """Raise a `ConfigError` where a second Ctrl-C ended an update halfway."""
+        if self.torn:
+            raise ConfigError("a second Ctrl-C ended an update halfway: load the last checkpoint to go on")
 
     def alone(self) -> PPOAgent:
         """The same policy for one env of its own, with a memory of its own."""
@@ -139,15 +142,17 @@ class PPOAgent:
             EnvError: NaN or infinity in observations or rewards; nothing was learned from them.
             DivergedError: NaN or infinity in the losses; the weights are those from before.
         """
+        self.refuse_torn()
         check_finite(rollout, self.obs_rows)
-        learned, statistics = self.learner.snapshot(), self._statistics()
+        before, self.torn = self.state(), True
         try:
-            return self._improve(rollout, progress)
-        except BaseException:  # Ctrl-C too: half an update must not be saved
-            self.iteration = -1  # of no moment until all is put back: a second Ctrl-C may come
-            self.learner.restore(learned)
-            self._load_statistics(statistics)
+            metrics = self._improve(rollout, progress)
+        except Exception:
+            self.load_state(*before)
+            self.torn = False
             raise
+        self.torn = False
+        return metrics
 
     def _improve(self, rollout: StepRollout, progress: float) -> dict[str, float]:
         config, learner = self.config, self.learner

@@ -119,6 +119,13 @@ def find_checkpoint(path: Path | str) -> Path:
     raise DataError(f"{path} holds no checkpoint; expected a folder step_… or a folder of them")
 
 
+def holds_policy(path: Path | str) -> bool:
+    """Whether a folder is a checkpoint of PPO, or a run or folder with some."""
+    path = Path(path)
+    found = [path, *list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
+    return any((folder / "policy.json").is_file() for folder in found)
+
+
 def list_checkpoints(root: Path | str) -> list[Path]:
     """The checkpoint folders in `root`, oldest first."""
     root = Path(root)
@@ -154,7 +161,8 @@ def describe_policy(
         normalize_obs: whether it sees normalised numbers.
         env: its name.
         env_kwargs: with which it is made.
-        around: `wrappers`, `atari`, `frame_stack`; those that are nothing are left out.
+        around: `wrappers`, `atari`, `frame_stack`, and `masked`: whether the env gives action masks; what is false is
+            left out.
     """
     own = getattr(network, "module", None)
     told = {

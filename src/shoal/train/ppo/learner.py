@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -155,14 +154,6 @@ class TorchLearner:
         return loss, [
             policy.loss.detach(), critic.detach(), entropy.detach(), policy.approx_kl, policy.clip_fraction
         ]  # fmt: skip
-
-    def snapshot(self) -> Any:
-        """A copy of everything an update changes."""
-        return self.state()
-
-    def restore(self, snapshot: Any) -> None:
-        """Undo the update since `snapshot`."""
-        self.load_state(*snapshot)
 
     def state(self) -> tuple[Arrays, Arrays]:
         """(weights, optimizer moments) by name."""

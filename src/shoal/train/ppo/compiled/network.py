@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -152,14 +152,6 @@ class CompiledNetwork:
         advantages = np.empty_like(rewards)
         self._kernels.gae(rewards, values, next_values, terminated, done, gamma, gae_lambda, advantages)
         return advantages
-
-    def snapshot(self) -> Any:
-        """A copy of everything an update changes."""
-        return self.weights.copy(), self.first.copy(), self.second.copy(), self.count
-
-    def restore(self, snapshot: Any) -> None:
-        """Undo the update since `snapshot`."""
-        self.weights[:], self.first[:], self.second[:], self.count = snapshot
 
     def _make_room(self, rows: int) -> None:
         if rows <= self._rows:
