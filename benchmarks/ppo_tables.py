@@ -1,4 +1,4 @@
-"""Print the Markdown tables of docs/ppo.md from benchmarks/results/ppo.json, and those of the presets."""
+"""Print the Markdown tables of docs/ppo-results.md from benchmarks/results/ppo.json, and those of the presets."""
 
 from __future__ import annotations
 
