@@ -190,19 +190,10 @@ def check_same(saved: Checkpoint, mine: Checkpoint) -> None:
     wrong = [
         f"{key}: the checkpoint has {saved.policy.get(key)!r}, this run {mine.policy.get(key)!r}"
         for key in SAME
-        if saved.policy.get(key) not in (mine.policy.get(key), _as_before(mine.policy.get(key)))
+        if saved.policy.get(key) != mine.policy.get(key)
     ]
     if wrong := wrong + other_shapes(saved.weights, mine.weights):
         raise ConfigError("the checkpoint belongs to another run:\n  " + "\n  ".join(wrong))
-
-
-def _as_before(told: Any) -> Any:
-    """A space as checkpoints told it that knew no whole numbers but int64."""
-    if isinstance(told, dict) and "spaces" in told:
-        return {**told, "spaces": {key: _as_before(part) for key, part in told["spaces"].items()}}
-    if isinstance(told, dict) and told.get("kind") in ("Discrete", "MultiDiscrete"):
-        return {key: value for key, value in told.items() if key != "dtype"}
-    return told
 
 
 def other_shapes(saved: Arrays, mine: Arrays) -> list[str]:

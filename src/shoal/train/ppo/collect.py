@@ -211,7 +211,7 @@ class Experience:
             to_env = self.agent.action_rows.to_env
             histories = [to_env(taken[i]) if i in taken else [] for i in range(self.n_envs)]
             now = collector.resume(self.log.started.tolist(), histories)
-            if self.now is not None and self.now.dtype == now.dtype:  # it was float32 with images once
+            if self.now is not None:
                 strangers = [i for i in range(self.n_envs) if not np.array_equal(now[i], self.now[i])]
                 if strangers:
                     logger.warning(
