@@ -23,8 +23,8 @@ from shoal.core.files import write_text
 class ViewOptions:
     """Look at runs in a browser: curves, advice, episodes turn by turn, groups side by side, skills, split samples.
 
-    RUN is a run folder, or a folder of run folders such as runs/. The page is served on 127.0.0.1 only, to whoever has
-    its whole address, and only reads. It follows runs that are going on, and lists those that begin later.
+    RUN is a run folder, or a folder of run folders such as runs/. The page is served on 127.0.0.1, needs the token in
+    its address, and only reads. It follows running runs, and lists those that begin later.
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = (Path("runs"),)
@@ -78,7 +78,10 @@ def view(options: ViewOptions) -> int:
             print(f"{n} run{'s' * (n != 1)} at {address}", flush=True)
             if not n:
                 print(f"there are no runs in {', '.join(map(str, options.runs))} yet", flush=True)
-            print("the address holds a token: who has it can read these runs; Ctrl-C ends it", flush=True)
+            print(
+                "the address has a token: anyone who has it can read these runs; Ctrl-C ends the server",
+                flush=True,
+            )
             if options.open:
                 webbrowser.open(address)
 

@@ -1,4 +1,4 @@
-"""The site as a server of this machine alone: it only answers who knows its token, and it only reads.
+"""The site on 127.0.0.1: it answers requests that have its token, and only reads.
 
 Every address begins with the token, so links keep it and nothing is stored in the browser. Requests under another host
 name (DNS rebinding), from another origin, or with a method that writes are refused before anything is looked up.

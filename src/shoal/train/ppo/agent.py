@@ -46,7 +46,7 @@ class PPOAgent:
         self.obs_norm = ObservationNormalizer(n_numbers, self.obs_rows.choices) if n_numbers else None
         self.reward_norm = RewardNormalizer(n_envs, config.gamma) if config.normalize_reward else None
         self.memory: Array | None = None
-        """`[N, S]` what a recurrent policy remembers of its envs."""
+        """`[N, S]` hidden state of a recurrent policy, one row for each env."""
         self.attend(n_envs)
 
     def act(
@@ -73,7 +73,7 @@ class PPOAgent:
         return float(self.learner.values(seen)[0])
 
     def forget(self, i: int) -> None:
-        """An episode begins in env `i`: nothing is remembered of the last one."""
+        """An episode begins in env `i`: its hidden state is reset."""
         if self.memory is not None:
             self.memory[i] = 0
 
@@ -84,7 +84,7 @@ class PPOAgent:
             self.reward_norm.gamma = config.gamma
 
     def broken_off(self, i: int) -> None:
-        """The episode under way in env `i` has no more steps: neither it nor its rewards are remembered."""
+        """The open episode of env `i` is broken off: its hidden state and sum of rewards are reset."""
         self.forget(i)
         if self.reward_norm is not None:
             self.reward_norm.sums[i] = 0.0
@@ -102,7 +102,7 @@ class PPOAgent:
         return one
 
     def attend(self, n_envs: int, memory: Array | None = None, sums: Array | None = None) -> None:
-        """Go on with other environments: what is remembered of them and the sums of their rewards, or None."""
+        """Go on with other environments: their hidden states and sums of rewards, or None for zeros."""
         self.n_envs = n_envs
         if isinstance(self.learner, RecurrentLearner):
             self.memory = self.learner.no_memory(n_envs) if memory is None else memory

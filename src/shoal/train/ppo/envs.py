@@ -243,7 +243,7 @@ def make_envs(factory: EnvFactory, first: int, n: int, tried: Any = None) -> lis
 
 @dataclass(frozen=True, slots=True)
 class EnvFacts:
-    """What a try of an environment tells."""
+    """What is known of an environment after a few random steps."""
 
     observation_space: gym.Space
     action_space: gym.Space
