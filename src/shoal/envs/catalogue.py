@@ -283,7 +283,8 @@ def _of_module(name: str) -> Callable[..., Env] | EnvSpec:
     if found is None:
         _refuse_folder(module, rest)
         classes = [key for key, value in vars(module).items() if _is_env_class(value)]
-        has = f"; it has {', '.join(classes)}" if classes else ""
+        shown = ", ".join(classes[:5]) + (", …" if classes[5:] else "")
+        has = f"; it has {shown}" if classes else ""
         raise _unknown(rest, [*classes, *gymnasium.registry], f"{module.__name__}:", has)
     if isinstance(found, EnvSpec):
         return _without_main(found)
@@ -553,10 +554,11 @@ def _unknown(name: str, known: Iterable[str], module: str = "", has: str = "") -
     package, near = _package_of(name), _nearest(name, known)
     if package is not None and not any(_plain(one) == _plain(name) for one in near):
         return UnknownNameError(f"{said} It is of a package that must be imported: {package.written(name)}")
-    return UnknownNameError(
-        f"{said}{_or([module + one for one in near])} `shoal envs list` shows shoal's own, "
-        f"gymnasium.pprint_registry() Gymnasium's; others are 'module:Id-v0', 'module:Class' or 'module:function'"
-    )
+    forms = "" if module else (
+        " `shoal envs list` shows shoal's own, gymnasium.pprint_registry() Gymnasium's; others are 'module:Id-v0', "
+        "'module:Class' or 'module:function'"
+    )  # fmt: skip
+    return UnknownNameError(f"{said}{_or([module + one for one in near])}{forms}")
 
 
 def _nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
