@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tests.rooms.trace import Tracer
+from tests.trace import Tracer
 
 from shoal.skills.jobs.graph import Graph
 from shoal.skills.jobs.runner import LocalLauncher

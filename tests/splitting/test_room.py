@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.rooms.trace import Tracer
+from tests.trace import Tracer
 
 from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
 

@@ -26,7 +26,7 @@ from shoal.cli.grammar import (
 )
 from shoal.cli.output import harmless, program
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.run_folder import RunFolder, finite
+from shoal.core.run_folder import RunFolder, command_of, finite
 
 if TYPE_CHECKING:
     from shoal.rollout.factory import EnvironmentConfig
@@ -58,14 +58,14 @@ PANEL_SEED = 20_260_101
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Play held-out episodes and report the success rate with its 95% interval.
+    """Play held-out episodes and report the success rate with its 95% interval, of a PPO run the return.
 
-    Episodes that failed for a technical reason are counted apart: they say nothing of the agent.
+    Episodes that failed for a technical reason are counted apart.
     """
 
     model: Annotated[str, Positional("RUN_OR_MODEL")]
-    """A run folder, a folder that `shoal export` wrote, another Hugging Face model folder, a name of
-    `shoal model list`, or `openai:MODEL` on a server."""
+    """A run folder (of agents or PPO), a PPO checkpoint, a folder that `shoal export` wrote, another Hugging Face
+    model folder, a name of `shoal model list`, or `openai:MODEL` on a server."""
     env: str | None = None
     """Env to play (`shoal envs list`); the held-out envs of the run, or of an export, if not given."""
     env_config: tuple[str, ...] = ()
@@ -77,11 +77,14 @@ class EvalOptions:
     seed: int = 0
     """Seed of the evaluation episodes."""
     temperature: float = 0.0
-    """0 takes the likeliest token, 1 samples as in training; a run's `top_p`, `top_k` and `min_p` hold."""
+    """0 takes the likeliest token, 1 samples as in training; a run's `top_p`, `top_k` and `min_p` hold. Of a PPO run 0
+    acts as its own evaluations did (the likeliest actions, unless its preset draws them)."""
     device: str | None = None
     """Where the model runs, such as cuda:1; where the run was trained, or the CPU, if not given."""
     checkpoint: str = "newest"
-    """Of a run: newest, best, or an iteration."""
+    """Checkpoint of a run: newest, best, or an iteration (of a PPO run, its env steps)."""
+    video: bool = False
+    """Of a PPO run: film the first episode as video.gif, in --out or in the run folder."""
     max_tokens: int | None = None
     """Tokens of a response; what the run or export was trained with, 64 for another model, 512 for a server."""
     base_url: str = "http://127.0.0.1:8000/v1"
@@ -103,6 +106,7 @@ class EvalOptions:
 
 MORE = """\
 examples:
+  shoal eval runs/ppo-CartPole-v1 --video            a PPO run: its return, and a film
   shoal eval runs/demo --episodes 400                a run, on its own held-out envs
   shoal eval runs/demo --checkpoint 0                its first weights, on the same episodes
   shoal eval my-model                                what shoal export wrote, prompted as in its run
@@ -122,6 +126,9 @@ def evaluate(options: EvalOptions) -> int:
         raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
     if options.max_tokens is not None and options.max_tokens < 1:
         raise ConfigError(f"--max-tokens must be at least 1, got {options.max_tokens}")
+    if _is_ppo(Path(options.model)):
+        return _play_ppo(options)
+    refuse_idle(options, "with an agent: shoal show prints its episodes", "video")
     if options.env_config and options.env is None and options.panel is None:
         raise ConfigError(
             "--env-config sets the env that --env names, and a run's own envs are played: add --env NAME"
@@ -164,6 +171,77 @@ def evaluate(options: EvalOptions) -> int:
 
 
 COMMAND = Command(EvalOptions, evaluate, MORE, WANTED)
+
+
+def _is_ppo(folder: Path) -> bool:
+    from shoal.train.ppo.checkpoint import holds_policy
+
+    return holds_policy(folder) or ((folder / "config.yaml").is_file() and command_of(folder) == "train-ppo")
+
+
+OF_AGENTS = (
+    "env", "env_config", "panel", "max_tokens", "base_url", "api_key_env", "concurrency", "timeout", "retries",
+)  # fmt: skip
+"""Options without a meaning for a PPO run."""
+
+
+def _play_ppo(options: EvalOptions) -> int:
+    """Evaluate the policy of a PPO run on single episodes, as its own evaluations do."""
+    refuse_idle(options, "with a PPO run", *OF_AGENTS)
+    if options.temperature not in (0.0, 1.0):
+        raise ConfigError(f"--temperature of a PPO run must be 0 or 1, got {options.temperature}")
+    refuse_device(options.device or "cpu")
+    from shoal.train.ppo.checkpoint import checkpoint_step, load_run
+    from shoal.train.ppo.ppo import PPO
+    from shoal.train.ppo.run import write_video
+
+    folder = _ppo_checkpoint(Path(options.model), options.checkpoint)
+    asked = load_run(folder).training.get("options", {})
+    likeliest = not options.temperature and asked.get("eval_deterministic", True)
+    place = options.out or Path(options.model)
+    with contextlib.ExitStack() as ending:
+        kept = ending.enter_context(RunFolder(options.out, "eval", options.seed)) if options.out else None
+        ppo = ending.enter_context(PPO.load(folder, backend="serial", device=options.device or "cpu"))
+        with Progress("playing", sys.stderr):
+            played = ppo.evaluate(options.episodes, deterministic=likeliest, seed=options.seed)
+            if options.video:
+                frames: list[Any] = []
+                ppo.evaluate(1, deterministic=likeliest, frames=frames, seed=options.seed)
+                write_video(place / "video.gif", frames)
+        result = {
+            "env": ppo.factory.name, "steps": checkpoint_step(folder), "eval_return_mean": played.mean,
+            "eval_return_std": played.std, "eval_return_min": min(played.returns),
+            "eval_return_max": max(played.returns), "eval_length_mean": sum(played.lengths) / len(played.lengths),
+            "episodes": len(played.returns), "deterministic": likeliest, "seed": options.seed,
+            "returns": played.returns,
+        }  # fmt: skip
+        if kept is not None:
+            kept.finish({key: value for key, value in result.items() if key != "returns"})
+    if options.json:
+        print_json(result | ({"video": str(place / "video.gif")} if options.video else {}))
+        return 0
+    how = "the likeliest actions" if likeliest else "drawn actions"
+    least, most = result["eval_return_min"], result["eval_return_max"]
+    print(f"return    {played.mean:.2f} ± {played.std:.2f}   (least {least:g}, most {most:g})")
+    print(f"length    {result['eval_length_mean']:.1f}")
+    print(f"episodes  {len(played.returns)} of {ppo.factory.name}, {how}, seed {options.seed}, {folder.name}")
+    if options.video:
+        print(f"video     {place / 'video.gif'}")
+    return 0
+
+
+def _ppo_checkpoint(run: Path, wanted: str) -> Path:
+    """The folder of the checkpoint that is asked for: newest, best, or the env steps after which it was made."""
+    from shoal.train.ppo.checkpoint import checkpoint_step, find_checkpoint, list_checkpoints
+
+    if wanted in ("newest", "best"):
+        return find_checkpoint(run if wanted == "newest" else run / "best")
+    there = {str(checkpoint_step(folder)): folder for folder in list_checkpoints(run / "checkpoints")}
+    if wanted not in there:
+        raise DataError(
+            f"{run} has no checkpoint after {wanted} steps; it has newest, best, {', '.join(there) or 'no other'}"
+        )
+    return there[wanted]
 
 
 def _lacks_play(model: str) -> bool:

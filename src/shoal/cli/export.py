@@ -47,9 +47,15 @@ def export(options: ExportOptions) -> None:
     from shoal.testing.recorded_runs import agent_config_of, settings_of
     from shoal.train.agent.evaluation import read_checkpoint
     from shoal.train.agent.exported import FILE, play_of
+    from shoal.train.ppo.checkpoint import holds_policy
 
     if options.out.exists():
         raise ConfigError(f"{options.out} exists already: choose a new folder")
+    if holds_policy(options.run):
+        raise ConfigError(
+            f"{options.run} is a PPO run, whose policy Python loads: shoal.load_policy({str(options.run)!r}), and "
+            f".export_onnx('policy.onnx') of it for other programs; shoal eval {options.run} plays it"
+        )
     show_warnings("%(levelname)s %(message)s")
     with write_folder(options.out) as folder:
         name = read_checkpoint(options.run, options.checkpoint, partial(_copy, options, folder))

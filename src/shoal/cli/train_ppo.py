@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import shlex
@@ -25,6 +26,7 @@ from shoal.cli.grammar import (
 )
 from shoal.cli.output import program
 from shoal.core.run_folder import refuse_foreign
+from shoal.train.ppo.checkpoint import list_checkpoints
 from shoal.train.ppo.compiled.network import kernels_cached
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.presets import preset_for
@@ -81,13 +83,11 @@ def train(call: Call) -> int:
     run = PPORun(run_options, call.ppo, print_json if call.json_events else None)
     try:
         _greet(run)
-        rows = run.rows()
         try:
-            _watch(rows, run, call.progress)
+            with contextlib.closing(run.rows()) as rows:  # type: ignore[type-var]
+                _watch(rows, run, call.progress)
         except KeyboardInterrupt:
-            rows.close()  # type: ignore[attr-defined]
-            words = f"{program()} train-ppo --resume-from {shlex.quote(str(_kept_in(run)))}"
-            print(f"\ninterrupted; go on with: {words}", flush=True)
+            print(f"\ninterrupted; {_how_to_go_on(run)}", flush=True)
             return 130
         _say_results(run)
         if call.json:
@@ -213,6 +213,12 @@ def _block(row: dict[str, float], run: PPORun, since: Since) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "-"
+
+
+def _how_to_go_on(run: PPORun) -> str:
+    if not list_checkpoints(run.checkpoints):
+        return "there is no checkpoint yet: start again"
+    return f"go on with: {program()} train-ppo --resume-from {shlex.quote(str(_kept_in(run)))}"
 
 
 def _kept_in(run: PPORun) -> Path:

@@ -78,7 +78,7 @@ def _own_defaults(default: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _hints(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return {item.name: hints[item.name] for item in dataclasses.fields(kind)}
 
 

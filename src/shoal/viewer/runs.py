@@ -64,7 +64,7 @@ class Run:
 
     @property
     def x(self) -> str:
-        """The metric that tells how far a row is."""
+        """The metric on the x axis."""
         return "steps" if self.kind == "ppo" else "iteration"
 
     def _cached(self, name: str, make: Callable[[bytes], Any], empty: Any) -> Any:
@@ -116,7 +116,7 @@ class Run:
         return self.summary().get("seed", self.config().get("seed"))
 
     def status(self) -> str:
-        """`running`, `completed` and so on, or `stopped` when nothing tells how it ended."""
+        """`running`, `completed` and so on, or `stopped` when no file says how it ended."""
         if self.is_running():
             return "running"
         said = self.summary().get("status")
@@ -206,7 +206,7 @@ class Run:
 
     # --- split samples
     def samples(self) -> list[dict[str, Any]]:
-        """What `batch/batch.json` tells of each sample."""
+        """What `batch/batch.json` says of each sample."""
         document = self._cached("batch/batch.json", _object, {})
         samples = document.get("samples")
         return [sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else []

@@ -110,12 +110,16 @@ def test_a_run_of_episodes_is_saved_and_evaluated_after_each_tenth_too(tmp_path)
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--total-timesteps", "0", "total_timesteps must be at least 1, got 0"),
-        ("--num-episodes", "-3", "num_episodes must be at least 1, got -3"),
-        ("--eval-every", "-1", "eval_every must not be negative, got -1"),
-        ("--checkpoint-every", "-1", "checkpoint_every must not be negative, got -1"),
-        ("--stop-at-reward", "nan", "stop_at_reward must be finite, got nan"),
-        ("--record-video", "", "takes no argument 'render_mode'"),
+        ("--total-timesteps", "0", "total_timesteps: Expected `int` >= 1, got 0"),
+        ("--num-episodes", "-3", "num_episodes: Expected `int` >= 1, got -3"),
+        ("--eval-every", "-1", "eval_every: Expected `int` >= 0, got -1"),
+        ("--checkpoint-every", "-1", "checkpoint_every: Expected `int` >= 0, got -1"),
+        ("--stop-at-reward", "nan", "stop_at_reward must be a finite number, got nan"),
+        (
+            "--record-video",
+            "",
+            "a video (--record-video, --video) needs an environment with render_mode='rgb_array'",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_there_is_a_folder(tmp_path, capsys, flag, value, message):
@@ -279,7 +283,7 @@ def test_video_and_tensorboard_are_written(tmp_path):
         (["--preset", "CartPole"], "no preset named 'CartPole'. Did you mean 'CartPole-v1'", 2),
         (["--resume-from", "nowhere"], "nowhere holds no checkpoint", 2),
         (["--device", "cuda:7"], "device=cuda:7 is not available here", 2),
-        (["--gamma", "2"], r"gamma must be in [0, 1], got 2.0", 2),
+        (["--gamma", "2"], "gamma: Expected `float` <= 1.0, got 2.0", 2),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_readable_line(
