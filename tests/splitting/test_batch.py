@@ -234,7 +234,9 @@ def test_no_click_is_drawn_on_the_screen_of_another_answer_where_truncation_took
 def test_chats_are_written_as_fine_tuning_tools_read_them_and_read_back(
     processor, make_root, tmp_path, suffix, parts
 ):
-    from shoal.splitting import ChatReader, FolderReader, write_chats
+    from shoal.splitting import ChatReader
+    from shoal.splitting.exports import write_chats
+    from shoal.splitting.readers.recordings import FolderReader
 
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
@@ -258,7 +260,8 @@ def test_chats_are_written_as_fine_tuning_tools_read_them_and_read_back(
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_answers_that_are_context_are_context_in_a_file_of_chats_too(tmp_path, suffix):
-    from shoal.splitting import ChatReader, write_chats
+    from shoal.splitting import ChatReader
+    from shoal.splitting.exports import write_chats
 
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
@@ -276,7 +279,8 @@ def test_answers_that_are_context_are_context_in_a_file_of_chats_too(tmp_path, s
 
 def test_a_file_of_chats_that_could_not_be_written_leaves_nothing(make_root, tmp_path):
     pytest.importorskip("pyarrow")
-    from shoal.splitting import FolderReader, write_chats
+    from shoal.splitting.exports import write_chats
+    from shoal.splitting.readers.recordings import FolderReader
 
     root, ids = make_root(2, steps=1, size=(60, 60))
 

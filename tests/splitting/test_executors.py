@@ -19,7 +19,8 @@ import torch
 from shoal.core import executors
 from shoal.core.errors import DataError
 from shoal.core.executors import ProcessExecutor, make_executor
-from shoal.splitting import FolderReader, StepwiseTrajectorySplitter, TrajectorySplitter
+from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
+from shoal.splitting.readers.recordings import FolderReader
 from shoal.splitting.splitters import _start_ray
 
 
@@ -258,18 +259,6 @@ def test_bad_messages_are_refused_with_a_reason(processor, make_root, messages, 
     assert batch["dataset_ids"].tolist() == [ids[1]]
 
 
-@pytest.mark.parametrize("compat", ["seed"])
-def test_the_original_needs_its_strict_order(processor, make_root, compat):
-    root, ids = make_root(1, steps=1, size=(60, 60))
-    write(
-        root,
-        ids[0],
-        final_messages=[text("system", "s"), text("user", "u"), text("user", "v"), text("assistant", "a")],
-    )
-    with pytest.raises(DataError, match="message 2 must be from 'assistant', got 'user'"):
-        TrajectorySplitter(processor, root, compat=compat).split(ids)
-
-
 def test_missing_files_and_odd_names_are_refused(processor, make_root):
     root, ids = make_root(1, steps=1, size=(60, 60))
     splitter = StepwiseTrajectorySplitter(processor, root)
@@ -353,7 +342,7 @@ def test_bad_arguments_say_what_was_expected(processor, tmp_path):
         ({"store": "u16"}, "store must be one of"),
         ({"on_error": "ignore"}, "on_error must be one of"),
         ({"padding": "min"}, "padding must be one of"),
-        ({"compat": "old"}, "compat must be"),
+        ({"compat": "seed"}, "compat must be 'fixed', the only way samples are made, got 'seed'"),
         ({"position_rows": 1}, "3 rows"),
         ({"reward": "first"}, "reward must be one of"),
         ({"position_rows": 2}, "position_rows must be one of None, 1, 3, 4"),

@@ -22,15 +22,9 @@ import pytest
 from PIL import Image
 
 from shoal.core.errors import DataError
-from shoal.splitting import (
-    AgentNetReader,
-    AtifReader,
-    ChatReader,
-    LiteSampleReader,
-    StepwiseTrajectorySplitter,
-    TrajectorySplitter,
-)
+from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
 from shoal.splitting.readers import READERS, find_reader, reader
+from shoal.splitting.readers.formats import AgentNetReader, AtifReader, LiteSampleReader
 
 
 def png(number=0):

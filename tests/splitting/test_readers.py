@@ -13,16 +13,10 @@ from tests.records import Exchange, exchanges, trajectory_of
 from shoal.core.data import write_trajectories
 from shoal.core.errors import DataError
 from shoal.core.executors import make_executor
-from shoal.splitting import (
-    ChatReader,
-    FolderReader,
-    OSWorldReader,
-    ShoalReader,
-    StepwiseTrajectorySplitter,
-    TrajectorySplitter,
-    find_reader,
-    write_sharegpt,
-)
+from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter, find_reader
+from shoal.splitting.exports import write_sharegpt
+from shoal.splitting.readers.formats import OSWorldReader, ShoalReader
+from shoal.splitting.readers.recordings import FolderReader
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The room itself: what a sample passes, what a long recording costs, and that the original's part can go."""
 
-import ast
 import json
 import sys
 from collections import Counter
@@ -26,16 +25,6 @@ def test_a_sample_passes_few_files(processor, make_root, tmp_path, cls):
         "splitting/readers/recordings.py"
     }
     assert len(files) <= 6
-
-
-def test_nothing_but_the_arguments_knows_of_the_originals_tensors():
-    """`original.py` can be deleted with the two arguments that lead to it."""
-    importers = set()
-    for file in ROOM.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module == "shoal.splitting.original":
-                importers.add(file.name)
-    assert importers == {"splitters.py"}
 
 
 class Work:

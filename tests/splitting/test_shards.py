@@ -170,7 +170,7 @@ def test_a_folder_of_lots_is_not_mixed_with_other_settings_though_nobody_said_th
     assert lots(on_error="skip") == lots(image_threads=2) == []
     for other in (
         {"limit_images": 1}, {"cls": TrajectorySplitter}, {"padding": "max"}, {"store": "float32"}, {"reward": "all"},
-        {"compat": "seed"}, {"max_response_length": 900}, {"reward": lambda reward, index, count: reward},
+        {"max_response_length": 900}, {"reward": lambda reward, index, count: reward},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="begun with other recordings or settings"):
             lots(**other)

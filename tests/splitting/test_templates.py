@@ -109,11 +109,6 @@ def test_a_window_ends_with_its_last_trained_answer_and_shows_no_image_behind_it
     assert text_of(processor, sample.response_ids).endswith("<|im_end|>")
 
 
-def test_the_original_cannot_do_templates_that_look_back(forgetful, thoughts):
-    with pytest.raises(DataError, match="compat='fixed'"):
-        StepwiseTrajectorySplitter(forgetful, ".", reader=thoughts, compat="seed").split(thoughts.ids())
-
-
 class Blurred:
     """A processor of another kind: its pixels are no table of 8-bit values."""
 

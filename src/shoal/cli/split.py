@@ -72,8 +72,6 @@ class SplitOptions:
     """images in a sample"""
     limit_messages: int = 35
     """turns a sample looks back"""
-    compat: Literal["fixed", "seed"] = "fixed"
-    """"seed" gives the original's tensors bit for bit, oddities included"""
     store: Literal["auto", "u8", "float32", "bfloat16", "path"] = "auto"
     """how pixels are kept"""
     reward: Literal["final", "all", "last_step"] = "final"
@@ -222,8 +220,8 @@ def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None
     if not ids:
         raise DataError(f"{options.root} holds no trajectories that can be split")
     same = (
-        "max_prompt_length", "max_response_length", "truncation", "limit_images", "limit_messages", "compat",
-        "store", "reward", "padding", "traj_filter", "on_error", "window_size",
+        "max_prompt_length", "max_response_length", "truncation", "limit_images", "limit_messages", "store", "reward",
+        "padding", "traj_filter", "on_error", "window_size",
     )  # fmt: skip
     settings = {name: value for name, value in asdict(options).items() if name in same}
     if options.splitter == "stepwise":

@@ -39,7 +39,6 @@ class Sample:
     response_positions: Array  # [rows, r] int32
     response_mask: Array  # [r] bool: the tokens that are trained
     rewards: Array  # [r] float32
-    n_attended: int  # the first so many response tokens are attended to
     pads_count_on: bool  # positions behind the response keep counting, instead of being 1
     images: tuple[int, ...]  # images of the trajectory that it shows, in order
     messages: list[dict[str, Any]]
@@ -298,7 +297,7 @@ def _unpadded(sample: Sample, shape: Shape) -> dict[str, Array]:
     mask[border:] = sample.response_mask
     rows = {
         "input_ids": sample.input_ids,
-        "attention_mask": np.arange(length) < border + sample.n_attended,
+        "attention_mask": np.ones(length, bool),
         "position_ids": positions if shape.rows > 1 else positions[0],
         "reward_tensor": sample.rewards,
         "loss_mask": mask,
@@ -326,7 +325,7 @@ def _inputs(sample: Sample, pixels: Mapping[int, Pixels]) -> Any:
 FORMAT = 1
 ARRAYS = ("prompt_ids", "response_ids", "prompt_positions", "response_positions", "response_mask", "rewards")
 VALUES = (
-    "dataset_id", "uid", "traj_index", "step_index", "n_steps", "n_attended", "pads_count_on", "messages", "images",
+    "dataset_id", "uid", "traj_index", "step_index", "n_steps", "pads_count_on", "messages", "images",
     "roles", "image_spans",
 )  # fmt: skip
 

@@ -47,15 +47,12 @@ class ChatTemplate:
 
     Args:
         processor: has `apply_chat_template`, and `tokenizer` unless it is one itself.
-        escape: encode control tokens that are written out in recorded text as plain text.
-        model_text: special tokens that are exempt from escaping.
+        model_text: special tokens that stay special in recorded text; all others are encoded as plain text.
     """
 
     end_mark = END
 
-    def __init__(
-        self, processor: Any, *, escape: bool = True, model_text: Sequence[str] = MODEL_TEXT
-    ) -> None:
+    def __init__(self, processor: Any, *, model_text: Sequence[str] = MODEL_TEXT) -> None:
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.sees_images = hasattr(processor, "image_processor")
@@ -70,7 +67,7 @@ class ChatTemplate:
         self._longest_added = max((len(str(token)) for token in added.values()), default=0)
         control = {str(token) for token in added.values() if token.special} - set(model_text)
         ordered = sorted(control, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, ordered))) if escape and ordered else None
+        self._control = re.compile("|".join(map(re.escape, ordered))) if ordered else None
         self._spaced = puts_spaces(self._ids)
         self._lead = self._leading()
         asking = self.render([*self._lead, (_USER, None)], ask=True)

@@ -169,7 +169,7 @@ def _settings(splitter: TrajectorySplitter) -> list[Any]:
     return [
         plan.kind, asdict(plan.limits), plan.max_prompt_length, plan.max_response_length, plan.truncation,
         plan.use_rollout, splitter.rows, splitter.padding, splitter.traj_filter,
-        plan.images.store, plan.images.max_pixels, images, repr(getattr(plan.way, "fixes", None)),
+        plan.images.store, plan.images.max_pixels, images,
         plan.reward if isinstance(plan.reward, str) else getattr(plan.reward, "__qualname__", ""),
         type(plan.reader).__qualname__, getattr(processor, "chat_template", None), plan.template.header_ids.tolist(),
     ]  # fmt: skip

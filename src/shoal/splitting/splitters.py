@@ -11,11 +11,11 @@ from concurrent.futures import BrokenExecutor, Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from shoal.core.errors import DataError, ShoalError, WorkerDiedError
+from shoal.core.errors import ConfigError, DataError, ShoalError, WorkerDiedError
 from shoal.core.executors import (
     LokyExecutor,
     ProcessExecutor,
@@ -26,7 +26,7 @@ from shoal.core.executors import (
 )
 from shoal.core.sharing import Shared, SpilledResult, shared_by_ray, spill, spill_folder
 from shoal.splitting.batch import Batch, Padding, Sample, Shape, Skipped
-from shoal.splitting.cut import Cut, Limits, answers_of, places_of
+from shoal.splitting.cut import CUTS, Cut, Limits, answers_of, places_of
 from shoal.splitting.encode import MODEL_TEXT, ChatTemplate, Encoder
 from shoal.splitting.images import (
     MAX_IMAGE_PIXELS,
@@ -38,9 +38,10 @@ from shoal.splitting.images import (
 from shoal.splitting.place import (
     RewardPlacement,
     Truncation,
-    Way,
     add_step_scores,
+    fitted,
     place_reward,
+    sides_of,
     untrained_before,
 )
 from shoal.splitting.readers.recordings import (
@@ -53,9 +54,6 @@ from shoal.splitting.readers.recordings import (
     finite_reward,
     shortage,
 )
-
-if TYPE_CHECKING:
-    from shoal.splitting.original import Compat, Fixes
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -71,7 +69,6 @@ class Plan:
     template: ChatTemplate
     images: ImageReader
     limits: Limits
-    way: Way
     max_prompt_length: int
     max_response_length: int
     truncation: Truncation
@@ -119,8 +116,6 @@ class TrajectorySplitter:
         limit_messages: a sample looks back over so many turns.
         traj_filter: trajectories with reward 0 do not train their first steps, as many as the successful ones
             have on average.
-        compat: "fixed" is right; "seed" gives the original's tensors bit for bit.
-        fixes: single switches of `Fixes` by name, over `compat`.
         store: how pixels are kept: "u8" (8-bit, expanded when read), "float32", "bfloat16", "path" (read
             again when needed), or "auto": "u8" where the processor allows it, else "float32".
         reward: where the reward goes, see `RewardPlacement`.
@@ -151,8 +146,7 @@ class TrajectorySplitter:
         limit_messages: int = 35,
         traj_filter: bool = False,
         *,
-        compat: Compat = "fixed",
-        fixes: Mapping[str, bool] | Fixes | None = None,
+        compat: Literal["fixed"] = "fixed",
         store: Store = "auto",
         reward: RewardPlacement = "final",
         position_rows: Literal[1, 3, 4] | None = None,
@@ -188,13 +182,9 @@ class TrajectorySplitter:
             raise ValueError(
                 f"reader must have ids() and read(), got {reader!r}; find_reader(path) makes one"
             )
-        way, escape = Way(), True
-        if compat != "fixed" or fixes is not None:
-            from shoal.splitting.original import way_of
-
-            way, switches = way_of(compat, fixes)
-            escape = switches.escape_control_tokens
-        template = ChatTemplate(processor, escape=escape, model_text=model_text)
+        if compat != "fixed":
+            raise ConfigError(f"compat must be 'fixed', the only way samples are made, got {compat!r}")
+        template = ChatTemplate(processor, model_text=model_text)
         images = ImageReader(processor, template, store, max_image_pixels, image_threads)
         self.rows = position_rows if position_rows is not None else images.rows
         if (self.rows == 1) != (images.rows == 1):
@@ -208,7 +198,6 @@ class TrajectorySplitter:
             template=template,
             images=images,
             limits=Limits(window_size, stride_size, limit_images, limit_messages),
-            way=way,
             max_prompt_length=max_prompt_length,
             max_response_length=max_response_length,
             truncation=truncation,
@@ -547,7 +536,7 @@ def split_recording(plan: Plan, job: Job) -> SplitTrajectory:
     messages = recording.messages
     cuts = [
         cut
-        for cut in plan.way.cuts(plan.kind, recording, plan.limits)
+        for cut in CUTS[plan.kind](recording, plan.limits)
         if not job.first_turn or any((piece.turn or -1) >= job.first_turn for piece in cut.pieces)
     ]
     shown = {place for cut in cuts for piece in cut.pieces for place in places_of(messages, piece)}
@@ -561,18 +550,15 @@ def split_recording(plan: Plan, job: Job) -> SplitTrajectory:
 
 def _sample(plan: Plan, job: Job, recording: Recording, encoder: Encoder, cut: Cut) -> Sample:
     step = _rollout_step(plan, recording, cut)
-    prompt, response, attended = plan.way.sides(plan, encoder, cut, step)
+    prompt, response = sides_of(plan.kind, encoder, cut, step)
     if job.first_turn:
         response = untrained_before(response, job.first_turn)
-    prompt, response, cut_short = plan.way.fitted(plan, encoder, prompt, response)
-    if cut_short:
-        attended = min(attended, len(response.layout))
-    final = plan.way.rewarded(response.mask, attended)
+    prompt, response, truncated = fitted(plan, encoder, prompt, response)
     reward = job.reward if job.reward is not None else (recording.reward or 0.0)
-    rewards = place_reward(reward, plan.reward, cut.step_index, cut.n_steps, response.mask, final)
+    rewards = place_reward(reward, plan.reward, cut.step_index, cut.n_steps, response.mask)
     add_step_scores(rewards, response.ends, job.scores)
     start = len(prompt.layout)
-    if cut_short:
+    if truncated:
         images = [image for side in (prompt, response) for image, _, _ in side.layout.images]
     else:
         images = encoder.images_of(cut.pieces)
@@ -589,7 +575,6 @@ def _sample(plan: Plan, job: Job, recording: Recording, encoder: Encoder, cut: C
         response_mask=response.mask,
         rewards=rewards,
         reward=reward,
-        n_attended=attended,
         pads_count_on=plan.kind == "stepwise",
         images=tuple(images),
         messages=[_as_dict(recording.messages[piece.message], piece.keep) for piece in cut.pieces],
