@@ -19,10 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -207,7 +206,6 @@ def measure_scaling(processor, work, rows, count, turns, workers=2):
     makers = {
         "serial": SerialExecutor,
         "threads": lambda: ThreadPoolExecutor(workers),
-        "processes, warm": lambda: ProcessPoolExecutor(workers, mp_context=get_context("spawn")),
     }
     try:
         import ray

@@ -109,6 +109,16 @@ def test_a_window_ends_with_its_last_trained_answer_and_shows_no_image_behind_it
     assert text_of(processor, sample.response_ids).endswith("<|im_end|>")
 
 
+def test_a_template_that_never_ends_an_answer_is_refused(processor, tmp_path):
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(DataError, match="writes nothing at the end of an answer"):
+        StepwiseTrajectorySplitter(tokenizer, tmp_path)
+
+
 class Blurred:
     """A processor of another kind: its pixels are no table of 8-bit values."""
 
@@ -147,7 +157,7 @@ def blur(values):
     return (values + values.roll(1, dims=1)) / 2
 
 
-@pytest.mark.parametrize("store", ["auto", "float32", "bfloat16"])
+@pytest.mark.parametrize("store", ["auto", "float32"])
 def test_processors_of_other_kinds_see_each_image_once(processor, make_root, store):
     root, ids = make_root(1, steps=4, size=(90, 60))
     other = Blurred(processor)
@@ -159,8 +169,7 @@ def test_processors_of_other_kinds_see_each_image_once(processor, make_root, sto
     for name in ("input_ids", "position_ids", "loss_mask"):
         assert torch.equal(batch[name], plain[name])
     for got, want in zip(batch["multi_modal_inputs"], plain["multi_modal_inputs"], strict=True):
-        wanted = blur(want["pixel_values"])
-        assert torch.equal(got["pixel_values"], wanted.to(torch.bfloat16) if store == "bfloat16" else wanted)
+        assert torch.equal(got["pixel_values"], blur(want["pixel_values"]))
         assert torch.equal(got["image_grid_thw"], want["image_grid_thw"])
     loaded = type(batch).load(batch.save(root / "saved"))
     assert torch.equal(
@@ -188,9 +197,8 @@ def test_what_a_tokenizer_puts_around_any_text_does_not_stand_around_each_image(
 
 def test_eight_bit_stores_need_a_processor_that_allows_them(processor, make_root):
     root, _ = make_root(1, steps=1, size=(60, 60))
-    for store in ("u8", "path"):
-        with pytest.raises(ConfigError, match="store='auto'"):
-            StepwiseTrajectorySplitter(Blurred(processor), root, store=store)
+    with pytest.raises(ConfigError, match="store='auto'"):
+        StepwiseTrajectorySplitter(Blurred(processor), root, store="u8")
 
 
 @pytest.mark.parametrize("change", [{"patch_size": 16}, {"image_mean": [0.5, 0.5, 0.5]}, {"resample": 2}])
@@ -271,7 +279,9 @@ def test_an_answer_has_the_tokens_of_its_chat_where_a_tokenizer_puts_spaces_befo
 @pytest.mark.parametrize("kind", ["legacy", "first", "bytes"])
 def test_no_space_stands_inside_a_control_token_that_is_spelled_out(kind):
     tokenizer = tokenizer_that_spaces(kind)
-    tokenizer.chat_template = "{{- messages[-1].content -}}{%- if add_generation_prompt -%}!{%- endif -%}"
+    tokenizer.chat_template = (
+        "{{- messages[-1].content + '<end>' -}}{%- if add_generation_prompt -%}!{%- endif -%}"
+    )
     ids = ChatTemplate(tokenizer).answer_ids(Message("assistant", "go <end> on"), None)
     spaces = "".join(tokenizer.convert_ids_to_tokens(ids.tolist())).replace("Ġ", "▁").count("▁")
     assert spaces == 2
@@ -279,7 +289,9 @@ def test_no_space_stands_inside_a_control_token_that_is_spelled_out(kind):
 
 def test_an_answer_is_no_part_of_a_token_of_its_header():
     tokenizer = tokenizer_that_spaces("legacy")
-    tokenizer.chat_template = "{{- messages[-1].content -}}{%- if add_generation_prompt -%}g{%- endif -%}"
+    tokenizer.chat_template = (
+        "{{- messages[-1].content + '<end>' -}}{%- if add_generation_prompt -%}g{%- endif -%}"
+    )
     assert tokenizer.tokenize("go") == ["▁go"]
     ids = ChatTemplate(tokenizer).answer_ids(Message("assistant", "o"), None)
     assert ids.tolist() == tokenizer.encode("o")

@@ -123,15 +123,6 @@ def images_of(messages: Sequence[Message], piece: Piece) -> list[int]:
     return [index for index in kept if parts[index]["type"] == "image"]
 
 
-def places_of(messages: Sequence[Message], piece: Piece) -> list[str]:
-    """Where the images are that a piece shows."""
-    images = messages[piece.message].images
-    if piece.keep is None or not images:
-        return list(images)
-    place_of = dict(zip(images_of(messages, Piece(piece.message)), images, strict=True))
-    return [place_of[index] for index in images_of(messages, piece)]
-
-
 def with_newest_images(messages: Sequence[Message], pieces: list[Piece], limit: int) -> list[Piece]:
     """Keep the newest `limit` images; a message that had nothing but dropped images goes with them."""
     spare = sum(len(images_of(messages, piece)) for piece in pieces) - limit

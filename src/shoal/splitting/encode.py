@@ -17,7 +17,7 @@ import numpy as np
 
 from shoal.core.errors import DataError
 from shoal.rollout.samplers.tokenizers import ANY, going_on, puts_spaces
-from shoal.splitting.cut import Cut, Piece, places_of
+from shoal.splitting.cut import Cut, Piece
 from shoal.splitting.place import Layout, lay_out, text_like
 from shoal.splitting.readers.recordings import Message, Part, Recording
 
@@ -77,6 +77,11 @@ class ChatTemplate:
         self.header = asking.removeprefix(asked)
         self.header_ids = self.encode(self.header)
         self.closing_ids = self._closing_ids()
+        if not len(self.closing_ids[0]):
+            raise DataError(
+                "the chat template writes nothing at the end of an answer, so a model trained on it would never stop: "
+                "let it write the token that ends a turn after each assistant message"
+            )
         self.image_frame_ids = self._image_frame_ids()
         self._adjoining: dict[tuple[str, str], bool] = {}
         self._starts: dict[str, tuple[Chat, str]] = {}
@@ -311,7 +316,9 @@ class Encoder:
     def images_of(self, pieces: Sequence[Piece]) -> list[int]:
         """The images that the pieces show, in order."""
         messages = self.recording.messages
-        return [self.image_of[place] for piece in pieces for place in places_of(messages, piece)]
+        return [
+            self.image_of[place] for piece in pieces for place in messages[piece.message].shown(piece.keep)
+        ]
 
     def lay_out(self, text: str, pieces: Sequence[Piece]) -> Layout:
         """Tokens and positions of rendered text that shows the images of the pieces."""

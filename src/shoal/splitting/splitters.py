@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, DataError, ShoalError, WorkerDiedError
-from shoal.core.executors import (
-    LokyExecutor,
-    ProcessExecutor,
-    RayExecutor,
-    SerialExecutor,
-    connect_ray,
-    map_ordered,
-)
-from shoal.core.sharing import Shared, SpilledResult, shared_by_ray, spill, spill_folder
+from shoal.core.errors import ConfigError, DataError, ShoalError
+from shoal.core.executors import RayExecutor, SerialExecutor, available_cpus, connect_ray, map_ordered
 from shoal.splitting.batch import Batch, Padding, Sample, Shape, Skipped
-from shoal.splitting.cut import CUTS, Cut, Limits, answers_of, places_of
+from shoal.splitting.cut import CUTS, Cut, Limits, answers_of
 from shoal.splitting.encode import MODEL_TEXT, ChatTemplate, Encoder
 from shoal.splitting.images import (
     MAX_IMAGE_PIXELS,
     ImageReader,
     Pixels,
     Store,
-    TrajectoryPixels,
 )
 from shoal.splitting.place import (
     RewardPlacement,
@@ -62,7 +52,7 @@ Kind = Literal["stepwise", "window", "last-n"]
 
 @dataclass(frozen=True)
 class Plan:
-    """All that turns a recording into samples; made once, sent to each worker once."""
+    """All that turns a recording into samples."""
 
     kind: Kind
     reader: Reader
@@ -86,18 +76,17 @@ class Job:
     reward: float | None = None  # None: as recorded, or 0
     scores: tuple[float, ...] = ()  # one per turn, -1 for none
     first_turn: int = 0  # earlier turns are not trained
-    store: Store = "u8"
     refused: DataError | None = None  # why it cannot be started: something is wrong with what came with it
 
 
 @dataclass(slots=True)
 class SplitTrajectory:
-    """What comes back from a worker."""
+    """The samples of one trajectory."""
 
     index: int
     dataset_id: str
     samples: list[Sample]
-    pixels: Any  # `Pixels`, or where a worker put them
+    pixels: Pixels
 
 
 class TrajectorySplitter:
@@ -116,8 +105,8 @@ class TrajectorySplitter:
         limit_messages: a sample looks back over so many turns.
         traj_filter: trajectories with reward 0 do not train their first steps, as many as the successful ones
             have on average.
-        store: how pixels are kept: "u8" (8-bit, expanded when read), "float32", "bfloat16", "path" (read
-            again when needed), or "auto": "u8" where the processor allows it, else "float32".
+        store: how pixels are kept: "u8" (8-bit, expanded when read), "float32", or "auto": "u8" where the
+            processor allows it, else "float32".
         reward: where the reward goes, see `RewardPlacement`.
         position_rows: 3 or 4 rows of positions for Qwen2-VL models (4: verl's, with the token's number on
             top), 1 for others; None chooses 3 or 1.
@@ -172,7 +161,7 @@ class TrajectorySplitter:
         _one_of("truncation", truncation, ("error", "left", "right", "middle"))
         _one_of("padding", padding, ("max", "longest"))
         _one_of("on_error", on_error, ("raise", "skip"))
-        _one_of("store", store, ("auto", "u8", "float32", "bfloat16", "path"))
+        _one_of("store", store, ("auto", "u8", "float32"))
         _one_of("position_rows", position_rows, (None, 1, 3, 4))
         if not callable(reward):
             _one_of("reward", reward, ("final", "all", "last_step"))
@@ -221,8 +210,9 @@ class TrajectorySplitter:
         Args:
             dataset_ids: which trajectories.
             reward_tensor: one reward each; without it, rewards that were recorded, or 0.
-            executor: where trajectories are split; threads cost nothing to start, since reading and resizing
-                images runs outside the interpreter lock. All executors give the same batch.
+            executor: any `concurrent.futures.Executor`; without one, trajectories are split in this thread.
+                Threads are fastest on one machine: images are read and resized outside the interpreter lock, and
+                nothing is copied. The batch is the same on all.
             process_reward_tensor: `[N, turns]` scores in [0, 1], -1 for none; each adds `0.5 * (score - 0.5)`
                 on the last token of its turn.
             dataset_paths: where a trajectory is, instead of `root_dir`: by id, or one for each id.
@@ -246,8 +236,8 @@ class TrajectorySplitter:
     ) -> Batch:
         """`split` on Ray with `num_cpus` tasks at a time; Ray is started if it is not, and stays."""
         _whole(1, num_cpus=num_cpus)
-        ahead = _start_ray(num_cpus)
-        with RayExecutor({"max_retries": 3}) as executor:  # splitting twice does no harm
+        connect_ray(num_cpus, wanted_by="split_parallel")
+        with RayExecutor({"max_retries": 3}, num_cpus) as executor:  # a task may be done twice: it only reads
             return self._collected(
                 self._results(
                     dataset_ids,
@@ -256,7 +246,7 @@ class TrajectorySplitter:
                     process_reward_tensor,
                     dataset_paths,
                     progress,
-                    in_flight=ahead,
+                    num_cpus,
                 )
             )
 
@@ -339,35 +329,24 @@ class TrajectorySplitter:
         scores: Any,
         paths: Mapping[str, Path | str] | Sequence[Path | str] | None,
         progress: Progress | None,
-        *,
-        in_flight: int | None = None,
+        workers: int | None = None,
     ) -> Iterator[SplitTrajectory | Skipped]:
         executor = executor if executor is not None else SerialExecutor()
         if not callable(getattr(executor, "submit", None)):
             raise ValueError(f"executor must be one, got {executor!r}; make_executor makes one by its name")
-        local = isinstance(executor, SerialExecutor | ThreadPoolExecutor)
-        by_file = not local and not (isinstance(executor, RayExecutor) and _several_machines())
-        store = self.plan.images.store
-        # Through a pipe or the object store pixels go as 8-bit and are expanded here: an eighth of the bytes.
-        exact = local or by_file or store == "path" or self.plan.images.by_table is None
-        packed: Store = store if exact else "u8"
-        jobs = make_jobs(dataset_ids, rewards, scores, paths, packed)
+        jobs = make_jobs(dataset_ids, rewards, scores, paths)
         if self.traj_filter:
             jobs = without_first_turns(self.plan.reader, jobs)
-        if isinstance(executor, SerialExecutor):
-            in_flight = 1
-        plan = shared_by_ray(self.plan) if isinstance(executor, RayExecutor) else Shared(self.plan)
-        with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(spill_folder()) if by_file else None
-            todo = deque((plan, job, folder) for job in jobs if job.refused is None)
-            outcomes = _outcomes(executor, todo, in_flight)
-            for done, job in enumerate(jobs, 1):
-                outcome = next(outcomes) if job.refused is None else job.refused
-                if isinstance(outcome, SpilledResult):
-                    outcome = outcome.fetched()
+        ahead = 1 if isinstance(executor, SerialExecutor) else 2 * (workers or available_cpus())
+        # Elsewhere than in this process the plan travels with each task: 5 MB for the tokenizer of Qwen2.5-VL.
+        here = isinstance(executor, SerialExecutor | ThreadPoolExecutor)
+        size = 1 if here else max(1, min(MOST_IN_TASK, len(jobs) // ahead))
+        tasks = (jobs[first : first + size] for first in range(0, len(jobs), size))
+        done = 0
+        for outcomes in map_ordered(executor, partial(_split_jobs, self.plan), tasks, in_flight=ahead):
+            for outcome in outcomes:
+                job, done = jobs[done], done + 1
                 if isinstance(outcome, SplitTrajectory):
-                    if not local and isinstance(outcome.pixels, TrajectoryPixels):
-                        outcome.pixels = outcome.pixels.converted(store)
                     yield outcome
                 else:
                     if self.on_error == "raise":
@@ -440,64 +419,20 @@ SPLITTERS: dict[str, type[TrajectorySplitter]] = {
 """By name, as settings say them."""
 
 
-def _start_ray(num_cpus: int) -> int:
-    """Start a local Ray if none is running; returns how many tasks may be submitted ahead."""
-    ray = connect_ray(num_cpus, wanted_by="split_parallel")
-    # Where Ray has more CPUs than asked for, what is submitted is what runs.
-    return num_cpus if ray.cluster_resources().get("CPU", 0) > num_cpus else 2 * num_cpus
+MOST_IN_TASK = 8
+"""Recordings that a task of another process splits, where there are many."""
 
 
-def _several_machines() -> bool:
-    import ray
-
-    return len([node for node in ray.nodes() if node.get("Alive")]) > 1
-
-
-Item = tuple[Shared[Plan], Job, str | None]
-Outcome = SplitTrajectory | SpilledResult[SplitTrajectory] | DataError
-MOST_DEATHS = 3
+def _split_jobs(plan: Plan, jobs: Sequence[Job]) -> list[SplitTrajectory | DataError]:
+    """The samples of each trajectory, or why it cannot be split."""
+    return [_split_job(plan, job) for job in jobs]
 
 
-def _outcomes(executor: Executor, todo: deque[Item], in_flight: int | None) -> Iterator[Outcome]:
-    """What came of each trajectory, in order, also where workers die.
-
-    The one at which that happened is done again, alone, so that no other is blamed for it; one that ends its worker
-    again and again is refused.
-    """
-    deaths = 0
-    while todo:
-        ahead = [todo[0]] if deaths else list(todo)
-        try:
-            for outcome in map_ordered(executor, _work, ahead, in_flight=in_flight):
-                todo.popleft()
-                deaths = 0
-                yield outcome
-        except (BrokenExecutor, WorkerDiedError) as error:
-            deaths += 1
-            name = todo[0][1].dataset_id
-            if isinstance(executor, ProcessExecutor | LokyExecutor):
-                executor.renew()
-            elif isinstance(error, BrokenExecutor):
-                raise WorkerDiedError(
-                    f"a worker died while trajectory {name!r} or one behind it was split ({error}); split again with "
-                    "make_executor('process'), which replaces workers"
-                ) from error
-            logger.warning("a worker died while %r or one behind it was split, which is done again", name)
-            if deaths == MOST_DEATHS:
-                executor.submit(int).result()  # raises where no worker can live at all
-                todo.popleft()
-                deaths = 0
-                said = str(error).partition("\n")[0]
-                yield DataError(
-                    f"trajectory {name!r} ended its worker each time that it was split alone ({said}); remove it"
-                )
-
-
-def _work(item: Item) -> Outcome:
-    plan, job, folder = item
+def _split_job(plan: Plan, job: Job) -> SplitTrajectory | DataError:
+    if job.refused is not None:
+        return job.refused
     try:
-        done = split_recording(plan.get(), job)
-        return done if folder is None else spill(done, folder)
+        return split_recording(plan, job)
     except Exception as error:
         if fault := shortage(error):
             raise fault from None  # the recording is whole, and would be missing
@@ -539,10 +474,11 @@ def split_recording(plan: Plan, job: Job) -> SplitTrajectory:
         for cut in CUTS[plan.kind](recording, plan.limits)
         if not job.first_turn or any((piece.turn or -1) >= job.first_turn for piece in cut.pieces)
     ]
-    shown = {place for cut in cuts for piece in cut.pieces for place in places_of(messages, piece)}
+    pieces = {piece for cut in cuts for piece in cut.pieces}
+    shown = {place for piece in pieces for place in messages[piece.message].shown(piece.keep)}
     in_order = dict.fromkeys(place for message in messages for place in message.images)
     places = [place for place in in_order if place in shown]
-    pixels, tokens = plan.images.read(places, job.store)
+    pixels, tokens = plan.images.read(places)
     encoder = Encoder(plan, recording, {place: index for index, place in enumerate(places)}, tokens)
     samples = [_sample(plan, job, recording, encoder, cut) for cut in cuts]
     return SplitTrajectory(job.index, job.dataset_id, samples, pixels)
@@ -616,7 +552,6 @@ def make_jobs(
     rewards: Any,
     scores: Any,
     paths: Mapping[str, Path | str] | Sequence[Path | str] | None,
-    store: Store,
 ) -> list[Job]:
     """One job per trajectory, in order; `refused` where what came with a trajectory is wrong."""
     if isinstance(dataset_ids, str) or not isinstance(dataset_ids, Iterable):
@@ -630,7 +565,7 @@ def make_jobs(
     path_of = _paths(paths, ids)
     jobs = []
     for index, name in enumerate(ids):
-        job, where = Job(index, name, path_of[index], store=store), f"trajectory {name!r}"
+        job, where = Job(index, name, path_of[index]), f"trajectory {name!r}"
         try:
             reward = None if rewards is None else finite_reward(reward_of[index], where)
             jobs.append(replace(job, reward=reward, scores=_checked_scores(scores_of[index], where)))
