@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -328,62 +329,26 @@ def test_sharegpt_counts_one_mark_per_image(recorded, tmp_path):
     assert rows[1]["conversations"][2]["value"] == "I see an < image> tag"
 
 
-class Interrupted(ChatReader):
-    """Just before it looks at what it holds, another thread reads a recording of another part of the file."""
-
-    busy = True
-
-    @property
-    def _open(self):
-        if not self.busy:
-            self.busy = True
-            self.read("b")
-            self.busy = False
-        return self.__dict__["held"]
-
-    @_open.setter
-    def _open(self, held):
-        self.__dict__["held"] = held
+@pytest.mark.parametrize("kind", ["parquet", "json", "jsonl", "tar"])
+def test_threads_read_the_same_file_without_mixing_its_recordings(tmp_path, kind):
+    words = [f"w{number}" for number in range(24)]
+    write_chats_as(kind, tmp_path / f"all.{kind}", words)
+    reader = ChatReader(tmp_path / f"all.{kind}")
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            said = [found.messages[1].content for found in pool.map(reader.read, reader.ids())]
+            assert said == words
 
 
-@pytest.mark.parametrize("kind", ["parquet", "json"])
-def test_threads_that_read_other_parts_of_a_file_do_not_get_each_others_recordings(tmp_path, kind):
-    rows = [
-        {"id": name, "messages": [{"role": "user", "content": name}, {"role": "assistant", "content": name}]}
-        for name in "ab"
-    ]
-    if kind == "parquet":
-        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet", row_group_size=1)
-    else:
-        for row in rows:
-            (tmp_path / f"{row['id']}.json").write_text(json.dumps(row))
-    reader = Interrupted(tmp_path)
-    reader.busy = False
-    for _ in range(2):
-        assert [message.text for message in reader.read("a").messages] == ["a", "a"]
-
-
-def test_a_thread_that_asks_while_a_run_is_looked_through_finds_all_its_episodes(
-    processor, tmp_path, monkeypatch
-):
-    from shoal.splitting.readers import formats
-
-    write_trajectories(
-        tmp_path / "trajectories" / "000.jsonl", [trajectory(processor), trajectory(processor, 1)]
-    )
-    reader, look, found = ShoalReader(tmp_path), formats._trajectories, []
-
-    def looked_through(file):
-        for place in look(file):
-            if not found:
-                found.append(None)
-                found[0] = reader.read("grid_x-4-2-1").dataset_id  # what another thread does meanwhile
-            yield place
-
-    monkeypatch.setattr(formats, "_trajectories", looked_through)
-    assert reader.ids() == ["grid_x-4-2-0", "grid_x-4-2-1"]
-    assert found == ["grid_x-4-2-1"]
+def test_lines_of_json_may_hold_every_separator_of_unicode(processor, tmp_path):
+    said = "one\u2028two\u2029three\x85four\x0bfive\x1c"
+    chats = [{"id": f"c{i}", "messages": [{"role": "user", "content": said}, {"role": "assistant", "content": "x"}]}
+             for i in range(2)]  # fmt: skip
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps(chat, ensure_ascii=False) for chat in chats) + "\n", "utf-8")
+    reader = ChatReader(file)
+    assert reader.ids() == ["c0", "c1"]
+    assert reader.read("c1").messages[0].content == said
 
 
 def test_whether_an_answer_is_trained_is_a_truth_value_however_a_table_spells_it(tmp_path):

@@ -119,6 +119,35 @@ def test_a_template_that_never_ends_an_answer_is_refused(processor, tmp_path):
         StepwiseTrajectorySplitter(tokenizer, tmp_path)
 
 
+REFUSES_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_without_a_system_role_splits_chats_without_one(processor, tmp_path):
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.chat_template = REFUSES_SYSTEM
+    chat = [("user", "Hello."), ("assistant", "Hi."), ("user", "Bye."), ("assistant", "Bye bye.")]
+    for name, lead in (("plain", []), ("refused", [("system", "Be kind.")])):
+        (tmp_path / name).mkdir()
+        messages = [{"role": role, "content": text} for role, text in [*lead, *chat]]
+        (tmp_path / name / "final_messages.json").write_text(json.dumps(messages))
+        (tmp_path / name / "task_config.json").write_text(json.dumps({"id": name}))
+    splitter = TrajectorySplitter(tokenizer, tmp_path, on_error="skip")
+    batch = splitter.split(["plain", "refused"], [1.0, 1.0])
+    assert [item.dataset_id for item in batch.skipped] == ["refused"]
+    assert "System role not supported" in batch.skipped[0].reason
+    text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in chat)
+    ids = batch["input_ids"][0][batch["attention_mask"][0].bool()]
+    assert tokenizer.decode(ids) == text.removesuffix("\n")
+    with pytest.raises(DataError, match="'refused' cannot be split.*System role not supported"):
+        TrajectorySplitter(tokenizer, tmp_path).split(["refused"], [1.0])
+
+
 class Blurred:
     """A processor of another kind: its pixels are no table of 8-bit values."""
 

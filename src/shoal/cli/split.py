@@ -160,7 +160,8 @@ def _split_at_once(
     place = batch.save(folder.path / "batch")
     folder.event("batch", path=str(place))
     skipped = [item.dataset_id for item in batch.skipped]
-    return batch.summary() | {"skipped_ids": skipped, "reasons": [item.reason for item in batch.skipped]}
+    counts: dict[str, Any] = batch.summary()
+    return counts | {"skipped_ids": skipped, "reasons": [item.reason for item in batch.skipped]}
 
 
 def _split_in_shards(

@@ -550,8 +550,8 @@ class ImageReader:
                 list(pool.map(fill, range(len(places))))
         else:
             list(map(fill, range(len(places))))
-        rows = rows.reshape(len(rows), 3, area) if kept else rows
-        return TrajectoryPixels(grids, rows, reader.table, reader.merge, dict(enumerate(recorded))), tokens
+        shaped = rows.reshape(len(rows), 3, area) if kept else rows
+        return TrajectoryPixels(grids, shaped, reader.table, reader.merge, dict(enumerate(recorded))), tokens
 
     def _by_processor(self, places: Sequence[str]) -> tuple[Pixels, list[Layout]]:
         outputs, tokens = [], []
