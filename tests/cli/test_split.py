@@ -9,6 +9,7 @@ from PIL import Image
 
 from shoal.cli import split
 from shoal.cli.main import main
+from shoal.core.run_folder import FolderLock
 from shoal.splitting import Batch, build_qwen_processor
 from shoal.splitting.synthetic import write_gui_recordings
 
@@ -106,6 +107,17 @@ def test_a_batch_is_not_written_over_and_runs_without_a_name_are_numbered(
         assert main([*again, *more, "--out", "runs/split"]) == 2
         assert "runs/split/batch exists: choose another --out, or remove it" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_folder_that_another_run_writes_is_refused(folders, tmp_path, capsys):
+    base, _ = folders
+    (tmp_path / "run").mkdir()
+    lock = FolderLock(tmp_path / "run" / ".lock")
+    lock.take()
+    assert main(command(base, tmp_path / "run")) == 1
+    assert "is running on" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    lock.release()
 
 
 def test_shards_without_a_name_are_resumed_in_the_newest_folder(folders, tmp_path, capsys, monkeypatch):

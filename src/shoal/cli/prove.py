@@ -15,7 +15,7 @@ from shoal.core.errors import ConfigError
 PARTS = {
     "agents": "agent training: one by one, in lockstep, on 3 and 16 workers, on Ray; workers, sampler, trainer killed",
     "ppo": "PPO: in this process, on 3 and 16 workers; a worker and the trainer killed",
-    "split": "splitting: serially, on threads, on 3 and 16 processes, on Ray; the whole command killed",
+    "split": "splitting: serially, on threads, on Ray; the whole command killed",
     "skills": "a graph of skills: one and three at a time, in tmux; a training and the scheduler killed",
 }
 """What can be proved."""

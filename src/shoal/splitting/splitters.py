@@ -218,11 +218,10 @@ class TrajectorySplitter:
             dataset_paths: where a trajectory is, instead of `root_dir`: by id, or one for each id.
             progress: called with (trajectories done, trajectories in all).
         """
-        return self._collected(
-            self._results(
-                dataset_ids, reward_tensor, executor, process_reward_tensor, dataset_paths, progress
-            )
+        results = self._results(
+            dataset_ids, reward_tensor, executor, process_reward_tensor, dataset_paths, progress
         )
+        return self._collected(results)
 
     def split_parallel(
         self,
@@ -238,17 +237,10 @@ class TrajectorySplitter:
         _whole(1, num_cpus=num_cpus)
         connect_ray(num_cpus, wanted_by="split_parallel")
         with RayExecutor({"max_retries": 3}, num_cpus) as executor:  # a task may be done twice: it only reads
-            return self._collected(
-                self._results(
-                    dataset_ids,
-                    reward_tensor,
-                    executor,
-                    process_reward_tensor,
-                    dataset_paths,
-                    progress,
-                    num_cpus,
-                )
+            results = self._results(
+                dataset_ids, reward_tensor, executor, process_reward_tensor, dataset_paths, progress, num_cpus
             )
+            return self._collected(results)
 
     def stream(
         self,
@@ -291,13 +283,13 @@ class TrajectorySplitter:
     def results(
         self, dataset_ids: Iterable[str], reward_tensor: Any = None, *, executor: Executor | None = None
     ) -> Iterator[SplitTrajectory | Skipped]:
-        """What became of each trajectory, in order: its samples and pixels, or why it was skipped."""
+        """The samples and pixels of each trajectory, in order, or why it was skipped."""
         return self._results(dataset_ids, reward_tensor, executor, None, None, None)
 
     def collected(
         self, results: Iterable[SplitTrajectory | Skipped]
     ) -> tuple[Batch | None, tuple[Skipped, ...]]:
-        """One batch of results, or None where none of them has a sample; and what was skipped."""
+        """One batch of results, or None if none of them has a sample; and the skipped trajectories."""
         samples: list[Sample] = []
         pixels: dict[int, Pixels] = {}
         skipped: list[Skipped] = []
@@ -575,7 +567,7 @@ def make_jobs(
 
 
 def without_first_turns(reader: Reader, jobs: list[Job]) -> list[Job]:
-    """The jobs, those of failed trajectories told from which turn on to train (`traj_filter`)."""
+    """The jobs; those of failed trajectories have the first turn that is trained (`traj_filter`)."""
     lengths, rewards = {}, {}
     for job in jobs:
         if job.refused is None:
@@ -584,7 +576,7 @@ def without_first_turns(reader: Reader, jobs: list[Job]) -> list[Job]:
             except Exception as error:
                 if fault := shortage(error):
                     raise fault from None
-                continue  # splitting it says the same, where that is handled
+                continue  # splitting it raises the same
             lengths[job.index] = len(answers_of(recording.messages))
             rewards[job.index] = job.reward if job.reward is not None else recording.reward
     if any(reward is None for reward in rewards.values()):

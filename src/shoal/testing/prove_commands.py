@@ -136,7 +136,7 @@ def _first_row(one: Path, other: Path) -> str:
 
 # --- splitting
 def split(*, quick: bool = False, faults: bool = True, ray: bool | None = None, seed: int = 0) -> Part:
-    """Recordings made from a seed: serially, on threads, on processes, on Ray; the command killed on the way."""
+    """Recordings made from a seed: serially, on threads, on Ray; the command killed on the way."""
     count = 24 if quick else 96
     shared: dict[str, Path] = {}
 
@@ -166,11 +166,9 @@ def split(*, quick: bool = False, faults: bool = True, ray: bool | None = None, 
         return Toll(1, numbers[0])
 
     told: dict[str, tuple[Any, ...]] = {"one at a time": (1, "thread"), "3 threads": (3, "thread")}
-    told |= {"16 threads": (16, "thread"), "3 processes": (3, "process")}
-    if not quick:
-        told["16 processes"] = (16, "process")
-        if ray_is_here(ray):
-            told["3 on Ray"] = (3, "ray")
+    told["16 threads"] = (16, "thread")
+    if not quick and ray_is_here(ray):
+        told["3 on Ray"] = (3, "ray")
     cases = _calm(words, told)
     if faults:
         cases.append(Case("command killed", killed, fault=True))
