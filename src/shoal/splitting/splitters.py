@@ -329,7 +329,7 @@ class TrajectorySplitter:
         jobs = make_jobs(dataset_ids, rewards, scores, paths)
         if self.traj_filter:
             jobs = without_first_turns(self.plan.reader, jobs)
-        ahead = 1 if isinstance(executor, SerialExecutor) else 2 * (workers or available_cpus())
+        ahead = 1 if isinstance(executor, SerialExecutor) else max(4, 2 * (workers or available_cpus()))
         # Elsewhere than in this process the plan travels with each task: 5 MB for the tokenizer of Qwen2.5-VL.
         here = isinstance(executor, SerialExecutor | ThreadPoolExecutor)
         size = 1 if here else max(1, min(MOST_IN_TASK, len(jobs) // ahead))
