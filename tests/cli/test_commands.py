@@ -199,8 +199,7 @@ def test_without_json_what_an_env_prints_stands_where_it_printed_it(tmp_path):
         ("eval openai:M --env bandit --checkpoint best", "--checkpoint does nothing with a server"),
         ("split RUN --stride-size 2", "--stride-size does nothing with --splitter stepwise"),
         ("split RUN --splitter last-n --stride-size 2", "--stride-size does nothing with --splitter last-n"),
-        ("split RUN --shard-size -1", "--shard-size must be at least 1, or 0 for one batch of all, got -1"),
-        ("split RUN --sample 2", "--sample does nothing without --html"),
+        ("split RUN --shard-size -1", "--shard-size must be at least 0, got -1"),
         ("skills train --llm-url http://x", "--llm-url does nothing without --llm-name"),
     ],
 )
@@ -281,7 +280,6 @@ WRITERS = {
     "train --run-dir": lambda folder: ["train", *QUICK, "--run-dir", folder],
     "rollout": lambda folder: ["rollout", *QUICK[:2], f"run_dir={folder}"],
     "train-ppo": lambda folder: ["train-ppo", "--total-timesteps", "2048", "--run-dir", folder],
-    "split": lambda folder: ["split", folder, "--run-dir", folder],
     "prove": lambda folder: ["prove", "--run-dir", folder],
     "skills train": lambda folder: ["skills", "train", "--run-dir", folder],
     "bench": lambda folder: ["bench", "CartPole-v1", "--run-dir", folder, "--seconds", "0.01"],

@@ -50,6 +50,8 @@ class Run:
             )
         self.name = self.path.resolve().name
         self.index = EpisodeIndex(self.path, cache)
+        self.spell: Callable[[Sequence[int]], list[str]] | None = None
+        """The text of each token id of a batch, by whoever has its tokenizer; None: that of Qwen is tried."""
         self._known: dict[str, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
 
@@ -58,7 +60,7 @@ class Run:
         """What made it, by the files that it holds."""
         if (self.path / "state.db").is_file():
             return "skills"
-        if (self.path / "batch" / "batch.json").is_file():
+        if self.batch_folder is not None:
             return "split"
         return "ppo" if "ppo" in self.config() else "agent"
 
@@ -205,11 +207,27 @@ class Run:
         return tables
 
     # --- split samples
+    @property
+    def batch_folder(self) -> str | None:
+        """The folder of the samples that are shown: the batch, or the first shard that has samples."""
+        found = [self.path / "batch" / "batch.json", *sorted(self.path.glob("shards/[0-9]*/batch.json"))]
+        return next((file.parent.relative_to(self.path).as_posix() for file in found if file.is_file()), None)
+
     def samples(self) -> list[dict[str, Any]]:
-        """What `batch/batch.json` says of each sample."""
-        document = self._cached("batch/batch.json", _object, {})
-        samples = document.get("samples")
+        """The description of each sample in `batch.json`."""
+        samples = self._batch().get("samples")
         return [sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else []
+
+    def image_sizes(self, traj_index: Any) -> list[Any]:
+        """(width, height) of each recorded image of a trajectory of the batch, where they are known."""
+        pixels = self._batch().get("pixels")
+        record = pixels.get(str(traj_index)) if isinstance(pixels, dict) else None
+        sizes = record.get("sizes") if isinstance(record, dict) else None
+        return sizes if isinstance(sizes, list) else []
+
+    def _batch(self) -> dict[str, Any]:
+        folder = self.batch_folder
+        return {} if folder is None else self._cached(f"{folder}/batch.json", _object, {})
 
 
 _OF_SKILLS = {

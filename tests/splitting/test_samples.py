@@ -1,4 +1,4 @@
-"""What a sample of the default mode holds, told from the recorded messages and the processor alone."""
+"""What a sample holds, by the recorded messages and the processor alone."""
 
 import json
 
@@ -9,10 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import DataError
 from shoal.splitting import (
     ChatReader,
-    Fixes,
     LastNTrajectorySplitter,
     StepwiseTrajectorySplitter,
     TrajectorySplitter,
@@ -106,12 +105,6 @@ def test_the_reward_is_where_gae_sees_it(processor, make_root):
             )
 
 
-def test_the_reward_of_the_original_is_lost_under_a_mask(processor, make_root):
-    root, ids = make_root(1, steps=3, size=(60, 60))
-    batch = TrajectorySplitter(processor, root, compat="seed").split(ids, [1.0])
-    assert (batch["reward_tensor"] * batch["response_mask"]).sum() == 0
-
-
 def test_reward_placements(processor, make_root):
     root, ids = make_root(1, steps=3, size=(60, 60))
 
@@ -130,10 +123,9 @@ def test_reward_placements(processor, make_root):
     assert scored["reward_tensor"].sum(1).tolist() == [2.25, 1.75, 2.0]
 
 
-@pytest.mark.parametrize("options", [{}, {"compat": "seed", "fixes": {"masks_from_messages": True}}])
-def test_step_scores_in_a_window_sit_on_the_ends_of_their_turns(processor, make_root, options):
+def test_step_scores_in_a_window_sit_on_the_ends_of_their_turns(processor, make_root):
     root, ids = make_root(1, steps=3, size=(60, 60))
-    batch = TrajectorySplitter(processor, root, padding="longest", **options).split(
+    batch = TrajectorySplitter(processor, root, padding="longest").split(
         ids, [0.0], process_reward_tensor=[[1.0, -1.0, 0.0]]
     )
     places = batch["reward_tensor"][0].nonzero()[:, 0]
@@ -246,8 +238,6 @@ def test_each_window_shows_at_most_limit_images(processor, make_root):
     assert len(batch["multi_modal_inputs"][0]["image_grid_thw"]) == 2
     assert batch.samples()[0].images == (0, 1)  # of the two images that are read at all
     assert batch.summary()["images"] == 2
-    free = TrajectorySplitter(processor, root, limit_images=2, fixes={"limit_images_in_windows": False})
-    assert len(free.split(ids)["multi_modal_inputs"][0]["image_grid_thw"]) == 5
 
 
 def test_the_instruction_keeps_its_text_whatever_the_order(processor, make_root):
@@ -329,36 +319,6 @@ def test_four_rows_of_positions_number_the_tokens_on_top(processor, make_root):
         on = four["attention_mask"][row].bool()
         assert four["position_ids"][row, 0, on].tolist() == list(range(int(on.sum())))
         assert (four["position_ids"][row, 0, ~on] == 1).all()
-
-
-def test_last_n_of_the_original_is_the_rest_of_the_stride_grid(processor, make_root):
-    root, ids = make_root(1, steps=6, size=(60, 60))
-    fixed = LastNTrajectorySplitter(processor, root, window_size=4, stride_size=4, padding="longest").split(
-        ids
-    )
-    seed = LastNTrajectorySplitter(processor, root, window_size=4, stride_size=4, compat="seed").split(ids)
-    assert len(trained(processor, fixed, 0)) == 4
-    assert len(trained(processor, seed, 0)) == 2
-
-
-@pytest.mark.parametrize("name", Fixes.__dataclass_fields__)
-@pytest.mark.parametrize("compat", ["seed", "fixed"])
-def test_every_fix_is_a_switch_of_its_own(processor, make_root, name, compat):
-    root, ids = make_root(1, steps=6, size=(60, 60))
-    for cls in (StepwiseTrajectorySplitter, TrajectorySplitter, LastNTrajectorySplitter):
-        options = {"window_size": 4, "stride_size": 4 if cls is not StepwiseTrajectorySplitter else 1}
-        batch = cls(processor, root, compat=compat, fixes={name: compat == "seed"}, **options).split(
-            ids, [1.0]
-        )
-        assert len(batch["uid"]) >= 1
-        assert (batch["response_mask"].sum(1) > 0).all()
-        assert torch.equal(batch["reward_tensor"].sum(1), torch.ones(len(batch["uid"])))
-
-
-def test_an_unknown_fix_names_the_closest(processor, make_root):
-    root, _ = make_root(1, steps=1, size=(60, 60))
-    with pytest.raises(ConfigError, match="'keep_last_step'"):
-        StepwiseTrajectorySplitter(processor, root, fixes={"keep_last_steps": True})
 
 
 @settings(max_examples=8, suppress_health_check=list(HealthCheck))
