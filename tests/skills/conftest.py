@@ -15,8 +15,8 @@ import pytest
 
 from shoal.core.seeding import stream
 from shoal.skills.jobs.store import write_failure
-from shoal.skills.learning.run import Run, finish_training
 from shoal.skills.learning.trainer import Network, Shape, TrainingConfig
+from shoal.skills.learning.training import Run, finish_training
 from shoal.skills.learning.worlds import CraftingWorld
 
 QUICK = TrainingConfig(

@@ -69,7 +69,7 @@ def train(folder: str, attempt: str) -> None:
 
 def merge(base: str, *numbers: str) -> None:
     """Merge these attempts of finished runs, one after another."""
-    from shoal.skills.learning.run import process_completed_training
+    from shoal.skills.learning.merge import process_completed_training
 
     store = Store(base)
     for number in numbers:

@@ -90,7 +90,7 @@ def test_a_run_that_an_error_ends_says_so_in_its_summary(
     assert skills("train", "--graph-path", str(tmp_path), *QUICK) == 1
     assert "database or disk is full (state.db); what was saved before is whole" in capsys.readouterr().err
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
-    monkeypatch.setattr("shoal.skills.learning.run.export_views", fail)
+    monkeypatch.setattr("shoal.skills.learning.views.export_views", fail)
     assert skills("export", str(tmp_path.with_name("copy")), "--graph-path", str(tmp_path)) == 1
     assert capsys.readouterr().err == "shoal: database or disk is full (state.db)\n"
 

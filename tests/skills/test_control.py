@@ -33,17 +33,12 @@ from shoal.skills.jobs.runner import (
     start_time,
 )
 from shoal.skills.jobs.store import ExhaustedError, write_failure
-from shoal.skills.learning import run as learning_run
+from shoal.skills.learning import merge as learning_merge
+from shoal.skills.learning.merge import process_completed_training
 from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base
-from shoal.skills.learning.run import (
-    Run,
-    finish_training,
-    prepare_training_run,
-    process_completed_training,
-    read_outcome,
-)
 from shoal.skills.learning.scheduler import Frontier, SkillScheduler
 from shoal.skills.learning.spec import Store, check_skill, load_skills, parse_skill
+from shoal.skills.learning.training import Run, finish_training, prepare_training_run, read_outcome
 from shoal.skills.learning.worlds import CRAFTING
 
 LOADED = load_skills(knowledge_base("crafting"), CRAFTING)
@@ -577,7 +572,7 @@ def test_a_result_that_two_process_at_once_counts_once_and_neither_fails(
 ) -> None:
     folder, _, _ = prepare_training_run("Collect Wood", AMOUNTS, 0, [], {}, tmp_path)
     finish_training(folder, {0: net("own").params()}, {0: 10})
-    place = Store if until == "put_blob" else learning_run
+    place = Store if until == "put_blob" else learning_merge
     real = getattr(place, until)
 
     def other_is_faster(*arguments):
@@ -608,11 +603,11 @@ def test_who_is_killed_where_another_has_just_committed_the_same_leaves_no_launc
     def other_is_faster(*arguments):
         patch.undo()
         process_completed_training(folder, "Collect Wood", 0, tmp_path, keep_run=True)
-        patch.setattr(learning_run, "_merge_and_commit", killed)
+        patch.setattr(learning_merge, "_merge_and_commit", killed)
         return read_outcome(*arguments)
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(learning_run, "read_outcome", other_is_faster)
+        patch.setattr(learning_merge, "read_outcome", other_is_faster)
         process_completed_training(folder, "Collect Wood", 0, tmp_path)
     assert process_completed_training(folder, "Collect Wood", 0, tmp_path)["already_merged"]
     with contextlib.closing(Store(tmp_path)) as store:
@@ -630,7 +625,7 @@ def test_what_was_trained_by_hand_and_killed_within_its_commit_is_committed_and_
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(learning_run, "_merge_and_commit", killed)
+        patch.setattr(learning_merge, "_merge_and_commit", killed)
         process_completed_training(folder, "Collect Wood", 0, tmp_path)
     launcher = scripted()
     with contextlib.closing(SkillScheduler(tmp_path, launcher=launcher)) as s:

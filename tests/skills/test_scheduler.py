@@ -12,7 +12,7 @@ import pytest
 
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.skills.jobs.graph import Graph
-from shoal.skills.learning.run import Run, _wait_for_all_that_is_planned, finish_training
+from shoal.skills.learning.merge import _wait_for_all_that_is_planned
 from shoal.skills.learning.scheduler import (
     SkillScheduler,
     _direct,
@@ -22,6 +22,7 @@ from shoal.skills.learning.scheduler import (
 )
 from shoal.skills.learning.spec import Predicate, Skill, Store, new_version, parse_skill, plan_for
 from shoal.skills.learning.trainer import Network, Shape, encode
+from shoal.skills.learning.training import Run, finish_training
 from shoal.skills.learning.worlds import CRAFTING
 
 

@@ -391,7 +391,7 @@ def diff(options: DiffOptions, store: Store) -> None:
 
 def rollback(options: RollbackOptions, store: Store) -> None:
     """Make an older version the head."""
-    from shoal.skills.learning.run import export_views
+    from shoal.skills.learning.views import export_views
 
     expert = _expert(store, options.expert)
     store.rollback(expert, options.version)
@@ -401,8 +401,8 @@ def rollback(options: RollbackOptions, store: Store) -> None:
 
 def export(options: ExportOptions, store: Store) -> None:
     """Copy what is for people."""
-    from shoal.skills.learning.run import export_views
     from shoal.skills.learning.scheduler import export_state, scheduler_state
+    from shoal.skills.learning.views import export_views
 
     if options.to.exists():
         raise ConfigError(f"{options.to} exists; name a folder that does not")
@@ -422,7 +422,7 @@ def export(options: ExportOptions, store: Store) -> None:
 
 def migrate(options: MigrateOptions) -> int:
     """Say why an original folder is not imported."""
-    from shoal.skills.learning.run import migrate_folder
+    from shoal.skills.learning.views import migrate_folder
 
     migrate_folder(options.source, options.graph_path)
     return 2

@@ -24,8 +24,8 @@ from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.runner import compilation_cache, make_launcher
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
+from shoal.skills.learning.merge_rules import Rule
 from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
-from shoal.skills.learning.run import Rule
 from shoal.skills.learning.scheduler import Frontier, SkillScheduler, draw_graph
 from shoal.skills.learning.spec import dependencies, load_skills, plan_for, read_yaml
 from shoal.skills.learning.trainer import TrainingConfig

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shoal.skills.learning.corrections import correct_spec
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.run import correct_spec
 from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.worlds import CRAFTING
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.skills.learning.run import Candidate, Tally, decide
+from shoal.skills.learning.merge_rules import Candidate, Tally, decide
 
 
 def candidate(kind: str, value: float, frames: int) -> Candidate:

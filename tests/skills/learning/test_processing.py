@@ -13,19 +13,14 @@ import pytest
 
 from shoal import prepare_training_run, process_completed_training
 from shoal.core.errors import ConfigError, DataError
+from shoal.skills.learning.corrections import correct_spec
+from shoal.skills.learning.merge import make_score
+from shoal.skills.learning.merge_rules import Tally
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.run import (
-    Run,
-    Tally,
-    _prepare,
-    correct_spec,
-    finish_training,
-    make_score,
-    read_outcome,
-    skill_from_data,
-)
+from shoal.skills.learning.run import _prepare
 from shoal.skills.learning.spec import Store, load_skills, new_version, parse_skill, plan_for
 from shoal.skills.learning.trainer import Network, Shape, Trainer, TrainingConfig, decode, encode
+from shoal.skills.learning.training import Run, finish_training, read_outcome, skill_from_data
 from shoal.skills.learning.worlds import CRAFTING, CraftingWorld, walk
 
 MILLION = 1_000_000
@@ -278,7 +273,7 @@ def test_corrections_made_at_once_do_not_leave_skills_out_of_reach_together(
             stone.join(0.2)  # for all of it, if it may
         return correct_spec(skill, *arguments)
 
-    monkeypatch.setattr("shoal.skills.learning.run.correct_spec", and_meanwhile)
+    monkeypatch.setattr("shoal.skills.learning.merge.correct_spec", and_meanwhile)
     process_completed_training(folders["Wood"], "Wood", 0, tmp_path, analyse=True)
     stone.join(60)
     with contextlib.closing(Store(tmp_path)) as store:
@@ -314,7 +309,7 @@ def test_an_average_that_did_not_win_is_not_kept(tmp_path: Path, net, monkeypatc
     def score(params: dict) -> Tally:
         return Tally(9 if (params["actor/weight"] == best).all() else 3, 10)
 
-    monkeypatch.setattr("shoal.skills.learning.run.make_score", lambda *_: score)
+    monkeypatch.setattr("shoal.skills.learning.merge.make_score", lambda *_: score)
     process_completed_training(folder, "Skill A", 1, tmp_path, merge="evaluate")
     rows = Store(tmp_path).versions(0)
     assert [(row.kind, row.accepted, row.wins) for row in rows] == [("run", True, None), ("run", True, 9)]
@@ -357,7 +352,7 @@ def test_an_expert_is_scored_where_it_is_used_up_to_its_last_step(tmp_path: Path
         walks.append((course.plan, [int(experts[i].bh[:-1].argmax()) for i in course.expert], len(starts)))
         return walk(world_name, starts.take(np.arange(4)), course, experts, rng, fixed)
 
-    monkeypatch.setattr("shoal.skills.learning.run.walk", walked)
+    monkeypatch.setattr("shoal.skills.learning.merge.walk", walked)
     store = Store(tmp_path)
     store.set_setting("world", "crafting")
     names = ["Collect Wood", "Place Table", "Make Wood Pickaxe", "Make Wood Sword", "Collect Stone"]

@@ -29,24 +29,22 @@ from shoal.skills.jobs.runner import (
     put_away,
 )
 from shoal.skills.jobs.store import AttemptRow, JobRow
+from shoal.skills.learning.merge import process_completed_training
+from shoal.skills.learning.merge_rules import RULES
 from shoal.skills.learning.proposers import Proposer
-from shoal.skills.learning.run import (
-    RULES,
-    Run,
-    amounts,
-    export_views,
-    prepare_training_run,
-    process_completed_training,
-    read_outcome,
-    run_folder_of,
-    skill_folder,
-    skill_from_data,
-    training_plan,
-    with_experts,
-)
 from shoal.skills.learning.spec import Skill, SkillRow, Store
 from shoal.skills.learning.spec import dependencies as plan_dependencies
 from shoal.skills.learning.trainer import TrainingConfig
+from shoal.skills.learning.training import (
+    Run,
+    amounts,
+    prepare_training_run,
+    read_outcome,
+    run_folder_of,
+    skill_from_data,
+    training_plan,
+)
+from shoal.skills.learning.views import export_views, skill_folder, with_experts
 from shoal.skills.learning.worlds import check_installed, world_features
 
 OnSkill = Callable[[str, dict[str, Any]], None]
