@@ -34,11 +34,12 @@ import numpy as np  # noqa: E402
 from shoal.core.files import write_json  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
 from shoal.skills.jobs.graph import Graph  # noqa: E402
+from shoal.skills.learning.crafting import CRAFTING, CraftingWorld  # noqa: E402
+from shoal.skills.learning.plan import Step  # noqa: E402
 from shoal.skills.learning.proposers import knowledge_base  # noqa: E402
 from shoal.skills.learning.scheduler import SkillScheduler  # noqa: E402
-from shoal.skills.learning.spec import Step, Store, load_skills  # noqa: E402
+from shoal.skills.learning.spec import Store, load_skills  # noqa: E402
 from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig  # noqa: E402
-from shoal.skills.learning.worlds import CRAFTING, CraftingWorld  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "skills.json"
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), CRAFTING)}

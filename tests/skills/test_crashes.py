@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from shoal.skills.jobs.runner import ask_to_cancel, ask_to_stop, job_environment, kill_group, reopen
+from shoal.skills.learning.crafting import CRAFTING
+from shoal.skills.learning.network import Network, decode, encode
+from shoal.skills.learning.plan import dependencies
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.scheduler import SkillScheduler
-from shoal.skills.learning.spec import Store, dependencies, load_skills, new_version, parse_skill
-from shoal.skills.learning.trainer import Network, decode, encode
+from shoal.skills.learning.spec import Store, load_skills, new_version, parse_skill
 from shoal.skills.learning.training import finish_training, prepare_training_run, read_outcome
-from shoal.skills.learning.worlds import CRAFTING
 
 CRASH = Path(__file__).with_name("crash.py")
 ENV = {**os.environ, **job_environment(2)}

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from shoal.skills.jobs.runner import job_environment
+from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.spec import Store, load_skills
 from shoal.skills.learning.training import prepare_training_run
-from shoal.skills.learning.worlds import CRAFTING
 
 CRASH = Path(__file__).with_name("crash.py")
 LINE = re.compile(r"^(\d+) +(\w+)\((.*)\) += +(-?\d+)")

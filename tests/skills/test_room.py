@@ -9,11 +9,11 @@ from tests.rooms.trace import Tracer
 
 from shoal.skills.jobs.graph import Graph
 from shoal.skills.jobs.runner import LocalLauncher
+from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.run import run_training
 from shoal.skills.learning.scheduler import SkillScheduler
 from shoal.skills.learning.spec import load_skills
-from shoal.skills.learning.worlds import CRAFTING
 
 LOADED = load_skills(knowledge_base("crafting"), CRAFTING)
 SKILLS = {skill.name: replace(skill, horizon=100) for skill in LOADED}

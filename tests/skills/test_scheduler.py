@@ -5,25 +5,22 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.skills.jobs.graph import Graph
+from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.merge import _wait_for_all_that_is_planned
+from shoal.skills.learning.network import Network, Shape, encode
+from shoal.skills.learning.plan import plan_for
 from shoal.skills.learning.scheduler import (
     SkillScheduler,
-    _direct,
-    draw_graph,
-    levels,
     scheduler_state,
 )
-from shoal.skills.learning.spec import Predicate, Skill, Store, new_version, parse_skill, plan_for
-from shoal.skills.learning.trainer import Network, Shape, encode
+from shoal.skills.learning.spec import Predicate, Skill, Store, new_version, parse_skill
 from shoal.skills.learning.training import Run, finish_training
-from shoal.skills.learning.worlds import CRAFTING
 
 
 def skill(
@@ -397,13 +394,13 @@ def test_a_trainer_that_counts_no_steps_of_its_expert_can_train_it_further(
         finish_training(folder, {0: net(attempt).params()}, {}, attempt=attempt, success=0.9, frames=10)
 
     launcher = scripted(finish)
-    s = scheduler(tmp_path, launcher, merge="average")
+    s = scheduler(tmp_path, launcher)
     s.add_skill(WOOD.name, WOOD)
     assert s.run()
     s.enqueue_continuation(WOOD.name, 100)
     assert s.run(), s.get_failed_skills()
     assert [attempt.outcome for attempt in s.store.attempts()] == ["merged", "merged"]
-    assert [version.kind for version in s.store.versions()] == ["run", "run", "average"]
+    assert [version.kind for version in s.store.versions()] == ["run", "run"]
 
 
 def test_a_correction_that_no_spec_may_say_is_not_made(tmp_path: Path, scripted, net) -> None:
@@ -516,51 +513,6 @@ def test_the_state_for_people_says_of_each_skill_where_it_is_and_what_is_left(tm
     assert state["expert_assignments"] == {"Collect Wood": 0, "Place Table": 1}
     assert state["next_expert_idx"] == 2
     assert scheduler_state(Store(tmp_path / "empty"), 1)["next_expert_idx"] == 0
-    store.close()
-
-
-def test_skills_lie_one_deeper_than_the_deepest_they_need_and_arrows_go_no_way_twice(tmp_path: Path) -> None:
-    store = planned(tmp_path)
-    rows = store.skills()
-    assert levels(rows) == {"Collect Wood": 0, "Place Table": 1, "Make Wood Pickaxe": 2, "Drink Water": 0}
-    assert [_direct(row, rows) for row in rows] == [[], ["Collect Wood"], ["Place Table"], []]
-    store.update_skill(
-        "Collect Wood", dependencies=["Place Table", "nobody"]
-    )  # a circle, and who is not there
-    assert levels(store.skills())["Make Wood Pickaxe"] >= 1
-    store.close()
-
-
-def test_the_picture_of_a_graph_has_its_skills_and_when_each_was_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figure = pytest.importorskip("matplotlib.figure")
-    drawn = []
-    monkeypatch.setattr(
-        figure.Figure, "savefig", lambda self, out, **_: drawn.append(self) or out.write(b"png")
-    )
-    store = planned(tmp_path)
-    with store.transaction() as db:
-        db.execute("update attempt set started=100, ended=130 where id=1")
-        db.execute("update attempt set started=110, ended=115, outcome='failed' where id=2")
-    draw_graph(store, tmp_path / "graph.png")
-    assert (tmp_path / "graph.png").read_bytes() == b"png"
-    graph, chart = drawn[0].axes
-    labels = {text.get_text(): text.get_position() for text in graph.texts if text.get_text()}
-    assert labels == {
-        "Collect Wood\n75% in practice": (0.0, pytest.approx(1 / 3)), "Place Table\nrunning": (1.0, 0.5),
-        "Make Wood Pickaxe\nwaiting": (2.0, 0.5), "Drink Water\nwaiting": (0.0, pytest.approx(2 / 3)),
-    }  # fmt: skip
-    assert len([text for text in graph.texts if not text.get_text()]) == 2  # arrows
-    assert graph.get_xlim() == (-0.6, 2.6)
-    bars = [(bar.get_x(), bar.get_width(), bar.get_y() + bar.get_height() / 2) for bar in chart.patches]
-    assert bars == [(0, 30, 0), (10, 5, 1)]
-    green, red = (bar.get_facecolor() for bar in chart.patches)
-    assert green[1] > green[0]
-    assert red[0] > red[1]
-    assert [label.get_text() for label in chart.get_yticklabels()] == [row.name for row in store.skills()]
-    assert chart.get_ylim()[0] > chart.get_ylim()[1]  # the first on top
-    assert tuple(drawn[0].get_size_inches()) == (7.0, pytest.approx(4.5 + 0.28 * 4))
     store.close()
 
 
@@ -680,13 +632,11 @@ def test_a_training_whose_folder_was_damaged_is_laid_out_anew(
     assert s.run(), s.get_failed_skills()
 
 
-def test_a_long_chain_of_skills_has_levels_and_one_too_long_for_a_plan_says_so(tmp_path: Path) -> None:
+def test_a_chain_of_skills_too_long_for_a_plan_says_so() -> None:
     chain = [
         Skill(f"S{n}", Predicate(f"f{n}"), {f"f{n - 1}": 1} if n else {}, gain={f"f{n}": 1}, horizon=1)
         for n in range(1500)
     ]
-    rows = [SimpleNamespace(name=one.name, dependencies=(f"S{n - 1}",)) for n, one in enumerate(chain)]
-    assert levels(rows[::-1])["S1499"] == 1499  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="too many skills follow one after another to 'S1499'"):
         plan_for("S1499", chain)
 

@@ -370,7 +370,7 @@ def history(options: HistoryOptions, store: Store) -> None:
 
 def diff(options: DiffOptions, store: Store) -> None:
     """Compare two versions of an expert."""
-    from shoal.skills.learning.trainer import compare, decode
+    from shoal.skills.learning.network import compare, decode
 
     expert = _expert(store, options.expert)
     rows = [store.version(number) for number in (options.old, options.new)]

@@ -19,17 +19,19 @@ from shoal.cli.command import Command
 from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings
 from shoal.cli.output import harmless, program
 from shoal.cli.skills import DEFAULT, GraphPath, resume_command, table
+from shoal.core.configuration import read_settings
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.runner import compilation_cache, make_launcher
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
 from shoal.skills.learning.merge_rules import Rule
+from shoal.skills.learning.plan import dependencies, plan_for
 from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
-from shoal.skills.learning.scheduler import Frontier, SkillScheduler, draw_graph
-from shoal.skills.learning.spec import dependencies, load_skills, plan_for, read_yaml
-from shoal.skills.learning.trainer import TrainingConfig
-from shoal.skills.learning.worlds import check_installed, default_config, world_features, world_of
+from shoal.skills.learning.scheduler import Frontier, SkillScheduler
+from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.trainer import TrainingConfig, default_config
+from shoal.skills.learning.worlds import check_installed, world_features, world_of
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation
 
@@ -64,7 +66,7 @@ class TrainOptions:
     """its OpenAI-compatible server; OPENAI_API_KEY is sent to it only if you name it here, and never further"""
     replay: Path | None = None
     """propose what a language model proposed in an earlier run, from its proposals.jsonl"""
-    merge: Rule = "auto"
+    merge: Rule = "most-frames"
     """which version of an expert wins when several trainings changed it"""
     launcher: str = "local"
     """local, tmux (to attach and watch), ray or slurm"""
@@ -115,7 +117,7 @@ def _defaults(argv: list[str]) -> TrainOptions:
 
 def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOptions:
     """The options that a folder was trained with, but for those that belong to one call."""
-    saved = read_yaml(path)
+    saved = read_settings(path)
     if not isinstance(saved, dict) or not isinstance(saved.get("config", {}), dict):
         raise ConfigError(f"{path} does not hold the options of a run; remove it to resume")
     kept = {
@@ -267,10 +269,9 @@ def _refuse_what_is_ignored(options: TrainOptions) -> None:
 
 
 def _measure(options: TrainOptions, scheduler: SkillScheduler, began: float) -> dict[str, Any]:
-    """Counts, pictures, the final evaluation."""
+    """Counts, the final evaluation, the film."""
     metrics = _counts(scheduler, began)
     store = scheduler.store
-    draw_graph(store, options.graph_path / "graph.png")
     if options.evaluation_worlds and store.skills("completed") and not scheduler.runner.stopped:
         report = evaluate_chain(store, options.evaluation_worlds, UNSEEN)
         metrics |= {

@@ -24,22 +24,9 @@ from shoal.skills.jobs.store import (
 )
 from shoal.skills.learning.corrections import correct_spec
 from shoal.skills.learning.merge_rules import Candidate, Decision, Score, Tally, decide
-from shoal.skills.learning.spec import (
-    Features,
-    Skill,
-    Step,
-    Store,
-    check_skill,
-    dependencies,
-    new_version,
-    parse_skill,
-    plan_for,
-)
-from shoal.skills.learning.trainer import (
-    Network,
-    decode,
-    encode,
-)
+from shoal.skills.learning.network import Network, decode, encode
+from shoal.skills.learning.plan import Step, dependencies, plan_for
+from shoal.skills.learning.spec import Features, Skill, Store, check_skill, new_version, parse_skill
 from shoal.skills.learning.training import Outcome, Run, read_outcome, training_plan
 from shoal.skills.learning.views import export_views
 from shoal.skills.learning.worlds import (
@@ -83,7 +70,7 @@ def process_completed_training(
         base_dir: the folder of the whole run.
         total_timesteps: credits every loaded expert with this many env steps instead of those it acted in.
         use_file_lock: accepted for older callers; nothing is locked.
-        merge: "most-frames", "average", "evaluate" or "auto".
+        merge: "most-frames" or "evaluate".
         attempt: the launch that is waited for; by default the latest of this skill.
         store: an open store of `base_dir`, if there is one.
         analyse: correct requirements, consumption and gain by what happened in the evaluation episodes.
@@ -220,11 +207,9 @@ def _decide(
     made = Candidate("run", params, (base["frames"] if base else 0) + acted)
     head = store.head(index)
     if head is None:
-        return decide(rule, None, made, share_base=False)
+        return decide(rule, None, made)
     present = Candidate("head", decode(store.get_blob(head.sha256), f"expert {index}")[0], head.frames)
-    share = base is not None and base["version"] in store.ancestors(head.id)
-    score = make_score(store, run, index) if rule in ("auto", "evaluate") else None
-    return decide(rule, present, made, share_base=share, score=score)
+    return decide(rule, present, made, make_score(store, run, index) if rule == "evaluate" else None)
 
 
 def _versions(
@@ -236,8 +221,6 @@ def _versions(
     for number, (candidate, tally) in enumerate(zip(decision.candidates, decision.tallies, strict=True)):
         if candidate.kind == "head":
             continue
-        if candidate.kind == "average" and number != decision.winner:
-            continue  # it can be made again from the versions that are kept
         note = {
             "skill": run.spec["skill"],
             "expert": index,

@@ -18,12 +18,8 @@ from shoal.skills.jobs.run import leave, run_as_process
 from shoal.skills.jobs.store import (
     ExhaustedError,
 )
-from shoal.skills.learning.trainer import (
-    Trainer,
-    arrays_of,
-    decode,
-    encode,
-)
+from shoal.skills.learning.network import arrays_of, decode, encode
+from shoal.skills.learning.trainer import Trainer
 from shoal.skills.learning.training import Run, finish_training
 from shoal.skills.learning.worlds import (
     Bank,

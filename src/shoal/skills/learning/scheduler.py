@@ -9,13 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, needs_extra
+from shoal.core.errors import ConfigError
 from shoal.core.executors import available_memory
-from shoal.core.files import write_bytes, write_json
+from shoal.core.files import write_json
 from shoal.core.seeding import derive_seed
 from shoal.skills.jobs.runner import (
     Launcher,
@@ -31,9 +30,9 @@ from shoal.skills.jobs.runner import (
 from shoal.skills.jobs.store import AttemptRow, JobRow
 from shoal.skills.learning.merge import process_completed_training
 from shoal.skills.learning.merge_rules import RULES
+from shoal.skills.learning.plan import dependencies as plan_dependencies
 from shoal.skills.learning.proposers import Proposer
-from shoal.skills.learning.spec import Skill, SkillRow, Store
-from shoal.skills.learning.spec import dependencies as plan_dependencies
+from shoal.skills.learning.spec import Skill, Store
 from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.learning.training import (
     Run,
@@ -83,7 +82,7 @@ class SkillScheduler:
         *,
         world: str = "crafting",
         launcher: str | Launcher = "local",
-        merge: str = "auto",
+        merge: str = "most-frames",
         seed: int = 0,
         config: TrainingConfig | None = None,
         analyse: bool = True,
@@ -474,89 +473,3 @@ def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:
 def export_state(store: Store, max_parallel: int) -> None:
     """Replace `scheduler_state.json` by the present state."""
     write_json(store.root / "scheduler_state.json", scheduler_state(store, max_parallel))
-
-
-COLOURS = {
-    "waiting": "#d0d7de", "blocked": "#e0c26a", "running": "#79b8ff", "merging": "#b392f0",
-    "completed": "#8ddb8c", "failed": "#f28b82", "skipped": "#c9c9c9",
-}  # fmt: skip
-
-
-def levels(rows: Sequence[SkillRow]) -> dict[str, int]:
-    """How deep each skill lies: one more than the deepest it depends on; circles end at 0."""
-    by_name = {row.name: row for row in rows}
-    depth: dict[str, int] = {}
-    for row in rows:
-        path = [row.name]
-        while path:
-            needs = [name for name in by_name[path[-1]].dependencies if name in by_name and name not in path]
-            if ahead := [name for name in needs if name not in depth]:
-                path.append(ahead[0])
-            else:
-                name = path.pop()
-                depth[name] = depth.get(name, 1 + max((depth[need] for need in needs), default=-1))
-    return depth
-
-
-def draw_graph(store: Store, path: Path) -> None:
-    """The graph of skills above a chart of when each was trained, as a PNG."""
-    with needs_extra("graph.png", "train"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    rows = store.skills()
-    depth = levels(rows)
-    columns = max(depth.values(), default=0) + 1
-    figure = Figure(figsize=(max(7.0, 2.2 * columns), 4.5 + 0.28 * len(rows)), layout="constrained")
-    graph, chart = figure.subplots(2, 1, height_ratios=[3, 1 + 0.25 * len(rows)])
-    place: dict[str, tuple[float, float]] = {}
-    for level in range(columns):
-        here = [row for row in rows if depth[row.name] == level]
-        for number, row in enumerate(here):
-            place[row.name] = (float(level), (number + 1) / (len(here) + 1))
-    for row in rows:
-        direct = _direct(row, rows)
-        for name in direct:
-            graph.annotate(
-                "", xy=place[row.name], xytext=place[name], zorder=1,
-                arrowprops={"arrowstyle": "-|>", "color": "#888888", "shrinkA": 44, "shrinkB": 44},
-            )  # fmt: skip
-        success = row.result.get("success")
-        label = row.name + (f"\n{success:.0%} in practice" if success is not None else f"\n{row.status}")
-        box = {"boxstyle": "round,pad=0.4", "facecolor": COLOURS[row.status], "edgecolor": "#444444"}
-        graph.text(*place[row.name], label, ha="center", va="center", fontsize=8, bbox=box, zorder=2)
-    graph.set(xlim=(-0.6, columns - 0.4), ylim=(0, 1))
-    graph.axis("off")
-    graph.set_title(
-        "Skills, each after what it needs; success in practice is from starts that its training made"
-    )
-    _draw_times(chart, store, rows)
-    FigureCanvasAgg(figure)
-    out = BytesIO()
-    figure.savefig(out, format="png", dpi=110)
-    write_bytes(path, out.getvalue())
-
-
-def _direct(row: SkillRow, rows: Sequence[SkillRow]) -> list[str]:
-    """Dependencies that are not reached through another one: fewer arrows, the same order."""
-    by_name = {other.name: other for other in rows}
-    names = [name for name in row.dependencies if name in by_name]
-    return [n for n in names if not any(n in by_name[other].dependencies for other in names if other != n)]
-
-
-def _draw_times(chart: Any, store: Store, rows: Sequence[SkillRow]) -> None:
-    attempts = store.attempts()
-    begin = min((attempt.started for attempt in attempts), default=0.0)
-    for number, row in enumerate(rows):
-        for attempt in attempts:
-            if attempt.job == row.name:
-                end = attempt.ended or attempt.started
-                colour = COLOURS["completed" if attempt.outcome == "merged" else "failed"]
-                chart.barh(
-                    number, end - attempt.started, left=attempt.started - begin, color=colour,
-                    edgecolor="#444444",
-                )  # fmt: skip
-    chart.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
-    chart.invert_yaxis()
-    chart.set_xlabel(
-        "seconds since the first launch; each bar is one launch (green: merged, red: ended otherwise)"
-    )

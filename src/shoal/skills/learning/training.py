@@ -28,20 +28,9 @@ from shoal.skills.jobs.store import (
     steps_used,
     write_done,
 )
-from shoal.skills.learning.spec import (
-    Features,
-    Skill,
-    Step,
-    Store,
-    check_skill,
-    parse_skill,
-    plan_for,
-)
-from shoal.skills.learning.trainer import (
+from shoal.skills.learning.network import (
     Arrays,
     Network,
-    Task,
-    TrainingConfig,
     arrays_of,
     build_remapping,
     decode,
@@ -49,6 +38,9 @@ from shoal.skills.learning.trainer import (
     join_mixture,
     split_mixture,
 )
+from shoal.skills.learning.plan import Step, plan_for
+from shoal.skills.learning.spec import Features, Skill, Store, check_skill, parse_skill
+from shoal.skills.learning.trainer import Task, TrainingConfig
 from shoal.skills.learning.worlds import (
     world_features,
 )
