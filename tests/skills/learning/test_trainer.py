@@ -186,26 +186,6 @@ def test_frames_are_counted_only_where_an_expert_acted_and_learned(quick: Traini
     assert (outcome.experts[0].flat == before).all()
 
 
-def test_what_is_kept_is_the_best_evaluation_not_the_last(quick: TrainingConfig) -> None:
-    trainer = Trainer(task(replace(quick, success_state_rate=2.0)))
-    trainer.prepare()
-    scores = iter([0.4, 0.9, 0.1, 0.2])
-    kept: dict[float, bytes] = {}
-
-    def evaluate() -> float:
-        score = next(scores)
-        kept[score] = trainer.nets[0].flat.tobytes()
-        if score > trainer.best_success:
-            trainer.best, trainer.best_success = [net.copy() for net in trainer.nets], score
-        return score
-
-    trainer.evaluate = evaluate  # type: ignore[method-assign]
-    for score in (0.4, 0.9, 0.1):
-        trainer.step()
-        assert trainer.evaluate() == score
-    assert trainer.best[0].flat.tobytes() == kept[0.9] != trainer.nets[0].flat.tobytes()
-
-
 def test_a_skill_whose_start_is_never_reached_says_so(quick: TrainingConfig) -> None:
     useless = Network(Shape(CraftingWorld.obs_size, 4, CraftingWorld.n_actions))
     useless.bh[10] = 50  # only ever waits
@@ -333,15 +313,6 @@ def test_settings_that_no_training_can_be_made_with_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(quick, **wrong)
-
-
-def test_an_expert_that_does_not_act_in_the_first_update_is_trained_later(quick: TrainingConfig) -> None:
-    """One world, which starts from nothing so that the expert before learns too."""
-    config = replace(quick, train_deps="on", num_envs=1, num_steps=8, total_timesteps=16)
-    plan = (Step("Collect Wood", 4), Step("Place Table", 1))
-    trainer = Trainer(Task("crafting", "Place Table", SKILLS, plan, (None, None), (0, 1), 0, config))
-    trainer.bank = trainer.test_bank = fresh_worlds(trainer.world, 4, 0, "test")
-    assert trainer.step()["entropy"] == 0
 
 
 class Deadly(CraftingWorld):
@@ -484,18 +455,3 @@ def test_a_training_ends_when_it_is_learned_no_longer_improves_or_has_no_budget_
         assert kept == [update for update in range(3, 21, 3) if update < updates]
         assert rows[1]["evaluated_success"] == scores.get(2, 0.0)
         assert (result.success, result.bank_size) == (max(scores.values()), 3)
-
-
-def test_settings_at_the_edge_of_what_is_allowed_are_taken(quick: TrainingConfig) -> None:
-    least = dict.fromkeys(
-        ("num_envs", "update_epochs", "num_minibatches", "anneal_frames", "layer_size", "evaluation_episodes",
-         "bank_worlds", "evaluate_every", "checkpoint_every", "practice_horizon", "total_timesteps"), 1,
-    )  # fmt: skip
-    zeros = ("lr", "gamma", "gae_lambda", "clip_eps", "ent_coef", "vf_coef", "max_grad_norm", "success_state_rate",
-             "patience_frames", "min_success", "evaluate_from", "stroll")  # fmt: skip
-    taken = replace(quick, **least, **dict.fromkeys(zeros, 0), num_steps=2)
-    assert (taken.num_envs, taken.stroll) == (1, 0)
-    assert replace(quick, gamma=1.0, gae_lambda=1.0).gamma == 1.0
-    with pytest.raises(ConfigError, match="gae_lambda must be at most 1, got 1.1"):
-        replace(quick, gae_lambda=1.1)
-    assert replace(quick, num_envs=1, num_steps=8).num_steps == 8  # two steps in each of 4 parts
