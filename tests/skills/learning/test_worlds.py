@@ -247,8 +247,6 @@ def test_an_env_that_was_over_is_so_again_where_a_world_copies_its_states(rng) -
         assert lanes_of(one, end).tolist() == [5, 3]
         one.step(np.ones(2, np.int64), rng)
         assert one.observe()[:, 0].tolist() == [5, 4]
-    former = Bank({"number": end.arrays["number"]})  # as an older edition kept it
-    assert lanes_of(world, former).tolist() == [5, 3]
     assert lanes_of(world, starts).tolist() == [0, 0]
     world.step(np.ones(2, np.int64), rng)
     assert world.observe()[:, 0].tolist() == [1, 1]
