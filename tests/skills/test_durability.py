@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.runner import job_environment
+from shoal.skills.jobs.launchers import job_environment
+from shoal.skills.jobs.store import Store
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import Store, load_skills
+from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.training import prepare_training_run
 from shoal.skills.learning.worlds import CRAFTING
 

@@ -13,12 +13,13 @@ import pytest
 
 from shoal import prepare_training_run, process_completed_training
 from shoal.core.errors import ConfigError, DataError
+from shoal.skills.jobs.store import NewVersion, Store
 from shoal.skills.learning.corrections import correct_spec
 from shoal.skills.learning.merge import make_score
 from shoal.skills.learning.merge_rules import Tally
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.run import _prepare
-from shoal.skills.learning.spec import Store, load_skills, new_version, parse_skill, plan_for
+from shoal.skills.learning.spec import load_skills, parse_skill, plan_for
 from shoal.skills.learning.trainer import Network, Shape, Trainer, TrainingConfig, decode, encode
 from shoal.skills.learning.training import Run, finish_training, read_outcome, skill_from_data
 from shoal.skills.learning.worlds import CRAFTING, CraftingWorld, walk
@@ -39,7 +40,7 @@ def add_expert(base: Path, name: str, expert: int, net: Network, frames: int) ->
     with store.transaction() as db:
         db.execute("update job set artifact=? where name=?", (expert, name))
     store.add_version(
-        new_version(expert, store.put_blob(encode(net.params())), None, frames, frames, "run", True)
+        NewVersion(expert, store.put_blob(encode(net.params())), None, frames, frames, "run", True)
     )
     store.update_skill(name, status="completed")
     store.close()
@@ -296,7 +297,7 @@ def test_only_experts_of_one_line_are_averaged(tmp_path: Path, net, gone_back: b
     folder = finished(tmp_path, net, 10)
     if gone_back:
         store = Store(tmp_path)
-        store.add_version(new_version(0, store.put_blob(encode(net("x").params())), None, 9, 9, "run", True))
+        store.add_version(NewVersion(0, store.put_blob(encode(net("x").params())), None, 9, 9, "run", True))
         store.close()
     process_completed_training(folder, "Skill A", 1, tmp_path, merge="average")
     assert Store(tmp_path).head(0).kind == kind  # type: ignore[union-attr]
@@ -360,7 +361,7 @@ def test_an_expert_is_scored_where_it_is_used_up_to_its_last_step(tmp_path: Path
     for number, name in enumerate(names):
         store.add_skill(skills[name], [], 1000)
         sha = store.put_blob(encode(acting(number).params()))
-        made = new_version(store.assign_expert(name), sha, None, 1, 1, "run", True)
+        made = NewVersion(store.assign_expert(name), sha, None, 1, 1, "run", True)
         if name != "Make Wood Sword":  # which has no expert yet
             store.add_version(made)
             store.update_skill(name, status="completed")

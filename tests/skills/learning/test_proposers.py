@@ -18,6 +18,7 @@ import yaml
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.skills.learning import proposers
+from shoal.skills.learning.frontier import Frontier
 from shoal.skills.learning.proposers import (
     KnowledgeBase,
     LanguageModel,
@@ -26,7 +27,7 @@ from shoal.skills.learning.proposers import (
     knowledge_base,
     read_proposals,
 )
-from shoal.skills.learning.scheduler import Frontier, SkillScheduler
+from shoal.skills.learning.scheduler import SkillScheduler
 from shoal.skills.learning.spec import dependencies, load_skills
 from shoal.skills.learning.worlds import CRAFTING
 

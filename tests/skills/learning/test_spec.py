@@ -10,14 +10,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.registry import SAFE_NAME
 from shoal.skills.learning.craftax import features_of
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import (
-    check_skill,
-    check_skills,
-    is_relative,
-    load_skills,
-    parse_skill,
-    slug,
-)
+from shoal.skills.learning.spec import check_skill, check_skills, is_relative, load_skills, parse_skill, slug
 from shoal.skills.learning.worlds import CRAFTING
 
 WOOD = {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}}

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from shoal.core.errors import ConfigError, DataError, MissingExtraError, did_you_mean, needs_extra
 from shoal.core.files import write_bytes
 from shoal.core.seeding import stream
+from shoal.skills.jobs.store import Store
 from shoal.skills.learning.spec import (
     Features,
     Skill,
     Step,
-    Store,
     covering_plan,
     is_relative,
     plan_for,

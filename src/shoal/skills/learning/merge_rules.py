@@ -9,9 +9,7 @@ from typing import Literal, get_args
 from numpy.typing import NDArray
 
 from shoal.core.errors import did_you_mean
-from shoal.skills.learning.trainer import (
-    average,
-)
+from shoal.skills.learning.trainer import average
 
 Rule = Literal["auto", "most-frames", "average", "evaluate"]
 RULES: tuple[str, ...] = get_args(Rule)

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from shoal.core.errors import ConfigError, EngineError
 from shoal.core.files import append_line
 from shoal.core.run_folder import whole_rows
-from shoal.skills.jobs.store import slug
 from shoal.skills.learning.spec import (
     Features,
     Skill,
@@ -26,6 +25,7 @@ from shoal.skills.learning.spec import (
     load_skills,
     parse_skill,
     plan_for,
+    slug,
 )
 
 logger = logging.getLogger(__name__)
