@@ -35,11 +35,12 @@ from shoal.skills.jobs.graph import Graph  # noqa: E402
 from shoal.core.files import write_json  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
 from shoal.skills.jobs.store import Store  # noqa: E402
+from shoal.skills.learning.crafting import CRAFTING, CraftingWorld  # noqa: E402
+from shoal.skills.learning.plan import Step  # noqa: E402
 from shoal.skills.learning.proposers import knowledge_base  # noqa: E402
 from shoal.skills.learning.scheduler import SkillScheduler  # noqa: E402
-from shoal.skills.learning.spec import Step, load_skills  # noqa: E402
+from shoal.skills.learning.spec import load_skills  # noqa: E402
 from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig  # noqa: E402
-from shoal.skills.learning.worlds import CRAFTING, CraftingWorld  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "skills.json"
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), CRAFTING)}

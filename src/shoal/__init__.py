@@ -34,7 +34,7 @@ _NAMES = {
     "vector.make": "make_vec",
     "splitting.splitters": "TrajectorySplitter StepwiseTrajectorySplitter LastNTrajectorySplitter",
     "skills.learning.scheduler": "SkillScheduler",
-    "skills.learning.trainer": "build_remapping",
+    "skills.learning.network": "build_remapping",
     "skills.learning.training": "prepare_training_run",
     "skills.learning.merge": "process_completed_training",
     "rollout.compat.managers": "EnvironmentManager SokobanEnvironmentManager FrozenLakeEnvironmentManager "

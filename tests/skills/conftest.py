@@ -15,9 +15,10 @@ import pytest
 
 from shoal.core.seeding import stream
 from shoal.skills.jobs.process import ExhaustedError, write_failure
-from shoal.skills.learning.trainer import Network, Shape, TrainingConfig
+from shoal.skills.learning.crafting import CraftingWorld
+from shoal.skills.learning.network import Network, Shape
+from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.learning.training import Run, finish_training
-from shoal.skills.learning.worlds import CraftingWorld
 
 QUICK = TrainingConfig(
     total_timesteps=2048,

@@ -28,13 +28,13 @@ from shoal.skills.jobs.process import ExhaustedError, write_failure
 from shoal.skills.jobs.requests import ask_to_cancel, ask_to_stop, condition, reopen
 from shoal.skills.jobs.store import Store
 from shoal.skills.learning import merge as learning_merge
+from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.frontier import Frontier
 from shoal.skills.learning.merge import process_completed_training
 from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base
 from shoal.skills.learning.scheduler import SkillScheduler
 from shoal.skills.learning.spec import check_skill, load_skills, parse_skill
 from shoal.skills.learning.training import Run, finish_training, prepare_training_run, read_outcome
-from shoal.skills.learning.worlds import CRAFTING
 
 LOADED = load_skills(knowledge_base("crafting"), CRAFTING)
 SKILLS = {skill.name: replace(skill, horizon=100) for skill in LOADED}

@@ -16,11 +16,11 @@ import pytest
 
 from shoal.skills.jobs.launchers import TmuxLauncher, job_environment, start_time
 from shoal.skills.jobs.store import Store
+from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.scheduler import SkillScheduler
 from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.trainer import TrainingConfig
-from shoal.skills.learning.worlds import CRAFTING
 
 LOADED = load_skills(knowledge_base("crafting"), CRAFTING)
 SKILLS = {skill.name: replace(skill, horizon=100) for skill in LOADED}
@@ -137,7 +137,7 @@ def test_experts_do_not_depend_on_how_many_train_at_once(tmp_path: Path, quick) 
 
 
 def _weights(base: Path, sha: str) -> str:
-    from shoal.skills.learning.trainer import decode
+    from shoal.skills.learning.network import decode
 
     arrays, _ = decode((base / "experts" / f"{sha}.safetensors").read_bytes(), sha)
     return "".join(arrays[key].tobytes().hex()[:64] for key in sorted(arrays))

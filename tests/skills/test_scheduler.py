@@ -11,13 +11,13 @@ import pytest
 
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.skills.jobs.store import NewVersion, Store
+from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.merge import _wait_for_all_that_is_planned
+from shoal.skills.learning.network import Network, Shape, encode
 from shoal.skills.learning.scheduler import SkillScheduler
 from shoal.skills.learning.spec import Skill, parse_skill
-from shoal.skills.learning.trainer import Network, Shape, encode
 from shoal.skills.learning.training import Run, finish_training
 from shoal.skills.learning.views import scheduler_state
-from shoal.skills.learning.worlds import CRAFTING
 
 
 def skill(

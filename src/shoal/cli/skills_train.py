@@ -19,6 +19,7 @@ from shoal.cli.command import Command
 from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings
 from shoal.cli.output import harmless, program
 from shoal.cli.skills import DEFAULT, GraphPath, resume_command, table
+from shoal.core.configuration import read_settings
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
@@ -26,11 +27,12 @@ from shoal.skills.jobs.launchers import compilation_cache, make_launcher
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
 from shoal.skills.learning.frontier import Frontier
 from shoal.skills.learning.merge_rules import Rule
+from shoal.skills.learning.plan import dependencies, plan_for
 from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
 from shoal.skills.learning.scheduler import SkillScheduler, check_limits
-from shoal.skills.learning.spec import dependencies, load_skills, plan_for, read_yaml
-from shoal.skills.learning.trainer import TrainingConfig
-from shoal.skills.learning.worlds import check_installed, default_config, world_features, world_of
+from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.trainer import TrainingConfig, default_config
+from shoal.skills.learning.worlds import check_installed, world_features, world_of
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation
 
@@ -65,7 +67,7 @@ class TrainOptions:
     """its OpenAI-compatible server; OPENAI_API_KEY is sent to it only if you name it here, and never further"""
     replay: Path | None = None
     """propose what a language model proposed in an earlier run, from its proposals.jsonl"""
-    merge: Rule = "auto"
+    merge: Rule = "most-frames"
     """which version of an expert wins when several trainings changed it"""
     launcher: str = "local"
     """local, tmux (to attach and watch), ray or slurm"""
@@ -114,7 +116,7 @@ def _defaults(argv: list[str]) -> TrainOptions:
 
 def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOptions:
     """The options that a folder was trained with, but for those that belong to one call."""
-    saved = read_yaml(path)
+    saved = read_settings(path)
     if not isinstance(saved, dict) or not isinstance(saved.get("config", {}), dict):
         raise ConfigError(f"{path} does not hold the options of a run; remove it to resume")
     kept = {
@@ -265,7 +267,7 @@ def _refuse_what_is_ignored(options: TrainOptions) -> None:
 
 
 def _measure(options: TrainOptions, scheduler: SkillScheduler, began: float) -> dict[str, Any]:
-    """Counts, pictures, the final evaluation."""
+    """Counts, the final evaluation, the film."""
     metrics = _counts(scheduler, began)
     store = scheduler.store
     if options.evaluation_worlds and store.skills("completed") and not scheduler.stopped:

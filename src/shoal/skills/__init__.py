@@ -6,8 +6,10 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "learning.spec": "Features Predicate Reward Skill load_skills Step plan_for covering_plan Store",
-    "learning.trainer": "build_remapping remap TrainingConfig Trainer Task",
+    "learning.spec": "Features Predicate Reward Skill load_skills Store",
+    "learning.plan": "Step plan_for covering_plan",
+    "learning.network": "build_remapping remap",
+    "learning.trainer": "TrainingConfig Trainer Task",
     "jobs.graph": "Graph",
     "jobs.run": "Run",
     "learning.training": "prepare_training_run finish_training",

@@ -123,7 +123,9 @@ def test_a_program_outlives_its_launcher_and_is_adopted(name: str, program, tmp_
 
 def test_a_slurm_job_is_found_again_by_its_number(program, tmp_path: Path) -> None:
     pytest.importorskip("submitit")
-    handle = SlurmLauncher(tmp_path, cluster="local").launch(**program())
+    first = SlurmLauncher(tmp_path, cluster="local")
+    handle = first.launch(**program())
+    wait_for(lambda: first.poll(handle))
     again = adopting_launcher(handle, tmp_path)
     assert again is not None
     assert "ended" in wait_for(lambda: again.poll(handle))
@@ -143,7 +145,7 @@ def test_options_of_sbatch_reach_the_script(tmp_path: Path, monkeypatch: pytest.
     made = SlurmLauncher(tmp_path, ["--partition=gpu", "--exclusive", "--time=2:00:00"])
     text = made._executor._make_submission_file_text("python x", "1")
     for line in ("--partition=gpu", "--exclusive", "--time=2:00:00"):
-        assert f"#SBATCH {line}\n" in text.replace("=\n", "\n"), text
+        assert f"#SBATCH {line}\n" in text
 
 
 def test_how_a_process_ended_is_told_in_words(tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def test_words_reach_tmux_as_words_and_not_as_commands(tmp_path: Path) -> None:
 def test_a_training_dies_with_the_process_of_a_cluster_that_runs_it(program, tmp_path: Path) -> None:
     (tmp_path / "run" / "long").touch()
     given = program()
-    code = "import json, sys; from shoal.skills.jobs.launchers import run_command; run_command(*json.loads(sys.argv[1]))"
+    code = "import json, sys; from shoal.skills.jobs import launchers as l; l.run_command(*json.loads(sys.argv[1]))"
     words = json.dumps([given["command"], given["env"], str(given["log"])])
     node = subprocess.Popen([sys.executable, "-c", code, words], env={**os.environ, **given["env"]})
     pid = int(

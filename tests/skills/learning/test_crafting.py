@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.skills.learning import worlds as crafting
-from shoal.skills.learning.worlds import CRAFTING, CRAFTING_ACTIONS, Bank, CraftingWorld, make_world
+from shoal.skills.learning import crafting
+from shoal.skills.learning.crafting import CRAFTING, CRAFTING_ACTIONS, CraftingWorld
+from shoal.skills.learning.worlds import Bank, make_world
 
 KIND = {".": crafting.GRASS, "T": crafting.TREE, "S": crafting.STONE, "I": crafting.IRON, "~": crafting.WATER}
 KIND |= {"t": crafting.TABLE, "p": crafting.PLANT, "#": crafting.EDGE}
@@ -158,7 +159,7 @@ def test_a_picture_shows_cells_the_agent_where_it_looks_and_what_it_holds(rng: n
     bank = CraftingWorld(1).fresh(1, rng)
     bank.arrays["place"][0], bank.arrays["look"][0] = (5, 9), 3  # looks down
     bank.arrays["hands"][0] = [0, 3, 9, 0, 0, 1, 0, 0, 0, 0]
-    image = crafting.paint_crafting(bank, cell=14)
+    image = crafting.paint(bank, cell=14)
     assert image.shape == (19 * 14, 18 * 14, 3)  # 16 x 16 cells, an edge around them, and a bar below
     assert image.dtype == np.uint8
     kinds, corners = bank.arrays["cells"][0][2:-2, 2:-2], image[: 18 * 14 : 14, : 18 * 14 : 14]
@@ -184,7 +185,7 @@ def test_new_worlds_and_their_pictures_are_what_they_have_been() -> None:
         hashlib.sha256(np.ascontiguousarray(bank.arrays[key])).hexdigest()[:8] for key in sorted(bank.arrays)
     ]
     assert found == ["30187a55", "28ebca7a", "e8c4c38c", "7544f577"]
-    assert hashlib.sha256(crafting.paint_crafting(bank)).hexdigest()[:8] == "52e4478e"
+    assert hashlib.sha256(crafting.paint(bank)).hexdigest()[:8] == "52e4478e"
 
 
 def test_an_observation_ends_with_what_is_looked_at_and_where_one_is() -> None:

@@ -27,8 +27,9 @@ from shoal.skills.learning.episodes import (
     record_chain,
 )
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
-from shoal.skills.learning.spec import Features, Skill, Step, check_skills, parse_skill
-from shoal.skills.learning.trainer import Network, Shape, encode
+from shoal.skills.learning.network import Network, Shape, encode
+from shoal.skills.learning.plan import Step
+from shoal.skills.learning.spec import Features, Skill, check_skills, parse_skill
 
 FEATURES = Features(
     "smithy",

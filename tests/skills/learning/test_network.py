@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shoal.core.errors import DataError
 from shoal.maths.distributions import sample
 from shoal.maths.updates import gae
-from shoal.skills.learning.trainer import Adam, Network, Shape
+from shoal.skills.learning.network import Adam, Network, Shape
 
 torch = pytest.importorskip("torch")
 SHAPE = Shape(7, 5, 4)
@@ -150,24 +150,6 @@ def test_a_deaf_network_does_not_react_to_what_it_must_not_hear() -> None:
     other[:, [2, 5]] += 100
     assert (net.forward(seen)[0] == net.forward(other)[0]).all()
     assert mask.sum() == mask.size - 2 * SHAPE.hidden
-
-
-def test_an_expert_acts_and_learns_as_before_where_a_world_shows_more_behind_what_it_knows() -> None:
-    rng = np.random.default_rng(5)
-    net = Network.initial(SHAPE, rng)
-    seen = rng.normal(size=(6, SHAPE.inputs + 4)).astype(np.float32)
-    known = np.ascontiguousarray(seen[:, : SHAPE.inputs])
-    acts, old, gain, returns = rng.integers(0, SHAPE.actions, 6), *rng.normal(size=(3, 6)).astype(np.float32)
-    coefficients = {"clip": 0.2, "entropy_coef": 0.1, "value_coef": 0.5}
-    for wide, narrow in (
-        (net.forward(seen), net.forward(known)),
-        (
-            net.gradient(seen, acts, old, gain, returns, **coefficients),
-            net.gradient(known, acts, old, gain, returns, **coefficients),
-        ),
-    ):
-        for one, other in zip(wide, narrow, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
 def test_an_action_that_is_left_out_is_never_taken_and_never_comes_back() -> None:

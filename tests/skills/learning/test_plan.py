@@ -9,21 +9,18 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
 from shoal.skills.learning.craftax import features_of
-from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import (
-    Features,
-    Skill,
+from shoal.skills.learning.crafting import CRAFTING
+from shoal.skills.learning.plan import (
     Step,
     covering_plan,
     dependencies,
-    load_skills,
-    parse_skill,
     plan_for,
     providers,
     shortened,
     simulate,
 )
-from shoal.skills.learning.worlds import CRAFTING
+from shoal.skills.learning.proposers import knowledge_base
+from shoal.skills.learning.spec import Features, Skill, load_skills, parse_skill
 
 SKILLS = load_skills(knowledge_base("crafting"), CRAFTING)
 

@@ -15,14 +15,16 @@ from shoal import prepare_training_run, process_completed_training
 from shoal.core.errors import ConfigError, DataError
 from shoal.skills.jobs.store import NewVersion, Store
 from shoal.skills.learning.corrections import correct_spec
+from shoal.skills.learning.crafting import CRAFTING, CraftingWorld
 from shoal.skills.learning.merge import make_score
-from shoal.skills.learning.merge_rules import Tally
+from shoal.skills.learning.network import Network, Shape, decode, encode
+from shoal.skills.learning.plan import plan_for
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.run import _prepare
-from shoal.skills.learning.spec import load_skills, parse_skill, plan_for
-from shoal.skills.learning.trainer import Network, Shape, Trainer, TrainingConfig, decode, encode
+from shoal.skills.learning.spec import load_skills, parse_skill
+from shoal.skills.learning.trainer import Trainer, TrainingConfig
 from shoal.skills.learning.training import Run, finish_training, read_outcome, skill_from_data
-from shoal.skills.learning.worlds import CRAFTING, CraftingWorld, walk
+from shoal.skills.learning.worlds import walk
 
 MILLION = 1_000_000
 
@@ -181,7 +183,7 @@ def test_a_merge_that_is_repeated_counts_once(tmp_path: Path, net: Callable[...,
     assert store.skill("Collect Wood").budget_used == 10
 
 
-def test_auto_evaluates_and_refuses_a_run_that_forgot_the_skill(tmp_path: Path) -> None:
+def test_evaluate_refuses_a_run_that_forgot_the_skill(tmp_path: Path) -> None:
     # The head interacts and walks at random, which collects wood now and then; the run only ever waits.
     shape = Shape(CraftingWorld.obs_size, 8, CraftingWorld.n_actions)
     able, useless = Network(shape), Network(shape)
@@ -190,7 +192,7 @@ def test_auto_evaluates_and_refuses_a_run_that_forgot_the_skill(tmp_path: Path) 
     add_expert(tmp_path, "Collect Wood", 0, able, 100)
     folder = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
     finish_training(folder, {0: useless.params(), 1: able.params()}, {0: 10**9, 1: 5})
-    result = process_completed_training(folder, "Skill A", 1, tmp_path, merge="auto")
+    result = process_completed_training(folder, "Skill A", 1, tmp_path, merge="evaluate")
     assert result["expert_updates"][0] == {"action": "kept", "frames": 100}
     rows = {row.kind: row for row in Store(tmp_path).versions(0)[1:]}
     assert rows["run"].wins == 0
@@ -232,7 +234,7 @@ def test_a_broken_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -
 def test_a_correction_that_would_leave_skills_out_of_reach_is_refused(
     tmp_path: Path, net: Callable[..., Network]
 ) -> None:
-    from shoal.skills.learning.worlds import CRAFTING
+    from shoal.skills.learning.crafting import CRAFTING
 
     folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
     start = np.zeros((100, len(CRAFTING.names)), np.float32)
@@ -282,38 +284,6 @@ def test_corrections_made_at_once_do_not_leave_skills_out_of_reach_together(
         assert [spec.requirements for spec in specs] == [{"stone": 1}, {}]
         assert [len(plan_for(spec.name, specs)) for spec in specs] == [2, 1]
         assert [event["skill"] for event in store.events() if event["kind"] == "corrected"] == ["Wood"]
-
-
-def finished(base: Path, net: Callable[..., Network], acted: int) -> Path:
-    """A training of `Skill A` that went on with `Collect Wood`, whose head it knew as version 1."""
-    add_expert(base, "Collect Wood", 0, net("base"), 50)
-    folder = prepare(base, "Skill A", 1, {"Collect Wood": 0}, "stone")
-    finish_training(folder, {0: net("wood").params(), 1: net("own").params()}, {0: acted, 1: acted})
-    return folder
-
-
-@pytest.mark.parametrize(("gone_back", "kind"), [(False, "average"), (True, "run")])
-def test_only_experts_of_one_line_are_averaged(tmp_path: Path, net, gone_back: bool, kind: str) -> None:
-    folder = finished(tmp_path, net, 10)
-    if gone_back:
-        store = Store(tmp_path)
-        store.add_version(NewVersion(0, store.put_blob(encode(net("x").params())), None, 9, 9, "run", True))
-        store.close()
-    process_completed_training(folder, "Skill A", 1, tmp_path, merge="average")
-    assert Store(tmp_path).head(0).kind == kind  # type: ignore[union-attr]
-
-
-def test_an_average_that_did_not_win_is_not_kept(tmp_path: Path, net, monkeypatch) -> None:
-    folder = finished(tmp_path, net, 10)
-    best = net("wood").params()["actor/weight"]
-
-    def score(params: dict) -> Tally:
-        return Tally(9 if (params["actor/weight"] == best).all() else 3, 10)
-
-    monkeypatch.setattr("shoal.skills.learning.merge.make_score", lambda *_: score)
-    process_completed_training(folder, "Skill A", 1, tmp_path, merge="evaluate")
-    rows = Store(tmp_path).versions(0)
-    assert [(row.kind, row.accepted, row.wins) for row in rows] == [("run", True, None), ("run", True, 9)]
 
 
 def test_start_states_are_made_again_for_another_seed_or_where_damaged_and_not_for_another_budget(

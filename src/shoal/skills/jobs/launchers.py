@@ -106,13 +106,14 @@ def compilation_cache() -> dict[str, str]:
     return {key: os.environ.get(key, value) for key, value in wanted.items()}
 
 
+_CHILDREN: dict[int, subprocess.Popen[bytes]] = {}
+"""Trainings that this process started and whose end it has not seen, whichever launcher did it."""
+
+
 class LocalLauncher:
     """Each training a process of its own session, so that signals to the scheduler do not reach it."""
 
     name = "local"
-
-    def __init__(self) -> None:
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
 
     def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> Handle:
         """Start a process."""
@@ -121,17 +122,17 @@ class LocalLauncher:
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 env={**os.environ, **env}, start_new_session=True,
             )  # fmt: skip
-        self._children[process.pid] = process
+        _CHILDREN[process.pid] = process
         return process_handle(process.pid)
 
     def poll(self, handle: Handle) -> str | None:
         """How a child ended, or that an adopted process is gone."""
-        child = self._children.get(int(handle["pid"]))
+        child = _CHILDREN.get(int(handle["pid"]))
         if child is None:
             return None if is_alive(handle) else "ended"
         if (code := child.poll()) is None:
             return None
-        del self._children[child.pid]
+        del _CHILDREN[child.pid]
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, 9)  # what it left of its process group: the next launch is alone
         return exit_words(code)
@@ -158,7 +159,6 @@ class TmuxLauncher(LocalLauncher):
     name = "tmux"
 
     def __init__(self, server: str = "shoal") -> None:
-        super().__init__()
         self.server = server
         if shutil.which("tmux") is None:
             raise ConfigError("the tmux launcher needs the program tmux; install it or use --launcher local")
@@ -226,7 +226,7 @@ class RayLauncher:
                 return None
             return exit_words(self._ray.get(task))
         except Exception as error:  # whatever Ray says, the training is over
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[-1]}"
 
     def kill(self, handle: Handle) -> None:
         """Cancel the task."""
@@ -254,8 +254,9 @@ class SlurmLauncher:
         except RuntimeError as error:
             raise ConfigError(f"the slurm launcher: {error}; run it where batch jobs are submitted") from None
         if cluster == "slurm":
-            options = dict(option.lstrip("-").partition("=")[::2] for option in sbatch)
-            self._executor.update_parameters(time=24 * 60, additional_parameters=options)
+            options = [option.lstrip("-").partition("=") for option in sbatch]
+            more = {key: value if equals else True for key, equals, value in options}
+            self._executor.update_parameters(time=24 * 60, additional_parameters=more)
         self._cluster = cluster
         self._jobs: dict[str, Any] = {}
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from shoal.skills.learning.network import Bools, Floats
 from shoal.skills.learning.spec import Features, Skill
-from shoal.skills.learning.worlds import Bools, Floats
 
 AGREE = 0.9  # share of successful episodes that must show a change
 ENOUGH = 20  # episodes below which nothing is concluded

@@ -20,22 +20,12 @@ from shoal.core.errors import ConfigError, DataError, MissingExtraError, did_you
 from shoal.core.files import write_bytes
 from shoal.core.seeding import stream
 from shoal.skills.jobs.store import Store
-from shoal.skills.learning.spec import (
-    Features,
-    Skill,
-    Step,
-    covering_plan,
-    is_relative,
-    plan_for,
-    shortened,
-    simulate,
-)
-from shoal.skills.learning.trainer import Network, decode
+from shoal.skills.learning.network import Floats, Ints, Network, decode
+from shoal.skills.learning.plan import Step, covering_plan, plan_for, shortened, simulate
+from shoal.skills.learning.spec import Features, Skill, is_relative
 from shoal.skills.learning.worlds import (
     Bank,
     Course,
-    Floats,
-    Ints,
     World,
     act,
     batch_lanes,

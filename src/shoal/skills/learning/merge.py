@@ -19,8 +19,9 @@ from shoal.skills.jobs.process import DONE
 from shoal.skills.jobs.store import NewVersion, Store, VersionRow
 from shoal.skills.learning.corrections import correct_spec
 from shoal.skills.learning.merge_rules import Candidate, Decision, Score, Tally, decide
-from shoal.skills.learning.spec import Features, Skill, Step, check_skill, dependencies, parse_skill, plan_for
-from shoal.skills.learning.trainer import Network, decode, encode
+from shoal.skills.learning.network import Network, decode, encode
+from shoal.skills.learning.plan import Step, dependencies, plan_for
+from shoal.skills.learning.spec import Features, Skill, check_skill, parse_skill
 from shoal.skills.learning.training import Outcome, Run, read_outcome, training_plan
 from shoal.skills.learning.views import export_views, skill_folder
 from shoal.skills.learning.worlds import Course, batch_lanes, fresh_worlds, make_world, walk, world_features
@@ -189,14 +190,14 @@ def _decide(
     acted = outcome.acted_frames.get(index, 0)
     made = Candidate("run", params, (base["frames"] if base else 0) + acted)
     if head is None:
-        return decide(rule, None, made, share_base=False)
+        return decide(rule, None, made)
     present = Candidate("head", decode(store.get_blob(head.sha256), f"expert {index}")[0], head.frames)
 
     def known(params: Mapping[str, NDArray]) -> Tally:
         assert scored is not None
         return scored[2] if params is made.params else scored[1]
 
-    return decide(rule, present, made, share_base=False, score=known)
+    return decide(rule, present, made, known)
 
 
 def _commit(

@@ -15,7 +15,8 @@ from shoal.core.errors import DataError
 from shoal.core.files import write_bytes
 from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.process import ExhaustedError, leave, run_as_process
-from shoal.skills.learning.trainer import Trainer, arrays_of, decode, encode
+from shoal.skills.learning.network import arrays_of, decode, encode
+from shoal.skills.learning.trainer import Trainer
 from shoal.skills.learning.training import Run, finish_training
 from shoal.skills.learning.worlds import Bank
 

@@ -22,12 +22,9 @@ from shoal.core.errors import ConfigError, DataError, reading
 from shoal.core.files import fsync_folder, read_json, write_bytes, write_json
 from shoal.skills.jobs.process import DONE, clear_marks, read_result, steps_used, write_done
 from shoal.skills.jobs.store import Store
-from shoal.skills.learning.spec import Features, Skill, Step, check_skill, parse_skill, plan_for, slug
-from shoal.skills.learning.trainer import (
+from shoal.skills.learning.network import (
     Arrays,
     Network,
-    Task,
-    TrainingConfig,
     arrays_of,
     build_remapping,
     decode,
@@ -35,6 +32,9 @@ from shoal.skills.learning.trainer import (
     join_mixture,
     split_mixture,
 )
+from shoal.skills.learning.plan import Step, plan_for
+from shoal.skills.learning.spec import Features, Skill, check_skill, parse_skill, slug
+from shoal.skills.learning.trainer import Task, TrainingConfig
 from shoal.skills.learning.worlds import world_features
 
 KEEP_CHECKPOINTS = 2
