@@ -30,15 +30,16 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO / "src"), os.environ.get("PYTHONPATH", "")])
 
 import numpy as np  # noqa: E402
+from shoal.skills.jobs.graph import Graph  # noqa: E402
 
 from shoal.core.files import write_json  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
-from shoal.skills.jobs.graph import Graph  # noqa: E402
+from shoal.skills.jobs.store import Store  # noqa: E402
 from shoal.skills.learning.crafting import CRAFTING, CraftingWorld  # noqa: E402
 from shoal.skills.learning.plan import Step  # noqa: E402
 from shoal.skills.learning.proposers import knowledge_base  # noqa: E402
 from shoal.skills.learning.scheduler import SkillScheduler  # noqa: E402
-from shoal.skills.learning.spec import Store, load_skills  # noqa: E402
+from shoal.skills.learning.spec import load_skills  # noqa: E402
 from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "skills.json"

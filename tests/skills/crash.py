@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from shoal.skills.learning.spec import Store
+from shoal.skills.jobs.store import Store
 
 seen: Counter[str] = Counter()
 armed = ["", 0]

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from shoal.skills.jobs.runner import job_environment
+from shoal.skills.jobs.launchers import job_environment
 
 
 def test_the_skills_room_stays_light_until_it_draws_or_trains_in_craftax() -> None:

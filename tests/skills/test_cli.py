@@ -18,8 +18,9 @@ from shoal.cli.command import parsed
 from shoal.cli.main import main
 from shoal.cli.skills_train import COMMAND
 from shoal.core.errors import MissingExtraError
-from shoal.skills.learning.scheduler import Frontier, SkillScheduler
-from shoal.skills.learning.spec import Store
+from shoal.skills.jobs.store import Store
+from shoal.skills.learning.frontier import Frontier
+from shoal.skills.learning.scheduler import SkillScheduler
 
 QUICK = [
     "--num_envs", "32", "--num-steps", "16", "--layer_size", "8", "--bank-worlds", "64", "--evaluation_episodes", "32",

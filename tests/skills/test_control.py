@@ -17,28 +17,23 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from shoal.skills.jobs.runner import Runner
 from tests.skills.conftest import some_net
 
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, DataError, WorkerError
 from shoal.core.files import read_json, write_json
-from shoal.skills.jobs.runner import (
-    Runner,
-    TmuxLauncher,
-    ask_to_cancel,
-    ask_to_stop,
-    condition,
-    reopen,
-    server_of,
-    start_time,
-)
-from shoal.skills.jobs.store import ExhaustedError, write_failure
+from shoal.skills.jobs.launchers import TmuxLauncher, server_of, start_time
+from shoal.skills.jobs.process import ExhaustedError, write_failure
+from shoal.skills.jobs.requests import ask_to_cancel, ask_to_stop, condition, reopen
+from shoal.skills.jobs.store import Store
 from shoal.skills.learning import merge as learning_merge
 from shoal.skills.learning.crafting import CRAFTING
+from shoal.skills.learning.frontier import Frontier
 from shoal.skills.learning.merge import process_completed_training
 from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base
-from shoal.skills.learning.scheduler import Frontier, SkillScheduler
-from shoal.skills.learning.spec import Store, check_skill, load_skills, parse_skill
+from shoal.skills.learning.scheduler import SkillScheduler
+from shoal.skills.learning.spec import check_skill, load_skills, parse_skill
 from shoal.skills.learning.training import Run, finish_training, prepare_training_run, read_outcome
 
 LOADED = load_skills(knowledge_base("crafting"), CRAFTING)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.runner import job_environment
+from shoal.skills.jobs.launchers import job_environment
+from shoal.skills.jobs.store import Store
 from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import Store, load_skills
+from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.training import prepare_training_run
 
 CRASH = Path(__file__).with_name("crash.py")

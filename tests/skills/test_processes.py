@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.runner import TmuxLauncher, job_environment, start_time
+from shoal.skills.jobs.launchers import TmuxLauncher, job_environment, start_time
+from shoal.skills.jobs.store import Store
 from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.scheduler import SkillScheduler
-from shoal.skills.learning.spec import Store, load_skills
+from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.trainer import TrainingConfig
 
 LOADED = load_skills(knowledge_base("crafting"), CRAFTING)
@@ -234,7 +235,7 @@ def test_names_reach_tmux_as_names_and_not_as_commands(tmp_path: Path) -> None:
 @pytest.mark.ray
 def test_ray_trainings_are_the_same(tmp_path: Path, quick) -> None:
     ray = pytest.importorskip("ray")
-    from shoal.skills.jobs.runner import RayLauncher
+    from shoal.skills.jobs.launchers import RayLauncher
 
     try:
         s = SkillScheduler(tmp_path / "ray", launcher=RayLauncher(cpus=0.5), config=quick, analyse=False)

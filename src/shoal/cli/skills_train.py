@@ -23,12 +23,13 @@ from shoal.core.configuration import read_settings
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
-from shoal.skills.jobs.runner import compilation_cache, make_launcher
+from shoal.skills.jobs.launchers import compilation_cache, make_launcher
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
+from shoal.skills.learning.frontier import Frontier
 from shoal.skills.learning.merge_rules import Rule
 from shoal.skills.learning.plan import dependencies, plan_for
 from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
-from shoal.skills.learning.scheduler import Frontier, SkillScheduler
+from shoal.skills.learning.scheduler import SkillScheduler, check_limits
 from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.trainer import TrainingConfig, default_config
 from shoal.skills.learning.worlds import check_installed, world_features, world_of
@@ -49,7 +50,7 @@ class TrainOptions:
     max_parallel_skills: int = 3
     """trainings at a time, whatever the number of GPUs"""
     scheduler_poll_interval: float = 1.0
-    """seconds between looks for requests such as `shoal skills retry`; trainings that end are noticed at once"""
+    """accepted for older scripts: trainings and requests are looked at twenty times a second"""
     max_retries: int = 2
     """launches again after a failure, each from the last checkpoint"""
     seed: int = 0
@@ -94,8 +95,6 @@ class TrainOptions:
     """also log finished skills to Weights & Biases"""
     gpu_ids: str | None = None
     """sets CUDA_VISIBLE_DEVICES of the trainings"""
-    conda_env: str | None = None
-    """accepted for older scripts and ignored: trainings run in this Python"""
     config: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
     said: tyro.conf.Suppress[tyro.conf.Fixed[tuple[str, ...]]] = ()
     """the words of the call"""
@@ -161,8 +160,6 @@ def train(options: TrainOptions) -> int:
     features = world_features(world)
     os.environ.update(compilation_cache())
     path = options.skills or knowledge_base(world)
-    if options.conda_env:
-        print("shoal: --conda_env is ignored: trainings run in this Python", file=sys.stderr)
     if options.max_nodes < 1:
         raise ConfigError(f"--max-nodes must be at least 1, got {options.max_nodes}")
     if options.evaluation_worlds < 0:
@@ -187,13 +184,14 @@ def train(options: TrainOptions) -> int:
         raise ConfigError(
             f"{options.graph_path} holds skills already; pass --resume to go on, or another --graph-path"
         )
-    run = RunFolder(
-        options.graph_path, "skills train", options.seed, print_json if options.json_events else None
-    )
+    check_limits(options.max_parallel_skills, options.max_retries, options.time_limit)
     launcher = make_launcher(
         options.launcher, gpus=options.gpus_per_skill, slots=options.max_parallel_skills,
         folder=options.graph_path, sbatch=options.sbatch,
     )  # fmt: skip
+    run = RunFolder(
+        options.graph_path, "skills train", options.seed, print_json if options.json_events else None
+    )
     config = options.config
     if options.skill_timesteps_budget is not None:
         config = TrainingConfig(**{**asdict(config), "total_timesteps": options.skill_timesteps_budget})
@@ -272,7 +270,7 @@ def _measure(options: TrainOptions, scheduler: SkillScheduler, began: float) -> 
     """Counts, the final evaluation, the film."""
     metrics = _counts(scheduler, began)
     store = scheduler.store
-    if options.evaluation_worlds and store.skills("completed") and not scheduler.runner.stopped:
+    if options.evaluation_worlds and store.skills("completed") and not scheduler.stopped:
         report = evaluate_chain(store, options.evaluation_worlds, UNSEEN)
         metrics |= {
             "chain_success": report.success,
@@ -291,7 +289,7 @@ def _conclude(
     options: TrainOptions, scheduler: SkillScheduler, run: RunFolder, finished: bool, metrics: dict[str, Any]
 ) -> int:
     """Write summary.json and say how it went."""
-    stopped = scheduler.runner.stopped
+    stopped = scheduler.stopped
     status = "completed" if finished else "interrupted" if stopped else "failed"
     summary = run.finish(metrics, status)
     if options.json:

@@ -25,19 +25,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from shoal.skills.jobs.runner import Runner
 
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.skills.jobs.runner import Runner, ask_to_cancel, reopen
-from shoal.skills.jobs.store import (
-    ExhaustedError,
-    NewVersion,
-    Store,
-    mark_of,
-    merge_once,
-    read_done,
-    write_done,
-    write_failure,
-)
+from shoal.skills.jobs.process import ExhaustedError, read_done, write_done, write_failure
+from shoal.skills.jobs.requests import ask_to_cancel, reopen
+from shoal.skills.jobs.store import NewVersion, Store, mark_of, merge_once
 
 SLOTS, RETRIES = 2, 1
 NAMES = ("a", "b", "c", "d", "e")

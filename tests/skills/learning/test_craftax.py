@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import MissingExtraError
-from shoal.skills.jobs.runner import job_environment
+from shoal.skills.jobs.launchers import job_environment
 from shoal.skills.learning.craftax import (
     _PAINTERS,
     ACHIEVEMENTS,

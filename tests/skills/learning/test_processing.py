@@ -13,6 +13,7 @@ import pytest
 
 from shoal import prepare_training_run, process_completed_training
 from shoal.core.errors import ConfigError, DataError
+from shoal.skills.jobs.store import NewVersion, Store
 from shoal.skills.learning.corrections import correct_spec
 from shoal.skills.learning.crafting import CRAFTING, CraftingWorld
 from shoal.skills.learning.merge import make_score
@@ -20,7 +21,7 @@ from shoal.skills.learning.network import Network, Shape, decode, encode
 from shoal.skills.learning.plan import plan_for
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.run import _prepare
-from shoal.skills.learning.spec import Store, load_skills, new_version, parse_skill
+from shoal.skills.learning.spec import load_skills, parse_skill
 from shoal.skills.learning.trainer import Trainer, TrainingConfig
 from shoal.skills.learning.training import Run, finish_training, read_outcome, skill_from_data
 from shoal.skills.learning.worlds import walk
@@ -41,7 +42,7 @@ def add_expert(base: Path, name: str, expert: int, net: Network, frames: int) ->
     with store.transaction() as db:
         db.execute("update job set artifact=? where name=?", (expert, name))
     store.add_version(
-        new_version(expert, store.put_blob(encode(net.params())), None, frames, frames, "run", True)
+        NewVersion(expert, store.put_blob(encode(net.params())), None, frames, frames, "run", True)
     )
     store.update_skill(name, status="completed")
     store.close()
@@ -330,7 +331,7 @@ def test_an_expert_is_scored_where_it_is_used_up_to_its_last_step(tmp_path: Path
     for number, name in enumerate(names):
         store.add_skill(skills[name], [], 1000)
         sha = store.put_blob(encode(acting(number).params()))
-        made = new_version(store.assign_expert(name), sha, None, 1, 1, "run", True)
+        made = NewVersion(store.assign_expert(name), sha, None, 1, 1, "run", True)
         if name != "Make Wood Sword":  # which has no expert yet
             store.add_version(made)
             store.update_skill(name, status="completed")

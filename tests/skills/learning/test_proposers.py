@@ -13,6 +13,7 @@ import yaml
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.skills.learning.crafting import CRAFTING
+from shoal.skills.learning.frontier import Frontier
 from shoal.skills.learning.plan import dependencies
 from shoal.skills.learning.proposers import (
     KnowledgeBase,
@@ -22,7 +23,7 @@ from shoal.skills.learning.proposers import (
     knowledge_base,
     read_proposals,
 )
-from shoal.skills.learning.scheduler import Frontier, SkillScheduler
+from shoal.skills.learning.scheduler import SkillScheduler
 from shoal.skills.learning.spec import load_skills
 
 SKILLS = load_skills(knowledge_base("crafting"), CRAFTING)

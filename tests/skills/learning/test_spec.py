@@ -11,14 +11,7 @@ from shoal.core.registry import SAFE_NAME
 from shoal.skills.learning.craftax import features_of
 from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import (
-    check_skill,
-    check_skills,
-    is_relative,
-    load_skills,
-    parse_skill,
-    slug,
-)
+from shoal.skills.learning.spec import check_skill, check_skills, is_relative, load_skills, parse_skill, slug
 
 WOOD = {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}}
 safe_names = st.from_regex(SAFE_NAME, fullmatch=True).filter(lambda name: not name.endswith((" ", ".")))

@@ -13,7 +13,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from shoal.core.errors import ConfigError, DataError, EnvError, UnknownNameError
-from shoal.skills.jobs.runner import job_environment
+from shoal.skills.jobs.launchers import job_environment
 from shoal.skills.learning.crafting import CraftingWorld
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
 from shoal.skills.learning.network import Shape

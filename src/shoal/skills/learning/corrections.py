@@ -7,10 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from shoal.skills.learning.network import Bools, Floats
-from shoal.skills.learning.spec import (
-    Features,
-    Skill,
-)
+from shoal.skills.learning.spec import Features, Skill
 
 AGREE = 0.9  # share of successful episodes that must show a change
 ENOUGH = 20  # episodes below which nothing is concluded

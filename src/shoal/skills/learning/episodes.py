@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from shoal.core.errors import ConfigError, DataError, MissingExtraError, did_you_mean, needs_extra
 from shoal.core.files import write_bytes
 from shoal.core.seeding import stream
+from shoal.skills.jobs.store import Store
 from shoal.skills.learning.network import Floats, Ints, Network, decode
 from shoal.skills.learning.plan import Step, covering_plan, plan_for, shortened, simulate
-from shoal.skills.learning.spec import Features, Skill, Store, is_relative
+from shoal.skills.learning.spec import Features, Skill, is_relative
 from shoal.skills.learning.worlds import (
     Bank,
     Course,

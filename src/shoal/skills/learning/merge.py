@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import shutil
@@ -14,29 +15,16 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.seeding import stream
-from shoal.skills.jobs.store import (
-    DONE,
-    AttemptRow,
-    NewVersion,
-    mark_of,
-    merge_once,
-    read_done,
-)
+from shoal.skills.jobs.process import DONE
+from shoal.skills.jobs.store import NewVersion, Store, VersionRow
 from shoal.skills.learning.corrections import correct_spec
 from shoal.skills.learning.merge_rules import Candidate, Decision, Score, Tally, decide
 from shoal.skills.learning.network import Network, decode, encode
 from shoal.skills.learning.plan import Step, dependencies, plan_for
-from shoal.skills.learning.spec import Features, Skill, Store, check_skill, new_version, parse_skill
+from shoal.skills.learning.spec import Features, Skill, check_skill, parse_skill
 from shoal.skills.learning.training import Outcome, Run, read_outcome, training_plan
-from shoal.skills.learning.views import export_views
-from shoal.skills.learning.worlds import (
-    Course,
-    batch_lanes,
-    fresh_worlds,
-    make_world,
-    walk,
-    world_features,
-)
+from shoal.skills.learning.views import export_views, skill_folder
+from shoal.skills.learning.worlds import Course, batch_lanes, fresh_worlds, make_world, walk, world_features
 
 logger = logging.getLogger(__name__)
 SCORE_EPISODES = 256
@@ -49,19 +37,17 @@ def process_completed_training(
     global_expert_idx: int,
     base_dir: Path | str,
     total_timesteps: int | None = None,
-    use_file_lock: bool = True,
     *,
     merge: str = "most-frames",
     attempt: int | None = None,
     store: Store | None = None,
     analyse: bool = False,
     keep_run: bool = False,
-    show: bool = True,
 ) -> dict[str, Any]:
     """Merge a finished training into the experts, commit, show it as files, remove the run folder.
 
-    Safe to repeat: a training that was committed before is not counted again. Merges of several processes may
-    run at once: the commit compares the heads it was decided against, and decides again if one moved.
+    Safe to repeat, and safe in several processes at once: each result counts once, and heads are read, decided and
+    written in one transaction.
 
     Args:
         run_folder: the finished training.
@@ -69,172 +55,191 @@ def process_completed_training(
         global_expert_idx: that skill's expert.
         base_dir: the folder of the whole run.
         total_timesteps: credits every loaded expert with this many env steps instead of those it acted in.
-        use_file_lock: accepted for older callers; nothing is locked.
         merge: "most-frames" or "evaluate".
         attempt: the launch that is waited for; by default the latest of this skill.
         store: an open store of `base_dir`, if there is one.
         analyse: correct requirements, consumption and gain by what happened in the evaluation episodes.
-        keep_run: leave the run folder in place.
-        show: bring the folders for people up to date.
+        keep_run: leave the run folder in place; else its logs and metrics move to the skill's folder.
 
     Returns:
         `{"skill_name", "expert_updates": {index: {"action": "updated"|"kept", "frames"}},
         "new_expert": {"global_idx", "frames"}}`.
+
+    Raises:
+        DataError: the training is not finished, or its result is broken.
+        ConfigError: the folder is that of another skill or expert.
     """
     base_dir, run_folder = Path(base_dir), Path(run_folder)
-    opened = store or Store(base_dir)
-    try:
+    with (
+        contextlib.nullcontext(store) if store else contextlib.closing(Store(base_dir, create=True)) as opened
+    ):
         try:
-            committed = _committed(opened, run_folder, skill_name, attempt)
-            if committed is None:
-                run, outcome = Run.open(run_folder), read_outcome(run_folder, attempt)
-                mark = mark_of(run_folder)
-        except (DataError, OSError):  # another may have committed and removed it meanwhile
-            committed = _committed(opened, run_folder, skill_name, attempt)
-            if committed is None:
+            run, outcome = Run.open(run_folder), read_outcome(run_folder, attempt)
+            mark = hashlib.sha256((run_folder / DONE).read_bytes()).hexdigest()
+        except (DataError, OSError):
+            past = opened.attempts(skill_name)
+            if run_folder.exists() or not past or past[-1].outcome != "merged":
                 raise
-        if committed is None:
+            result = None  # another process was faster, and has put it away
+        else:
+            if (run.spec["skill"], run.expert) != (skill_name, global_expert_idx):
+                raise ConfigError(
+                    f"{run.folder} is the training of {run.spec['skill']!r} as expert {run.expert}, not of "
+                    f"{skill_name!r} as expert {global_expert_idx}"
+                )
             if total_timesteps is not None:
                 outcome.acted_frames.update(dict.fromkeys(outcome.experts, total_timesteps))
-            with opened.transaction():  # so that there is no other launch than the one that is committed
-                committed = opened.merged(mark)
-                if committed is None:
-                    _register(opened, run, skill_name, global_expert_idx)
-                    number = _attempt(opened, run_folder, skill_name, attempt)
-        if committed is None:
-            result = _merge_and_commit(opened, run, outcome, number, merge, analyse, mark)
-        if show:
-            export_views(opened)
+            result = _merge(opened, run, outcome, attempt, merge, analyse, mark)
+        export_views(opened)
         if not keep_run:
-            going = run_folder.with_name(f".{run_folder.name}")
-            shutil.rmtree(going, ignore_errors=True)  # of one that was killed here
-            with contextlib.suppress(OSError):  # others may do the same
-                os.replace(run_folder, going)  # at once, since who repeats this must find it whole or gone
-            shutil.rmtree(going, ignore_errors=True)
-    finally:
-        if store is None:
-            opened.close()
-    if committed is not None:
+            put_away(run_folder, base_dir / skill_folder(opened.skill(skill_name)))
+    if result is None:
         return {"skill_name": skill_name, "expert_updates": {}, "new_expert": {}, "already_merged": True}
-    updates = {index: update for index, update in result.items() if index != global_expert_idx}
-    own = result[global_expert_idx]
+    own = result.pop(global_expert_idx)
     return {
         "skill_name": skill_name,
-        "expert_updates": updates,
+        "expert_updates": result,
         "new_expert": {"global_idx": global_expert_idx, "frames": own["frames"]},
     }
 
 
-def _committed(store: Store, run_folder: Path, skill_name: str, attempt: int | None) -> AttemptRow | None:
-    """The launch as which this very result was committed before, by whomever."""
-    if attempt is not None and store.attempt(attempt).outcome == "merged":
-        return store.attempt(attempt)
-    if (run_folder / DONE).exists():
-        own = read_done(run_folder).get("attempt")
-        known = [row for row in store.attempts(skill_name) if row.id == own and row.outcome == "merged"]
-        return known[0] if known else store.merged(mark_of(run_folder))
-    past = [row for row in store.attempts(skill_name) if row.outcome != "lost"]
-    gone = not run_folder.exists() and past and past[-1].outcome == "merged"
-    return past[-1] if gone else None
+def put_away(folder: Path, kept: Path) -> None:
+    """Move the logs and metrics of a merged training to the folder of its skill, and remove its own; safe to repeat."""
+    going = folder.with_name(f".{folder.name}")
+    shutil.rmtree(going, ignore_errors=True)  # of one that was killed here
+    with contextlib.suppress(FileNotFoundError):  # another may do the same
+        os.replace(folder, going)  # at once, so that it is whole or gone
+    kept.mkdir(parents=True, exist_ok=True)
+    for path in [*going.glob("training-*.log"), *going.glob("metrics.jsonl")]:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(path, kept / path.name)
+    shutil.rmtree(going, ignore_errors=True)
 
 
-def _register(store: Store, run: Run, skill_name: str, expert: int) -> None:
+def _merge(
+    store: Store, run: Run, outcome: Outcome, attempt: int | None, rule: str, analyse: bool, mark: str
+) -> dict[int, dict[str, Any]] | None:
+    """What was done with each expert; None if this very result was committed before.
+
+    Candidates are scored before the transaction that decides, and once more if a head moved meanwhile.
+    """
+    changed = {
+        index: params
+        for index, params in outcome.experts.items()
+        if outcome.acted_frames.get(index) or str(index) not in run.spec["loaded"] or index == run.expert
+    }  # the others were only used, so there is nothing new to keep
+    tallies: dict[
+        int, tuple[int, Tally, Tally]
+    ] = {}  # by expert: the head that was scored, its tally, and the run's
+    while True:
+        with store.transaction():
+            if store.merged(mark) or (attempt is not None and store.attempt(attempt).outcome == "merged"):
+                return None
+            _register(store, run)
+            heads = {index: store.head(index) for index in changed}
+            unscored = {
+                index: head
+                for index, head in heads.items()
+                if rule == "evaluate" and head is not None and tallies.get(index, (None,))[0] != head.id
+            }
+            if not unscored:
+                return _commit(store, run, outcome, _launch_of(store, run, attempt), rule, analyse, mark, {
+                    index: _decide(store, run, index, params, outcome, rule, heads[index], tallies.get(index))
+                    for index, params in changed.items()
+                })  # fmt: skip
+        for index, head in unscored.items():
+            score = make_score(store, run, index)
+            present = decode(store.get_blob(head.sha256), f"expert {index}")[0]
+            tallies[index] = head.id, score(present), score(changed[index])
+
+
+def _register(store: Store, run: Run) -> None:
     """Add the skill of a folder that was prepared by hand, with the expert it was prepared for."""
-    if (run.spec["skill"], run.expert) != (skill_name, expert):
-        raise ConfigError(
-            f"{run.folder} is the training of {run.spec['skill']!r} as expert {run.expert}, not of {skill_name!r} as "
-            f"expert {expert}"
-        )
-    with store.transaction():
-        owner = {row.expert: row.name for row in store.skills()}.get(expert)
-        if owner not in (None, skill_name):
-            raise ConfigError(f"expert {expert} belongs to {owner!r} in {store.root}, not to {skill_name!r}")
-        if skill_name not in {row.name for row in store.skills()}:
-            skill = parse_skill(run.spec["skills"][skill_name])
-            store.add_skill(skill, [], int(run.spec["config"]["total_timesteps"]))
-        if owner is None:
-            store.update_skill(skill_name, expert=expert)
-        if store.setting("world") is None:
-            store.set_setting("world", run.spec["world"])
+    name, expert = run.spec["skill"], run.expert
+    owner = {row.expert: row.name for row in store.skills()}.get(expert)
+    if owner not in (None, name):
+        raise ConfigError(f"expert {expert} belongs to {owner!r} in {store.root}, not to {name!r}")
+    if name not in {row.name for row in store.skills()}:
+        skill = parse_skill(run.spec["skills"][name])
+        store.add_skill(skill, [], int(run.spec["config"]["total_timesteps"]))
+    if owner is None:
+        store.update_skill(name, expert=expert)
+    if store.setting("world") is None:
+        store.set_setting("world", run.spec["world"])
 
 
-def _attempt(store: Store, run_folder: Path, skill_name: str, attempt: int | None) -> int:
+def _launch_of(store: Store, run: Run, attempt: int | None) -> int:
     """The launch to commit; a folder finished by hand gets one."""
     if attempt is not None:
         return attempt
-    past = store.attempts(skill_name)
-    if past and past[-1].state == "running":
-        return past[-1].id
-    return store.begin_attempt(skill_name, run_folder)
-
-
-def _merge_and_commit(
-    store: Store, run: Run, outcome: Outcome, attempt: int, rule: str, analyse: bool, mark: str
-) -> dict[int, dict[str, Any]]:
-    def commit() -> dict[int, dict[str, Any]]:
-        versions: list[NewVersion] = []
-        expected: dict[int, int | None] = {}
-        actions: dict[int, dict[str, Any]] = {}
-        for index, params in outcome.experts.items():
-            acted = outcome.acted_frames.get(index, 0)
-            base = run.spec["loaded"].get(str(index))
-            if not acted and base is not None and index != run.expert:
-                continue  # it was only used, so there is nothing new to keep
-            head = store.head(index)
-            expected[index] = head.id if head else None
-            decision = _decide(store, run, index, params, acted, rule)
-            versions += _versions(store, run, index, acted, decision, rule)
-            kept = decision.chosen.kind == "head"
-            actions[index] = {"action": "kept" if kept else "updated", "frames": decision.chosen.frames}
-        result = {**outcome.numbers, "success": outcome.success, "frames": outcome.frames}
-        with store.transaction():
-            spec = _corrected(store, run, outcome) if analyse else None
-            store.commit_training(
-                attempt, versions, expected, result=result, frames=outcome.frames,
-                peak_memory=outcome.numbers.get("peak_memory"), spec=spec, mark=mark,
-            )  # fmt: skip
-            if analyse:
-                _wait_for_all_that_is_planned(store, world_features(run.spec["world"]))
-        return actions
-
-    return merge_once(commit)
+    running = store.attempts(run.spec["skill"], running=True)
+    return running[-1].id if running else store.begin_attempt(run.spec["skill"], run.folder)
 
 
 def _decide(
-    store: Store, run: Run, index: int, params: Mapping[str, NDArray], acted: int, rule: str
+    store: Store,
+    run: Run,
+    index: int,
+    params: Mapping[str, NDArray],
+    outcome: Outcome,
+    rule: str,
+    head: VersionRow | None,
+    scored: tuple[int, Tally, Tally] | None,
 ) -> Decision:
     base = run.spec["loaded"].get(str(index))
+    acted = outcome.acted_frames.get(index, 0)
     made = Candidate("run", params, (base["frames"] if base else 0) + acted)
-    head = store.head(index)
     if head is None:
         return decide(rule, None, made)
     present = Candidate("head", decode(store.get_blob(head.sha256), f"expert {index}")[0], head.frames)
-    return decide(rule, present, made, make_score(store, run, index) if rule == "evaluate" else None)
+
+    def known(params: Mapping[str, NDArray]) -> Tally:
+        assert scored is not None
+        return scored[2] if params is made.params else scored[1]
+
+    return decide(rule, present, made, known)
 
 
-def _versions(
-    store: Store, run: Run, index: int, acted: int, decision: Decision, rule: str
-) -> list[NewVersion]:
-    """Versions for all candidates that are new; the accepted one comes last, so that it is the newest."""
-    base = run.spec["loaded"].get(str(index))
-    made = []
-    for number, (candidate, tally) in enumerate(zip(decision.candidates, decision.tallies, strict=True)):
-        if candidate.kind == "head":
-            continue
-        note = {
-            "skill": run.spec["skill"],
-            "expert": index,
-            "world": run.spec["world"],
-            "kind": candidate.kind,
+def _commit(
+    store: Store,
+    run: Run,
+    outcome: Outcome,
+    attempt: int,
+    rule: str,
+    analyse: bool,
+    mark: str,
+    decisions: Mapping[int, Decision],
+) -> dict[int, dict[str, Any]]:
+    versions = [_version(store, run, outcome, index, decision, rule) for index, decision in decisions.items()]
+    result = {**outcome.numbers, "success": outcome.success, "frames": outcome.frames}
+    store.commit_training(
+        attempt, versions, result=result, frames=outcome.frames, peak_memory=outcome.numbers.get("peak_memory"),
+        spec=_corrected(store, run, outcome) if analyse else None, mark=mark,
+    )  # fmt: skip
+    if analyse:
+        _wait_for_all_that_is_planned(store, world_features(run.spec["world"]))
+    return {
+        index: {
+            "action": "kept" if decision.chosen.kind == "head" else "updated",
+            "frames": decision.chosen.frames,
         }
-        won, played = (tally.wins, tally.episodes) if tally else (None, None)
-        sha256 = store.put_blob(encode(candidate.params, note))
-        version = new_version(
-            index, sha256, base["version"] if base else None, candidate.frames, acted, candidate.kind,
-            number == decision.winner, rule, won, played,
-        )  # fmt: skip
-        made.append(version)
-    return sorted(made, key=lambda version: version.accepted)
+        for index, decision in decisions.items()
+    }
+
+
+def _version(
+    store: Store, run: Run, outcome: Outcome, index: int, decision: Decision, rule: str
+) -> NewVersion:
+    """What the training made of an expert, kept whether it becomes the head or not."""
+    base = run.spec["loaded"].get(str(index))
+    number = next(n for n, candidate in enumerate(decision.candidates) if candidate.kind == "run")
+    made, tally = decision.candidates[number], decision.tallies[number]
+    note = {"skill": run.spec["skill"], "expert": index, "world": run.spec["world"], "kind": "run"}
+    return NewVersion(
+        index, store.put_blob(encode(made.params, note)), base["version"] if base else None, made.frames,
+        outcome.acted_frames.get(index, 0), "run", number == decision.winner, rule,
+        tally.wins if tally else None, tally.episodes if tally else None,
+    )  # fmt: skip
 
 
 def make_score(store: Store, run: Run, index: int) -> Score:

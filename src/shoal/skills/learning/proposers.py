@@ -15,9 +15,16 @@ from shoal.core.files import append_line
 from shoal.core.run_folder import whole_rows
 from shoal.rollout.loops import LoopThread
 from shoal.rollout.samplers.http import HttpClient, RetryPolicy
-from shoal.skills.jobs.store import slug
 from shoal.skills.learning.plan import covering_plan, dependencies, plan_for
-from shoal.skills.learning.spec import Features, Skill, check_skill, check_skills, load_skills, parse_skill
+from shoal.skills.learning.spec import (
+    Features,
+    Skill,
+    check_skill,
+    check_skills,
+    load_skills,
+    parse_skill,
+    slug,
+)
 
 logger = logging.getLogger(__name__)
 MAX_REPLY = 20_000  # characters of a model's reply that are looked at

@@ -14,16 +14,11 @@ from typing import Any
 from shoal.core.errors import DataError
 from shoal.core.files import write_bytes
 from shoal.core.run_folder import RunFolder
-from shoal.skills.jobs.run import leave, run_as_process
-from shoal.skills.jobs.store import (
-    ExhaustedError,
-)
+from shoal.skills.jobs.process import ExhaustedError, leave, run_as_process
 from shoal.skills.learning.network import arrays_of, decode, encode
 from shoal.skills.learning.trainer import Trainer
 from shoal.skills.learning.training import Run, finish_training
-from shoal.skills.learning.worlds import (
-    Bank,
-)
+from shoal.skills.learning.worlds import Bank
 
 
 class NotLearnedError(ExhaustedError):

@@ -6,24 +6,33 @@ shrink and are judged relative to where the skill began; tools and achievements 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from shoal.core.configuration import from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.registry import check_name
-from shoal.skills.jobs import store as jobs
-from shoal.skills.jobs.store import AttemptRow, NewVersion, slug
 
 Op = Literal[">=", "<="]
 MAX_HORIZON = 10_000  # env steps that one application may take
 Count = Annotated[int, Meta(ge=1)]
 Weight = Annotated[float, Meta(ge=-100, le=100)]
+
+
+def slug(name: str) -> str:
+    """A folder and session name for a skill's name; different names have different slugs.
+
+    Letters, digits and `-` stay, a space becomes `_`, anything else `~` and its code, so it can be undone.
+
+    >>> slug("Collect Wood"), slug("Make (Iron) Pickaxe")
+    ('Collect_Wood', 'Make_~28Iron~29_Pickaxe')
+    """
+    check_name("skill", name)
+    return "".join(c if c.isalnum() or c == "-" else "_" if c == " " else f"~{ord(c):02x}" for c in name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,155 +206,3 @@ def load_skills(path: Path | str, features: Features) -> list[Skill]:
     if not all(isinstance(item, dict) for item in data["skills"]):
         raise ConfigError(f"{path}: each skill must be an object")
     return check_skills([parse_skill(item) for item in data["skills"]], features)
-
-
-# The store of a job graph in the words of skills: a job is a skill, what it makes is an expert's parameters
-
-_COLUMNS = {"spec": "payload", "dependencies": "needs", "expert": "artifact"}
-
-
-@dataclass(frozen=True)
-class SkillRow(jobs.JobRow):
-    """A skill as the store knows it."""
-
-    @cached_property
-    def spec(self) -> Skill:
-        """What the skill is."""
-        return parse_skill(self.payload)
-
-    @property
-    def dependencies(self) -> tuple[str, ...]:
-        """Skills that must be completed before."""
-        return self.needs
-
-    @property
-    def expert(self) -> int | None:
-        """The number of its expert."""
-        return self.artifact
-
-
-@dataclass(frozen=True)
-class VersionRow(jobs.VersionRow):
-    """One version of an expert."""
-
-    @property
-    def expert(self) -> int:
-        """The number of the expert."""
-        return self.artifact
-
-    @property
-    def frames(self) -> int:
-        """Env steps in which the expert acted while learning, over its whole line."""
-        return self.steps
-
-    @property
-    def acted(self) -> int:
-        """Env steps in which it acted in the training that made this version."""
-        return int(self.note.get("acted") or 0)
-
-    @property
-    def wins(self) -> int | None:
-        """Evaluation episodes of its merge that succeeded."""
-        return self.note.get("wins")
-
-    @property
-    def episodes(self) -> int | None:
-        """Evaluation episodes of its merge."""
-        return self.note.get("episodes")
-
-
-def new_version(
-    expert: int,
-    sha256: str,
-    parent: int | None,
-    frames: int,
-    acted: int,
-    kind: str,
-    accepted: bool,
-    rule: str | None = None,
-    wins: int | None = None,
-    episodes: int | None = None,
-) -> NewVersion:
-    """A version of an expert to be committed."""
-    note = {"acted": acted, "wins": wins, "episodes": episodes}
-    return NewVersion(expert, sha256, parent, frames, kind, accepted, rule, note)
-
-
-class Store(jobs.Store):
-    """One folder of skills. Safe to use from several threads and processes."""
-
-    files = "experts"
-    suffix = ".safetensors"
-    noun = "skill"
-    row = SkillRow
-    version_row = VersionRow
-
-    def add_skill(self, skill: Skill, dependencies: Sequence[str], budget: int) -> SkillRow:
-        """Add a waiting skill; adding the same one again changes nothing, another of that name is refused."""
-        self.add(skill.name, skill.as_dict(), dependencies, budget)
-        return self.skill(skill.name)
-
-    def skill(self, name: str) -> SkillRow:
-        """A skill by its name or its slug."""
-        return cast(SkillRow, self.job(name))
-
-    def skills(self, *statuses: str) -> list[SkillRow]:
-        """All skills, or those in one of `statuses`, in the order they were added."""
-        return cast(list[SkillRow], self.jobs(*statuses))
-
-    def update_skill(self, name: str, **columns: Any) -> None:
-        """Change columns of a skill; a new status is an event."""
-        self.update(name, **{_COLUMNS.get(key, key): value for key, value in columns.items()})
-
-    def assign_expert(self, name: str) -> int:
-        """The global expert index of a skill, given at its first launch and kept for good."""
-        return self.number(name)
-
-    # The arguments that the first edition named after skills keep their names.
-
-    def event(self, kind: str, skill: str | None = None, **detail: Any) -> int:  # type: ignore[override]
-        """Append to the log of events."""
-        return super().event(kind, skill, **detail)
-
-    def begin_attempt(self, skill: str, run_folder: Path, budget: int | None = None) -> int:  # type: ignore[override]
-        """Record that a training is about to be launched, before it is."""
-        return super().begin_attempt(skill, run_folder, budget)
-
-    def attempts(self, skill: str | None = None, state: str | None = None) -> list[AttemptRow]:  # type: ignore[override]
-        """Attempts in order, of a skill or in a state."""
-        return super().attempts(skill, state)
-
-    def rollback(self, expert: int, version: int) -> None:  # type: ignore[override]
-        """Make an older version the head again; nothing is lost, and it can be undone the same way."""
-        super().rollback(expert, version)
-
-    def head(self, expert: int) -> VersionRow | None:  # type: ignore[override]
-        """The accepted version of an expert."""
-        return cast(VersionRow | None, super().head(expert))
-
-    def version(self, number: int) -> VersionRow:
-        """A version by its number."""
-        return cast(VersionRow, super().version(number))
-
-    def versions(self, expert: int | None = None) -> list[VersionRow]:  # type: ignore[override]
-        """All versions, or those of an expert, oldest first."""
-        return cast(list[VersionRow], super().versions(expert))
-
-    def commit_training(
-        self,
-        attempt: int,
-        versions: Sequence[NewVersion],
-        expected_heads: Mapping[int, int | None],
-        *,
-        result: Mapping[str, Any],
-        frames: int,
-        peak_memory: int | None = None,
-        spec: Skill | None = None,
-        mark: str | None = None,
-    ) -> bool:
-        """Commit a training and its merge at once; see `commit` of the graph's store."""
-        payload = spec.as_dict() if spec is not None else None
-        return self.commit(
-            attempt, versions, expected_heads, result=result, steps=frames, peak_memory=peak_memory, payload=payload,
-            mark=mark,
-        )  # fmt: skip

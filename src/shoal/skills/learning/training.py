@@ -20,14 +20,8 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import ConfigError, DataError, reading
 from shoal.core.files import fsync_folder, read_json, write_bytes, write_json
-from shoal.skills.jobs.store import (
-    DONE,
-    clear_marks,
-    read_result,
-    slug,
-    steps_used,
-    write_done,
-)
+from shoal.skills.jobs.process import DONE, clear_marks, read_result, steps_used, write_done
+from shoal.skills.jobs.store import Store
 from shoal.skills.learning.network import (
     Arrays,
     Network,
@@ -39,11 +33,9 @@ from shoal.skills.learning.network import (
     split_mixture,
 )
 from shoal.skills.learning.plan import Step, plan_for
-from shoal.skills.learning.spec import Features, Skill, Store, check_skill, parse_skill
+from shoal.skills.learning.spec import Features, Skill, check_skill, parse_skill, slug
 from shoal.skills.learning.trainer import Task, TrainingConfig
-from shoal.skills.learning.worlds import (
-    world_features,
-)
+from shoal.skills.learning.worlds import world_features
 
 KEEP_CHECKPOINTS = 2
 Steps = Annotated[int, msgspec.Meta(ge=0)]
@@ -127,7 +119,9 @@ def prepare_training_run(
     to_local, to_global = build_remapping(
         [*dependency_skill_names, *needed], global_expert_idx, completed_skills
     )
-    with contextlib.nullcontext(store) if store else contextlib.closing(Store(base_dir)) as opened:
+    with (
+        contextlib.nullcontext(store) if store else contextlib.closing(Store(base_dir, create=True)) as opened
+    ):
         mixture, loaded = _load_mixture(
             opened, to_global, global_expert_idx, completed_skills, initialize_expert_fn
         )

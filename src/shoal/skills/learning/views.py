@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError
 from shoal.core.files import write_bytes, write_json
-from shoal.skills.learning.spec import (
-    SkillRow,
-    Store,
-    VersionRow,
-)
+from shoal.skills.jobs.requests import condition, is_held
+from shoal.skills.jobs.store import SkillRow, Store, VersionRow
 from shoal.skills.learning.training import amounts
 
 
 def skill_folder(row: SkillRow) -> str:
     """Where a skill is shown, relative to the store."""
     return f"skills/{row.expert}_{row.slug}"
-
-
-def migrate_folder(source: Path | str, target: Path | str) -> list[str]:
-    """Refused: experts of the original project are networks of another shape, which nothing here can train on."""
-    raise ConfigError(
-        f"{source} is not imported: networks of the original project have another shape than experts here, so they "
-        f"could be neither evaluated nor trained on; train its skills anew from their specs with --skills FILE"
-    )
 
 
 def with_experts(store: Store) -> dict[str, dict[str, Any]]:
@@ -90,3 +79,51 @@ def _write_if_new(path: Path, value: Any) -> None:
     except (OSError, ValueError):
         pass
     write_json(path, value)
+
+
+def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:
+    """What `scheduler_state.json` holds: the layout of the reference, skills under their slug."""
+    skills: dict[str, Any] = {}
+    rows = store.skills()
+    attempts = store.attempts()
+    held = is_held(store.root)
+    for row in rows:
+        last = next((attempt for attempt in reversed(attempts) if attempt.skill == row.name), None)
+        handle: Mapping[str, Any] = (last.handle if last else None) or {}
+        skills[row.slug] = {
+            "skill_name": row.name,
+            "skill_data": {
+                "skill_name": row.name,
+                "skill_with_consumption": amounts(row.spec),
+                "spec": row.spec.as_dict(),
+            },
+            "status": row.status,
+            "reason": row.reason,
+            "dependencies": list(row.dependencies),
+            "expert_idx": row.expert,
+            "started_at": row.started,
+            "completed_at": row.ended,
+            "retry_count": row.retries,
+            "run_folder": last.run_folder if last else None,
+            "skill_folder": skill_folder(row) if row.expert is not None else None,
+            "tmux_session": handle.get("session"),
+            "pid": handle.get("pid"),
+            "condition": condition(store, row, held=held),
+            "budget_total": row.budget_total,
+            "budget_remaining": row.budget_total - row.budget_used,
+            "processing_results": row.result,
+        }
+    assignments = {row.name: row.expert for row in rows if row.expert is not None}
+    return {
+        "skills": skills,
+        "max_parallel": max_parallel,
+        "currently_running": [row.slug for row in rows if row.status in ("running",)],
+        "next_expert_idx": max((expert for expert in assignments.values() if expert is not None), default=-1)
+        + 1,
+        "expert_assignments": assignments,
+    }
+
+
+def export_state(store: Store, max_parallel: int) -> None:
+    """Replace `scheduler_state.json` by the present state."""
+    write_json(store.root / "scheduler_state.json", scheduler_state(store, max_parallel))
