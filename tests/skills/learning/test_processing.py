@@ -3,16 +3,18 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.skills.conftest import some_net
 
 from shoal import prepare_training_run, process_completed_training
 from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import read_json, write_json
 from shoal.skills.jobs.store import NewVersion, Store
 from shoal.skills.learning.corrections import correct_spec
 from shoal.skills.learning.crafting import CRAFTING, CraftingWorld
@@ -33,28 +35,24 @@ def amounts(**gain: int) -> dict[str, Any]:
     return {"skill_with_consumption": {"requirements": {}, "consumption": {}, "gain": gain}}
 
 
+def add_skill(store: Store, name: str, expert: int, gain: str, needs: Iterable[str] = ()) -> None:
+    spec = parse_skill({"name": name, "gain": {gain: 1}, "done": {"feature": gain}})
+    store.add_skill(spec, list(needs), 10**9)
+    store.update_skill(name, expert=expert)
+
+
 def add_expert(base: Path, name: str, expert: int, net: Network, frames: int) -> None:
     """A completed skill with a first version, as a training would have left it."""
-    store = Store(base)
-    feature = {0: "wood", 1: "stone", 2: "iron"}.get(expert, "drink")
-    spec = parse_skill({"name": name, "gain": {feature: 1}, "done": {"feature": feature}})
-    store.add_skill(spec, [], 10**9)
-    with store.transaction() as db:
-        db.execute("update job set artifact=? where name=?", (expert, name))
-    store.add_version(
-        NewVersion(expert, store.put_blob(encode(net.params())), None, frames, frames, "run", True)
-    )
-    store.update_skill(name, status="completed")
-    store.close()
+    with contextlib.closing(Store(base, create=True)) as store:
+        add_skill(store, name, expert, {0: "wood", 1: "stone", 2: "iron"}.get(expert, "drink"))
+        sha256 = store.put_blob(encode(net.params()))
+        store.add_version(NewVersion(expert, sha256, None, frames, frames, "run", True))
+        store.update_skill(name, status="completed")
 
 
 def prepare(base: Path, name: str, expert: int, deps: dict[str, int], gain: str) -> Path:
-    store = Store(base)
-    spec = parse_skill({"name": name, "gain": {gain: 1}, "done": {"feature": gain}})
-    store.add_skill(spec, list(deps), 10**9)
-    with store.transaction() as db:
-        db.execute("update job set artifact=? where name=?", (expert, name))
-    store.close()
+    with contextlib.closing(Store(base, create=True)) as store:
+        add_skill(store, name, expert, gain, deps)
     done = {dep: {"expert_idx": index} for dep, index in deps.items()}
     return prepare_training_run(name, amounts(**{gain: 1}), expert, list(deps), done, base)[0]
 
@@ -171,16 +169,22 @@ def test_the_folders_of_the_reference_are_there_and_the_run_folder_is_gone(
     assert latest["skills"]["Collect Wood"]["path"] == "skills/0_Collect_Wood"
 
 
-def test_a_merge_that_is_repeated_counts_once(tmp_path: Path, net: Callable[..., Network]) -> None:
+def test_a_result_counts_once_however_often_it_is_processed(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
     folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
     finish_training(folder, {0: net("own").params()}, {0: 10})
-    process_completed_training(folder, "Collect Wood", 0, tmp_path, keep_run=True)
-    store = Store(tmp_path)
-    attempt = store.attempts("Collect Wood")[0].id
-    again = process_completed_training(folder, "Collect Wood", 0, tmp_path, attempt=attempt)
-    assert again["already_merged"]
-    assert len(store.versions()) == 1
-    assert store.skill("Collect Wood").budget_used == 10
+    results = [
+        process_completed_training(folder, "Collect Wood", 0, tmp_path, keep_run=True) for _ in range(2)
+    ]
+    assert [result.get("already_merged", False) for result in results] == [False, True]
+    with contextlib.closing(Store(tmp_path)) as store:
+        assert len(store.versions()) == 1
+        assert store.skill("Collect Wood").budget_used == 10
+        finish_training(folder, {0: net("own").params()}, {0: 10})  # another result, though of the same bytes
+        process_completed_training(folder, "Collect Wood", 0, tmp_path)
+        assert store.skill("Collect Wood").budget_used == 20
+    assert process_completed_training(folder, "Collect Wood", 0, tmp_path)["already_merged"]
 
 
 def test_evaluate_refuses_a_run_that_forgot_the_skill(tmp_path: Path) -> None:
@@ -217,6 +221,78 @@ def test_a_result_that_is_missing_altered_or_of_another_launch_is_refused(
         read_outcome(folder, 3)
 
 
+GOOD = some_net("own").params()
+
+
+@pytest.mark.parametrize(
+    ("experts", "acted", "message"),
+    [
+        ({}, {}, "has no parameters of the expert that was trained, local 0"),
+        (
+            {0: {**GOOD, "critic/bias": np.array([np.nan], np.float32)}},
+            {0: 10},
+            "expert 0: 'critic/bias' has numbers that are not finite",
+        ),
+        (
+            {0: {**GOOD, "critic/bias": np.array([1e300])}},
+            {0: 10},
+            "'critic/bias' has numbers that are not finite",
+        ),
+        (
+            {0: {**GOOD, "critic/bias": np.array([1])}},
+            {0: 10},
+            "must hold numbers as float32 does, got int64",
+        ),
+        (
+            {0: {**GOOD, "critic/bias": np.ones(2, np.float32)}},
+            {0: 10},
+            r"must have shape \(1,\), got \(2,\)",
+        ),
+        (
+            {0: {"only": np.ones(2)}},
+            {0: 10},
+            "expert 0 must have exactly the arrays torso/0/weight, .*wrong: .*only",
+        ),
+        ({0: GOOD, 1: GOOD}, {0: 10}, r"numbered \[0\] here, got 1"),
+        ({0: GOOD}, {7: 10}, r"numbered \[0\] here, got 7"),
+        ({0: GOOD}, {0: -3}, "acted_frames of expert 0 must be a whole number of steps, at least 0"),
+    ],
+)
+def test_a_result_of_no_use_is_refused_before_it_is_anybodys_expert(
+    tmp_path: Path, experts, acted, message
+) -> None:
+    folder, _, _ = prepare_training_run("Collect Wood", amounts(wood=1), 0, [], {}, tmp_path)
+    with pytest.raises(DataError, match=message):
+        finish_training(folder, experts, acted)
+    with pytest.raises(DataError, match="is not done"):
+        process_completed_training(folder, "Collect Wood", 0, tmp_path)
+    assert not Store(tmp_path, create=True).versions()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"success": "good"}, r"Expected `float \| null`, got `str` - at `\$.success`"),
+        ({"frames": -1}, r"Expected `int` >= 0 - at `\$.frames`"),
+        ({"acted_frames": {"own": 5}}, r"Expected `int`, got `str`"),
+        (
+            {"numbers": {"peak_memory": "3 GB"}},
+            r"Expected `int \| null`, got `str` - at `\$.numbers.peak_memory`",
+        ),
+        ({"numbers": {"seconds": "12 s"}}, r"Expected `float \| null`, got `str` - at `\$.numbers.seconds`"),
+    ],
+)
+def test_a_mark_of_another_trainer_that_says_something_else_is_refused_by_name(
+    tmp_path: Path, change, message: str
+) -> None:
+    folder, _, _ = prepare_training_run("Collect Wood", amounts(wood=1), 0, [], {}, tmp_path)
+    done = finish_training(folder, {0: GOOD}, {0: 10})
+    write_json(done, {**read_json(done), **change})
+    with pytest.raises(DataError, match=f"DONE.json is no mark of a training .*{message}"):
+        process_completed_training(folder, "Collect Wood", 0, tmp_path)
+    assert not Store(tmp_path, create=True).versions()
+
+
 def test_a_broken_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
     run = Run.open(prepare(tmp_path, "Collect Wood", 0, {}, "wood"))
     assert run.load_checkpoint() is None
@@ -234,8 +310,6 @@ def test_a_broken_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -
 def test_a_correction_that_would_leave_skills_out_of_reach_is_refused(
     tmp_path: Path, net: Callable[..., Network]
 ) -> None:
-    from shoal.skills.learning.crafting import CRAFTING
-
     folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
     start = np.zeros((100, len(CRAFTING.names)), np.float32)
     start[:50, CRAFTING.index("iron")] = 1  # as if wood could only be had with iron, which nobody gains
@@ -324,7 +398,7 @@ def test_an_expert_is_scored_where_it_is_used_up_to_its_last_step(tmp_path: Path
         return walk(world_name, starts.take(np.arange(4)), course, experts, rng, fixed)
 
     monkeypatch.setattr("shoal.skills.learning.merge.walk", walked)
-    store = Store(tmp_path)
+    store = Store(tmp_path, create=True)
     store.set_setting("world", "crafting")
     names = ["Collect Wood", "Place Table", "Make Wood Pickaxe", "Make Wood Sword", "Collect Stone"]
     skills = {one.name: one for one in load_skills(knowledge_base("crafting"), CRAFTING)}
