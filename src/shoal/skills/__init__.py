@@ -6,19 +6,14 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "learning.spec": "Features Predicate Reward Skill load_skills Store",
-    "learning.plan": "Step plan_for covering_plan",
-    "learning.network": "build_remapping remap",
-    "learning.trainer": "TrainingConfig Trainer Task",
-    "jobs.graph": "Graph",
-    "jobs.run": "Run",
+    "jobs.store": "Store",
+    "learning.spec": "Features Skill load_skills",
+    "learning.network": "build_remapping",
+    "learning.trainer": "TrainingConfig",
     "learning.training": "prepare_training_run finish_training",
     "learning.merge": "process_completed_training",
-    "learning.merge_rules": "decide",
-    "learning.views": "migrate_folder",
-    "learning.scheduler": "SkillScheduler Frontier",
-    "learning.proposers": "KnowledgeBase knowledge_base Replay LanguageModel",
-    "learning.episodes": "evaluate_chain play_episodes",
+    "learning.scheduler": "SkillScheduler",
+    "learning.episodes": "play_episodes",
 }
 _HOMES = {name: home for home, names in _HOME.items() for name in names.split()}
 

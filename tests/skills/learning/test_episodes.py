@@ -106,7 +106,7 @@ def smithy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(folder: Path, *names: str) -> Store:
     """A store whose experts each do the one thing that their skill takes."""
-    store = Store(folder)
+    store = Store(folder, create=True)
     store.set_setting("world", "smithy:SmithyWorld")
     for spec in (spec for spec in SKILLS if spec.name in names):
         store.add_skill(spec, [], 1000)
@@ -391,7 +391,7 @@ def test_no_episodes_at_all_are_refused(tmp_path: Path, play: Any) -> None:
 
 
 def test_what_has_no_world_or_no_expert_is_not_played(tmp_path: Path) -> None:
-    empty = Store(tmp_path / "empty")
+    empty = Store(tmp_path / "empty", create=True)
     with pytest.raises(ConfigError, match="has not been trained in: it names no world"):
         play_episodes(empty)
     empty.set_setting("world", "smithy:SmithyWorld")
@@ -451,7 +451,7 @@ def test_a_gif_has_a_frame_a_state_and_leaves_out_what_is_too_long(
         return np.full((20, 30, 3), 40 * int((bank.arrays["played"] >= 0).sum()), np.uint8)
 
     monkeypatch.setattr(SmithyWorld, "picture", staticmethod(picture), raising=False)
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store", create=True)
     for most, frames in ((400, 6), (6, 6), (5, 3)):
         monkeypatch.setattr(episodes, "MOST_FRAMES", most)
         assert draw_chain(store, tmp_path / "film.gif")

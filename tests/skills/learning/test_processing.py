@@ -35,12 +35,11 @@ def amounts(**gain: int) -> dict[str, Any]:
 
 def add_expert(base: Path, name: str, expert: int, net: Network, frames: int) -> None:
     """A completed skill with a first version, as a training would have left it."""
-    store = Store(base)
+    store = Store(base, create=True)
     feature = {0: "wood", 1: "stone", 2: "iron"}.get(expert, "drink")
     spec = parse_skill({"name": name, "gain": {feature: 1}, "done": {"feature": feature}})
     store.add_skill(spec, [], 10**9)
-    with store.transaction() as db:
-        db.execute("update job set artifact=? where name=?", (expert, name))
+    store.update_skill(name, expert=expert)
     store.add_version(
         NewVersion(expert, store.put_blob(encode(net.params())), None, frames, frames, "run", True)
     )
@@ -49,11 +48,10 @@ def add_expert(base: Path, name: str, expert: int, net: Network, frames: int) ->
 
 
 def prepare(base: Path, name: str, expert: int, deps: dict[str, int], gain: str) -> Path:
-    store = Store(base)
+    store = Store(base, create=True)
     spec = parse_skill({"name": name, "gain": {gain: 1}, "done": {"feature": gain}})
     store.add_skill(spec, list(deps), 10**9)
-    with store.transaction() as db:
-        db.execute("update job set artifact=? where name=?", (expert, name))
+    store.update_skill(name, expert=expert)
     store.close()
     done = {dep: {"expert_idx": index} for dep, index in deps.items()}
     return prepare_training_run(name, amounts(**{gain: 1}), expert, list(deps), done, base)[0]
@@ -75,10 +73,10 @@ def test_the_reference_conflict_keeps_150_million_frames(tmp_path: Path, net: Ca
     assert one["new_expert"] == {"global_idx": 1, "frames": 80 * MILLION}
     two = process_completed_training(b, "Skill B", 2, tmp_path)
     assert two["expert_updates"] == {0: {"action": "updated", "frames": 150 * MILLION}}
-    head = Store(tmp_path).head(0)
+    head = Store(tmp_path, create=True).head(0)
     assert head is not None
     assert head.frames == 150 * MILLION
-    kept = decode(Store(tmp_path).get_blob(head.sha256), "head")[0]
+    kept = decode(Store(tmp_path, create=True).get_blob(head.sha256), "head")[0]
     assert (kept["actor/weight"] == net("wood", 2).params()["actor/weight"]).all()
 
 
@@ -96,7 +94,7 @@ def test_in_the_other_order_the_loser_is_kept_as_a_version(
     process_completed_training(b, "Skill B", 2, tmp_path)
     result = process_completed_training(a, "Skill A", 1, tmp_path)
     assert result["expert_updates"] == {0: {"action": "kept", "frames": 150 * MILLION}}
-    store = Store(tmp_path)
+    store = Store(tmp_path, create=True)
     frames = [(row.frames, row.accepted) for row in store.versions(0)]
     assert frames == [(50 * MILLION, True), (150 * MILLION, True), (130 * MILLION, False)]
     loser = decode(store.get_blob(store.versions(0)[-1].sha256), "loser")[0]
@@ -133,7 +131,7 @@ def test_an_expert_that_only_made_start_states_gets_no_frames(
     result = process_completed_training(folder, "Skill A", 1, tmp_path)
     assert result["expert_updates"] == {}
     assert result["new_expert"] == {"global_idx": 1, "frames": 70}
-    assert [row.frames for row in Store(tmp_path).versions(0)] == [50]
+    assert [row.frames for row in Store(tmp_path, create=True).versions(0)] == [50]
 
 
 def test_total_timesteps_credits_every_expert_as_the_reference_did(
@@ -175,7 +173,7 @@ def test_a_merge_that_is_repeated_counts_once(tmp_path: Path, net: Callable[...,
     folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
     finish_training(folder, {0: net("own").params()}, {0: 10})
     process_completed_training(folder, "Collect Wood", 0, tmp_path, keep_run=True)
-    store = Store(tmp_path)
+    store = Store(tmp_path, create=True)
     attempt = store.attempts("Collect Wood")[0].id
     again = process_completed_training(folder, "Collect Wood", 0, tmp_path, attempt=attempt)
     assert again["already_merged"]
@@ -194,7 +192,7 @@ def test_evaluate_refuses_a_run_that_forgot_the_skill(tmp_path: Path) -> None:
     finish_training(folder, {0: useless.params(), 1: able.params()}, {0: 10**9, 1: 5})
     result = process_completed_training(folder, "Skill A", 1, tmp_path, merge="evaluate")
     assert result["expert_updates"][0] == {"action": "kept", "frames": 100}
-    rows = {row.kind: row for row in Store(tmp_path).versions(0)[1:]}
+    rows = {row.kind: row for row in Store(tmp_path, create=True).versions(0)[1:]}
     assert rows["run"].wins == 0
     assert rows["run"].episodes >= 256
     assert not rows["run"].accepted
@@ -249,8 +247,8 @@ def test_a_correction_that_would_leave_skills_out_of_reach_is_refused(
         episodes={"start": start, "before": start, "end": end, "success": success},
     )
     process_completed_training(folder, "Collect Wood", 0, tmp_path, analyse=True)
-    assert Store(tmp_path).skill("Collect Wood").spec.requirements == {}
-    assert "corrected" not in [event["kind"] for event in Store(tmp_path).events()]
+    assert Store(tmp_path, create=True).skill("Collect Wood").spec.requirements == {}
+    assert "corrected" not in [event["kind"] for event in Store(tmp_path, create=True).events()]
 
 
 def test_corrections_made_at_once_do_not_leave_skills_out_of_reach_together(
@@ -279,7 +277,7 @@ def test_corrections_made_at_once_do_not_leave_skills_out_of_reach_together(
     monkeypatch.setattr("shoal.skills.learning.merge.correct_spec", and_meanwhile)
     process_completed_training(folders["Wood"], "Wood", 0, tmp_path, analyse=True)
     stone.join(60)
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(Store(tmp_path, create=True)) as store:
         specs = [row.spec for row in store.skills("completed")]
         assert [spec.requirements for spec in specs] == [{"stone": 1}, {}]
         assert [len(plan_for(spec.name, specs)) for spec in specs] == [2, 1]
@@ -324,7 +322,7 @@ def test_an_expert_is_scored_where_it_is_used_up_to_its_last_step(tmp_path: Path
         return walk(world_name, starts.take(np.arange(4)), course, experts, rng, fixed)
 
     monkeypatch.setattr("shoal.skills.learning.merge.walk", walked)
-    store = Store(tmp_path)
+    store = Store(tmp_path, create=True)
     store.set_setting("world", "crafting")
     names = ["Collect Wood", "Place Table", "Make Wood Pickaxe", "Make Wood Sword", "Collect Stone"]
     skills = {one.name: one for one in load_skills(knowledge_base("crafting"), CRAFTING)}
