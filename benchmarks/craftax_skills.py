@@ -149,7 +149,7 @@ def tell(case: Case, report: EpisodesReport) -> dict[str, float]:
 def run(case: Case, seed: int, folder: Path) -> list[dict[str, Any]]:
     """Train and play; the rows of one seed. What a folder that was kept holds already is not trained again."""
     train(case, folder, seed)
-    store = Store(folder)
+    store = Store(folder, create=True)
     done = {row.name: row.result for row in store.skills("completed")}
     for name, result in done.items():
         print(f"{name:<20} {result['success']:.2f} after {result['steps_in_all']:>9,} steps", flush=True)

@@ -24,7 +24,7 @@ TOLD_DEFAULT = re.compile(r"\(default: (.*)\)$")  # tyro's parsers tell defaults
 SPLIT_COMMANDS = {
     "envs": ("list", "show", "play", "check", "serve"),
     "skills": (
-        "train", "status", "retry", "cancel", "logs", "attach", "eval", "history", "rollback", "export", "migrate",
+        "train", "status", "stop", "retry", "cancel", "logs", "eval", "history", "rollback",
     ),
 }  # fmt: skip
 """Commands whose first word chooses another command."""

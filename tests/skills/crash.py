@@ -76,10 +76,10 @@ def merge(base: str, *numbers: str) -> None:
         attempt = store.attempt(int(number))
         if attempt.outcome == "merged":
             continue
-        row = store.skill(attempt.job)
+        row = store.skill(attempt.skill)
         process_completed_training(
-            Path(base) / attempt.run_folder, row.name, int(row.expert or 0), base, attempt=attempt.id, store=store,
-            show=False, keep_run=True,
+            Path(base) / attempt.run_folder, row.name, int(row.expert or 0), base, attempt=attempt.id,
+            store=store, keep_run=True,
         )  # fmt: skip
         tell({"event": "merge", "attempt": attempt.id})
 

@@ -15,9 +15,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from shoal.skills.jobs.runner import kill_group
 
-from shoal.skills.jobs.launchers import job_environment
+from shoal.skills.jobs.launchers import LocalLauncher, job_environment
 from shoal.skills.jobs.requests import ask_to_cancel, ask_to_stop, reopen
 from shoal.skills.jobs.store import NewVersion, Store
 from shoal.skills.learning.crafting import CRAFTING
@@ -139,7 +138,7 @@ def kill_merges(tmp_path: Path, net: Callable[..., Network], kills: int) -> int:
 
 def shared_expert(base: Path, net: Callable[..., Network], runs: int) -> tuple[Store, list[int]]:
     """Expert 0 with 50 frames, and finished runs that each trained it by 100, 101, … frames."""
-    store = Store(base)
+    store = Store(base, create=True)
     wood = parse_skill({"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}})
     store.add_skill(wood, [], 10**6)
     store.assign_expert("Collect Wood")
@@ -228,9 +227,9 @@ def kill_schedulers(tmp_path: Path, quick, kills: int) -> Counter[str]:
                     meddle(store, rng, happened)
                 if rng.random() < 0.5:
                     happened["stopped"] += ask_to_stop(store, wait=False)
-                for attempt in store.attempts(state="running"):
+                for attempt in store.attempts(running=True):
                     if attempt.handle and rng.random() < 0.5:
-                        kill_group(attempt.handle)
+                        LocalLauncher().kill(attempt.handle)
                         happened["killed"] += 1
                 process.kill()
             told = events_of(process)
@@ -238,7 +237,7 @@ def kill_schedulers(tmp_path: Path, quick, kills: int) -> Counter[str]:
             acked |= {event["skill"] for event in told if event["event"] == "merge"}
             assert acked <= {row.name for row in store.skills("completed")}
             check_files(store)
-        merged = [attempt.job for attempt in store.attempts() if attempt.outcome == "merged"]
+        merged = [attempt.skill for attempt in store.attempts() if attempt.outcome == "merged"]
         assert sorted(merged) == sorted(names)  # each once
         assert [len(store.versions(row.expert)) for row in store.skills()] == [1, 1, 1]
         assert results(store) == expected

@@ -87,7 +87,7 @@ def strace(command: list[str], out: Path) -> str:
 def test_a_training_and_its_merge_are_on_disk_before_they_are_told_of(tmp_path: Path, quick) -> None:
     base = tmp_path / "run"
     spec = load_skills(knowledge_base("crafting"), CRAFTING)[0]
-    store = Store(base)
+    store = Store(base, create=True)
     store.add_skill(spec, [], 10**6)
     store.assign_expert(spec.name)
     folder, _, _ = prepare_training_run(spec.name, spec.as_dict(), 0, [], {}, base, config=quick, store=store)

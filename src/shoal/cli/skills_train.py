@@ -117,7 +117,7 @@ def _defaults(argv: list[str]) -> TrainOptions:
 def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOptions:
     """The options that a folder was trained with, but for those that belong to one call."""
     saved = read_settings(path)
-    if not isinstance(saved, dict) or not isinstance(saved.get("config", {}), dict):
+    if not isinstance(saved.get("config"), dict):
         raise ConfigError(f"{path} does not hold the options of a run; remove it to resume")
     kept = {
         key: value
@@ -125,7 +125,7 @@ def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOption
         if key not in ("dry_run", "json_events", "json", "graph_path", "said")
     }
     known = {item.name: item for item in fields(TrainOptions)}
-    config = {**asdict(default.config), **kept.pop("config", {})}
+    config = {**asdict(default.config), **kept.pop("config")}
     try:
         for key in ("skills", "replay"):
             kept[key] = Path(kept[key]) if kept.get(key) else None

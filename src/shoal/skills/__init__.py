@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "jobs.store": "Store",
     "learning.spec": "Features Skill load_skills",
     "learning.network": "build_remapping",
     "learning.trainer": "TrainingConfig",
@@ -13,7 +14,6 @@ _HOME = {
     "learning.merge": "process_completed_training",
     "learning.scheduler": "SkillScheduler",
     "learning.episodes": "play_episodes",
-    "jobs.store": "Store",
 }
 _HOMES = {name: home for home, names in _HOME.items() for name in names.split()}
 

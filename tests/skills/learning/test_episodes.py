@@ -451,7 +451,7 @@ def test_a_gif_has_a_frame_a_state_and_leaves_out_what_is_too_long(
         return np.full((20, 30, 3), 40 * int((bank.arrays["played"] >= 0).sum()), np.uint8)
 
     monkeypatch.setattr(SmithyWorld, "picture", staticmethod(picture), raising=False)
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store", create=True)
     for most, frames in ((400, 6), (6, 6), (5, 3)):
         monkeypatch.setattr(episodes, "MOST_FRAMES", most)
         assert draw_chain(store, tmp_path / "film.gif")

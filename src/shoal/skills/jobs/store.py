@@ -200,12 +200,12 @@ class Store:
                     raise
             time.sleep(0.01)
         self._db.execute("pragma synchronous=full")
-        with self.transaction() as db:
-            if new := self._layout() == 0:
-                for statement in SCHEMA.split(";"):
-                    db.execute(statement)
-                db.execute(f"pragma user_version={LAYOUT}")
-        if new:
+        if self._layout() == 0:
+            with self.transaction() as db:
+                if self._layout() == 0:  # again, since another process may have been faster
+                    for statement in SCHEMA.split(";"):
+                        db.execute(statement)
+                    db.execute(f"pragma user_version={LAYOUT}")
             fsync_folder(self.root)
         if (found := self._layout()) != LAYOUT:
             raise DataError(

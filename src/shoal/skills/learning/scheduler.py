@@ -455,7 +455,8 @@ class SkillScheduler:
     def _finish(self, attempt: AttemptRow, end: End, reason: str | None = None, max_retries: int = 0) -> None:
         row = self.store.finish(attempt.id, end, reason, max_retries=max_retries)
         self._forget(attempt)
-        logger.warning("%r, launch %d: %s (%s)", row.name, attempt.id, end, reason or row.status)
+        what = "launch again" if row.status == "waiting" else row.status
+        logger.warning("%r: launch %d %s: %s (%s)", row.name, attempt.id, end, what, reason or end)
         export_state(self.store, self.max_parallel)
         if row.status != "waiting":
             self._call(row.name, 1)
