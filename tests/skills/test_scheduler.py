@@ -526,7 +526,7 @@ def test_a_result_waits_for_who_trains_when_other_trainings_are_ended(
 ) -> None:
     s = scheduler(tmp_path, scripted(), WOOD, SAPLING)
     folders = [
-        prepare_training_run(one.name, one.as_dict(), s.store.assign_expert(one.name), [], {}, tmp_path)[0]
+        prepare_training_run(one.name, one, s.store.assign_expert(one.name), [], {}, tmp_path)[0]
         for one in (WOOD, SAPLING)
     ]
     done, going = (

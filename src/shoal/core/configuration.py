@@ -37,7 +37,7 @@ def from_mapping(kind: type[C], values: Mapping[str, Any], path: str = "") -> C:
             f"{path.removesuffix('.') or kind.__name__} must be a mapping of settings, got {values!r}"
         )
     built = convert_fields(kind, values, path, lambda key: f"unknown key {path + key!r}")
-    for item in dataclasses.fields(kind):
+    for item in dataclasses.fields(kind):  # type: ignore[arg-type]
         if item.init and item.default is item.default_factory and item.name not in built:  # it has no default
             raise ConfigError(f"{path}{item.name} is missing")
     try:

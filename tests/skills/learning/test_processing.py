@@ -4,6 +4,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.run import _prepare
 from shoal.skills.learning.spec import load_skills, parse_skill
 from shoal.skills.learning.trainer import Trainer, TrainingConfig
-from shoal.skills.learning.training import Run, finish_training, read_outcome, skill_from_data
+from shoal.skills.learning.training import Run, finish_training, read_outcome, skill_of
 from shoal.skills.learning.worlds import walk
 
 MILLION = 1_000_000
@@ -447,17 +448,15 @@ def test_a_training_may_use_as_many_steps_as_it_is_allowed_last_and_at_least_one
 
 def test_what_the_reference_says_of_a_skill_becomes_its_spec() -> None:
     told = {"requirements": {"wood": 1}, "consumption": {"wood": 1}, "gain": {"stone": 2}}
-    skill = skill_from_data(
-        "Dig", {"skill_with_consumption": told, "code": "x", "skill_name": "Dig"}, CRAFTING
-    )
+    skill = skill_of("Dig", {"skill_with_consumption": told, "code": "x", "skill_name": "Dig"}, CRAFTING)
     assert (skill.done.feature, skill.done.count, skill.gain) == ("stone", 2, {"stone": 2})
     assert (skill.requirements, skill.consumption) == ({"wood": 1}, {"wood": 1})
-    for data, message in (
-        ({"skill_with_consumption": {"requirements": {}}}, "gain is empty, so nothing says when it is done"),
-        ({**skill.as_dict(), "name": "Dug"}, "skill 'Dig': its data names it 'Dug'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            skill_from_data("Dig", data, CRAFTING)
+    with pytest.raises(ConfigError, match="skill_with_consumption must have a gain, got"):
+        skill_of("Dig", {"skill_with_consumption": {"requirements": {}}}, CRAFTING)
+    with pytest.raises(ConfigError, match="skill 'Dug': its data names it 'Dig'"):
+        skill_of("Dug", skill, CRAFTING)
+    with pytest.raises(ConfigError, match="skill 'Dig': horizon must be at least 1, got 0"):
+        skill_of("Dig", replace(skill, horizon=0), CRAFTING)
 
 
 def test_a_folder_of_another_skill_or_expert_is_refused(tmp_path: Path, net: Callable[..., Network]) -> None:

@@ -7,7 +7,6 @@ by name.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -287,23 +286,6 @@ def split_mixture(arrays: Mapping[str, NDArray]) -> dict[int, Arrays]:
             raise DataError(f"{key!r} is not an expert's array; expected expert_<number>/<name>")
         experts.setdefault(int(match[1]), {})[match[2]] = array
     return dict(sorted(experts.items()))
-
-
-def compare(
-    one: Mapping[str, NDArray], other: Mapping[str, NDArray]
-) -> list[tuple[str, float, float, float]]:
-    """How far each array of two experts lies apart: distance, share of the first's length, angle in degrees."""
-    found = []
-    for name in one:
-        if name not in other or one[name].shape != other[name].shape:
-            raise DataError(f"the two experts differ in shape: {name}")
-        a, b = one[name].astype(np.float64).ravel(), other[name].astype(np.float64).ravel()
-        lengths = float(np.linalg.norm(a)), float(np.linalg.norm(b))
-        cosine = float(a @ b) / (lengths[0] * lengths[1]) if all(lengths) else 1.0
-        distance = float(np.linalg.norm(a - b))
-        angle = math.degrees(math.acos(min(1.0, max(-1.0, cosine))))
-        found.append((name, distance, distance / lengths[0] if lengths[0] else 0.0, angle))
-    return found
 
 
 def encode(arrays: Mapping[str, NDArray], note: Mapping[str, Any] | None = None) -> bytes:

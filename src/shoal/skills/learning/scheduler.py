@@ -45,7 +45,7 @@ from shoal.skills.learning.training import (
     prepare_training_run,
     read_outcome,
     run_folder_of,
-    skill_from_data,
+    skill_of,
     training_plan,
 )
 from shoal.skills.learning.views import export_state, scheduler_state, with_experts
@@ -135,19 +135,17 @@ class SkillScheduler:
     def add_skill(
         self,
         skill_name: str,
-        skill_data: Mapping[str, Any] | Skill,
+        skill_data: Skill | Mapping[str, Any],
         dependencies: Sequence[str] | None = None,
     ) -> str:
         """Add a skill to train; returns its id, which is the name as used in folders.
 
         Args:
             skill_name: unique, also after it was made fit for a folder.
-            skill_data: a `Skill`, a spec as a dict, or the reference's `{"skill_with_consumption": …}`.
+            skill_data: a `Skill`, or the reference's `{"skill_with_consumption": …}`.
             dependencies: skills that must be completed before; by default those that its plan uses.
         """
-        if isinstance(skill_data, Skill):
-            skill_data = skill_data.as_dict()
-        skill = skill_from_data(skill_name, skill_data, self.features)
+        skill = skill_of(skill_name, skill_data, self.features)
         if dependencies is None:
             rows = {row.name: row for row in self.store.skills()}
             known = rows.pop(skill.name, None)
@@ -387,7 +385,7 @@ class SkillScheduler:
             # A cheaper way was added since, and is not trained yet: go the way that is.
             skills = [skill for skill in skills if skill.name == row.name or skill.name in experts]
         prepare_training_run(
-            row.name, row.spec.as_dict(), expert, row.dependencies, experts, self.base_dir,
+            row.name, row.spec, expert, row.dependencies, experts, self.base_dir,
             env_name=self.world, skills=skills, seed=self._seed(row),
             store=self.store, config=replace(self.config, total_timesteps=float(max(row.left, 1))),
         )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from shoal.core.configuration import from_mapping, read_settings, to_mapping
+from shoal.core.configuration import check_fields, from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.registry import check_name
 
@@ -136,6 +136,10 @@ def check_skill(skill: Skill, features: Features) -> Skill:
         return ConfigError(f"skill {skill.name!r}: {text}")
 
     check_name("skill", skill.name)
+    try:
+        check_fields(skill)
+    except ConfigError as error:
+        raise fail(str(error)) from error
     named = [*skill.speaks_of(), *skill.upkeep]
     for name in named:
         if name not in features.names:

@@ -42,25 +42,25 @@ Steps = Annotated[int, msgspec.Meta(ge=0)]
 _CHECKPOINT = re.compile(r"checkpoint-(\d{8})-([0-9a-f]{16})\.safetensors")
 
 
-def skill_from_data(name: str, data: Mapping[str, Any], features: Features) -> Skill:
-    """A skill from a spec, or from the reference's `skill_with_consumption` (done: one more of what it gains)."""
-    if "skill_with_consumption" in data and "done" not in data:
-        amounts = data["skill_with_consumption"]
-        gain = dict(amounts.get("gain") or {})
+def skill_of(name: str, data: Skill | Mapping[str, Any], features: Features) -> Skill:
+    """A checked skill, from the reference's `{"skill_with_consumption": …}` too (done: once more what it gains)."""
+    if not isinstance(data, Skill):
+        told = data.get("skill_with_consumption") or {}
+        gain = dict(told.get("gain") or {})
         if not gain:
-            raise ConfigError(f"skill {name!r}: gain is empty, so nothing says when it is done")
-        data = {
-            "name": name,
-            "requirements": dict(amounts.get("requirements") or {}),
-            "consumption": dict(amounts.get("consumption") or {}),
-            "gain": gain,
-            "done": {"feature": next(iter(gain)), "count": next(iter(gain.values()))},
-        }
-    named = data.get("name", name)
-    if named != name:
-        raise ConfigError(f"skill {name!r}: its data names it {named!r}")
-    data = {key: value for key, value in data.items() if key not in ("skill_name", "execution_plan", "code")}
-    return check_skill(parse_skill({"name": name, **data}), features)
+            raise ConfigError(f"skill {name!r}: skill_with_consumption must have a gain, got {dict(data)}")
+        data = parse_skill(
+            {
+                "name": name,
+                "requirements": dict(told.get("requirements") or {}),
+                "consumption": dict(told.get("consumption") or {}),
+                "gain": gain,
+                "done": {"feature": next(iter(gain)), "count": next(iter(gain.values()))},
+            }
+        )
+    if data.name != name:
+        raise ConfigError(f"skill {name!r}: its data names it {data.name!r}")
+    return check_skill(data, features)
 
 
 def training_plan(name: str, skills: Sequence[Skill], features: Features) -> list[Step]:
@@ -76,7 +76,7 @@ def run_folder_of(base_dir: Path, expert: int, name: str) -> Path:
 
 def prepare_training_run(
     skill_name: str,
-    skill_data: Mapping[str, Any],
+    skill_data: Skill | Mapping[str, Any],
     global_expert_idx: int,
     dependency_skill_names: Sequence[str],
     completed_skills: Mapping[str, Mapping[str, Any]],
@@ -93,7 +93,7 @@ def prepare_training_run(
 
     Args:
         skill_name: the skill to train.
-        skill_data: its spec, or the reference's `{"skill_with_consumption": …}`.
+        skill_data: a `Skill`, or the reference's `{"skill_with_consumption": …}`.
         global_expert_idx: its expert.
         dependency_skill_names: skills whose experts its plan uses.
         completed_skills: `{name: {"expert_idx": …}}`; their heads are taken from the store in `base_dir`.
@@ -110,7 +110,7 @@ def prepare_training_run(
     """
     base_dir, world = Path(base_dir), env_name or "crafting"
     features = world_features(world)
-    skill = skill_from_data(skill_name, skill_data, features)
+    skill = skill_of(skill_name, skill_data, features)
     known = {spec.name: spec for spec in skills or ()} | {skill.name: skill}
     plan = [Step(skill_name, skill.practice)]
     if skills is not None:
