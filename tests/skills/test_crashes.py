@@ -76,7 +76,7 @@ def kill_trainings(tmp_path: Path, quick, kills: int) -> int:
     spec = SKILLS[0]
 
     def prepare(base: Path) -> Path:
-        return prepare_training_run(spec.name, spec.as_dict(), 0, [], {}, base, config=config)[0]
+        return prepare_training_run(spec.name, spec, 0, [], {}, base, config=config)[0]
 
     whole = prepare(tmp_path / "whole")
     assert events_of(start("train", "-", str(whole), "1"))
@@ -153,7 +153,7 @@ def shared_expert(base: Path, net: Callable[..., Network], runs: int) -> tuple[S
         expert = store.assign_expert(name)
         folder, _, _ = prepare_training_run(
             name,
-            spec.as_dict(),
+            spec,
             expert,
             ["Collect Wood"],
             {"Collect Wood": {"expert_idx": 0}},

@@ -90,7 +90,7 @@ def test_a_training_and_its_merge_are_on_disk_before_they_are_told_of(tmp_path: 
     store = Store(base, create=True)
     store.add_skill(spec, [], 10**6)
     store.assign_expert(spec.name)
-    folder, _, _ = prepare_training_run(spec.name, spec.as_dict(), 0, [], {}, base, config=quick, store=store)
+    folder, _, _ = prepare_training_run(spec.name, spec, 0, [], {}, base, config=quick, store=store)
     attempt = str(store.begin_attempt(spec.name, folder))
     store.close()
     train = [sys.executable, str(CRASH), "train", "-", str(folder), attempt]
