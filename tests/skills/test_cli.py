@@ -100,6 +100,14 @@ def test_status_history_eval_and_rollback_tell_of_the_run(
     assert skills("status", *at) == 0
     frames_seconds_launches = r" [\d,]+ +\d+\.\d +1\b"
     assert re.search("Collect Wood .*" + frames_seconds_launches, capsys.readouterr().out)
+    with contextlib.closing(Store(trained)) as store:
+        store.set_handle(
+            1, "tmux", {"pid": 1, "began": None, "session": "s_1", "server": "shoal-x"}, trained / "log"
+        )
+        store._db.execute("update attempt set outcome = null")
+        assert skills("status", *at) == 0
+        store._db.execute("update attempt set outcome = 'merged'")
+    assert "watch Collect Wood: tmux -L shoal-x attach -t '=s_1'" in capsys.readouterr().out
     assert skills("status", "--json", *at) == 0
     assert json.loads(capsys.readouterr().out)["skills"]["Collect_Wood"]["expert_idx"] == 0
     assert skills("history", "Collect Wood", *at) == 0
@@ -305,6 +313,12 @@ def test_numbers_that_cannot_be_are_refused_before_anything_is_trained_or_change
             ("train", "--graph-path", str(new), "--evaluate-every", "0"),
             "evaluate_every must be at least 1, got 0",
         ),
+        (
+            ("train", "--graph-path", str(new), "--max-parallel-skills", "0"),
+            "max_parallel must be a whole number and at least 1, got 0",
+        ),
+        (("train", "--graph-path", str(new), "--launcher", "slrm"), "no launcher named 'slrm'"),
+        (("status", "--graph-path", str(new)), "new holds no skills"),
         (("eval", "--graph-path", str(trained), "--episodes", "0"), "episodes must be at least 1, got 0"),
         (
             ("retry", "Collect Wood", "--graph-path", str(trained), "--budget", "inf"),

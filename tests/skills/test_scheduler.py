@@ -583,13 +583,13 @@ def test_a_second_scheduler_is_refused_before_it_changes_anything(
 ) -> None:
     first = scheduler(tmp_path, scripted())
     first.take()
-    (tmp_path / "config.yaml").write_text("seed: 7\n")
+    (tmp_path / "config.yaml").write_text("seed: 7\nconfig: {}\n")
     second = scheduler(tmp_path, scripted())
     with pytest.raises(WorkerError, match="another scheduler"):
         frontier(second, True).run()
     assert main(["skills", "train", "--resume", "--max_nodes", "2", "--graph-path", str(tmp_path)]) != 0
     assert "another scheduler" in capsys.readouterr().err
-    assert (tmp_path / "config.yaml").read_text() == "seed: 7\n"
+    assert (tmp_path / "config.yaml").read_text() == "seed: 7\nconfig: {}\n"
     assert Store(tmp_path).skills() == []
     assert Store(tmp_path).events() == []
     first.close()

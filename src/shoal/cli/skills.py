@@ -166,6 +166,9 @@ def status(options: StatusOptions, store: Store) -> None:
         print(json.dumps(finite(scheduler_state(store, 0)), indent=2), file=for_programs())
         return
     wide_console().print(table(store.skills(), store))
+    for attempt in store.attempts(running=True):
+        if handle := attempt.handle if attempt.launcher == "tmux" else None:
+            print(f"watch {attempt.skill}: tmux -L {handle['server']} attach -t '={handle['session']}'")
     if not is_held(options.graph_path) and store.skills("waiting", "running"):
         print(f"no scheduler runs; go on with: {resume_command(options.graph_path)}")
 

@@ -49,8 +49,8 @@ class TrainOptions:
     """most skills in the graph"""
     max_parallel_skills: int = 3
     """trainings at a time, whatever the number of GPUs"""
-    scheduler_poll_interval: float = 1.0
-    """accepted for older scripts: trainings and requests are looked at twenty times a second"""
+    scheduler_poll_interval: float = 30.0
+    """seconds between looks at batch jobs of SLURM; other trainings are noticed when they end"""
     max_retries: int = 2
     """launches again after a failure, each from the last checkpoint"""
     seed: int = 0
@@ -184,10 +184,12 @@ def train(options: TrainOptions) -> int:
         raise ConfigError(
             f"{options.graph_path} holds skills already; pass --resume to go on, or another --graph-path"
         )
-    check_limits(options.max_parallel_skills, options.max_retries, options.time_limit)
+    check_limits(
+        options.max_parallel_skills, options.max_retries, options.scheduler_poll_interval, options.time_limit
+    )
     launcher = make_launcher(
         options.launcher, gpus=options.gpus_per_skill, slots=options.max_parallel_skills,
-        folder=options.graph_path, sbatch=options.sbatch,
+        folder=options.graph_path, sbatch=options.sbatch, every=options.scheduler_poll_interval,
     )  # fmt: skip
     run = RunFolder(
         options.graph_path, "skills train", options.seed, print_json if options.json_events else None

@@ -57,7 +57,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
 def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     if request.param == "slurm":
         pytest.importorskip("submitit")
-        yield SlurmLauncher(tmp_path, cluster="local")
+        yield SlurmLauncher(tmp_path, every=0.1, cluster="local")
         return
     if request.param == "ray":
         ray = pytest.importorskip("ray")
@@ -123,7 +123,7 @@ def test_a_program_outlives_its_launcher_and_is_adopted(name: str, program, tmp_
 
 def test_a_slurm_job_is_found_again_by_its_number(program, tmp_path: Path) -> None:
     pytest.importorskip("submitit")
-    first = SlurmLauncher(tmp_path, cluster="local")
+    first = SlurmLauncher(tmp_path, every=0.1, cluster="local")
     handle = first.launch(**program())
     wait_for(lambda: first.poll(handle))
     again = adopting_launcher(handle, tmp_path)

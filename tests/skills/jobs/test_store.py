@@ -109,6 +109,13 @@ def test_a_skill_that_was_cancelled_is_skipped_however_its_training_ends(store: 
     assert store.attempt(attempt).outcome == "cancelled"
 
 
+def test_a_training_that_another_process_merged_meanwhile_stays_merged(store: Store) -> None:
+    attempt = trained(store)
+    store.commit_training(attempt, [version(store, 0, b"one")], result={}, frames=10)
+    assert store.finish(attempt, "failed", "its folder is gone").status == "completed"
+    assert store.attempt(attempt).outcome == "merged"
+
+
 def test_a_budget_that_was_raised_meanwhile_is_used(store: Store) -> None:
     attempt = trained(store)
     store.update_skill("Collect Wood", budget_total=5000)

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +51,7 @@ def make_launcher(
     slots: int = 1,
     folder: Path | str = ".",
     sbatch: Sequence[str] = (),
+    every: float = 30.0,
 ) -> Launcher:
     """A launcher by name.
 
@@ -59,6 +61,7 @@ def make_launcher(
         slots: trainings at a time, by which Ray's CPUs are shared out.
         folder: of the run; its tmux server is named after it, and submitit keeps its files there.
         sbatch: options for SLURM, such as `--partition=gpu`.
+        every: seconds between looks at a batch job of SLURM.
     """
     if name == "local":
         return LocalLauncher()
@@ -67,7 +70,7 @@ def make_launcher(
     if name == "ray":
         return RayLauncher(gpus=gpus, slots=slots)
     if name == "slurm":
-        return SlurmLauncher(folder, sbatch)
+        return SlurmLauncher(folder, sbatch, every)
     raise ConfigError(f"no launcher named {name!r}.{did_you_mean(name, LAUNCHERS)}")
 
 
@@ -240,12 +243,15 @@ class SlurmLauncher:
     Args:
         folder: of the run; submitit keeps its files in `slurm/` there.
         sbatch: options for `sbatch`, such as `--partition=gpu`; a job may take a day if they say nothing else.
+        every: seconds between looks at a job.
         cluster: "slurm", or "local" to try it without a cluster.
     """
 
     name = "slurm"
 
-    def __init__(self, folder: Path | str, sbatch: Sequence[str] = (), cluster: str = "slurm") -> None:
+    def __init__(
+        self, folder: Path | str, sbatch: Sequence[str] = (), every: float = 30.0, cluster: str = "slurm"
+    ) -> None:
         with needs_extra("the SLURM launcher", "slurm"):
             import submitit
         kinds: dict[str, Any] = {"slurm": submitit.SlurmExecutor, "local": submitit.LocalExecutor}
@@ -257,7 +263,8 @@ class SlurmLauncher:
             options = [option.lstrip("-").partition("=") for option in sbatch]
             more = {key: value if equals else True for key, equals, value in options}
             self._executor.update_parameters(time=24 * 60, additional_parameters=more)
-        self._cluster = cluster
+        self._cluster, self._every = cluster, every
+        self._next: dict[str, float] = {}  # when each job is looked at again, on the monotonic clock
         self._jobs: dict[str, Any] = {}
 
     def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> Handle:
@@ -274,13 +281,17 @@ class SlurmLauncher:
         return self._jobs[number]
 
     def poll(self, handle: Handle) -> str | None:
-        """What submitit knows: it looks for the result, and asks SLURM at least once a minute."""
-        job = self._job(handle)
-        return f"batch job {handle['slurm']} ended" if job.done() else None
+        """What submitit knows: it looks for the result, and asks SLURM once a minute."""
+        number = handle["slurm"]
+        if time.monotonic() < self._next.get(number, 0.0):
+            return None
+        self._next[number] = time.monotonic() + self._every
+        return f"batch job {number} ended" if self._job(handle).done() else None
 
     def kill(self, handle: Handle) -> None:
         """Cancel the batch job."""
         self._job(handle).cancel(check=False)
+        self._next.clear()
 
 
 def run_command(command: list[str], env: dict[str, str], log: str) -> int:

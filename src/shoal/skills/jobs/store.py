@@ -436,6 +436,8 @@ class Store:
         with self.transaction() as db:
             launch = self.attempt(attempt)
             row = self.skill(launch.skill)
+            if launch.outcome is not None:  # another process merged it meanwhile
+                return row
             end = "cancelled" if row.cancel else end
             raised = end == "exhausted" and row.left > (launch.budget or row.left)
             retry = end == "failed" and row.retries < max_retries

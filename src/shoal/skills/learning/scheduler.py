@@ -58,13 +58,14 @@ OnSkill = Callable[[str, dict[str, Any]], None]
 OnEvent = Callable[[dict[str, Any]], None]
 
 
-def check_limits(max_parallel: Any, max_retries: Any, time_limit: Any = None) -> None:
+def check_limits(max_parallel: Any, max_retries: Any, poll_interval: Any, time_limit: Any) -> None:
     """Refuse limits that no run can have, before anything is made for it."""
     for name, value, least in (("max_parallel", max_parallel, 1), ("max_retries", max_retries, 0)):
         if not isinstance(value, Integral) or value < least:
             raise ConfigError(f"{name} must be a whole number and at least {least}, got {value!r}")
-    if time_limit is not None and not (isinstance(time_limit, int | float) and 0 < time_limit < math.inf):
-        raise ConfigError(f"time_limit must be a positive number of seconds, got {time_limit!r}")
+    for name, value in (("poll_interval", poll_interval), ("time_limit", time_limit)):
+        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
 
 
 class SkillScheduler:
@@ -73,7 +74,7 @@ class SkillScheduler:
     Args:
         base_dir: the folder; what is in it already is continued.
         max_parallel: trainings at a time, whatever the number of GPUs.
-        poll_interval: accepted for older callers; trainings and requests are looked at twenty times a second.
+        poll_interval: seconds between looks at batch jobs of SLURM; other trainings are noticed when they end.
         max_retries: how often a failed training is launched again, from its last checkpoint.
         world: "crafting", "craftax-classic", "craftax", or `module:Class` of your own.
         launcher: "local", "tmux", "ray", "slurm" or one of your own (`shoal.skills.jobs.launchers.Launcher`).
@@ -103,13 +104,13 @@ class SkillScheduler:
         time_limit: float | None = None,
         gpu_ids: str | None = None,
     ) -> None:
-        check_limits(max_parallel, max_retries, time_limit)
+        check_limits(max_parallel, max_retries, poll_interval, time_limit)
         if merge not in RULES:
             raise ConfigError(f"merge must be one of {', '.join(RULES)}, got {merge!r}")
         self.base_dir = Path(base_dir)
         self.features = world_features(world)
         if isinstance(launcher, str):
-            launcher = make_launcher(launcher, slots=max_parallel, folder=self.base_dir)
+            launcher = make_launcher(launcher, slots=max_parallel, folder=self.base_dir, every=poll_interval)
         self.store = Store(self.base_dir, create=True)
         self.launcher = launcher
         self.world, self.merge_rule, self.seed, self.analyse = world, merge, seed, analyse
