@@ -142,9 +142,9 @@ def test_a_file_that_is_no_expert_is_refused(change, message: str) -> None:
         Network.from_params(params)
 
 
-def test_a_deaf_network_does_not_react_to_what_it_must_not_hear() -> None:
+def test_a_network_does_not_react_to_masked_inputs() -> None:
     net = Network.initial(SHAPE, np.random.default_rng(0))
-    mask = net.listening([2, 5])
+    mask = net.mask_inputs([2, 5])
     seen = np.random.default_rng(1).normal(size=(6, 7)).astype(np.float32)
     other = seen.copy()
     other[:, [2, 5]] += 100
@@ -152,10 +152,10 @@ def test_a_deaf_network_does_not_react_to_what_it_must_not_hear() -> None:
     assert mask.sum() == mask.size - 2 * SHAPE.hidden
 
 
-def test_an_action_that_is_left_out_is_never_taken_and_never_comes_back() -> None:
+def test_an_excluded_action_is_never_taken_and_never_comes_back() -> None:
     rng = np.random.default_rng(3)
     net, other = Network.initial(SHAPE, rng), Network.initial(SHAPE, np.random.default_rng(3))
-    net.never([1, 3])
+    net.exclude_actions([1, 3])
     seen = rng.normal(size=(64, 7)).astype(np.float32)
     adam = Adam(net.flat.size)
     for _ in range(20):
@@ -174,7 +174,7 @@ def test_an_action_that_is_left_out_is_never_taken_and_never_comes_back() -> Non
     # Among the actions that are left the odds begin as they would have been.
     free, _ = other.forward(seen)
     begun = Network.initial(SHAPE, np.random.default_rng(3))
-    begun.never([1, 3])
+    begun.exclude_actions([1, 3])
     bound, _ = begun.forward(seen)
     np.testing.assert_allclose(free[:, 0] - free[:, 2], bound[:, 0] - bound[:, 2], atol=1e-6)
 

@@ -381,7 +381,7 @@ def test_what_is_collected_is_what_a_plain_look_at_each_lane_gives(
     assert len(met) == 8  # both steps went on, were done, died, and ran out of time
 
 
-def test_an_expert_is_deaf_to_what_its_skill_does_not_speak_of(quick: TrainingConfig) -> None:
+def test_an_expert_does_not_see_what_its_skill_does_not_name(quick: TrainingConfig) -> None:
     plan = (Step("Collect Wood", 2), Step("Place Table", 1))
     trainer = Trainer(Task("crafting", "Place Table", SKILLS, plan, (wood_expert(), None), (0, 1), 0, quick))
     trainer.prepare()

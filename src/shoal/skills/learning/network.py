@@ -120,15 +120,15 @@ class Network:
         """The layers by name, copied."""
         return {key: np.ascontiguousarray(view) for key, view in self.views().items()}
 
-    def listening(self, deaf: Sequence[int]) -> Floats:
-        """A mask of `flat` that is 0 on the weights of the inputs in `deaf`; those weights are set to 0."""
+    def mask_inputs(self, columns: Sequence[int]) -> Floats:
+        """Set the weights of these inputs to 0; returns a mask of `flat` that is 0 on them and 1 elsewhere."""
         mask = np.ones_like(self.flat)
-        _views(mask, self.shape)[0][list(deaf)] = 0
+        _views(mask, self.shape)[0][list(columns)] = 0
         self.flat *= mask
         return mask
 
-    def never(self, actions: Sequence[int]) -> None:
-        """Leave these actions out: their chance is exactly 0, and so is every gradient that could change it."""
+    def exclude_actions(self, actions: Sequence[int]) -> None:
+        """Give these actions probability 0; their gradients are 0 too, so it stays."""
         self.wh[:, list(actions)] = 0
         self.bh[list(actions)] = NEVER
 

@@ -1,4 +1,4 @@
-"""Train one skill: PPO from a bank of start states, the expert of each plan step learning from its own steps.
+"""Train one skill: PPO from a bank of start states; the expert of each plan step learns from its own steps.
 
 A training is a function of (plan, experts, config, seed): killed and resumed from a checkpoint it ends with the
 same bytes, because every update draws from a stream named by its number.
@@ -35,7 +35,7 @@ from shoal.skills.learning.worlds import (
 )
 
 STROLLERS, TURN = 0.75, 0.1
-"""Share of start states from which one strolls, and the chance a step that a stroll takes another direction."""
+"""Share of start states that are left by a random walk, and the probability per step that it turns."""
 Report = Callable[[dict[str, Any]], None]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Frames = Annotated[float, msgspec.Meta(ge=1)]
@@ -48,33 +48,33 @@ class TrainingConfig:
     """How an expert is trained; the defaults are tuned for the crafting world on one core."""
 
     total_timesteps: Frames = 5e7
-    """most env steps of one training; it stops earlier when the skill is learned"""
+    """maximum env steps of one training; it stops earlier when the skill is learned"""
     num_envs: Count = 128
-    """worlds stepped together"""
+    """parallel worlds"""
     num_steps: Count = 32
     """env steps per world between updates"""
     update_epochs: Count = 3
-    """passes over what was collected"""
+    """passes over each rollout"""
     num_minibatches: Count = 4
-    """parts of each pass, with a gradient step each"""
+    """minibatches per pass"""
     lr: Size = 1.5e-3
     """learning rate of Adam"""
     anneal_lr: bool = True
-    """let the learning rate fall to a tenth over `anneal_frames`"""
+    """decay the learning rate to a tenth over `anneal_frames`"""
     anneal_frames: Frames = 8e5
-    """env steps until the learning rate has fallen"""
+    """env steps of the decay"""
     gamma: Share = 0.97
-    """discount of a reward per step"""
+    """discount factor"""
     gae_lambda: Share = 0.95
-    """of generalised advantage estimation"""
+    """lambda of generalised advantage estimation"""
     clip_eps: Size = 0.2
-    """how far the probability ratio of an action may leave 1"""
+    """clip range of the probability ratio"""
     ent_coef: Size = 0.01
     """weight of the entropy bonus"""
     vf_coef: Size = 0.5
-    """weight of the critic's loss"""
+    """weight of the value loss"""
     max_grad_norm: Size = 0.5
-    """the gradient's global norm is clipped to this"""
+    """maximum norm of the gradient"""
     layer_size: Count = 64
     """width of both hidden layers"""
     success_state_rate: Size = 0.995
@@ -82,23 +82,23 @@ class TrainingConfig:
     patience_frames: Size = 1.2e5
     """stop when the evaluation has not improved for this many env steps and `min_success` is reached"""
     min_success: Size = 0.3
-    """a training that ends below this success rate has failed"""
+    """minimum success rate of a training that has not failed"""
     evaluation_episodes: Count = 512
-    """episodes of an evaluation, in worlds of their own"""
+    """episodes of an evaluation, in unseen worlds"""
     bank_worlds: Count = 2048
-    """new worlds from which the plan's prefix is played to get start states"""
+    """new worlds in which the earlier plan steps are played to get start states"""
     evaluate_every: Count = 8
     """updates between evaluations, once training episodes succeed often enough"""
     evaluate_from: Size = 0.5
-    """training success from which on every evaluation is made; below it, down to `min_success`, every fifth"""
+    """training success from which every evaluation is made; below it, down to `min_success`, every fifth"""
     checkpoint_every: Count = 8
     """updates between checkpoints"""
     train_deps: Literal["off", "on"] = "off"
-    """let the experts of earlier plan steps go on learning; half of the worlds then start from nothing"""
+    """keep training the experts of earlier plan steps; half of the worlds then start from their reset"""
     stroll: Annotated[int, msgspec.Meta(ge=0)] = 32
-    """most random steps between the end of a prefix, or a new world, and the start of practice"""
+    """maximum random steps before practice starts"""
     practice_horizon: Count = MAX_HORIZON
-    """most env steps that one application may take while its expert learns; later it has all that its horizon says"""
+    """maximum env steps of one application during training; plans allow all of the skill's horizon"""
 
     def __post_init__(self) -> None:
         """Refuse what no training can be made with."""
@@ -144,7 +144,7 @@ class Result:
     bank_size: int = 0
 
     def pace(self, count: int) -> float | None:
-        """Env steps that each of `count` applications in a row took, those that failed included; None if all did."""
+        """Env steps per successful application, `count` in a row, failures included; None if all failed."""
         done = count * float(self.episodes.get("success", np.zeros(1)).sum())
         return round(float(self.episodes["steps"].sum()) / done, 1) if done else None
 
@@ -189,7 +189,7 @@ class Trainer:
             if net is not None:
                 check_expert(self.world, net.shape, self._skill_of(index))
         self.nets = [
-            net.copy() if net is not None else self._beginner(shape, index)
+            net.copy() if net is not None else self._new_expert(shape, index)
             for index, net in enumerate(task.experts)
         ]
         self.course = self._course(task.plan, task.route)
@@ -209,8 +209,8 @@ class Trainer:
         self.episodes: dict[str, Floats] = {}
         self.losses = (0.0, 0.0, 0.0)  # until the expert has acted
 
-    def _beginner(self, shape: Shape, index: int) -> Network:
-        """A new expert, which takes none but the actions of its skill."""
+    def _new_expert(self, shape: Shape, index: int) -> Network:
+        """A new expert, which takes only the actions of its skill."""
         net = Network.initial(shape, self._stream("init"))
         if allowed := self.task.skills[self._skill_of(index)].actions:
             names = list(self.world.action_names)
@@ -218,7 +218,7 @@ class Trainer:
                 raise ConfigError(
                     f"skill {self._skill_of(index)!r}: {self.task.world} has no actions {sorted(unknown)}, only {names}"
                 )
-            net.never([action for action, name in enumerate(names) if name not in allowed])
+            net.exclude_actions([action for action, name in enumerate(names) if name not in allowed])
         return net
 
     def _skill_of(self, index: int) -> str:
@@ -233,13 +233,13 @@ class Trainer:
         return Course(plan, self.task.skills, self.world.features, route, self.task.config.practice_horizon)
 
     def _masks(self) -> list[Floats]:
-        """Where each expert may learn: not on what its skill does not speak of, so that other things in the
-        hands, which it never met in practice, cannot confuse it later.
-        """  # noqa: D205
+        """1 where each expert may learn, 0 for inputs that its skill does not name: practice never varies them."""
         masks = []
         for index, net in enumerate(self.nets):
             known = self.task.skills[self._skill_of(index)].speaks_of()
-            masks.append(net.listening([c for f, c in self.world.feature_columns.items() if f not in known]))
+            masks.append(
+                net.mask_inputs([c for f, c in self.world.feature_columns.items() if f not in known])
+            )
         return masks
 
     def prepare(self) -> None:
@@ -273,7 +273,7 @@ class Trainer:
         return new.take(np.flatnonzero(self.course.skip(target, values) == self.target))
 
     def _stroll(self, bank: Bank, rng: np.random.Generator) -> Bank:
-        """Walk at random from most states: in a longer plan other skills come before, and end anywhere."""
+        """Walk at random from most states, since in a longer plan other skills come before and end anywhere."""
         parts, lanes, most = [], self.world.lanes, self.task.config.stroll
         for first in range(0, len(bank), lanes):
             rows = np.arange(first, min(first + lanes, len(bank)))
@@ -298,7 +298,7 @@ class Trainer:
         return np.concatenate(out)
 
     def train(self, report: Report, checkpoint: Callable[[Trainer], None]) -> Result:
-        """Practice until learned, or out of patience or budget; `checkpoint(self)` is called between updates."""
+        """Train until learned, or out of patience or budget; `checkpoint(self)` is called between updates."""
         config = self.task.config
         stopped = "budget"
         while self.frames < config.total_timesteps:
@@ -325,7 +325,7 @@ class Trainer:
         )  # fmt: skip
 
     def _worth_evaluating(self) -> float:
-        """The training success below which an evaluation now would be wasted."""
+        """The training success below which no evaluation is made now."""
         if self.update // self.task.config.evaluate_every % 5 == 0:
             return self.task.config.min_success
         return max(

@@ -1,4 +1,4 @@
-"""Worlds of many lanes stepped together, whose states can be saved and put back; how they are led along a plan.
+"""Worlds of many lanes stepped together, whose states can be saved and restored, and how plans are followed in them.
 
 A `Bank` is a set of world states as plain arrays, the first axis being the state. New worlds, start states of
 deep skills and checkpoints are all banks.
