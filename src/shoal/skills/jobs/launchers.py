@@ -264,6 +264,7 @@ class SlurmLauncher:
             more = {key: value if equals else True for key, equals, value in options}
             self._executor.update_parameters(time=24 * 60, additional_parameters=more)
         self._cluster, self._every = cluster, every
+        self._killed: set[str] = set()
         self._next: dict[str, float] = {}  # when each job is looked at again, on the monotonic clock
         self._jobs: dict[str, Any] = {}
 
@@ -281,16 +282,18 @@ class SlurmLauncher:
         return self._jobs[number]
 
     def poll(self, handle: Handle) -> str | None:
-        """What submitit knows: it looks for the result, and asks SLURM once a minute."""
+        """What submitit knows: it looks for the result, asks SLURM once a minute, and at once of a killed job."""
         number = handle["slurm"]
         if time.monotonic() < self._next.get(number, 0.0):
             return None
-        self._next[number] = time.monotonic() + self._every
-        return f"batch job {number} ended" if self._job(handle).done() else None
+        killed = number in self._killed
+        self._next[number] = time.monotonic() + (1.0 if killed else self._every)
+        return f"batch job {number} ended" if self._job(handle).done(force_check=killed) else None
 
     def kill(self, handle: Handle) -> None:
         """Cancel the batch job."""
         self._job(handle).cancel(check=False)
+        self._killed.add(handle["slurm"])
         self._next.clear()
 
 

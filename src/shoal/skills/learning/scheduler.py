@@ -53,7 +53,7 @@ from shoal.skills.learning.worlds import check_installed, world_features
 
 logger = logging.getLogger(__name__)
 LOOK = 0.05  # seconds between looks at trainings, and at the store for requests
-ENDING_SECONDS = 30.0  # for which trainings that were killed are waited for
+ENDING_SECONDS = 60.0  # for which trainings that were killed are waited for
 OnSkill = Callable[[str, dict[str, Any]], None]
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -457,7 +457,7 @@ class SkillScheduler:
         logger.warning("%r: launch %d %s: %s (%s)", row.name, attempt.id, end, what, reason or end)
         export_state(self.store, self.max_parallel)
         if row.status != "waiting":
-            self._call(row.name, 1)
+            self._call(row.name, 0 if row.status == "completed" else 1)
 
     def _give_up(self, name: str, status: Status, reason: str | None) -> None:
         if status == "waiting":
