@@ -406,9 +406,6 @@ class SkillScheduler:
     def _ended(self, attempt: AttemptRow, how: str) -> None:
         """A training is over: merge its result, or say why there is none."""
         folder = self.base_dir / attempt.run_folder
-        if self.store.skill(attempt.skill).cancel:
-            self._finish(attempt, "cancelled")
-            return
         try:
             read_outcome(folder, attempt.id)
         except Exception as error:  # whatever a training may leave behind: it is no result
