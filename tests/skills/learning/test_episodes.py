@@ -225,16 +225,6 @@ def test_of_several_upkeeps_the_one_named_last_comes_first() -> None:
     assert short[0] == -1
 
 
-def test_goals_are_ranked_by_what_they_took_where_that_is_known() -> None:
-    memory = fresh_memory()
-    memory.applied[:] = [True, True, True, False, False]  # to eat and to wish, each its horizon of 5 away
-    eat, wish = 3, 4
-    assert Chooser(SKILLS, FEATURES).choose(values(), memory) == eat
-    for took, first in (({"Wish": 4.0}, wish), ({"Wish": 4.0, "Eat": 3.5}, eat), ({"Eat": 5.5}, wish)):
-        memory.plan.clear()
-        assert Chooser(SKILLS, FEATURES, took).choose(values(), memory) == first
-
-
 def test_goals_of_more_worth_come_first_and_those_of_none_only_where_they_are_needed(tmp_path: Path) -> None:
     memory = fresh_memory()
     memory.applied[:] = [True, True, True, False, False]  # to eat and to wish, each its horizon of 5 away

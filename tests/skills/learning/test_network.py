@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import DataError
 from shoal.maths.distributions import sample
-from shoal.maths.updates import gae
 from shoal.skills.learning.network import Adam, Network, Shape
 
 torch = pytest.importorskip("torch")
@@ -66,27 +65,6 @@ def test_adam_takes_the_steps_of_torch() -> None:
         optimizer.step()
         ours.step(flat, gradient, 0.01, 0.5)
     np.testing.assert_allclose(flat, theirs.detach().numpy(), atol=2e-6)
-
-
-def test_advantages_are_discounted_sums_of_errors_within_a_segment() -> None:
-    rng = np.random.default_rng(1)
-    steps, lanes, gamma, lam = 9, 3, 0.9, 0.8
-    rewards, values, following = (rng.normal(size=(steps, lanes)).astype(np.float32) for _ in range(3))
-    ends = (rng.random((steps, lanes)) < 0.3).astype(np.float32)
-    terminal = ends * (rng.random((steps, lanes)) < 0.5)
-    ours = gae(rewards, values, following, terminal.astype(np.float32), ends, gamma=gamma, gae_lambda=lam)
-    for lane in range(lanes):
-        for t in range(steps):
-            total, weight = 0.0, 1.0
-            for k in range(t, steps):  # the definition: a sum forwards that stops where the segment does
-                error = (
-                    rewards[k, lane] + gamma * following[k, lane] * (1 - terminal[k, lane]) - values[k, lane]
-                )
-                total += weight * error
-                weight *= gamma * lam
-                if ends[k, lane]:
-                    break
-            assert ours[t, lane] == pytest.approx(total, abs=1e-4)
 
 
 def test_sampling_follows_the_probabilities() -> None:

@@ -424,18 +424,6 @@ def test_an_expert_is_scored_where_it_is_used_up_to_its_last_step(tmp_path: Path
     store.close()
 
 
-def test_the_two_newest_checkpoints_are_kept_and_forgotten_when_asked(tmp_path: Path) -> None:
-    run = Run.open(prepare_training_run("Wood", amounts(wood=1), 0, [], {}, tmp_path)[0])
-    assert run.load_checkpoint() is None
-    for update in (8, 16, 120):
-        run.save_checkpoint(update, {"x": np.full(2, update)}, {"update": update})
-    assert [path.name[:19] for path in run.checkpoints()] == ["checkpoint-00000016", "checkpoint-00000120"]
-    arrays, plain = run.load_checkpoint() or ({}, {})
-    assert (arrays["x"].tolist(), plain) == ([120, 120], {"update": 120})
-    run.clear_checkpoints()
-    assert run.checkpoints() == []
-
-
 def test_a_training_may_use_as_many_steps_as_it_is_allowed_last_and_at_least_one(tmp_path: Path) -> None:
     folder = prepare_training_run("Wood", amounts(wood=1), 0, [], {}, tmp_path)[0]
     for steps, found in ((500, 500.0), (0, 1.0), (7.5, 7.5)):

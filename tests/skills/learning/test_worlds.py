@@ -324,29 +324,3 @@ def test_a_state_that_is_played_again_stays_within_what_can_be_kept(rng) -> None
     assert world.observe()[:, 0].tolist() == (begin + 2000).tolist()  # where it stands still
     other = Endless(1)
     assert lanes_of(other, world.save()).tolist() == (begin + 2000).tolist()
-
-
-def test_a_state_ahead_is_reached_by_playing_on_and_another_from_its_reset(rng) -> None:
-    calls = []
-
-    class Counted(Steps):
-        def reset(self, *, seed=None, options=None):
-            calls.append("reset")
-            return super().reset(seed=seed)
-
-        def step(self, action):
-            calls.append(int(action))
-            return super().step(action)
-
-    world = type("Played", (FiveSteps,), {"make": lambda self: Counted()})(1)
-    start = world.fresh(1, rng)
-    begin = lanes_of(world, start)
-    states = [start]
-    for action in (1, 0, 1):
-        world.step(np.array([action]), rng)
-        states.append(world.save())
-    for frm, to, played in ((3, 1, ["reset", 1]), (1, 3, [0, 1]), (3, 3, []), (3, 0, ["reset"])):
-        lanes_of(world, states[frm])
-        calls.clear()
-        assert lanes_of(world, states[to]).tolist() == (begin + [0, 1, 1, 2][to]).tolist()
-        assert calls == played
