@@ -34,8 +34,9 @@ _NAMES = {
     "vector.make": "make_vec",
     "splitting.splitters": "TrajectorySplitter StepwiseTrajectorySplitter LastNTrajectorySplitter",
     "skills.learning.scheduler": "SkillScheduler",
-    "skills.learning.trainer": "build_remapping",
-    "skills.learning.run": "prepare_training_run process_completed_training",
+    "skills.learning.network": "build_remapping",
+    "skills.learning.training": "prepare_training_run",
+    "skills.learning.merge": "process_completed_training",
     "rollout.compat.managers": "EnvironmentManager SokobanEnvironmentManager FrozenLakeEnvironmentManager "
     "BanditEnvironmentManager CountdownEnvironmentManager MetaMathQAEnvironmentManager WebShopEnvironmentManager "
     "make_manager",

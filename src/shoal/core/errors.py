@@ -255,6 +255,7 @@ PACKAGES = {
     "parallel": ("joblib", "ray"),
     "vision": ("PIL", "tensordict"),
     "vllm": ("vllm",),
+    "slurm": ("submitit",),
     "craftax": ("jax", "craftax", "flax", "optax"),
     "web": ("starlette", "uvicorn", "websockets"),
 }

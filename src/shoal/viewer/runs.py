@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import sqlite3
 import threading
@@ -180,7 +179,7 @@ class Run:
 
     # --- skills
     def skills(self) -> dict[str, list[dict[str, Any]]]:
-        """The tables of the graph's store, each row a dict under the names of skills; empty without one."""
+        """The tables of the graph's store, each row a dict; empty without one."""
         tables: dict[str, list[dict[str, Any]]] = {
             "skill": [],
             "attempt": [],
@@ -200,10 +199,7 @@ class Run:
                 db.execute("begin")
                 for name in tables:
                     order = " order by rowid desc limit 500" if name == "event" else " order by rowid"
-                    table = "job" if name == "skill" else name
-                    tables[name] = [
-                        _of_skills(dict(row)) for row in db.execute(f"select * from {table}{order}")
-                    ]
+                    tables[name] = [dict(row) for row in db.execute(f"select * from {name}{order}")]
         return tables
 
     # --- split samples
@@ -228,25 +224,6 @@ class Run:
     def _batch(self) -> dict[str, Any]:
         folder = self.batch_folder
         return {} if folder is None else self._cached(f"{folder}/batch.json", _object, {})
-
-
-_OF_SKILLS = {
-    "job": "skill",
-    "payload": "spec",
-    "needs": "dependencies",
-    "artifact": "expert",
-    "steps": "frames",
-}
-"""Columns of a store of jobs, and what the pages of skills call them."""
-
-
-def _of_skills(row: dict[str, Any]) -> dict[str, Any]:
-    """A row under the names of skills; what a version's note says are columns."""
-    named = {_OF_SKILLS.get(key, key): value for key, value in row.items()}
-    if "note" in named:
-        with contextlib.suppress(ValueError, TypeError):
-            named |= {"wins": None, "episodes": None} | dict(json.loads(named["note"]))
-    return named
 
 
 def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[float], list[float]]:
