@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import DataError, EngineError, needs_extra, reading
+from shoal.rollout.samplers.invariant import is_invariant, make_invariant
 from shoal.rollout.samplers.models import looks_back
 from shoal.rollout.samplers.noise import picks
 from shoal.rollout.samplers.sampler import (
@@ -67,7 +68,7 @@ class HuggingFaceEngine:
         template_settings: passed to the chat template.
     """
 
-    level: Level = "L1"
+    level: Level
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class HuggingFaceEngine:
         **template_settings: Any,
     ) -> None:
         self.model: nn.Module = model.eval()
+        self.level = "L2" if is_invariant(model) else "L1"
         self.tokenizer = TemplateTokenizer(tokenizer, **template_settings)
         self.max_batch = max_batch
         self.weights_version = 0
@@ -99,14 +101,26 @@ class HuggingFaceEngine:
 
     @classmethod
     def load(
-        cls, folder: Path | str, *, device: str = "cpu", dtype: str = "float32", **options: Any
+        cls,
+        folder: Path | str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        batch_invariant: bool = False,
+        **options: Any,
     ) -> HuggingFaceEngine:
-        """The sampler of a model folder on disk, with `options` of the sampler; nothing is fetched or run."""
+        """The sampler of a model folder on disk, with `options` of the sampler; nothing is fetched or run.
+
+        Raises:
+            ConfigError: the model cannot be made `batch_invariant`, see `make_invariant`.
+        """
         folder = Path(folder)
         if not (folder / "config.json").is_file():
             raise DataError(f"{folder} is not a model folder: it has no config.json")
-        model = read_model(folder, dtype=dtype)
-        return cls(model.to(device), read_tokenizer(folder), **options)
+        model = read_model(folder, dtype=dtype).to(device).eval()
+        if batch_invariant:
+            make_invariant(model)
+        return cls(model, read_tokenizer(folder), **options)
 
     # --- rollouts
     def generate(self, requests: Sequence[Request]) -> list[Completion]:

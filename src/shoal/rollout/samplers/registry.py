@@ -66,7 +66,7 @@ def _tiny(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
 def _huggingface(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
     from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
-    options = {"max_batch": config.max_batch, **config.template}
+    options = {"max_batch": config.max_batch, "batch_invariant": config.batch_invariant, **config.template}
     return HuggingFaceEngine.load(_folder(config), device=config.device, dtype=config.dtype, **options)
 
 
@@ -76,7 +76,7 @@ def _vllm(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
     from shoal.rollout.samplers.vllm import VllmEngine
 
     gpu = config.device.partition(":")[2]
-    options = {"dtype": config.dtype, **config.vllm}
+    options = {"dtype": config.dtype, "batch_invariant": config.batch_invariant, **config.vllm}
     return VllmEngine(folder, gpu=int(gpu) if gpu else None, template=config.template, **options)
 
 
