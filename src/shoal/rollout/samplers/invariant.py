@@ -357,7 +357,9 @@ def _attend(places: Places, scale: float, query: Tensor, key: Tensor, value: Ten
 def _in_blocks(values: Tensor, places: Places, blocks: int) -> Tensor:
     """Keys or values `[B, heads, K, width]` of the sequences, as `[blocks, S * heads, BLOCK, width]`."""
     gathered = values.transpose(1, 2)[places.rows[:, None], places.keys].float()
-    filled = F.pad(gathered, (0, 0, 0, 0, 0, blocks * BLOCK - values.shape[2])).unflatten(1, (blocks, BLOCK))
+    filled: Tensor = F.pad(gathered, (0, 0, 0, 0, 0, blocks * BLOCK - values.shape[2])).unflatten(
+        1, (blocks, BLOCK)
+    )
     return filled.permute(1, 0, 3, 2, 4).flatten(1, 2).contiguous()
 
 
@@ -372,7 +374,7 @@ def _products(one: Tensor, other: Tensor, turned: bool = False) -> Tensor:
         if len(left) < size:
             left, right = (F.pad(each, (0, 0, 0, 0, 0, size - len(each))) for each in (left, right))
         torch.bmm(left, right.mT if turned else right, out=found[at])
-    return found[:count].reshape(shape)
+    return found[:count].view(*shape)
 
 
 def _written_mask(*args: Any, **settings: Any) -> Any:
