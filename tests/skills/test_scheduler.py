@@ -744,3 +744,15 @@ def test_a_folder_belongs_to_one_world(tmp_path: Path, scripted) -> None:
     scheduler(tmp_path, scripted()).run()
     with pytest.raises(ConfigError, match="holds skills of 'crafting', not of 'craftax'"):
         scheduler(tmp_path, scripted(), world="craftax").run()
+
+
+def test_a_training_that_leaves_its_result_and_then_fails_is_completed_and_that_is_said(
+    tmp_path: Path, scripted, caplog
+) -> None:
+    def finishes_and_fails(folder: Path, attempt: int) -> str:
+        launcher.finish(folder, attempt)
+        return "exit status 3"
+
+    launcher = scripted(finishes_and_fails)
+    assert scheduler(tmp_path, launcher, WOOD).run()
+    assert "'Collect Wood': launch 1 left its result, and then ended: exit status 3" in caplog.text

@@ -29,6 +29,7 @@ from shoal.skills.jobs.launchers import (
     server_of,
     start_time,
 )
+from shoal.skills.jobs.process import read_failure
 
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 SAYS = """
@@ -208,6 +209,36 @@ def test_words_reach_tmux_as_words_and_not_as_commands(tmp_path: Path) -> None:
         assert not marker.exists()
     finally:
         launcher._tmux("kill-server", check=False)
+
+
+@needs_tmux
+def test_a_launch_has_the_environment_of_its_scheduler_and_not_of_the_first_one(
+    tmp_path, monkeypatch
+) -> None:
+    """A tmux server keeps the environment of who started it: keys, folders of caches, the visible GPUs."""
+    launcher, show = TmuxLauncher(f"shoal-test-env-{os.getpid()}"), "import os; print([os.environ['MY_KEY']])"
+    hold = [sys.executable, "-c", "import time; time.sleep(600)"]
+    try:
+        monkeypatch.setenv("MY_KEY", "1")
+        launcher.launch(hold, "hold", {}, tmp_path / "hold")
+        value = "2 'x' \"y\" = $HOME\nz"
+        monkeypatch.setenv("MY_KEY", value)
+        handle = launcher.launch([sys.executable, "-c", show], "two", {}, tmp_path / "two")
+        wait_for(lambda: launcher.poll(handle))
+        assert repr([value]) in (tmp_path / "two").read_text()
+        assert not list(tmp_path.glob(".two*"))
+    finally:
+        launcher._tmux("kill-server", check=False)
+
+
+def test_the_reason_that_a_training_gives_for_its_end_is_kept(tmp_path: Path) -> None:
+    code = (
+        "import sys; from shoal.skills.jobs.process import run_as_process; "
+        "run_as_process('x', None, lambda folder, attempt: sys.exit('the data set is missing'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), "--attempt", "4"], check=False)
+    assert done.returncode == 1
+    assert read_failure(tmp_path, 4) == ("the data set is missing", False)
 
 
 def test_a_training_dies_with_the_process_of_a_cluster_that_runs_it(program, tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -152,6 +154,11 @@ def server_of(folder: Path | str) -> str:
     return f"shoal-{hashlib.sha256(str(Path(folder).resolve()).encode()).hexdigest()[:10]}"
 
 
+WITH_VARIABLES = (
+    "import json, os, sys; path, *words = sys.argv[1:]; variables = json.load(open(path)); os.remove(path); "
+    "os.execvpe(words[0], words, variables)"
+)
+"""Takes its environment from a file that nobody else can read: a tmux server keeps that of its first user."""
 TEE = '"$@" 2>&1 | tee -a "$0"'  # the words of the command are arguments: no shell parses them
 TMUX_TRIES = 20  # while its server, whose last session has ended, is on its way out
 
@@ -169,10 +176,13 @@ class TmuxLauncher(LocalLauncher):
     def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> Handle:
         """Start a session; the output is also written to `log`."""
         name = session.replace(".", "~2e").replace(":", "~3a")  # both mean something else in a tmux target
-        variables = [part for key, value in env.items() for part in ("-e", f"{key}={value}")]
+        variables = log.with_name(f".{log.name}.env")  # the words of a process can be seen by other users
+        with open(os.open(variables, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump({**os.environ, **env}, file)
+        begun = [sys.executable, "-c", WITH_VARIABLES, str(variables.resolve()), *command]
         pid = self._tmux(
-            "new-session", "-d", "-P", "-F", "#{pane_pid}", "-s", name, "-x", "180", "-y", "50", *variables, "--",
-            "sh", "-c", TEE, str(log), *command,
+            "new-session", "-d", "-P", "-F", "#{pane_pid}", "-s", name, "-x", "180", "-y", "50", "--",
+            "sh", "-c", TEE, str(log), *begun,
         )  # fmt: skip
         return {**process_handle(int(pid)), "session": name, "server": self.server}
 

@@ -122,6 +122,10 @@ def run_as_process(module: str, description: str | None, work: Callable[[Path, i
     signal.signal(signal.SIGTERM, stop)
     try:
         work(folder, options.attempt)
+    except SystemExit as error:
+        if isinstance(error.code, str):  # a reason; a number, as of SIGTERM, is none
+            write_failure(folder, options.attempt, error.code)
+        raise
     except Exception as error:
         traceback.print_exc()
         write_failure(folder, options.attempt, error)

@@ -423,6 +423,10 @@ class SkillScheduler:
                 attempt, "failed", f"merge failed: {type(error).__name__}: {error}", self.max_retries
             )
             return
+        if how.startswith(("killed", "exit status")) and how != "exit status 0":
+            logger.warning(
+                "%r: launch %d left its result, and then ended: %s", attempt.skill, attempt.id, how
+            )
         self._forget(attempt)
         export_state(self.store, self.max_parallel)
         self._call(attempt.skill, 0)
