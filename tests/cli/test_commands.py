@@ -534,10 +534,10 @@ def test_a_run_of_something_else_than_agents_is_told_by_what_made_it(tmp_path, c
     write_trajectories(tmp_path / "trajectories" / "heldout-000001.jsonl", [trajectory()])
     (tmp_path / "config.yaml").write_text("env: CartPole-v1")
     (tmp_path / "checkpoints" / "step_000000000100").mkdir(parents=True)
-    for words in (["eval", tmp_path], ["replay", tmp_path]):
-        why = said(capsys, *words, code=2)
-        assert "is no run of agents" in why
-        assert "made by shoal train-ppo" in why
+    why = said(capsys, "replay", tmp_path, code=2)
+    assert "is no run of agents" in why
+    assert "made by shoal train-ppo" in why
+    assert "has no manifest.json: it was never committed" in said(capsys, "eval", tmp_path, code=2)
 
 
 def test_a_folder_that_was_removed_is_one_line(tmp_path, monkeypatch, capsys):
@@ -606,4 +606,4 @@ def test_commands_to_go_on_with_name_the_program_as_it_was_called(
     monkeypatch.setattr(sys, "argv", [called])
     monkeypatch.setattr(sys, "orig_argv", ["my-python", "-m", "shoal"])
     assert program() == told
-    assert resume_command(Path("a b")) == f"{told} skills train --resume --graph-path 'a b'"
+    assert resume_command(Path("a b")) == f"{told} skills train --resume --out 'a b'"

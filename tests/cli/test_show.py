@@ -121,7 +121,7 @@ def test_a_summary_that_is_none_is_told_in_a_line(run, capsys, summary):
         ("split", "shoal split cannot go on with it: run it again"),
         ("train", "go on with: shoal train --config-name NAME"),
         ("train-ppo", "go on with: shoal train-ppo --resume-from"),
-        ("skills train", "go on with: shoal skills train --resume --graph-path"),
+        ("skills train", "go on with: shoal skills train --resume --out"),
     ],
 )
 def test_an_unfinished_run_is_told_by_the_command_that_made_it(run, capsys, command, told):

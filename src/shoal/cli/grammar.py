@@ -57,7 +57,9 @@ def newest_folder(name: str) -> Path:
     inside = first.parent.iterdir() if first.parent.is_dir() else ()
     taken = [path for path in inside if numbered.fullmatch(path.name) and path.is_dir()]
     if not taken:
-        raise ConfigError(f"there is no run {first} to go on with: start without --resume, or say --run-dir")
+        raise ConfigError(
+            f"there is no run {first} to go on with: start without --resume, or name it by --out"
+        )
     return max(taken, key=lambda path: path.stat().st_mtime)
 
 

@@ -81,9 +81,7 @@ def _result(about: dict[str, Any]) -> str:
 def folders(root: Path) -> list[Path]:
     """Run folders under `root`, at most two levels down; the inside of a run is not looked at."""
     if not root.is_dir():
-        raise DataError(
-            f"{root} is not a folder: runs are in runs/ unless --run-dir (run_dir=) said otherwise"
-        )
+        raise DataError(f"{root} is not a folder: runs are in runs/ unless --out (run_dir=) said otherwise")
     found: list[Path] = []
     for path in _shown(root):
         found += [path] if is_run(path) else filter(is_run, _shown(path))

@@ -156,10 +156,10 @@ def how_to_go_on(run: Path) -> str:
     """The command that goes on with an unfinished run, as far as its files tell which one made it."""
     place, command = shlex.quote(str(run)), command_of(run)
     words = {
-        "skills train": f"skills train --resume --graph-path {place}",
+        "skills train": f"skills train --resume --out {place}",
         "train-ppo": f"train-ppo --resume-from {place}",
         "train": f"train --config-name NAME run_dir={place} resume=true",
-        "skills-training": "skills train --resume --graph-path GRAPH",
+        "skills-training": "skills train --resume --out GRAPH",
     }
     if (run / "config.yaml").is_file():  # which training on recordings does not write
         words["train"] = f"train --config-dir {place} --config-name config run_dir={place} resume=true"

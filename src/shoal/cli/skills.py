@@ -172,7 +172,7 @@ def status(options: StatusOptions, store: Store) -> None:
 
 def resume_command(folder: Path) -> str:
     """What goes on with a folder, as it can be typed; the other options are kept in its config.yaml."""
-    return f"{program()} skills train --resume --graph-path {shlex.quote(str(folder))}"
+    return f"{program()} skills train --resume --out {shlex.quote(str(folder))}"
 
 
 def retry(options: RetryOptions, store: Store) -> None:
@@ -340,8 +340,8 @@ COMMAND = Group(
     "Train a graph of dependent skills, look at it, steer it.",
     {
         "train": ("shoal.cli.skills_train", "Train a graph of skills in parallel."),
-        "status": _command(StatusOptions, status, "status --run-dir runs/skills --json"),
-        "stop": _command(StopOptions, stop, "stop --run-dir runs/skills"),
+        "status": _command(StatusOptions, status, "status --out runs/skills --json"),
+        "stop": _command(StopOptions, stop, "stop --out runs/skills"),
         "retry": _command(RetryOptions, retry, 'retry "Collect Stone" --budget 2e6'),
         "cancel": _command(CancelOptions, cancel, 'cancel "Collect Stone"'),
         "logs": _command(LogsOptions, logs, 'logs "Collect Wood" --follow'),

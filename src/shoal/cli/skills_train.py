@@ -108,7 +108,8 @@ def _defaults(argv: list[str]) -> TrainOptions:
     """The training defaults of the world that is named; of a run to go on with, what it was trained with."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--env-name", "--env_name", default="crafting")
-    early.add_argument("--graph-path", "--graph_path", "--run-dir", "--run_dir", type=Path, default=DEFAULT)
+    places = ("--out", "--graph-path", "--graph_path", "--run-dir", "--run_dir")
+    early.add_argument(*places, dest="graph_path", type=Path, default=DEFAULT)
     early.add_argument("--resume", action="store_true")
     known, _ = early.parse_known_args(argv)
     default = TrainOptions(config=default_config(world_of(known.env_name)), said=tuple(argv))
@@ -148,8 +149,8 @@ MORE = """\
 examples:
   shoal skills train --max_parallel_skills 2
   shoal skills train --dry-run                                    what would be trained
-  shoal skills train --resume --graph-path runs/skills            go on
-  shoal skills train --launcher tmux --skills mine.yaml --run-dir runs/mine
+  shoal skills train --resume --out runs/skills                   go on
+  shoal skills train --launcher tmux --skills mine.yaml --out runs/mine
 """
 WANTED = (
     "--out", "--env-name", "--skills", "--max-nodes", "--max-parallel-skills", "--total-timesteps", "--seed",
@@ -185,7 +186,7 @@ def train(options: TrainOptions) -> int:
         check_installed(world)  # before anything is made for it
     if (options.graph_path / "state.db").exists() and not options.resume:
         raise ConfigError(
-            f"{options.graph_path} holds skills already; pass --resume to go on, or another --graph-path"
+            f"{options.graph_path} holds skills already; pass --resume to go on, or another --out"
         )
     check_limits(
         options.max_parallel_skills, options.max_retries, options.scheduler_poll_interval, options.time_limit
@@ -231,7 +232,7 @@ def train(options: TrainOptions) -> int:
         print(f"shoal: interrupted; still in training: {going or 'nothing'}", file=sys.stderr)
         print(f"shoal: go on with: {program()} skills train {shlex.join(words)}", file=sys.stderr)
         folder = shlex.quote(str(options.graph_path))
-        print(f"shoal: end them with: {program()} skills stop --graph-path {folder}", file=sys.stderr)
+        print(f"shoal: end them with: {program()} skills stop --out {folder}", file=sys.stderr)
         return 130
     except Exception as error:
         run.fail(error)

@@ -50,7 +50,7 @@ class Call:
     json_events: bool = False
     """Print one JSON line per durable moment (checkpoint, summary) on standard output."""
     resume: bool = False
-    """Go on with the run in --run-dir, or the newest of this env: --resume-from with that folder."""
+    """Go on with the run in --out, or the newest of this env: --resume-from with that folder."""
     json: bool = False
     """Print the summary as JSON at the end; the rest goes to standard error."""
 
@@ -102,7 +102,7 @@ def _defaults(argv: list[str]) -> Call:
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--env", default=RunOptions().env)
     early.add_argument("--preset", default="auto")
-    early.add_argument("--run-dir", "--run_dir")
+    early.add_argument("--out", "--run-dir", "--run_dir", dest="run_dir")
     early.add_argument("--resume-from", "--resume_from")
     early.add_argument("--resume", action="store_true")
     early.add_argument("--num-episodes", "--num_episodes")

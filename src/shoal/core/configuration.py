@@ -273,10 +273,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             words = ["a number"] * bool({int, float} & {*arguments}) + words
             choices = f"{', '.join(words[:-1])} or {words[-1]}"
             raise ConfigError(f"{path} must be {choices}, got {value!r}") from error
-        if limit := re.match(r"Expected `\w+` (>|<)= (-?[\d.e+]+)", str(error)):
+        if limit := re.match(r"Expected `\w+` (>|<)= (-?[\d.]+(?:e[+-]?\d+)?)", str(error)):
             least_or_most = "least" if limit[1] == ">" else "most"
             raise ConfigError(
-                f"{path} must be at {least_or_most} {float(limit[2]):g}, got {value!r}"
+                f"{path} must be at {least_or_most} {limit[2].removesuffix('.0')}, got {value!r}"
             ) from error
         expected = re.sub(r"(, got `[a-z]+`)?( - at `\$`)?$", "", str(error))
         raise ConfigError(f"{path}: {expected}, got {value!r}") from error

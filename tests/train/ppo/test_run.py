@@ -110,10 +110,10 @@ def test_a_run_of_episodes_is_saved_and_evaluated_after_each_tenth_too(tmp_path)
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--total-timesteps", "0", "total_timesteps: Expected `int` >= 1, got 0"),
-        ("--num-episodes", "-3", "num_episodes: Expected `int` >= 1, got -3"),
-        ("--eval-every", "-1", "eval_every: Expected `int` >= 0, got -1"),
-        ("--checkpoint-every", "-1", "checkpoint_every: Expected `int` >= 0, got -1"),
+        ("--total-timesteps", "0", "total_timesteps must be at least 1, got 0"),
+        ("--num-episodes", "-3", "num_episodes must be at least 1, got -3"),
+        ("--eval-every", "-1", "eval_every must be at least 0, got -1"),
+        ("--checkpoint-every", "-1", "checkpoint_every must be at least 0, got -1"),
         ("--stop-at-reward", "nan", "stop_at_reward must be a finite number, got nan"),
         (
             "--record-video",
@@ -283,7 +283,7 @@ def test_video_and_tensorboard_are_written(tmp_path):
         (["--preset", "CartPole"], "no preset named 'CartPole'. Did you mean 'CartPole-v1'", 2),
         (["--resume-from", "nowhere"], "nowhere holds no checkpoint", 2),
         (["--device", "cuda:7"], "device=cuda:7 is not available here", 2),
-        (["--gamma", "2"], "gamma: Expected `float` <= 1.0, got 2.0", 2),
+        (["--gamma", "2"], "gamma must be at most 1, got 2.0", 2),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_readable_line(
