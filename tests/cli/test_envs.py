@@ -107,7 +107,10 @@ def test_check_accepts_good_envs_and_names_the_broken_promise(capsys, tmp_path, 
         (("show", "sokoban", "num_boxes=many"), "Expected `int`"),
         (("check", "nowhere:Env"), "module:Class"),
         (("check", "bandit", "--episodes", "0"), "--episodes must be at least 1, got 0"),
-        (("check", "shoal.envs.bandit:Nothing"), "module:Class"),
+        (
+            ("check", "shoal.envs.bandit:Nothing"),
+            "was imported and has no Nothing; it has TextEnv, BanditEnv",
+        ),
         (("check", "shoal.envs.bandit:BanditConfig"), "must be a gymnasium.Env class"),
     ],
 )

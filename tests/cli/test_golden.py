@@ -26,6 +26,7 @@ TABLE = [
     ("train-recorded --cfg", 2, "shoal: recordings= must name the folder or file to train on"),
     ("train-ppo --n-envs 0", 2, "shoal: n_envs must be at least 1, got 0"),
     ("train-ppo --atari maybe", 2, "shoal: shoal train-ppo does not take 'maybe'"),
+    ("train-ppo --hidden 4 --hidden 5", 2, "shoal: Parameter --hidden specified multiple times."),
     (
         "rollout --backend nosuch",
         2,

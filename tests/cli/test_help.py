@@ -144,7 +144,7 @@ def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypa
             "train-ppo --recurrent lst",
             'Invalid value "lst" for --recurrent. Choose from: "none", "lstm", "gru". Did you mean "lstm"?',
         ),
-        ("train-ppo --n-envs 1e20", "n_envs must be at most 2147483647, got 100000000000000000000"),
+        ("train-ppo --n-envs 1e20", "n_envs must be a whole number of 64 bits, got 100000000000000000000"),
         ("train-ppo --n-envs 1e999999999", "--n-envs must be a whole number, got '1e999999999'"),
         ("train-ppo --num-workers inf", "--num-workers must be a whole number, got 'inf'"),
         (

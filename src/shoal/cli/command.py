@@ -205,11 +205,10 @@ class _Option:
 
 def _options(kind: Any, default: Any) -> Iterator[_Option]:
     """All fields, with those of dataclasses inside."""
-    hints, notes = get_type_hints(kind, include_extras=True), field_notes(kind)
+    hints, plain, notes = get_type_hints(kind, include_extras=True), get_type_hints(kind), field_notes(kind)
     for field in fields(kind):
-        hint, *marks = (
-            get_args(hints[field.name]) if _is_annotated(hints[field.name]) else [hints[field.name]]
-        )
+        hint = plain[field.name]  # without the marks of what is inside, too
+        marks = get_args(hints[field.name])[1:] if _is_annotated(hints[field.name]) else ()
         value = getattr(default, field.name) if default is not None else _default_of(field)
         if is_dataclass(hint):
             yield from _options(hint, value)
