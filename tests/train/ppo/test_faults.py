@@ -491,10 +491,9 @@ def test_a_block_tells_of_all_episodes_since_the_last_one_and_of_losses_however_
     assert "no episode has ended" in _block(row, run, Since())
 
 
-@pytest.mark.parametrize("events", [[], pytest.param(["--json-events"], marks=pytest.mark.slow)])
-def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, events):
-    command = [sys.executable, "-m", "shoal", "train-ppo", *SMALL, "--total-timesteps", "640", *events,
-               "--run-dir", str(tmp_path / "run"), "--checkpoint-every", "64"]  # fmt: skip
+def test_a_reader_that_goes_away_ends_the_training_quietly(tmp_path):
+    more = ["--out", str(tmp_path / "run"), "--checkpoint-every", "64"]
+    command = [sys.executable, "-m", "shoal", "train-ppo", *SMALL, "--total-timesteps", "640", *more]
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert process.stdout is not None
@@ -502,9 +501,8 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, events):
     assert process.stderr is not None
     said = process.stderr.read().decode()
     process.stderr.close()
-    assert process.wait(60) == 0, said
+    assert process.wait(60) == 1, said
     assert "Traceback" not in said
-    assert read_json(tmp_path / "run" / "summary.json")["metrics"]["steps"] == 640
 
 
 @pytest.mark.slow
