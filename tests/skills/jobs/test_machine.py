@@ -62,6 +62,7 @@ class Machine(RuleBasedStateMachine):
         self.patch.setattr(place + "Store", self.mined())
         self.patch.setattr(place + "command_lines", self.command_lines)
         self.patch.setattr(place + "process_handle", lambda number: {"attempt": number})
+        self.patch.setattr(place + "adopting_launcher", lambda handle, folder: self)
 
     def tick(self) -> None:
         if self.left is not None:
