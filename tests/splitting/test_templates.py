@@ -360,3 +360,66 @@ def test_positions_are_those_of_the_models_own_code(processor, make_root):
                 attention_mask=torch.ones_like(tokens),
             )
             assert wanted[:, 0].tolist() == sample.position_ids.tolist()
+
+
+def chatml(before="", opens="<|im_start|>", asks="", else_asks=""):
+    """A template like ChatML with something of its own."""
+    return (
+        "{%- if not messages | selectattr('role', 'equalto', 'user') | list -%}{{- raise_exception('no user') -}}"
+        "{%- endif -%}" + before + "{%- for m in messages -%}"
+        "{{- '<|im_start|>' + m.role + '\\n' }}"
+        "{%- if m.role == 'assistant' -%}{{- '" + opens + "' -}}{%- endif -%}"
+        "{{- m.content + '<|im_end|>\\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n" + asks + "' -}}"
+        "{%- else -%}{{- '" + else_asks + "' -}}{%- endif -%}"
+    )
+
+
+MISTRAL = """\
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}{{- '<|im_start|>' + m.content + '<|im_start|>' -}}
+{%- else -%}{{- ' ' + m.content + '<|im_end|>' -}}{%- endif -%}
+{%- endfor -%}"""
+KINDS = {  # what such templates write: the prompt of a step behind "state 0", what opens past answers, and an answer
+    "wants a user's message": (chatml(opens=""), "<|im_start|>assistant\n", "go {}<|im_end|>"),
+    "ends a chat that asks for nothing": (
+        chatml(opens="", else_asks="<|endoftext|>"), "<|im_start|>assistant\n", "go {}<|im_end|>",
+    ),
+    "asks for thoughts": (
+        chatml(opens="", asks="<|box_start|>\\n"), "<|im_start|>assistant\n<|box_start|>\n", "go {}<|im_end|>",
+    ),
+    "closes thoughts of past answers": (
+        chatml(opens="<|box_start|><|box_end|>", asks="<|box_start|>\\n"),
+        "<|im_start|>assistant\n<|box_start|>\n", "go {}<|im_end|>",
+    ),
+    "has no generation prompt": (MISTRAL, "", " go {}<|im_end|>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_templates_of_each_kind_are_split_as_they_write(processor, tmp_path, kind):
+    template, asks, answer = KINDS[kind]
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.chat_template = template
+    chat = [] if template == MISTRAL else [{"role": "system", "content": "Act."}]
+    for n in range(3):
+        chat += [{"role": "user", "content": f"state {n}"}, {"role": "assistant", "content": f"go {n}"}]
+    (tmp_path / "chat.json").write_text(json.dumps(chat))
+    reader = ChatReader(tmp_path / "chat.json")
+    steps = StepwiseTrajectorySplitter(tokenizer, ".", reader=reader, padding="longest").split(reader.ids())
+    for n, step in enumerate(steps.samples()):
+        prompt = tokenizer.decode(step.prompt_ids.tolist())
+        assert prompt == tokenizer.apply_chat_template(
+            step.messages[:-1], tokenize=False, add_generation_prompt=True
+        )
+        assert prompt.endswith(asks)
+        assert tokenizer.decode(step.response_ids.tolist()) == answer.format(n)
+    (window,) = (
+        TrajectorySplitter(tokenizer, ".", 3, 3, reader=reader, padding="longest")
+        .split(reader.ids())
+        .samples()
+    )
+    whole = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert whole.startswith(tokenizer.decode(window.input_ids.tolist()))
+    trained = tokenizer.decode(window.response_ids[window.response_mask].tolist())
+    assert trained == "".join(answer.format(n) for n in range(3))

@@ -64,17 +64,15 @@ class ChatTemplate:
         self.pad_id, self.eos_id = _ids_of(self.tokenizer)
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         self._added_ids = frozenset(int(token) for token in added)
+        texts = sorted((str(token) for token in added.values()), key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, texts))) if texts else None
         self._longest_added = max((len(str(token)) for token in added.values()), default=0)
         control = {str(token) for token in added.values() if token.special} - set(model_text)
         ordered = sorted(control, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, ordered))) if ordered else None
         self._spaced = puts_spaces(self._ids)
         self._lead = self._leading()
-        asking = self.render([*self._lead, (_USER, None)], ask=True)
-        asked = self.render([*self._lead, (_USER, None)])
-        if not asking.startswith(asked) or asking == asked:
-            raise DataError("the chat template has no generation prompt to end a prompt with; use another")
-        self.header = asking.removeprefix(asked)
+        self.header, self.opening = self._header()
         self.header_ids = self.encode(self.header)
         self.closing_ids = self._closing_ids()
         if not len(self.closing_ids[0]):
@@ -92,7 +90,14 @@ class ChatTemplate:
     def message_text(self, message: Message, keep: tuple[int, ...] | None, first: bool) -> str | None:
         """What the message adds to a chat, or None where the template rewrites what stood before it."""
         before, start = ((), "") if first else self._before(message.role)
-        text = self.render([*before, (message, keep)])
+        try:
+            text = self.render([*before, (message, keep)])
+        except Exception:  # whatever a template raises: some want a user's message in each chat
+            if not first or message.role == "user":
+                raise
+            user = self.message_text(_USER, None, False) or END
+            text = self.render([(message, keep), (_USER, None)])
+            return text.removesuffix(user) if text.endswith(user) else None
         return text.removeprefix(start) if text.startswith(start) else None
 
     def texts(self, messages: Sequence[Message]) -> list[str | None]:
@@ -119,7 +124,7 @@ class ChatTemplate:
 
     def answer_ids(self, message: Message, keep: tuple[int, ...] | None) -> Array:
         """Tokens of an answer's text as the model wrote it, apart from header and end."""
-        return self.encode("".join(self._texts(_kept(message, keep))), self.header)
+        return self.encode(self.opening + "".join(self._texts(_kept(message, keep))), self.header)
 
     def _texts(self, parts: Sequence[Part]) -> list[str]:
         """Texts of the parts, "" for images, with a `BREAK` inside each control token that one or several spell out."""
@@ -142,12 +147,16 @@ class ChatTemplate:
             at += len(text)
         return texts
 
-    def render(self, chat: Chat, *, ask: bool = False, mark_ends: bool = False) -> str:
-        """The chat as text; `ask` adds the generation prompt, `mark_ends` an `END` after each answer."""
+    def render(
+        self, chat: Chat, *, ask: bool = False, mark_ends: bool = False, mark_starts: bool = False
+    ) -> str:
+        """The chat as text; `ask` adds the generation prompt, the marks are an `END` at each end of an answer."""
         messages = []
         for message, keep in chat:
             parts = _kept(message, keep)
             texts = self._texts(parts)
+            if mark_starts and message.role == "assistant":
+                texts[0] = END + texts[0]
             if mark_ends and message.role == "assistant":
                 texts[-1] += END
             if isinstance(message.content, str) or not self.sees_images:
@@ -184,6 +193,28 @@ class ChatTemplate:
                 raise refused from None
             return []
         return lead
+
+    def _header(self) -> tuple[str, str]:
+        """The generation prompt, and what the template writes between it and the text of an answer.
+
+        Mistral's templates have no generation prompt and open an answer with a space, which the model writes.
+        """
+        asking = self.render([*self._lead, (_USER, None)], ask=True)
+        asked = self.render([*self._lead, (_USER, None)])
+        pairs = zip(asking, asked, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if self._added:  # a token that begins like another is not cut in two
+            same = next((m.start() for m in self._added.finditer(asking) if m.start() < same < m.end()), same)
+        if header := asking[same:]:
+            return header, ""
+        answer = self.render([*self._lead, (_USER, None), (_ANSWER, None)]).removeprefix(asking)
+        opening, found, _ = answer.partition(str(_ANSWER.content))
+        if not found or opening.strip():
+            raise DataError(
+                "the chat template has no generation prompt to end a prompt with; let it write what opens an answer "
+                "where add_generation_prompt is set"
+            )
+        return "", opening
 
     def _closing_ids(self) -> tuple[Array, Array]:
         """Tokens after an answer: those the model writes itself (up to its end token), and the rest."""
@@ -251,6 +282,11 @@ class ChatTemplate:
             return False
         if "".join(known) != self.render([(message, None) for message in messages]):
             return False
+        behind = [text for message, text in zip(messages, known, strict=True) if message.role == "assistant"]
+        if not all(
+            text.startswith(self.header + self.opening) for text in behind[messages[0].role == "assistant" :]
+        ):
+            return False  # an answer to go on with is opened otherwise than one that was given
         return all(self._begins_at_border(text[: self._longest_added + 1]) for text in known)
 
     def _begins_at_border(self, text: str) -> bool:

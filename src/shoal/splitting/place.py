@@ -18,7 +18,7 @@ from shoal.splitting.cut import Cut
 from shoal.splitting.readers.recordings import RolloutTokens, finite_reward
 
 if TYPE_CHECKING:
-    from shoal.splitting.encode import Encoder
+    from shoal.splitting.encode import Chat, ChatTemplate, Encoder
     from shoal.splitting.splitters import Plan
 
 Array = np.ndarray
@@ -309,27 +309,45 @@ def _rendered_sides(encoder: Encoder, cut: Cut) -> tuple[Side, Side]:
     """A window under a template that looks back: rendered whole, answers found by marks at their ends."""
     template, messages = encoder.template, encoder.recording.messages
     chat = [(messages[piece.message], piece.keep) for piece in cut.pieces]
-    plain, marked, end = template.render(chat), template.render(chat, mark_ends=True), template.end_mark
-    if marked.replace(end, "") != plain or marked.count(end) != sum(m.role == "assistant" for m, _ in chat):
-        raise DataError("the chat template rewrites the ends of answers; use the stepwise splitter")
     ends_at = [index for index, piece in enumerate(cut.pieces) if messages[piece.message].role == "assistant"]
     texts: list[tuple[str, int | None]] = []
-    context, remaining = "", marked
-    for index in ends_at:
-        upto, _, remaining = remaining.partition(end)
+    context = ""
+    for index, (opening, answer) in zip(ends_at, _answers(template, chat), strict=True):
         turn = cut.pieces[index].turn
         if turn is None:
-            context += upto
+            context += opening + answer
             continue
-        opening, header, answer = upto.partition(template.header)
-        if not header:
-            raise DataError("the chat template opens answers differently from its generation prompt; "
-                            "use the stepwise splitter")  # fmt: skip
-        texts += [(context + opening + header, None), (answer, turn)]
+        texts += [(context + opening, None), (answer, turn)]
         context = ""
     if not texts:
         raise DataError("a window without anything to train")
     return _sides_of_texts(encoder, cut, texts)
+
+
+def _answers(template: ChatTemplate, chat: Chat) -> list[tuple[str, str]]:
+    """What stands before each answer of a chat, and the answer, as the template writes them.
+
+    An answer begins behind the generation prompt; under a template that opens past answers otherwise, where its text
+    begins.
+    """
+    plain, marked, end = template.render(chat), template.render(chat, mark_ends=True), template.end_mark
+    count = sum(message.role == "assistant" for message, _ in chat)
+    if marked.replace(end, "") != plain or marked.count(end) != count:
+        raise DataError("the chat template rewrites the ends of answers; use the stepwise splitter")
+    header, opening = template.header, template.opening
+    upto = marked.split(end)[:-1]
+    if header and all(header in text for text in upto):
+        return [(before + header, answer) for before, _, answer in (text.partition(header) for text in upto)]
+    marked = template.render(chat, mark_ends=True, mark_starts=True)
+    if marked.replace(end, "") != plain or marked.count(end) != 2 * count:
+        raise DataError(
+            "the chat template opens answers differently from its generation prompt; use the stepwise splitter"
+        )
+    parts = marked.split(end)[:-1]
+    return [
+        (before.removesuffix(opening), opening + answer if before.endswith(opening) else answer)
+        for before, answer in zip(parts[::2], parts[1::2], strict=True)
+    ]
 
 
 def _sides_of_texts(encoder: Encoder, cut: Cut, texts: Sequence[tuple[str, int | None]]) -> tuple[Side, Side]:
