@@ -82,7 +82,7 @@ def test_a_conversation_reuses_the_exact_tokens_of_the_turns_before(serve, engin
             {"role": "user", "content": f"go {turn}"},
         ]
     session = server.gateway.sessions["a"]
-    calls = session.close()
+    calls = [call for _, call in session.close()]
     assert [call.parent for call in calls] == [None, 0, 1, 2]
     assert (session.roots, session.branches) == (1, 0)
     context = engine.tokenizer.start(
@@ -111,7 +111,7 @@ def test_sub_agents_in_parallel_say_the_same_in_any_order_of_arrival(serve, engi
             await gateway.handle("chat/completions", "a", json.dumps(body).encode(), False)
 
         await asyncio.gather(*(one(prompts[i]) for i in order))
-        return gateway.sessions["a"].close()
+        return tuple(call for _, call in gateway.sessions["a"].close())
 
     found = set()
     orders = list(itertools.permutations(range(4)))
@@ -144,7 +144,7 @@ def test_a_message_that_means_the_same_is_recognised_whatever_its_spelling(serve
         client(server).chat.completions.create(messages=messages, tools=tools, **CHAT)
     session = server.gateway.sessions["a"]
     assert session.roots == 1
-    assert [c.parent for c in session.close()] == [None, 0, 0]
+    assert [call.parent for _, call in session.close()] == [None, 0, 0]
 
 
 def test_a_rewritten_history_begins_a_new_root_and_is_counted(serve, engine):
@@ -163,7 +163,7 @@ def test_a_rewritten_history_begins_a_new_root_and_is_counted(serve, engine):
 def test_several_choices_are_calls_of_their_own(serve, engine):
     server = serve(as_sampler(engine), engine.tokenizer, max_tokens=8)
     answer = client(server).chat.completions.create(messages=[{"role": "user", "content": "go"}], n=5, **CHAT)
-    calls = server.gateway.sessions["a"].close()
+    calls = [call for _, call in server.gateway.sessions["a"].close()]
     assert len(answer.choices) == len(calls) == 5
     assert len({call.response_ids for call in calls}) == 5  # each has noise of its own
 
@@ -273,7 +273,7 @@ def test_streams_and_responses_say_what_the_plain_answer_says(serve, engine):
     with ask.responses.stream(input="go", **CHAT) as stream:
         assert "".join(e.delta for e in stream if e.type == "response.output_text.delta") == "Up we go"
         assert stream.get_final_response().output_text == "Up we go"
-    calls = server.gateway.sessions["a"].close()
+    calls = [call for _, call in server.gateway.sessions["a"].close()]
     assert len({call.new_prompt_ids for call in calls}) == 1  # one prompt, whatever the wire
 
 

@@ -105,12 +105,13 @@ class Gateway:
         self.sessions: dict[str, Session] = {}
         self._opened = 0
 
-    def open(self, name: str, key: Key | None = None) -> Session:
+    def open(self, name: str, key: Key | None = None, **limits: Any) -> Session:
         """Begin a session.
 
         Args:
             name: in the address; letters, digits, `._-`.
             key: names its noise; by its name alone if not given.
+            **limits: of the session: `fixed`, `most_calls`.
 
         Raises:
             RefusedError: there is one of that name.
@@ -123,7 +124,7 @@ class Gateway:
             raise RefusedError(f"there is a session {name!r} already", status=409)
         if key is None:
             key = Key(self.seed, (derive_seed(self.seed, "session", name),))
-        self.sessions[name] = Session(name, key, self.tokenizer, self.sampler, self._write)
+        self.sessions[name] = Session(name, key, self.tokenizer, self.sampler, self._write, **limits)
         return self.sessions[name]
 
     def _write(self, recorded: Recorded) -> None:

@@ -22,12 +22,13 @@ from shoal.core.data import Call
 from shoal.core.errors import EngineError
 from shoal.gateway.chats import Asked, RefusedError, Said, read_answer
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Key, Request
+from shoal.rollout.samplers.sampler import Sampling as Picking
 
 logger = logging.getLogger(__name__)
 Turns = tuple[tuple[str, str], ...]
 
 
-class Sampling(Protocol):
+class Answers(Protocol):
     """What answers."""
 
     async def sample(self, request: Request) -> Completion:
@@ -72,7 +73,9 @@ class Session:
         key: seed and path that name its noise.
         tokenizer: of the model.
         sampler: what answers.
-        write: writes a recorded call down; what it returns is answered only afterwards.
+        write: writes a recorded call down; it is answered only afterwards.
+        fixed: how tokens are picked, which a program may not change; of its limits the least holds.
+        most_calls: further ones are refused.
     """
 
     def __init__(
@@ -80,8 +83,11 @@ class Session:
         name: str,
         key: Key,
         tokenizer: ChatTokenizer,
-        sampler: Sampling,
+        sampler: Answers,
         write: Callable[[Recorded], Any] = lambda recorded: None,
+        *,
+        fixed: Picking | None = None,
+        most_calls: int | None = None,
     ) -> None:
         self.name, self.key = name, key
         self.calls: list[Recorded] = []
@@ -90,11 +96,15 @@ class Session:
         self.branches = 0
         """Calls that went on from one that others had gone on from already."""
         self.closed = False
+        self.failed: EngineError | None = None
+        """Why the last call was not answered; None once one was."""
+        self._fixed, self._most = fixed, most_calls
         self._tokenizer, self._sampler, self._write = tokenizer, sampler, write
         self._ends: dict[Turns, int] = {}  # what a continuation begins with, and its call
         self._prompts: dict[int, tuple[int, ...]] = {}  # of each call
         self._children: Counter[int] = Counter()
         self._asked: Counter[str] = Counter()
+        self._begun = 0
         self._answers: dict[str, asyncio.Task[list[Answer]]] = {}  # by the digest of the request
 
     async def answer(self, asked: Asked, body: bytes = b"", *, retried: bool = False) -> list[Answer]:
@@ -114,6 +124,12 @@ class Session:
         return await asyncio.shield(task)
 
     async def _answer(self, asked: Asked) -> list[Answer]:
+        if self._most is not None and self._begun + asked.choices > self._most:
+            raise RefusedError(
+                f"session {self.name!r} has had its {self._most} calls (max_steps)", status=403
+            )
+        self._begun += asked.choices
+        sampling = self._sampling(asked.sampling)
         prompt, parent = self._prompt(asked.turns)
         digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
         first = self._asked[digest]
@@ -127,11 +143,31 @@ class Session:
 
         async def one(nth: int) -> Answer:
             path = (*self.key.path, int(digest, 16) >> 1, nth)
-            request = Request(prompt, Key(self.key.seed, path), asked.sampling)
-            completion = await self._sampler.sample(request)
+            request = Request(prompt, Key(self.key.seed, path), sampling)
+            try:
+                completion = await self._sampler.sample(request)
+            except (EngineError, TimeoutError) as error:
+                self._begun -= 1
+                self.failed = error if isinstance(error, EngineError) else EngineError(str(error))
+                raise
+            self.failed = None
             return self._record(asked, prompt, parent, digest, nth, completion)
 
         return list(await asyncio.gather(*(one(first + n) for n in range(asked.choices))))
+
+    def _sampling(self, asked: Picking) -> Picking:
+        """How tokens are picked: as asked, within what the run says."""
+        fixed = self._fixed
+        if fixed is None:
+            return asked
+        for name in ("temperature", "top_p", "top_k"):
+            value, right = getattr(asked, name), getattr(fixed, name)
+            if value not in (right, getattr(Picking(), name)):
+                raise RefusedError(
+                    f"{name}={value}: the run decides it (agent_proxy.{name}={right}): leave it out, or set it so",
+                    param=name,
+                )
+        return replace(fixed, max_tokens=min(fixed.max_tokens, asked.max_tokens), stop=asked.stop)
 
     def _prompt(self, turns: Turns) -> tuple[tuple[int, ...], int | None]:
         """The tokens of a prompt, and the call that it goes on from."""
@@ -179,16 +215,16 @@ class Session:
         self._ends[(*asked.turns, ("assistant", recorded.answer))] = number
         return Answer(number, said, done, len(prompt), len(prompt) - known)
 
-    def close(self) -> tuple[Call, ...]:
+    def close(self) -> list[tuple[Recorded, Call]]:
         """End the session; its calls, each behind its parent, in an order that does not depend on who asked first."""
         self.closed = True
         order = sorted(self.calls, key=lambda r: (len(self._prompts[r.number]), r.digest, r.nth))
         ends: dict[tuple[int, ...], int] = {}  # the first call that a prompt may go on from
-        found: list[Call] = []
+        found: list[tuple[Recorded, Call]] = []
         for recorded in order:
             call, prompt = recorded.call, self._prompts[recorded.number]
             known = prompt[: len(prompt) - len(call.new_prompt_ids)]
             parent = None if call.parent is None else ends[known]
             ends.setdefault(prompt + call.response_ids, len(found))
-            found.append(replace(call, parent=parent))
-        return tuple(found)
+            found.append((recorded, replace(call, parent=parent)))
+        return found

@@ -1,0 +1,93 @@
+"""A program as an environment: it plays an episode by asking the model itself, over HTTP, and says what it earned.
+
+The program is any command. It gets its task as one line of JSON on its standard input, finds the model by
+`OPENAI_BASE_URL` or `ANTHROPIC_BASE_URL`, and prints its reward as JSON in its last line: `{"reward": 1.0}`, with
+`"success": true` if it wants. It is played by a rollout (`shoal.rollout.programs`), never stepped.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from gymnasium.spaces import Text
+
+from shoal.core.errors import ConfigError, EnvError
+from shoal.core.seeding import stream
+from shoal.envs.actions import Projection
+from shoal.envs.text import TextEnv
+
+
+@dataclass(frozen=True)
+class ProgramConfig:
+    """Settings of a program."""
+
+    command: tuple[str, ...] = ()
+    """The command and its arguments; `{python}` stands for the Python that runs shoal."""
+    tasks: str | None = None
+    """A file with one JSON value a line; each group of episodes has one of them, drawn by its seed. Without a file the
+    task is `{"seed": …}` alone."""
+    folder: str | None = None
+    """Where the command runs; the current folder if not given."""
+    max_steps: int = 64
+    """Calls of the model, at most; further ones are refused."""
+    timeout: float = 600.0
+    """Seconds of one episode."""
+    memory: int | None = None
+    """MiB of address space for each process of the program (Linux); no limit if not given."""
+    output: int = 1 << 20
+    """Bytes of standard output, at most."""
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError('command must be a list of words, such as ["{python}", "agent.py"]')
+        if self.max_steps < 1 or self.output < 1 or not self.timeout > 0:
+            raise ConfigError("max_steps and output must be at least 1, and timeout positive")
+
+
+class ProgramEnv(TextEnv[ProgramConfig]):
+    """What is known of a program before it runs."""
+
+    Config = ProgramConfig
+    instructions = "A program asks."
+    projection = Projection(parse=lambda text: text, invalid="")
+    action_space, observation_space = Text(1 << 16), Text(1 << 16)
+
+    @cached_property
+    def tasks(self) -> list[Any]:
+        """The tasks of the file; `[None]` without one.
+
+        Raises:
+            ConfigError: the file cannot be read, holds no JSON, or nothing.
+        """
+        if self.config.tasks is None:
+            return [None]
+        path = Path(self.config.folder or ".") / self.config.tasks
+        try:
+            lines = path.read_text("utf-8").splitlines()
+            found = [json.loads(line) for line in lines if line.strip()]
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"tasks: {path} must hold a JSON value in each line: {error}") from error
+        if not found:
+            raise ConfigError(f"tasks: {path} holds no task")
+        return found
+
+    def task(self, env_seed: int) -> dict[str, Any]:
+        """What the program gets for a start state: its seed, and one of the tasks."""
+        chosen = self.tasks[int(stream(env_seed, "task").integers(len(self.tasks)))]
+        seed = env_seed % 2**31  # what any language's generators take
+        return {"seed": seed} if chosen is None else {"seed": seed, "task": chosen}
+
+    def _start(self, rng: np.random.Generator) -> NoReturn:
+        raise EnvError("a program plays by itself, in a rollout: it cannot be reset and stepped")
+
+    def _advance(self, action: Any) -> NoReturn:
+        raise EnvError("a program plays by itself, in a rollout: it cannot be reset and stepped")
+
+    def observe(self) -> str:
+        """Nothing: the program sees its own observations."""
+        return ""

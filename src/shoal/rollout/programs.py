@@ -1,0 +1,293 @@
+"""Episodes that programs play: each is a process that asks the model by itself, and its calls are the record.
+
+A program that dies, hangs or says nonsense is killed with all that it started, and its episode is played once more with
+the same noise, as for any env. Where its calls go is a session, which the caller's factory opens: the gateway, mostly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from shoal.core.data import MOST_REWARD, Call, Status, Trajectory, Turn
+from shoal.core.errors import EngineError, EnvError
+from shoal.core.workers import kill_descendants
+from shoal.envs.program import ProgramEnv
+from shoal.rollout.hosts.episodes import Begin, Ended, Event, Reply
+from shoal.rollout.hosts.host import LocalHosts
+from shoal.rollout.plan import Assignment
+from shoal.rollout.samplers.sampler import Key, Sampling
+
+
+class Exchanged(NamedTuple):
+    """A call of a session, and what was said in it as text."""
+
+    call: Call
+    asked: str
+    answered: str
+
+
+class ProgramSession(Protocol):
+    """Where the calls of one program go."""
+
+    variables: Mapping[str, str]
+    """Environment variables by which the program finds it."""
+
+    def close(self) -> Sequence[Exchanged]:
+        """End it; its calls, each behind its parent, in an order that does not depend on their arrival.
+
+        Raises:
+            EngineError: the model failed to answer one of them.
+        """
+
+
+class Sessions(Protocol):
+    """Opens sessions; all calls of it are made in the loop of the driver."""
+
+    async def open(self, name: str, key: Key, sampling: Sampling, most_calls: int) -> ProgramSession:
+        """A session whose noise `key` names.
+
+        Args:
+            name: of the session, in addresses and files.
+            key: of its noise.
+            sampling: how tokens are picked: the most of an answer, and what programs may not change.
+            most_calls: further ones are refused.
+        """
+
+    async def close(self) -> None:
+        """End all sessions."""
+
+
+class ProgramHosts(LocalHosts):
+    """Hosts of programs, all in the loop of the driver.
+
+    Args:
+        programs: by tag.
+        sessions: where their calls go; they end with the hosts.
+        count: programs at a time.
+        retries: further tries at an episode whose program failed.
+    """
+
+    def __init__(
+        self, programs: Mapping[str, ProgramEnv], sessions: Sessions, count: int, retries: int
+    ) -> None:
+        super().__init__(lambda: ProgramHost(programs, sessions, retries), count)
+        self._sessions = sessions
+
+    async def close(self) -> None:
+        """End the programs, and the sessions."""
+        try:
+            await super().close()
+        finally:
+            await self._sessions.close()
+
+
+class ProgramFailedError(EnvError):
+    """A program that came to no result; `status` is that of its episode."""
+
+    def __init__(self, text: str, status: Status = "env_error") -> None:
+        super().__init__(text)
+        self.status: Status = status
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a program says in its last line."""
+
+    reward: float
+    success: bool = False
+
+
+class ProgramHost:
+    """Plays episodes of programs, each in a process of its own; it lives in the loop of the driver.
+
+    Args:
+        programs: by tag.
+        sessions: where their calls go.
+        retries: further tries at an episode whose program failed.
+    """
+
+    lost = False
+
+    def __init__(self, programs: Mapping[str, ProgramEnv], sessions: Sessions, retries: int = 1) -> None:
+        self._programs, self._sessions, self._retries = programs, sessions, retries
+        self._tasks: set[asyncio.Task[Event]] = set()
+
+    def tell(self, message: Begin | Reply) -> Awaitable[Event]:
+        """The end of an episode that begins."""
+        assert isinstance(message, Begin), "a program asks the model by itself"
+        task: asyncio.Task[Event] = asyncio.ensure_future(self._play(message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _play(self, begin: Begin) -> Event:
+        failed: list[str] = []
+        while True:
+            trajectory = await self._try(begin.assignment, begin.sampling, len(failed))
+            if trajectory.status in ("ok", "engine_error") or len(failed) >= self._retries:
+                return Ended(begin.slot, trajectory, tuple(failed))
+            failed.append(str(trajectory.error))
+
+    async def _try(self, assignment: Assignment, sampling: Sampling, attempt: int) -> Trajectory:
+        """One try at an episode."""
+        place, program = assignment.place, self._programs[assignment.tag]
+        name = f"{place.iteration}-{place.group}-{place.member}-{place.env_seed % 2**32:x}-{attempt}"
+        key = Key(place.seed, (place.iteration, place.group, place.member))
+        session = await self._sessions.open(name, key, sampling, program.config.max_steps)
+        result, status, why = Result(0.0, False), "ok", None
+        exchanged: Sequence[Exchanged] = ()
+        try:
+            result = await run(program, program.task(place.env_seed), session.variables)
+        except ProgramFailedError as error:
+            status, why = error.status, str(error)
+        finally:
+            try:
+                exchanged = session.close()
+            except EngineError as error:
+                status, why = "engine_error", str(error)
+        if status == "ok" and not exchanged:
+            status, why = "env_error", "the program ended without asking the model"
+        turns = [
+            Turn(one.asked, number, one.answered, one.answered, True, 0.0, str(number))
+            for number, one in enumerate(exchanged)
+        ]
+        if turns:
+            last = turns[-1]
+            turns[-1] = Turn(
+                last.observation, last.call, last.response, last.action, True, result.reward, last.anchor
+            )
+        return Trajectory(
+            assignment.tag, place.iteration, place.group, place.member, place.env_seed,
+            tuple(one.call for one in exchanged), tuple(turns), success=result.success, terminated=status == "ok",
+            truncated=False, status=status, error=why,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    async def overdue(self) -> list[tuple[int, str]]:
+        """None: each program has a time limit of its own."""
+        return []
+
+    def give_up(self, slot: int, why: str) -> None:
+        """Nothing hangs here."""
+
+    async def close_envs(self, seconds: float) -> None:
+        """End the programs that run."""
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds)
+
+    def end(self) -> None:
+        """There is nothing to end."""
+
+
+async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[str, str]) -> Result:
+    """Run a program on a task, and return what its last line says; it and all that it started are ended then.
+
+    Raises:
+        ProgramFailedError: it cannot be started, failed, was too slow or too loud, or its last line is no result.
+    """
+    config = program.config
+    words = [sys.executable if word == "{python}" else word for word in config.command]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            cwd=config.folder, env={**os.environ, **variables}, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise ProgramFailedError(f"{words[0]} cannot be started: {error}") from error
+    try:
+        _limit_memory(process.pid, config.memory)
+        line = json.dumps(task).encode() + b"\n"
+        async with asyncio.timeout(config.timeout):
+            said, errors = await _talk(process, line, config.output)
+            code = await process.wait()
+    except TimeoutError:
+        raise ProgramFailedError(
+            f"the program did not end within {config.timeout:g} s (timeout)", "timeout"
+        ) from None
+    finally:
+        _kill(process)
+        with contextlib.suppress(ProcessLookupError):
+            await process.wait()
+    if code:
+        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["nothing on standard error"]
+        raise ProgramFailedError(f"the program ended with status {code}: {last[0][:300]}")
+    return read_result(said)
+
+
+async def _talk(process: asyncio.subprocess.Process, line: bytes, most: int) -> tuple[bytes, bytes]:
+    """Give the program its task, and read what it prints: all of its output, the end of its errors."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    errors = bytearray()
+
+    async def drain(stream: asyncio.StreamReader) -> None:
+        while part := await stream.read(1 << 16):
+            errors.extend(part)
+            del errors[: -(1 << 14)]
+
+    draining = asyncio.ensure_future(drain(process.stderr))
+    try:
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write(line)
+            await process.stdin.drain()
+        process.stdin.close()
+        said = bytearray()
+        while part := await process.stdout.read(1 << 16):
+            said += part
+            if len(said) > most:
+                raise ProgramFailedError(f"the program printed more than {most} bytes (output)")
+        await draining
+    finally:
+        draining.cancel()
+    return bytes(said), bytes(errors)
+
+
+def read_result(said: bytes) -> Result:
+    """The result in the last line of a program's output; a reward of 1 or more is a success if it does not say so.
+
+    >>> read_result(b'{"reward": 0.5}')
+    Result(reward=0.5, success=False)
+    """
+    lines = said.decode(errors="replace").strip().splitlines()
+    try:
+        value = json.loads(lines[-1])
+        reward = value["reward"]
+        good = isinstance(reward, int | float) and not isinstance(reward, bool) and abs(reward) <= MOST_REWARD
+        if good:
+            return Result(float(reward), bool(value.get("success", reward >= 1)))
+    except (IndexError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    last = lines[-1][:200] if lines else ""
+    raise ProgramFailedError(f'the last line must be JSON such as {{"reward": 1.0}}, got {last!r}')
+
+
+def _limit_memory(pid: int, mebibytes: int | None) -> None:
+    if mebibytes is None:
+        return
+    try:
+        import resource
+
+        resource.prlimit(pid, resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))  # type: ignore[attr-defined]
+    except (ImportError, AttributeError):
+        raise ProgramFailedError(
+            "memory: this system cannot limit the memory of a process; leave it out"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ProgramFailedError(f"memory: the limit cannot be set: {error}") from error
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """End a program with all that it started."""
+    kill_descendants(process.pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
