@@ -44,7 +44,7 @@ test-browser: setup  ## the viewer in a headless Chromium, which is installed fr
 	$(BIN)/python -m pytest tests/viewer/test_browser.py -m browser --timeout 300
 
 test-gpu:         ## the tests that need a GPU, with $(PYTHON) as it is
-	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/rollout/samplers/test_gpu.py -p no:cacheprovider
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/rollout/samplers/test_gpu.py tests/train/agent/test_determinism.py -p no:cacheprovider
 
 check: setup      ## formatting, lint, types, import arrows
 	$(BIN)/ruff format --check .

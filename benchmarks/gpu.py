@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -46,6 +45,7 @@ from shoal.rollout.samplers.noise import Noise, gumbel, key_words, words  # noqa
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
 from shoal.train.agent.batch import Sample  # noqa: E402
 from shoal.train.agent.config import AgentProxy, Algorithm, compose_config  # noqa: E402
+from shoal.train.agent.determinism import applies, deterministic  # noqa: E402
 from shoal.train.agent.networks import split_optimizer  # noqa: E402
 from shoal.train.agent.policy import policy_of, trained_parameters  # noqa: E402
 from shoal.train.agent.trainer import AgentTrainer  # noqa: E402
@@ -126,6 +126,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self.device, self.scratch, self.options = str(options.device), scratch, options
+        self.deterministic = applies("auto", self.device)
         self.exact, self.fast = SMALL if options.small else (SMOLLM2, QWEN)
         # tokens of a prompt and of an answer, requests at once, timed turns, seconds of Pong
         self.prompt, self.answer, self.counts, self.runs, self.pong_seconds = (
@@ -253,20 +254,21 @@ def samples_of(asked: list[Request], answers: list[Completion]) -> list[Sample]:
 def twice(bench: Bench) -> None:
     """Two updates from equal weights and equal samples: their metrics and weights have equal bits.
 
-    Where they have not, the same is tried with PyTorch's deterministic algorithms, and what has none is named.
+    As `engine.deterministic=auto` has it, and without it, where nothing is promised.
     """
     n = bench.counts[0]
     engine = bench.engine(bench.exact, n)
     asked = bench.requests(engine, n, min(32, bench.answer))
     samples = samples_of(asked, engine.generate(asked))
 
-    def updated() -> tuple[list[dict[str, float]], list[torch.Tensor]]:
+    def updated(on: bool) -> tuple[list[dict[str, float]], list[torch.Tensor]]:
         learner = bench.learner(bench.engine(bench.exact, n), n)
-        metrics = [update(learner, samples, iteration) for iteration in range(2)]
+        with deterministic(on):
+            metrics = [update(learner, samples, iteration) for iteration in range(2)]
         return metrics, [p.detach().cpu() for p in learner.policy.module.parameters()]
 
-    def compare(case: str) -> bool:
-        (metrics, weights), (again, other) = updated(), updated()
+    def compare(case: str, on: bool) -> None:
+        (metrics, weights), (again, other) = updated(on), updated(on)
         gap = max(float((a - b).abs().max()) for a, b in zip(weights, other, strict=True))
         for name in metrics[0]:
             if any(a[name] != b[name] for a, b in zip(metrics, again, strict=True)):
@@ -274,19 +276,10 @@ def twice(bench: Bench) -> None:
         add(case, "metrics are equal", [float(metrics == again)], "of 1")
         add(case, "weights are equal", [float(gap == 0.0)], "of 1")
         add(case, "largest difference of a weight", [gap], "")
-        return metrics == again and gap == 0.0
 
-    if compare("same update twice"):
-        return
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            compare("the same, deterministic")
-        finally:
-            torch.use_deterministic_algorithms(False)
-    for text in sorted({str(warning.message).split(". ")[0] for warning in told}):
-        print(f"not deterministic: {text:.200}", flush=True)
+    compare("same update twice", bench.deterministic)
+    if bench.deterministic:
+        compare("the same, deterministic off", False)
 
 
 def resumed(bench: Bench) -> None:
@@ -403,25 +396,25 @@ def updates(bench: Bench) -> None:
 
 
 def updates_of(bench: Bench, shape: Shape) -> None:
-    """The same samples again and again."""
+    """The same samples again and again, each time with and without deterministic algorithms."""
     n = bench.counts[0]
     engine = bench.engine(shape, n)
     asked = bench.requests(engine, n, bench.answer)
     samples = samples_of(asked, engine.generate(asked))
     bench.free()
-    learner, rates = bench.learner(engine, n), []
+    learner, tokens = bench.learner(engine, n), sum(len(sample.ids) for sample in samples)
+    rates: dict[bool, list[float]] = {True: [], False: []}
     for run in range(bench.runs + 1):
-        took, row = bench.seconds(partial(update, learner, samples, run))
-        if run == 0:
-            add(
-                "log-probs, greatest gap",
-                f"rollout to update, {shape.dtype}",
-                [row["logprob_gap_max"]],
-                "nats",
-            )
-        else:
-            rates.append(sum(len(sample.ids) for sample in samples) / took)
-    add("update", f"{n} samples, {shape.name}, {shape.dtype}", rates, "tokens/s")
+        for on in rates:
+            with deterministic(on):
+                took, row = bench.seconds(partial(update, learner, samples, run))
+            if run:
+                rates[on].append(tokens / took)
+            elif on:
+                gap = [row["logprob_gap_max"]]
+                add("log-probs, greatest gap", f"rollout to update, {shape.dtype}", gap, "nats")
+    for on, case in ((True, "update"), (False, "update, deterministic off")):
+        add(case, f"{n} samples, {shape.name}, {shape.dtype}", rates[on], "tokens/s")
     if bench.device.startswith("cuda"):
         most = torch.cuda.max_memory_allocated() / 2**30
         add("update: memory", f"{shape.name}, {shape.dtype}", [most], "GiB")

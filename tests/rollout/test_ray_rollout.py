@@ -51,6 +51,16 @@ def test_lockstep_does_not_wait_for_workers_that_have_no_place_yet(cluster):
     assert play("ray", n_jobs=8, parallel={"schedule": "barrier"})[0] == play("serial")[0]
 
 
+def test_a_rollout_that_has_begun_ahead_is_the_serial_one(cluster):
+    with ParallelRolloutManager(config(n_jobs=2), HashEngine(), backend="ray") as manager:
+        manager.collect(3)
+        manager.prepare(4)
+        assert manager.collect(4) == play("serial")[0]
+        manager.prepare(5)
+        assert manager.collect(4) == play("serial")[0]
+        manager.prepare(5)
+
+
 def test_a_rollout_after_an_interrupted_one_is_not_mixed_up_with_it(cluster):
     with ParallelRolloutManager(config(nap=0.02), InterruptingEngine(), backend="ray") as manager:
         with pytest.raises(KeyboardInterrupt):

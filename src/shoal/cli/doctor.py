@@ -100,6 +100,8 @@ def examine(*, self_test: bool = True) -> Iterator[Finding]:
         if _has("torch"):
             told = "episodes of two workers equal those played one by one"
             yield replace(_tried(_try_rollout, told), name="rollout")
+            told = "the same update twice gives the same weights"
+            yield replace(_tried(_try_update, told), name="update")
 
 
 def _in_a_line(error: Exception) -> str:
@@ -336,3 +338,14 @@ def _try_rollout() -> str:
         torch.set_num_threads(threads)
     verdict = compare(*played)
     return "" if verdict.level == "L2" else f"episodes differ: {verdict.first}"
+
+
+def _try_update() -> str:
+    """Two updates of a tiny model and the same once more, on the GPU if there is one."""
+    import torch
+
+    from shoal.train.agent.determinism import updated_twice
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    gap = max(float((one - other).abs().max()) for one, other in zip(*updated_twice(device), strict=True))
+    return "" if gap == 0 else f"on {device} weights differ by {gap:.1e} after the same update"

@@ -7,18 +7,19 @@ it decides changes a token: an episode that is played again says the same words.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, WorkerError
 from shoal.rollout.failures import LEFT_OUT, PLAYED_AGAIN, FailureLog
-from shoal.rollout.hosts.episodes import Answer, Ask, Begin, Ended, Refused, Reply
+from shoal.rollout.hosts.episodes import Answer, Ask, Begin, Ended, Event, Refused, Reply
 from shoal.rollout.hosts.host import Host, HostLostError, Hosts, HostsFailedError
 from shoal.rollout.plan import Assignment
 from shoal.rollout.samplers.batching import Asked, within
@@ -76,6 +77,76 @@ class _Job:
     assignment: Assignment
     lost: int = 0  # times that its host was lost
     deaths: int = 0  # of those, times that it was the cause
+    begun: asyncio.Future[Event] | None = None  # what it asks first, where it has begun ahead
+
+
+class Ahead:
+    """Episodes that begin before they are played: hosts reset their envs and write their first prompts meanwhile.
+
+    It is made in the event loop of the hosts. An episode whose host is lost meanwhile is played again, as any other.
+
+    Args:
+        hosts: where they are played; those that come too late begin with the rollout.
+        assignments: all episodes of the rollout.
+        sampling: how tokens will be picked.
+        limits: those of the rollout.
+    """
+
+    def __init__(
+        self, hosts: Hosts, assignments: Sequence[Assignment], sampling: Sampling, limits: Limits
+    ) -> None:
+        self.assignments, self.sampling = list(assignments), sampling
+        self._hosts, self._share, self._taken = hosts, _share(hosts, assignments, limits), False
+        self._begun: dict[int, list[asyncio.Future[Event]]] = {}
+        self._coming = [asyncio.ensure_future(self._begin(n)) for n in range(_n_hosts(hosts, assignments))]
+        for task in self._coming:
+            task.add_done_callback(_hear)
+
+    async def _begin(self, number: int) -> Host | None:
+        """Begin the share of host `number`, once that is there."""
+        host = await self._hosts.host(number)
+        if host is not None and not self._taken:
+            begun = self._begun[number] = list[asyncio.Future[Event]]()
+            with contextlib.suppress(HostLostError):
+                for slot, assignment in enumerate(self._assigned(number)):
+                    event = asyncio.ensure_future(host.tell(Begin(slot, assignment, self.sampling)))
+                    event.add_done_callback(_hear)
+                    begun.append(event)
+        return host
+
+    def _assigned(self, number: int) -> list[Assignment]:
+        return self.assignments[number :: len(self._coming)][: self._share]
+
+    def take(self) -> list[tuple[asyncio.Task[Host | None], list[_Job]]]:
+        """By number each host, and the jobs that have begun there, by slot; nothing more begins."""
+        self._taken = True
+        found = []
+        for number, host in enumerate(self._coming):
+            events = self._begun.get(number, [])
+            pairs = zip(self._assigned(number)[: len(events)], events, strict=True)
+            found.append((host, [_Job(assignment, begun=event) for assignment, event in pairs]))
+        return found
+
+    async def stop(self) -> None:
+        """Begin nothing more, and wait for no host."""
+        self._taken = True
+        for task in self._coming:
+            task.cancel()
+        await asyncio.wait(self._coming)
+
+
+def _hear(future: asyncio.Future[Any]) -> None:
+    """Whoever plays the episode hears of an error; if nobody does, nothing is lost."""
+    _ = future.cancelled() or future.exception()
+
+
+def _n_hosts(hosts: Hosts, assignments: Sequence[Assignment]) -> int:
+    return min(hosts.count, len(assignments))
+
+
+def _share(hosts: Hosts, assignments: Sequence[Assignment], limits: Limits) -> int:
+    """Episodes that a host plays at once."""
+    return limits.episodes_at_once or -(-len(assignments) // hosts.count)
 
 
 class Driver:
@@ -114,23 +185,25 @@ class Driver:
         self._in_use: set[Host] = set()
         self._more_slots = itertools.count(-1, -1)  # beside those of a host's share
 
-    async def play(self, assignments: Sequence[Assignment]) -> None:
-        """Play these episodes.
+    async def play(self, assignments: Sequence[Assignment], ahead: Ahead | None = None) -> None:
+        """Play these episodes, some of which may have begun `ahead`.
 
         Raises:
             HostsFailedError: there can be no hosts; what has finished is reported.
         """
         began, before = time.perf_counter(), self._sampler.statistics
         seconds, batches = before.engine_seconds, before.batches
-        self._todo.extend(map(_Job, assignments))
+        coming = ahead.take() if ahead is not None else []
+        begun = {job.assignment.index for _, jobs in coming for job in jobs}
+        self._todo.extend(_Job(a) for a in assignments if a.index not in begun)
         self._left = len(assignments)
         self._changed = asyncio.Event()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._spare = asyncio.Semaphore(self._hosts.count)
-        share = self._limits.episodes_at_once or -(-len(assignments) // self._hosts.count)
+        share = _share(self._hosts, assignments, self._limits)
         try:
-            for number in range(min(self._hosts.count, len(assignments))):
-                self._spawn(self._keep(number, share))
+            for number in range(_n_hosts(self._hosts, assignments)):
+                self._spawn(self._keep(number, share, *coming[number : number + 1]))
             if self._limits.step_timeout or self._limits.make_timeout:
                 self._watching = self._spawn(self._watch())
             await self._over
@@ -170,22 +243,28 @@ class Driver:
             self._over.set_exception(HostsFailedError(f"no host is left for {self._left} episodes"))
 
     # --- hosts
-    async def _keep(self, number: int, share: int) -> None:
-        """Keep host `number` busy, and replace it when it is lost."""
+    async def _keep(
+        self, number: int, share: int, coming: tuple[asyncio.Task[Host | None], list[_Job]] | None = None
+    ) -> None:
+        """Keep host `number` busy, first with what has begun there, and replace it when it is lost."""
+        arrives, begun = coming or (None, [])
         while self._left:
             try:
-                host = await self._hosts.host(number)
+                host = await (arrives or self._hosts.host(number))
             except HostsFailedError as error:
                 self._no_hosts = error
                 return None
             if host is None:  # the others take its episodes
                 return None
+            arrives = None
             self._in_use.add(host)
             if self._own_slots:
                 slots = [self._spawn(self._play(host, job.assignment.index, job)) for job in self._todo]
                 self._todo.clear()
             else:
-                slots = [self._spawn(self._fill(host, slot)) for slot in range(share)]
+                first, begun = begun, []
+                pairs = itertools.zip_longest(range(share), first)
+                slots = [self._spawn(self._fill(host, slot, job)) for slot, job in pairs]
             await asyncio.wait(slots)
             self._in_use.discard(host)
         return None
@@ -220,9 +299,10 @@ class Driver:
         if host is not None:
             await self._hosts.dismiss(host)
 
-    async def _fill(self, host: Host, slot: int) -> None:
+    async def _fill(self, host: Host, slot: int, begun: _Job | None) -> None:
         """Play one episode after another in a slot, as long as some are left."""
-        while (job := await self._take(host)) is not None:
+        while (job := begun or await self._take(host)) is not None:
+            begun = None
             try:
                 await self._play(host, slot, job)
             except HostLostError as error:
@@ -309,7 +389,11 @@ class Driver:
         began, context = time.monotonic(), tuple[int, ...]()
         self._sampler.playing += 1
         try:
-            event = await host.tell(Begin(slot, job.assignment, sampling))
+            asked: Awaitable[Event] | None = job.begun
+            job.begun = None
+            if asked is None or host.lost:
+                asked = host.tell(Begin(slot, job.assignment, sampling))
+            event = await asked
             while isinstance(event, Ask):
                 prompt = context + event.new_ids if event.goes_on else event.new_ids
                 request = Request(prompt, place.key(event.turn), sampling, event.images)

@@ -16,9 +16,8 @@ from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, WorkerError, did_you_mean
 from shoal.core.executors import Closing, available_cpus
 from shoal.envs.catalogue import resolve_text
-from shoal.envs.program import ProgramEnv
-from shoal.rollout.driver import Driver, Limits, RolloutReport, report_failures
-from shoal.rollout.factory import make_roles, program_tags, validate_environment_config
+from shoal.rollout.driver import Ahead, Driver, Limits, RolloutReport, report_failures
+from shoal.rollout.factory import make_roles, validate_environment_config
 from shoal.rollout.failures import FailureLog
 from shoal.rollout.hosts.episodes import Ended, Setup
 from shoal.rollout.hosts.host import (
@@ -38,6 +37,8 @@ from shoal.rollout.samplers.sampler import ChatTokenizer, Sampler, Sampling
 from shoal.rollout.settings import Backend, check_jobs, rollout_config
 
 logger = logging.getLogger(__name__)
+AHEAD = ("threads", "processes", "ray")
+"""Backends whose hosts are there between rollouts."""
 INTERRUPTED_SECONDS = 30.0
 """For which the present steps of envs are waited for after Ctrl-C."""
 OTHER_ROLLOUT_SECONDS = 10.0
@@ -126,6 +127,7 @@ class ParallelRolloutManager(Closing):
         self._inference: SharedLLMInferenceManager | None = None
         self._hosts: Hosts | None = None
         self._here: Hosts | None = None  # the caller's thread
+        self._ahead: Ahead | None = None  # what `prepare` has begun
         self._playing = threading.Lock()
         self._closed = threading.Event()
         self._results: dict[int, Trajectory] = {}  # of the latest rollout, which grow while it lasts
@@ -150,6 +152,9 @@ class ParallelRolloutManager(Closing):
 
     def _end_hosts(self) -> None:
         hosts, self._hosts = self._hosts, None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self.inference.loop.run(ahead.stop())
         if hosts is not None:
             self.inference.loop.run(hosts.close())
         here, self._here = self._here, None
@@ -205,6 +210,36 @@ class ParallelRolloutManager(Closing):
 
     rollout = collect
 
+    def prepare(
+        self,
+        iteration: int,
+        sampling: Sampling | None = None,
+        *,
+        first_group: int = 0,
+        n_groups: int | None = None,
+    ) -> None:
+        """Let the hosts begin what the next `collect` with the same arguments plays; returns at once.
+
+        They reset its envs and write its first prompts while the caller does something else. The trajectories are the
+        same without it; with other arguments the hosts begin anew. Nothing is prepared in the caller's thread
+        ("serial"), by joblib, whose workers are not this rollout's own, with `reset_ahead: false`, or as long as the
+        journal may hold what comes next.
+        """
+        ahead = self.settings.reset_ahead and self.backend in AHEAD
+        if not ahead or self._programs or self.journal.count:  # a program would ask the model at once
+            return
+        sampling = sampling or self.config.agent_proxy.sampling()
+        assignments = assignments_of(self.seed, iteration, self.tags, self.group_size, first_group, n_groups)
+        with self._playing:
+            if self._ahead is not None:
+                self._end_hosts()
+            hosts = self._own_hosts()
+
+            async def begin() -> Ahead:
+                return Ahead(hosts, assignments, sampling, self._limits)
+
+            self._ahead = self.inference.loop.run(begin())
+
     def play(self, assignments: Sequence[Assignment], sampling: Sampling) -> list[Trajectory]:
         """Play these episodes, whichever they are, and return their trajectories in the same order.
 
@@ -242,7 +277,14 @@ class ParallelRolloutManager(Closing):
         def left() -> list[Assignment]:
             return [a for a in assignments if a.index not in results]
 
+<<<<<<< HEAD
         if left() and (self.backend != "serial" or self._programs):
+=======
+        todo = left(), sampling
+        if self._ahead is not None and (self._ahead.assignments, self._ahead.sampling) != todo:
+            self._end_hosts()
+        if left() and self.backend != "serial":
+>>>>>>> main
             try:
                 self._play_on_hosts(left(), sampling, finished, closed)
             except HostsFailedError as error:
@@ -296,6 +338,7 @@ class ParallelRolloutManager(Closing):
         closed: threading.Event,
     ) -> None:
         """Play in the driver's thread, and keep in this one what has finished."""
+<<<<<<< HEAD
         settings, inference = self.settings, self.inference
         limits = Limits(
             settings.step_timeout, settings.make_timeout, settings.episode_timeout, settings.request_timeout,
@@ -305,12 +348,17 @@ class ParallelRolloutManager(Closing):
         if self._hosts is None:
             self._hosts = self._make_hosts()
         hosts = self._hosts
+=======
+        settings, inference, hosts = self.settings, self.inference, self._own_hosts()
+        news = queue.SimpleQueue[tuple[int, Ended] | None]()
+>>>>>>> main
         driver = Driver(
-            hosts, inference.sampler, sampling, lambda *item: news.put(item), limits, self.failures
+            hosts, inference.sampler, sampling, lambda *item: news.put(item), self._limits, self.failures
         )
         self._count(driver)
 
-        playing = inference.loop.submit(driver.play(assignments))
+        ahead, self._ahead = self._ahead, None
+        playing = inference.loop.submit(driver.play(assignments, ahead))
         playing.add_done_callback(lambda _: news.put(None))
         try:
             while True:
@@ -332,6 +380,20 @@ class ParallelRolloutManager(Closing):
                 with contextlib.suppress(TimeoutError):
                     inference.loop.run(hosts.close(), INTERRUPTED_SECONDS)
             raise
+
+    def _own_hosts(self) -> Hosts:
+        """The hosts, made when first needed."""
+        if self._hosts is None:
+            self._hosts = self._make_hosts()
+        return self._hosts
+
+    @property
+    def _limits(self) -> Limits:
+        settings = self.settings
+        return Limits(
+            settings.step_timeout, settings.make_timeout, settings.episode_timeout, settings.request_timeout,
+            settings.max_deaths, 1 if self._programs else settings.episodes_at_once,
+        )  # fmt: skip
 
 
 def make_hosts(backend: str, setup: Setup, count: int, ray_options: dict[str, Any]) -> Hosts:

@@ -55,6 +55,9 @@ class ParallelConfig:
     """Of each Ray actor: `num_cpus` (0 if not given: `parallel_n_jobs` alone says how many), `resources`, …"""
     keep_envs: bool = False
     """Keep envs for the next rollout instead of making new ones, until the manager is closed (not with joblib)."""
+    reset_ahead: bool = True
+    """Reset the envs of the next iteration, and write their first prompts, while the update runs (with threads,
+    processes and ray). False for envs whose reset reads what the update does, or that must not wait after it."""
 
     def __post_init__(self) -> None:
         limits = ("step_timeout", "make_timeout", "episode_timeout", "request_timeout", "engine_timeout")

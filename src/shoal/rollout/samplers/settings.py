@@ -114,6 +114,9 @@ class EngineConfig:
     """Longest prompt and response together, in tokens (tiny)."""
     device: str = "cpu"
     """Where the network computes: cpu, cuda, cuda:1 or mps."""
+    deterministic: bool | Literal["auto"] = "auto"
+    """Train by PyTorch's deterministic algorithms, so that one seed gives the same weights, also after a resume; a bit
+    slower, and an operation without one is an error. `auto`: on CUDA devices."""
     threads: int = 1
     """Threads of the network's arithmetic, set by `shoal train`; with 1, log-probs are bit-equal (level L2)."""
     dtype: Literal["float32", "bfloat16"] = "float32"

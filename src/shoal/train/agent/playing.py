@@ -94,16 +94,12 @@ class SharedCollector:
         self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
     ) -> list[Trajectory]:
         """Play groups once; trajectories come group by group, member by member, as from one process."""
-        processes = self._processes
-        n_groups = len(self.tags) if n_groups is None else n_groups
-        cuts = [n_groups * rank // processes.count for rank in range(processes.count + 1)]
-        first, last = cuts[processes.rank], cuts[processes.rank + 1]
+        processes, own = self._processes, self._own_groups(first_group, n_groups)
 
         def play() -> tuple[list[Trajectory], RolloutReport | None]:
-            if first == last:
+            if not own:
                 return [], None
-            own = first_group + first
-            played = self.collector.collect(iteration, sampling, first_group=own, n_groups=last - first)
+            played = self.collector.collect(iteration, sampling, first_group=own.start, n_groups=len(own))
             refuse_no_numbers(played)
             return played, self.collector.report
 
@@ -111,6 +107,21 @@ class SharedCollector:
             everyone = processes.together(play)
         self._reports.append([report for _, report in everyone if report is not None])
         return [trajectory for part, _ in everyone for trajectory in part]
+
+    def prepare(self, iteration: int, sampling: Sampling) -> None:
+        """Let this process's hosts begin its share of an iteration that is played next; none others have any."""
+        own = self._own_groups()
+        if own and isinstance(self.collector, ParallelRolloutManager):
+            self.collector.prepare(iteration, sampling, first_group=own.start, n_groups=len(own))
+
+    def _own_groups(self, first: int = 0, count: int | None = None) -> range:
+        """The groups of `count` from `first` on that this process plays."""
+        count, rank, processes = (
+            len(self.tags) if count is None else count,
+            self._processes.rank,
+            self._processes,
+        )
+        return range(first + count * rank // processes.count, first + count * (rank + 1) // processes.count)
 
     def take_metrics(self) -> dict[str, float]:
         """How parallel rollouts went since the last call, all calls and processes together; nothing for others."""

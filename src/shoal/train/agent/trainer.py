@@ -38,6 +38,7 @@ from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.conflicts import refuse_without_signal
+from shoal.train.agent.determinism import applies, deterministic
 from shoal.train.agent.distributed import Processes
 from shoal.train.agent.evaluation import (
     heldout_metrics,
@@ -126,11 +127,14 @@ class AgentTrainer(Closing):
         begun.callback(self.train_envs.pool.close)
         begun.callback(self.val_envs.pool.close)
         roles = {**self.train_envs.roles, **self.val_envs.roles}
+        exact = config.engine.deterministic
         if sampler is None:
+            applies(exact, config.engine.device)  # so that cuBLAS knows it when it begins
             policy, sampler = make_networked(config, roles, self.processes)
             begun.callback(close_engine, sampler)
         policy = policy_of(sampler) if policy is None else policy
         refuse_stranger(sampler, policy)
+        self._deterministic = applies(exact, str(next(policy.module.parameters()).device))
         self.sampler = sampler
         algorithm, teacher = config.algorithm, None
         if config.model.lora.rank and not hasattr(policy, "without_adapters"):
@@ -240,9 +244,12 @@ class AgentTrainer(Closing):
         self._doing = f"iteration {iteration + 1}", self._collector
         trajectories, learned, share, rollouts = play_groups(self._collector, iteration, config)
         rollout_seconds = time.perf_counter() - clock
+        if not self._may_end_after(iteration + 1):
+            self._collector.prepare(iteration + 1, config.agent_proxy.sampling())
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
         self._doing = f"iteration {iteration + 1}, learning from {len(learned)} episodes", None
-        learning, samples = self._learn(trajectories, learned, share, iteration)
+        with deterministic(self._deterministic):
+            learning, samples = self._learn(trajectories, learned, share, iteration)
         row |= learning
         if samples:
             row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
@@ -266,6 +273,12 @@ class AgentTrainer(Closing):
         return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
 
     # --- parts of an iteration
+    def _may_end_after(self, done: int) -> bool:
+        """Whether `done` iterations are all, or an evaluation then may say so."""
+        settings = self.config.trainer
+        asks = settings.stop_at_success is not None and done % settings.eval_every == 0
+        return done >= settings.iterations or asks
+
     def _learn(
         self, trajectories: list[Trajectory], learned: list[Trajectory], share: float, iteration: int
     ) -> tuple[dict[str, float], list[Sample]]:
@@ -294,9 +307,10 @@ class AgentTrainer(Closing):
         self._doing = f"warm-up, 0 of {steps} steps", None
         config = replace(self.config, warmup=replace(self.config.warmup, steps=steps))
         warming = warmed_up(config, self.policy, self.train_envs.roles, self.processes, self._failures)
-        for done, loss in enumerate(warming, start=1):
-            self._doing = f"warm-up, {done} of {steps} steps", None
-            row["warmup_loss"] = loss
+        with deterministic(self._deterministic):
+            for done, loss in enumerate(warming, start=1):
+                self._doing = f"warm-up, {done} of {steps} steps", None
+                row["warmup_loss"] = loss
         self.processes.share_weights(self.policy.module.state_dict().values())
         if self.critic is not None:
             self.critic.model.load_state_dict(self.policy.module.state_dict())
