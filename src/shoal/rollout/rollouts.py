@@ -16,8 +16,9 @@ from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, WorkerError, did_you_mean
 from shoal.core.executors import Closing, available_cpus
 from shoal.envs.catalogue import resolve_text
+from shoal.envs.program import ProgramEnv
 from shoal.rollout.driver import Ahead, Driver, Limits, RolloutReport, report_failures
-from shoal.rollout.factory import make_roles, validate_environment_config
+from shoal.rollout.factory import make_roles, program_tags, validate_environment_config
 from shoal.rollout.failures import FailureLog
 from shoal.rollout.hosts.episodes import Ended, Setup
 from shoal.rollout.hosts.host import (
@@ -277,14 +278,10 @@ class ParallelRolloutManager(Closing):
         def left() -> list[Assignment]:
             return [a for a in assignments if a.index not in results]
 
-<<<<<<< HEAD
-        if left() and (self.backend != "serial" or self._programs):
-=======
         todo = left(), sampling
         if self._ahead is not None and (self._ahead.assignments, self._ahead.sampling) != todo:
             self._end_hosts()
-        if left() and self.backend != "serial":
->>>>>>> main
+        if left() and (self.backend != "serial" or self._programs):
             try:
                 self._play_on_hosts(left(), sampling, finished, closed)
             except HostsFailedError as error:
@@ -338,20 +335,8 @@ class ParallelRolloutManager(Closing):
         closed: threading.Event,
     ) -> None:
         """Play in the driver's thread, and keep in this one what has finished."""
-<<<<<<< HEAD
-        settings, inference = self.settings, self.inference
-        limits = Limits(
-            settings.step_timeout, settings.make_timeout, settings.episode_timeout, settings.request_timeout,
-            settings.max_deaths, 1 if self._programs else settings.episodes_at_once,
-        )  # fmt: skip
-        news = queue.SimpleQueue[tuple[int, Ended] | None]()
-        if self._hosts is None:
-            self._hosts = self._make_hosts()
-        hosts = self._hosts
-=======
         settings, inference, hosts = self.settings, self.inference, self._own_hosts()
         news = queue.SimpleQueue[tuple[int, Ended] | None]()
->>>>>>> main
         driver = Driver(
             hosts, inference.sampler, sampling, lambda *item: news.put(item), self._limits, self.failures
         )
