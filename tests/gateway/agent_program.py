@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 import urllib.request
@@ -32,6 +33,8 @@ for turn in range(3):
         raise RuntimeError("the data set is missing")
     if fault == "hangs":
         time.sleep(1000)
+if fault == "leaves":  # a process of its own session, which keeps the output open
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(12)"], start_new_session=True)
 if fault == "loud":
     sys.stdout.write("\n" + "x" * 3_000_000)
 if fault == "memory":

@@ -10,6 +10,7 @@ import pytest
 from shoal import ParallelRolloutManager
 from shoal.core.errors import ConfigError
 from shoal.envs.catalogue import make
+from shoal.envs.check import quick_check
 from shoal.gateway.programs import sessions_of
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import make_samples
@@ -19,10 +20,11 @@ from shoal.train.agent.trainer import AgentTrainer
 PROGRAM = Path(__file__).with_name("agent_program.py")
 
 
-def config(where, *overrides, fault="", **settings):
+def config(where, *overrides, fault="", function="", **settings):
     """A config of a file of its own, as a user has it."""
-    command = ["{python}", str(PROGRAM), *([fault] if fault else [])]
-    kind = {"env_type": "program", "env_config": {"command": command, **settings}}
+    command = {"command": ["{python}", str(PROGRAM), *([fault] if fault else [])]}
+    called = {"function": f"agent_functions:{function}", "folder": str(PROGRAM.parent)}
+    kind = {"env_type": "program", "env_config": {**(called if function else command), **settings}}
     groups = {"env_groups": 2, "env_configs": {"tags": ["Agent"]}}
     values = {
         "defaults": ["base", "_self_"],
@@ -64,9 +66,15 @@ def test_programs_are_played_in_groups_and_leave_exact_records(tmp_path):
     assert not left_behind()
 
 
+@pytest.mark.parametrize("function", ["", "play", "play_async"])
 @pytest.mark.parametrize("n_jobs", [1, 4])
-def test_the_same_seed_gives_the_same_record_however_many_play_at_once(tmp_path, n_jobs):
-    assert play(config(tmp_path), n_jobs) == play(config(tmp_path), 2)
+def test_the_same_seed_gives_the_same_record_however_many_play_at_once(tmp_path, n_jobs, function):
+    played = play(config(tmp_path, function=function), n_jobs)
+    assert played == play(config(tmp_path, function=function), 2)
+    assert all(trajectory.status == "ok" for trajectory in played)
+    assert len({trajectory.reward for trajectory in played}) > 1
+    if function != "play_async":
+        assert played == play(config(tmp_path), 1)  # a command that plays likewise
 
 
 @pytest.mark.parametrize(
@@ -101,6 +109,63 @@ def test_a_program_that_misbehaves_fails_its_episode_and_leaves_nothing(
     assert not left_behind()
 
 
+def test_an_episode_ends_with_its_program_though_others_keep_its_output_open(tmp_path):
+    settings = config(tmp_path, "es_manager.train.env_groups=1", fault="leaves", timeout=8.0)
+    assert [trajectory.status for trajectory in play(settings, 3)] == ["ok"] * 3
+
+
+def test_a_worker_process_plays_many_episodes_of_a_function_and_ends_with_the_rollout(tmp_path):
+    engine = TinyEngine([], TinyShape(32, 1, 2, 1000), seed=1)
+    settings = config(tmp_path, function="counts")
+    with ParallelRolloutManager(settings, engine, 2, sessions=sessions_of) as manager:
+        rewards = [[t.reward for t in manager.collect(iteration)] for iteration in range(3)]
+        pids = manager.worker_pids()
+        assert len(pids) == 2
+        assert sum(map(len, rewards)) == 18
+        assert max(map(max, rewards)) >= 9  # two processes have played all of them
+    assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "why"),
+    [
+        ("raises", "env_error", "KeyError: 'garden' (agent_functions.py"),
+        ("exits", "env_error", "SystemExit: 3"),
+        ("dies", "env_error", "the process of the function exited with code 4"),
+        ("hangs", "timeout", "did not return within 4 s"),
+        ("hangs_async", "timeout", "did not return within 4 s"),
+        ("nonsense", "env_error", "the result must be a reward"),
+        ("missing", "env_error", "has no attribute 'missing'"),
+        ("no_function", "env_error", "agent_functions:no_function is no function"),
+    ],
+)
+def test_a_function_that_misbehaves_fails_its_episode_and_its_process_ends(tmp_path, function, status, why):
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    overrides = "agent_proxy.parallel.env_retries=0", "es_manager.train.env_groups=1"
+    played = play(config(tmp_path, *overrides, function=function, timeout=4.0))
+    for trajectory in played:
+        assert trajectory.status == status
+        assert why in trajectory.error
+    after = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    assert not [p for pid, p in after.items() if pid not in before and "forkserver" not in str(p.cmdline())]
+
+
+def test_an_episode_whose_function_died_is_played_again_as_if_it_had_not(tmp_path, monkeypatch):
+    (tmp_path / "marks").mkdir()
+    monkeypatch.setenv("MARKS", str(tmp_path / "marks"))
+    settings = config(tmp_path, "es_manager.train.group_size=1", function="fails_once")
+    first = play(settings)
+    assert [(t.status, t.reward) for t in first] == [("ok", 1.0)] * 2
+    assert len(list((tmp_path / "marks").iterdir())) == 2
+    assert play(settings) == first
+
+
+def test_calls_that_come_after_the_end_of_an_episode_are_in_no_record(tmp_path):
+    for trajectory in play(config(tmp_path, function="asks_late"), 1):
+        assert trajectory.status == "ok"
+        assert [turn.observation for turn in trajectory.turns] == ["go"]
+
+
 def test_programs_need_a_parallel_rollout_and_company_of_their_kind(tmp_path):
     with pytest.raises(ConfigError, match=r"set agent_proxy\.use_parallel_rollout=true"):
         AgentTrainer(
@@ -111,6 +176,16 @@ def test_programs_need_a_parallel_rollout_and_company_of_their_kind(tmp_path):
         play(config(tmp_path, "es_manager.train.env_configs.tags=[Agent,Lake]", lake))
     with pytest.raises(ConfigError, match="ProgramConfig.command: Expected `array`, got 'ls'"):
         make("program", command="ls")
+    with pytest.raises(ConfigError, match="give either function"):
+        make("program", command=["ls"], function="a:b")
+    with pytest.raises(ConfigError, match="function must be such as"):
+        make("program", function="agent.py")
+
+
+def test_the_check_before_a_training_reads_the_tasks_of_a_program(tmp_path):
+    quick_check("program", {"function": "a:b"})
+    with pytest.raises(ConfigError, match="tasks: .* must hold a JSON value in each line"):
+        quick_check("program", {"function": "a:b", "tasks": str(tmp_path / "none.jsonl")})
 
 
 def test_a_training_on_a_program_learns_what_it_pays_and_resumes_equal(tmp_path):

@@ -1,7 +1,8 @@
-"""Episodes that programs play: each is a process that asks the model by itself, and its calls are the record.
+"""Episodes that programs play by asking the model themselves; their calls are the record.
 
-A program that dies, hangs or says nonsense is killed with all that it started, and its episode is played once more with
-the same noise, as for any env. Where its calls go is a session, which the caller's factory opens: the gateway, mostly.
+A command is a process an episode; a Python function is called in a worker process that plays many. A program that
+dies, hangs or says nonsense is killed with all that it started, and its episode is played once more with the same
+noise, as for any env. Where its calls go is a session, which the caller's factory opens: the gateway, mostly.
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Mapping, Sequence
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from shoal.core.data import MOST_REWARD, Call, Status, Trajectory, Turn
+from shoal.core.data import Call, Status, Trajectory, Turn
 from shoal.core.errors import EngineError, EnvError
 from shoal.core.workers import kill_descendants
 from shoal.envs.program import ProgramEnv
+from shoal.rollout.functions import FunctionFailedError, FunctionProcess, result_of, start_function
 from shoal.rollout.hosts.episodes import Begin, Ended, Event, Reply
 from shoal.rollout.hosts.host import LocalHosts
 from shoal.rollout.plan import Assignment
 from shoal.rollout.samplers.sampler import Key, Sampling
+
+LAST_WORDS_SECONDS = 1.0
+"""For which the rest of an ended program's output is waited for."""
 
 
 class Exchanged(NamedTuple):
@@ -88,6 +95,10 @@ class ProgramHosts(LocalHosts):
         finally:
             await self._sessions.close()
 
+    def pids(self) -> list[int]:
+        """The processes of functions that were started."""
+        return [pid for host in self._hosts.values() for pid in host.pids()]  # type: ignore[attr-defined]
+
 
 class ProgramFailedError(EnvError):
     """A program that came to no result; `status` is that of its episode."""
@@ -106,7 +117,7 @@ class Result:
 
 
 class ProgramHost:
-    """Plays episodes of programs, each in a process of its own; it lives in the loop of the driver.
+    """Plays episodes of programs in processes; it lives in the loop of the driver.
 
     Args:
         programs: by tag.
@@ -119,6 +130,7 @@ class ProgramHost:
     def __init__(self, programs: Mapping[str, ProgramEnv], sessions: Sessions, retries: int = 1) -> None:
         self._programs, self._sessions, self._retries = programs, sessions, retries
         self._tasks: set[asyncio.Task[Event]] = set()
+        self._idle: dict[str, FunctionProcess] = {}  # by tag; they wait for the next episode
 
     def tell(self, message: Begin | Reply) -> Awaitable[Event]:
         """The end of an episode that begins."""
@@ -145,7 +157,11 @@ class ProgramHost:
         result, status, why = Result(0.0, False), "ok", None
         exchanged: Sequence[Exchanged] = ()
         try:
-            result = await run(program, program.task(place.env_seed), session.variables)
+            task = program.task(place.env_seed)
+            if program.config.function is None:
+                result = await run(program, task, session.variables)
+            else:
+                result = await self._call(assignment.tag, task, session.variables)
         except ProgramFailedError as error:
             status, why = error.status, str(error)
         finally:
@@ -170,6 +186,37 @@ class ProgramHost:
             truncated=False, status=status, error=why,  # type: ignore[arg-type]
         )  # fmt: skip
 
+    async def _call(self, tag: str, task: Mapping[str, Any], variables: Mapping[str, str]) -> Result:
+        """Call a function in a process that waits, or a new one; only after a result it is kept for the next.
+
+        Raises:
+            ProgramFailedError: it failed or was too slow.
+        """
+        config = self._programs[tag].config
+        assert config.function is not None
+        process = self._idle.pop(tag, None)
+        try:
+            async with asyncio.timeout(config.timeout):
+                if process is None:
+                    process = await start_function(config.function, config.folder)
+                    _limit_memory(process.pid, config.memory)
+                result = Result(*await process.call(task, variables))
+            self._idle[tag], process = process, self._idle.pop(tag, None)
+            return result
+        except TimeoutError:
+            raise ProgramFailedError(
+                f"the function did not return within {config.timeout:g} s (timeout)", "timeout"
+            ) from None
+        except FunctionFailedError as error:
+            raise ProgramFailedError(str(error)) from error
+        finally:
+            if process is not None:
+                process.end()
+
+    def pids(self) -> list[int]:
+        """The processes of functions that wait for an episode."""
+        return [process.pid for process in self._idle.values()]
+
     async def overdue(self) -> list[tuple[int, str]]:
         """None: each program has a time limit of its own."""
         return []
@@ -185,7 +232,9 @@ class ProgramHost:
             await asyncio.wait(self._tasks, timeout=seconds)
 
     def end(self) -> None:
-        """There is nothing to end."""
+        """End the processes of functions."""
+        while self._idle:
+            self._idle.popitem()[1].end()
 
 
 async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[str, str]) -> Result:
@@ -196,79 +245,104 @@ async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[s
     """
     config = program.config
     words = [sys.executable if word == "{python}" else word for word in config.command]
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            cwd=config.folder, env={**os.environ, **variables}, start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        raise ProgramFailedError(f"{words[0]} cannot be started: {error}") from error
-    try:
-        _limit_memory(process.pid, config.memory)
-        line = json.dumps(task).encode() + b"\n"
-        async with asyncio.timeout(config.timeout):
-            said, errors = await _talk(process, line, config.output)
-            code = await process.wait()
-    except TimeoutError:
-        raise ProgramFailedError(
-            f"the program did not end within {config.timeout:g} s (timeout)", "timeout"
-        ) from None
-    finally:
-        _kill(process)
-        with contextlib.suppress(ProcessLookupError):
+    with contextlib.ExitStack() as ending:
+        given = ending.enter_context(tempfile.TemporaryFile())
+        given.write(json.dumps(task).encode() + b"\n")
+        given.seek(0)
+        said, errors = Tail(config.output), Tail(1 << 14)
+        ending.callback(said.close)
+        ending.callback(errors.close)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words, stdin=given, stdout=said.writer, stderr=errors.writer, cwd=config.folder,
+                env={**os.environ, **variables}, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise ProgramFailedError(f"{words[0]} cannot be started: {error}") from error
+        reading = [
+            asyncio.ensure_future(said.read(partial(_kill, process))),
+            asyncio.ensure_future(errors.read()),
+        ]
+        try:
+            _limit_memory(process.pid, config.memory)
+            async with asyncio.timeout(config.timeout):
+                code = await process.wait()
+            _kill(process)
+            await asyncio.wait(reading, timeout=LAST_WORDS_SECONDS)
+        except TimeoutError:
+            raise ProgramFailedError(
+                f"the program did not end within {config.timeout:g} s (timeout)", "timeout"
+            ) from None
+        finally:
+            _kill(process)
             await process.wait()
+            for one in reading:
+                one.cancel()
+    if said.cut:
+        raise ProgramFailedError(f"the program printed more than {config.output} bytes (output)")
     if code:
-        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["nothing on standard error"]
+        last = errors.text().splitlines()[-1:] or ["nothing on standard error"]
         raise ProgramFailedError(f"the program ended with status {code}: {last[0][:300]}")
-    return read_result(said)
+    return read_result(said.text())
 
 
-async def _talk(process: asyncio.subprocess.Process, line: bytes, most: int) -> tuple[bytes, bytes]:
-    """Give the program its task, and read what it prints: all of its output, the end of its errors."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    errors = bytearray()
+class Tail:
+    """The end of what a process writes into a pipe of its own, which it may leave to others.
 
-    async def drain(stream: asyncio.StreamReader) -> None:
-        while part := await stream.read(1 << 16):
-            errors.extend(part)
-            del errors[: -(1 << 14)]
+    Args:
+        most: bytes that are kept.
+    """
 
-    draining = asyncio.ensure_future(drain(process.stderr))
-    try:
-        with contextlib.suppress(ConnectionError):
-            process.stdin.write(line)
-            await process.stdin.drain()
-        process.stdin.close()
-        said = bytearray()
-        while part := await process.stdout.read(1 << 16):
-            said += part
-            if len(said) > most:
-                raise ProgramFailedError(f"the program printed more than {most} bytes (output)")
-        await draining
-    finally:
-        draining.cancel()
-    return bytes(said), bytes(errors)
+    def __init__(self, most: int) -> None:
+        self.cut = False
+        """Whether there were more."""
+        self._most, self._kept = most, bytearray()
+        reader, self.writer = os.pipe()
+        self._reader = os.fdopen(reader, "rb", 0)
+
+    async def read(self, when_cut: Callable[[], None] = lambda: None) -> None:
+        """Read until all writers have gone; `when_cut` is called when it is too much."""
+        os.close(self.writer)
+        self.writer = -1
+        stream, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), self._reader
+        )
+        try:
+            while part := await stream.read(1 << 16):
+                self._kept += part
+                if len(self._kept) > self._most:
+                    del self._kept[: -self._most]
+                    self.cut = True
+                    when_cut()
+        finally:
+            transport.close()
+
+    def text(self) -> str:
+        """What is kept."""
+        return self._kept.decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Close the pipe."""
+        if self.writer >= 0:
+            os.close(self.writer)
+        self._reader.close()
 
 
-def read_result(said: bytes) -> Result:
-    """The result in the last line of a program's output; a reward of 1 or more is a success if it does not say so.
+def read_result(said: str) -> Result:
+    """The result in the last line of a program's output.
 
-    >>> read_result(b'{"reward": 0.5}')
+    >>> read_result('{"reward": 0.5}')
     Result(reward=0.5, success=False)
     """
-    lines = said.decode(errors="replace").strip().splitlines()
+    last = (said.splitlines() or [""])[-1]
     try:
-        value = json.loads(lines[-1])
-        reward = value["reward"]
-        good = isinstance(reward, int | float) and not isinstance(reward, bool) and abs(reward) <= MOST_REWARD
-        if good:
-            return Result(float(reward), bool(value.get("success", reward >= 1)))
-    except (IndexError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        value = json.loads(last)
+        if isinstance(value, dict):
+            return Result(*result_of(value))
+    except (ValueError, RecursionError):
         pass
-    last = lines[-1][:200] if lines else ""
-    raise ProgramFailedError(f'the last line must be JSON such as {{"reward": 1.0}}, got {last!r}')
+    raise ProgramFailedError(f'the last line must be JSON such as {{"reward": 1.0}}, got {last[:200]!r}')
 
 
 def _limit_memory(pid: int, mebibytes: int | None) -> None:
