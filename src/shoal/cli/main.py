@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "prove here that a run is the same however it is run, and whatever is killed",
     ),
     "eval": ("shoal.cli.eval", "play held-out episodes with a trained run or a model"),
+    "gateway": ("shoal.cli.gateway", "serve a model to agents that use the packages of OpenAI and Anthropic"),
     "export": ("shoal.cli.export", "write the model of a run as a folder of its own"),
     "model": ("shoal.cli.model", "fetch a small language model"),
     "split": ("shoal.cli.split", "turn recorded trajectories into a training batch"),

@@ -23,6 +23,7 @@ from shoal.core.data import Call, Status, Trajectory, Turn
 from shoal.core.errors import EngineError, EnvError
 from shoal.core.workers import kill_descendants
 from shoal.envs.program import ProgramEnv
+from shoal.rollout.episode import anchor_of
 from shoal.rollout.functions import FunctionFailedError, FunctionProcess, result_of, start_function
 from shoal.rollout.hosts.episodes import Begin, Ended, Event, Reply
 from shoal.rollout.hosts.host import LocalHosts
@@ -172,7 +173,7 @@ class ProgramHost:
         if status == "ok" and not exchanged:
             status, why = "env_error", "the program ended without asking the model"
         turns = [
-            Turn(one.asked, number, one.answered, one.answered, True, 0.0, str(number))
+            Turn(one.asked, number, one.answered, one.answered, True, 0.0, anchor_of({}, one.asked))
             for number, one in enumerate(exchanged)
         ]
         if turns:
