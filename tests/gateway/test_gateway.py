@@ -223,6 +223,25 @@ def test_each_call_is_on_disk_before_it_is_answered(serve, engine, tmp_path):
         assert isinstance(recorded[-1].call, Call)
 
 
+def test_calls_at_once_are_written_together_and_a_disk_that_is_full_refuses_them(serve, engine, tmp_path):
+    journal = tmp_path / "calls.jsonl"
+    server = serve(as_sampler(engine), engine.tokenizer, max_tokens=6, journal=journal)
+    body = json.dumps({"messages": [{"role": "user", "content": "go"}]}).encode()
+
+    async def ask_many():
+        ask = server.gateway.handle
+        return await asyncio.gather(*(ask("chat/completions", f"s{n}", body, False) for n in range(100)))
+
+    assert [status for status, _ in server.run(ask_many())] == [200] * 100
+    names = [msgspec.json.decode(line, type=Recorded).session for line in journal.read_bytes().splitlines()]
+    assert sorted(names) == sorted(f"s{n}" for n in range(100))
+    journal.unlink()
+    journal.mkdir()
+    status, answer = post(server, body)
+    assert status == 503
+    assert "calls.jsonl" in answer["error"]["message"]
+
+
 def test_strangers_are_refused(serve, engine):
     server = serve(as_sampler(engine), engine.tokenizer, max_tokens=4)
     body = json.dumps({"messages": [{"role": "user", "content": "go"}]}).encode()

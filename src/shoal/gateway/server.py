@@ -76,6 +76,46 @@ WIRES = {
 }  # fmt: skip
 
 
+class Record:
+    """A file of calls; those that come while others are being written are written together.
+
+    Args:
+        path: of the file, a call a line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def add(self, recorded: Recorded) -> None:
+        """Return when a call is on disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((msgspec.json.encode(recorded) + b"\n", written))
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write())
+        await written
+
+    async def _write(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            try:
+                lines = b"".join(line for line, _ in batch)
+                await asyncio.to_thread(append_line, self._path, lines, durable=True)
+            except OSError as error:
+                for _, written in batch:
+                    if not written.done():
+                        written.set_exception(error)
+            for _, written in batch:
+                if not written.done():
+                    written.set_result(None)
+        self._writing = None
+
+
 class Gateway:
     """Sessions in front of a sampler.
 
@@ -100,10 +140,10 @@ class Gateway:
         model: str = "shoal",
     ) -> None:
         self.sampler, self.tokenizer, self.max_tokens = sampler, tokenizer, max_tokens
-        self.journal, self.seed, self.model = journal, seed, model
+        self.seed, self.model = seed, model
+        self._record = None if journal is None else Record(journal)
         self.secret = secret or secrets.token_urlsafe(24)
         self.sessions: dict[str, Session] = {}
-        self._opened = 0
 
     def open(self, name: str, key: Key | None = None, **limits: Any) -> Session:
         """Begin a session.
@@ -124,12 +164,9 @@ class Gateway:
             raise RefusedError(f"there is a session {name!r} already", status=409)
         if key is None:
             key = Key(self.seed, (derive_seed(self.seed, "session", name),))
-        self.sessions[name] = Session(name, key, self.tokenizer, self.sampler, self._write, **limits)
+        write = None if self._record is None else self._record.add
+        self.sessions[name] = Session(name, key, self.tokenizer, self.sampler, write, **limits)
         return self.sessions[name]
-
-    def _write(self, recorded: Recorded) -> None:
-        if self.journal is not None:
-            append_line(self.journal, msgspec.json.encode(recorded) + b"\n", durable=True)
 
     def url(self, base: str, session: str) -> str:
         """The address of a session, where the gateway answers at `base`."""
@@ -152,7 +189,7 @@ class Gateway:
             answers = await known.answer(asked, path.encode() + body, retried=retried)
         except RefusedError as error:
             return error.status, wire.error(error)
-        except (EngineError, TimeoutError) as error:
+        except (EngineError, OSError) as error:  # no answer in time, or a full disk
             return 503, wire.error(RefusedError(str(error), status=503))
         answer = wire.write(asked, session, answers)
         return 200, wire.stream(asked, answer, given) if asked.stream else answer

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -84,7 +84,7 @@ class Session:
         key: Key,
         tokenizer: ChatTokenizer,
         sampler: Answers,
-        write: Callable[[Recorded], Any] = lambda recorded: None,
+        write: Callable[[Recorded], Awaitable[None]] | None = None,
         *,
         fixed: Picking | None = None,
         most_calls: int | None = None,
@@ -151,7 +151,10 @@ class Session:
                 self.failed = error if isinstance(error, EngineError) else EngineError(str(error))
                 raise
             self.failed = None
-            return self._record(asked, prompt, parent, digest, nth, completion)
+            answer = self._record(asked, prompt, parent, digest, nth, completion)
+            if self._write is not None:
+                await self._write(self.calls[answer.number])
+            return answer
 
         return list(await asyncio.gather(*(one(first + n) for n in range(asked.choices))))
 
@@ -209,7 +212,6 @@ class Session:
         call = Call(prompt[known:], parent, done.token_ids, done.logprobs, done.weights_version, done.finish)
         number = len(self.calls)
         recorded = Recorded(self.name, number, digest, nth, call, asked.turns, said.canonical())
-        self._write(recorded)
         self.calls.append(recorded)
         self._prompts[number] = prompt
         self._ends[(*asked.turns, ("assistant", recorded.answer))] = number
