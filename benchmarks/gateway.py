@@ -76,15 +76,15 @@ class Client:
     def __init__(self, port: int, path: str) -> None:
         self._connection, self._path = http.client.HTTPConnection("127.0.0.1", port), path
 
-    def ask(self, body: bytes) -> float:
-        """Seconds until the answer to a request has been read."""
-        began = time.perf_counter()
+    def ask(self, body: bytes) -> tuple[float, float]:
+        """Seconds until the answer to a request has been read, and the CPU time of both sides."""
+        began, used = time.perf_counter(), time.process_time()
         self._connection.request("POST", self._path, body, {"content-type": "application/json"})
         answer = self._connection.getresponse()
         read = answer.read()
-        seconds = time.perf_counter() - began
+        took = time.perf_counter() - began, time.process_time() - used
         assert answer.status == 200, read
-        return seconds
+        return took
 
 
 def body_of(number: int, turns: int) -> bytes:
@@ -115,10 +115,10 @@ def directly(count: int) -> float:
     return statistics.median(asyncio.run(ask()))
 
 
-def measure(turns: int, count: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds of each call, by server."""
+def measure(turns: int, count: int, folder: Path) -> dict[str, list[tuple[float, float]]]:
+    """Seconds and CPU time of each call, by server."""
     port, end = echo_server()
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     with (
         GatewayServer(Gateway(Instant(), TOKENIZER)) as plain,
         GatewayServer(Gateway(Instant(), TOKENIZER, journal=folder / f"{turns}.jsonl")) as kept,
@@ -150,22 +150,26 @@ def main() -> None:
     direct = directly(count)
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:
         for case, turns in TURNS.items():
-            seconds = measure(turns, count, Path(folder))
-            bare = statistics.median(seconds["echo"]) + direct
-            for name, found in seconds.items():
-                median = statistics.median(found)
-                beyond = 0.0 if name == "echo" else median - bare
-                tail = sorted(found)[int(len(found) * 0.99)]
-                row = {
-                    "case": case,
-                    "subject": name,
-                    "value": round(1000 * median, 3),
-                    "unit": "ms",
-                    "runs": len(found),
+            measured = measure(turns, count, Path(folder))
+            echo, echo_cpu = (statistics.median(column) for column in zip(*measured["echo"], strict=True))
+            for name, pairs in measured.items():
+                found, used = zip(*pairs, strict=True)
+                median, cpu = statistics.median(found), statistics.median(used)
+                beyond, cpu_beyond = (
+                    (0.0, 0.0) if name == "echo" else (median - echo - direct, cpu - echo_cpu)
+                )
+                row = {"case": case, "subject": name, "value": median, "unit": "ms", "runs": len(found)}
+                times = {
+                    "beyond": beyond,
+                    "p99": sorted(found)[int(len(found) * 0.99)],
+                    "cpu_beyond": cpu_beyond,
                 }
-                rows.append({**row, "p99": round(1000 * tail, 3), "beyond": round(1000 * beyond, 3)})
-                print(f"{case:20} {name:34} p50 {1000 * median:.3f} ms, beyond {1000 * beyond:.3f} ms, "
-                      f"p99 {1000 * tail:.3f} ms")  # fmt: skip
+                rows.append(row | {key: round(1000 * time, 3) for key, time in {"value": median, **times}.items()}
+                            | {"cpu_seconds": round(cpu, 6)})  # fmt: skip
+                shown = ", ".join(
+                    f"{key} {1000 * time:.3f}" for key, time in {"p50": median, **times}.items()
+                )
+                print(f"{case:20} {name:32} {shown} ms")
     if count > 50:
         machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         versions = {"python": platform.python_version(), "shoal": __version__, "uvicorn": uvicorn.__version__}

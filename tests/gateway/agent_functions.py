@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 
 PLAYED = []
@@ -86,16 +87,24 @@ def nonsense(base_url):
 
 
 def asks_late(base_url):
-    """A thread of the first episode asks on when that has ended."""
+    """A thread of the first episode asks on when that has ended, and writes down how it is refused."""
     ask(base_url, [{"role": "user", "content": "go"}])
+    mark = os.path.join(os.environ["MARKS"], "late")
 
     def late():
-        while True:
-            time.sleep(0.01)
-            ask(base_url, [{"role": "user", "content": "late"}])
+        try:
+            while True:
+                time.sleep(0.01)
+                ask(base_url, [{"role": "user", "content": "late"}])
+        except urllib.error.HTTPError as error:
+            with open(f"{mark}.new", "w") as file:
+                file.write(str(error.code))
+            os.rename(f"{mark}.new", mark)
 
     if not PLAYED:
         threading.Thread(target=late, daemon=True).start()
+    while PLAYED and not os.path.exists(mark):
+        time.sleep(0.01)
     PLAYED.append(0)
     return 1
 

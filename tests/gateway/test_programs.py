@@ -160,10 +160,13 @@ def test_an_episode_whose_function_died_is_played_again_as_if_it_had_not(tmp_pat
     assert play(settings) == first
 
 
-def test_calls_that_come_after_the_end_of_an_episode_are_in_no_record(tmp_path):
-    for trajectory in play(config(tmp_path, function="asks_late"), 1):
+def test_calls_that_come_after_the_end_of_an_episode_are_refused_and_in_no_record(tmp_path, monkeypatch):
+    monkeypatch.setenv("MARKS", str(tmp_path))
+    later = play(config(tmp_path, function="asks_late"), 1)[1:]
+    for trajectory in later:
         assert trajectory.status == "ok"
         assert [turn.observation for turn in trajectory.turns] == ["go"]
+    assert (tmp_path / "late").read_text() == "409"
 
 
 def test_programs_need_a_parallel_rollout_and_company_of_their_kind(tmp_path):

@@ -51,7 +51,9 @@ class GatewaySessions:
     async def _start(self, sampling: Sampling) -> None:
         import uvicorn
 
-        self.gateway = Gateway(self._sampler, self._tokenizer, max_tokens=sampling.max_tokens)
+        self.gateway = Gateway(
+            self._sampler, self._tokenizer, max_tokens=sampling.max_tokens, by_asking=False
+        )
         listener = listening(0)
         self._base = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(make_app(self.gateway), log_level="error", access_log=False, lifespan="off")

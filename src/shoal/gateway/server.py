@@ -27,7 +27,7 @@ from shoal.core.registry import SAFE_NAME
 from shoal.core.seeding import derive_seed
 from shoal.gateway import anthropic, openai, responses
 from shoal.gateway.chats import Asked, RefusedError
-from shoal.gateway.sessions import Answer, Recorded, Session
+from shoal.gateway.sessions import Answer, ClosedError, Recorded, Session
 from shoal.rollout.loops import LoopThread
 from shoal.rollout.samplers.sampler import ChatTokenizer, Key
 
@@ -126,6 +126,8 @@ class Gateway:
         journal: a file in which each call is written down before it is answered; None keeps them in memory alone.
         seed: of the noise of sessions that begin by being asked.
         secret: what addresses begin with; drawn if not given.
+        model: its name for programs that name none.
+        by_asking: whether a session begins when it is first asked, or only by `open`.
     """
 
     def __init__(
@@ -138,9 +140,10 @@ class Gateway:
         seed: int = 0,
         secret: str | None = None,
         model: str = "shoal",
+        by_asking: bool = True,
     ) -> None:
         self.sampler, self.tokenizer, self.max_tokens = sampler, tokenizer, max_tokens
-        self.seed, self.model = seed, model
+        self.seed, self.model, self._by_asking = seed, model, by_asking
         self._record = None if journal is None else Record(journal)
         self.secret = secret or secrets.token_urlsafe(24)
         self.sessions: dict[str, Session] = {}
@@ -185,14 +188,19 @@ class Gateway:
         wire = WIRES[path]
         try:
             asked, given = self._read(wire, body)
-            known = self.sessions.get(session) or self.open(session)
-            answers = await known.answer(asked, path.encode() + body, retried=retried)
+            answers = await self._known(session).answer(asked, path.encode() + body, retried=retried)
         except RefusedError as error:
             return error.status, wire.error(error)
         except (EngineError, OSError) as error:  # no answer in time, or a full disk
             return 503, wire.error(RefusedError(str(error), status=503))
         answer = wire.write(asked, session, answers)
         return 200, wire.stream(asked, answer, given) if asked.stream else answer
+
+    def _known(self, name: str) -> Session:
+        found = self.sessions.get(name)
+        if found is None and not self._by_asking:
+            raise ClosedError(name)
+        return found or self.open(name)
 
     def _read(self, wire: Wire, body: bytes) -> tuple[Asked, Mapping[str, Any]]:
         try:
