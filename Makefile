@@ -10,9 +10,9 @@ export PYTHONDONTWRITEBYTECODE :=
 # `make bench-… QUICK=1`: a first look within two minutes, which changes no file of results.
 HASTE := $(if $(QUICK),--quick)
 
-.PHONY: help setup demo demo-llm test test-slow test-portable test-browser test-gpu check docs settings package format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer bench-gateway test-integrations bench-learning
+.PHONY: help setup demo demo-llm test test-slow test-portable test-browser test-gpu check docs settings package wheel-test format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer bench-gateway test-integrations bench-learning
 
-help:             ## this list (every bench-… takes QUICK=1: its table within two minutes, nothing is saved)
+help:             ## this list (every bench-… takes QUICK=1: a table within two minutes, nothing is saved)
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
 setup: $(STAMP)   ## make .venv with the pinned packages and shoal itself
@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml $(wildcard requirements/*.txt)
 demo: setup       ## train a tiny language-model agent on FrozenLake, about a minute
 	$(BIN)/shoal train --config-name demo
 
-demo-llm: setup   ## a real language model (SmolLM2-135M, fetched once) learns which of two names pays, some minutes
+demo-llm: setup   ## a pretrained language model (SmolLM2-135M, downloaded once) learns a two-armed bandit, some minutes
 	$(BIN)/shoal model get smollm2
 	$(BIN)/shoal train --config-name smollm2-bandit
 
@@ -36,15 +36,15 @@ test: setup       ## the test suite, no GPU, no network
 test-slow: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu and not browser" --timeout 1800
 
-test-portable: setup  ## what other systems than Linux run, run here: spawn, pipes, nothing of Linux alone
+test-portable: setup  ## on Linux what other systems run: spawn and pipes
 	SHOAL_PORTABLE=1 $(BIN)/python -m pytest tests/vector tests/rollout tests/splitting -m "not slow and not gpu" -n 3 --dist worksteal
 
-test-browser: setup  ## the viewer in a headless Chromium, which is installed from Debian's packages where it is missing
+test-browser: setup  ## the viewer in a headless Chromium (installed from Debian's packages if missing)
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium
 	$(BIN)/python -m pytest tests/viewer/test_browser.py -m browser --timeout 300
 
-test-gpu:         ## the tests that need a GPU, with $(PYTHON) as it is
-	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/rollout/samplers/test_gpu.py tests/train/agent/test_determinism.py -p no:cacheprovider
+test-gpu:         ## the tests that need a GPU, with $(PYTHON)
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/rollout/samplers/test_gpu.py tests/rollout/samplers/test_invariant.py tests/train/agent/test_determinism.py -p no:cacheprovider
 
 check: setup      ## formatting, lint, types, import arrows
 	$(BIN)/ruff format --check .
@@ -52,17 +52,21 @@ check: setup      ## formatting, lint, types, import arrows
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-docs:             ## the site of the documents, into build/site
+docs: setup       ## the site of the documents, into build/site
+	PYTHONPATH=src $(BIN)/python docs/make_reference.py
 	test -d .venv-docs || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
 
-settings: setup   ## docs/settings.md anew, after a change to a setting, its default or its docstring
+settings: setup   ## write docs/settings.md, after a change to a setting, its default or its docstring
 	PYTHONPATH=src $(BIN)/python docs/make_settings.py
 
 package:          ## the wheel and the sdist, into dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 	$(BIN)/python -c "import setuptools.build_meta as b; b.build_sdist('dist')"
+
+wheel-test:       ## the wheel in a clean environment of each Python 3.11 to 3.14 that is installed: two short trainings, minutes
+	.ci/wheel-test
 
 format: setup     ## apply formatting and safe fixes
 	$(BIN)/ruff format .
@@ -82,7 +86,7 @@ bench-text-envs: setup  ## Countdown, MetaMathQA and WebShop beside other librar
 bench-split: setup ## splitting beside per-window processing, results to benchmarks/results/split.json
 	$(BIN)/python benchmarks/split.py $(HASTE)
 
-bench-skills: setup  ## a graph of skills: from nothing, in parallel, hand-over, speeds
+bench-skills: setup  ## a graph of skills: training, parallel speed-up, transfer
 	$(BIN)/python benchmarks/skills.py $(HASTE)
 bench-craftax: setup  ## Craftax-Classic with 1 M env steps, about ten minutes a seed (needs the extra "craftax"; CASE="full" or "iron", SEEDS="0 1 2")
 	$(BIN)/python benchmarks/craftax_skills.py $(if $(QUICK),--quick,$(CASE) $(SEEDS))
@@ -113,16 +117,15 @@ bench-vector: rivals  ## vector environments beside Gymnasium, Stable-Baselines3
 	$(RIVALS)/bin/python benchmarks/vector.py $(HASTE)
 	$(RIVALS)/bin/python benchmarks/vector.py $(HASTE) --busy-core
 	PYTHONPATH=src $(RIVALS)/bin/python benchmarks/faults.py $(HASTE)
-	$(if $(QUICK),,$(BIN)/python benchmarks/vector_tables.py)
-bench-rollout: setup  ## how much of the possible speed a rollout reaches, beside locks and a barrier
+	$(if $(QUICK),,$(BIN)/python benchmarks/tables.py vector)
+bench-rollout: setup  ## utilisation of a rollout, beside locks and a barrier
 	$(BIN)/python benchmarks/rollout.py $(HASTE)
-	$(if $(QUICK),,$(BIN)/python benchmarks/rollout_tables.py)
 
 bench-llm: setup  ## tokens a second of SmolLM2 on shipped configs, beside a plain loop of transformers
 	$(BIN)/shoal model get smollm2
 	$(BIN)/python benchmarks/llm.py $(HASTE)
 
-bench-gpu:        ## one GPU in eight minutes with $(PYTHON) as it is, no network: exactness, resume, tokens/s, memory, Pong
+bench-gpu:        ## one GPU in eight minutes with $(PYTHON), no network: exactness, resume, tokens/s, memory, Pong
 	$(PYTHON) benchmarks/gpu.py $(HASTE)
 
 bench-update: .venv-trl/.installed  ## one update of the weights beside TRL's GRPOTrainer, about five minutes
@@ -136,13 +139,13 @@ bench-update: .venv-trl/.installed  ## one update of the weights beside TRL's GR
 	.venv-$*/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
-test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.installed  ## the bridges to TRL, verl and vLLM
+test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.installed  ## TRL, verl and vLLM, each in an environment of its own
 	.venv-trl/bin/python -m pytest tests/integrations --timeout 600
 	.venv-verl/bin/python -m pytest tests/integrations --timeout 600
 	$(BIN)/shoal model get smollm2
 	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/rollout/samplers/test_vllm_server.py tests/rollout/samplers/test_vllm.py --timeout 900
 
-bench-viewer: setup  ## a run of 100,000 episodes: its index, first paints in Chromium, shoal show
+bench-viewer: setup  ## the viewer and shoal show on a run of 100,000 episodes
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium
 	$(BIN)/python benchmarks/viewer.py $(HASTE)
 
@@ -152,7 +155,7 @@ bench-gateway: setup  ## what the gateway costs a call, beside a bare Starlette 
 bench-learning: setup  ## three seeds of every config that learns, about three CPU hours
 	$(if $(QUICK),,$(BIN)/shoal model get smollm2)
 	$(BIN)/python benchmarks/learning.py $(HASTE)
-	$(if $(QUICK),,$(BIN)/python benchmarks/learning_tables.py)
+	$(if $(QUICK),,$(BIN)/python benchmarks/tables.py learning)
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-* build src/*.egg-info

@@ -30,12 +30,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO / "src"), os.environ.get("PYTHONPATH", "")])
 
 from shoal.core.files import write_json  # noqa: E402
+from shoal.skills.jobs.store import Store  # noqa: E402
 from shoal.skills.learning.craftax import ACHIEVEMENTS, CLASSIC_ACHIEVEMENTS, features_of  # noqa: E402
 from shoal.skills.learning.episodes import EpisodesReport, evaluate_chain, play_episodes  # noqa: E402
+from shoal.skills.learning.plan import plan_for  # noqa: E402
 from shoal.skills.learning.proposers import knowledge_base  # noqa: E402
 from shoal.skills.learning.scheduler import SkillScheduler  # noqa: E402
-from shoal.skills.learning.spec import Skill, Store, load_skills, plan_for  # noqa: E402
-from shoal.skills.learning.worlds import default_config  # noqa: E402
+from shoal.skills.learning.spec import Skill, load_skills  # noqa: E402
+from shoal.skills.learning.trainer import default_config  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "craftax.json"
 UNSEEN = 12345
@@ -147,7 +149,7 @@ def tell(case: Case, report: EpisodesReport) -> dict[str, float]:
 def run(case: Case, seed: int, folder: Path) -> list[dict[str, Any]]:
     """Train and play; the rows of one seed. What a folder that was kept holds already is not trained again."""
     train(case, folder, seed)
-    store = Store(folder)
+    store = Store(folder, create=True)
     done = {row.name: row.result for row in store.skills("completed")}
     for name, result in done.items():
         print(f"{name:<20} {result['success']:.2f} after {result['steps_in_all']:>9,} steps", flush=True)

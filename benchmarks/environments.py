@@ -309,14 +309,10 @@ def main() -> int:
     )
     parser.add_argument("--ragen", type=Path, help="checkout of the RAGEN repository")
     parser.add_argument("--only", default="", help="run the parts whose name holds this")
-    parser.add_argument("--docs", action="store_true", help="only write the last results into the docs")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one turn of a subject")
     parser.add_argument("--quick", action="store_true", help="one short turn, nothing saved")
     options = parser.parse_args()
     quick = options.quick
-    if options.docs:
-        write_docs()
-        return 0
     ragen, turn = load_ragen(options.ragen), 0.05 if quick else options.seconds
     parts: dict[str, Callable[[], None]] = {
         "rooms 6x6/1": lambda: rooms(6, 1, ragen, turn),
@@ -349,37 +345,6 @@ def save() -> None:
     result = {"machine": machine, "versions": versions, "date": time.strftime("%Y-%m-%d"), "rows": rows}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def write_docs() -> None:
-    """Put the results between the marks of `docs/environments.md`, one line a case, shoal first."""
-    results = json.loads(RESULTS.read_text())
-    ours: dict[tuple[str, str], list[str]] = {}
-    others: dict[tuple[str, str], list[str]] = {}
-    for row in results["rows"]:
-        value = "not installed" if row["value"] is None else f"{row['value']:,.3g}"
-        if row["value"] is not None and row["value"] >= 100:
-            value = f"{row['value']:,.0f}"
-        key = row["case"], row["unit"]
-        kind, _, detail = row["subject"].partition(", ")
-        if kind == "shoal":
-            ours.setdefault(key, []).append(f"{detail}: **{value}**" if detail else f"**{value}**")
-        else:
-            others.setdefault(key, []).append(f"{row['subject']}: {value}")
-    lines = ["| what | unit | shoal | others |", "|---|---|---|---|"]
-    for key, texts in ours.items():
-        lines.append(f"| {key[0]} | {key[1]} | {'; '.join(texts)} | {'; '.join(others.get(key, []))} |")
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    note = (
-        f"`make bench-envs`, {results['machine']['cpus']} cores {results['machine']['processor']}, one thread, "
-        f"medians of {ROUNDS} turns, {results['date']}; {versions}, RAGEN from its repository. Optimal pushes say "
-        "how hard the rooms are that were counted; *ideal* is the least that the work could cost."
-    )
-    page = REPO / "docs" / "environments.md"
-    before, _, rest = page.read_text().partition("<!-- speed: begin -->")
-    after = rest.partition("<!-- speed: end -->")[2]
-    table = "\n".join(["## How fast", "", note, "", *lines])
-    page.write_text(f"{before}<!-- speed: begin -->\n{table}\n<!-- speed: end -->{after}")
 
 
 if __name__ == "__main__":

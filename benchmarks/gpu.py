@@ -453,9 +453,10 @@ def pong(bench: Bench) -> None:
         return
     small = "--n-envs 2 --n-steps 16 --batch-size 16" if bench.options.small else ""
     settings = (
-        f"--env ale_py:ALE/Pong-v5 --device {bench.device} --log-every 1 --total-timesteps 100000000 {small}"
+        f"--env ale_py:ALE/Pong-v5 --device {bench.device} --no-tensorboard --log-every 1 --total-timesteps 100000000 "
+        f"{small}"
     )
-    shoal = ["-m", "shoal", "train-ppo", *settings.split(), "--run-dir"]
+    shoal = ["-m", "shoal", "train-ppo", *settings.split(), "--out"]
     peer = [str(REPO / "benchmarks" / "ppo_pong.py"), "train", "--device", bench.device, "--out"]
     subjects = {"shoal": shoal}
     if not bench.options.small and importlib.util.find_spec("stable_baselines3") is not None:

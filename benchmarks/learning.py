@@ -102,7 +102,7 @@ def evaluation(run: Path, checkpoint: str, temperature: float, episodes: int) ->
     """What `shoal eval` says of a checkpoint."""
     text, _ = shoal(
         "eval", str(run), "--checkpoint", checkpoint, "--episodes", str(episodes),
-        "--temperature", str(temperature), "--seed", str(HELD_OUT), "--format", "json",
+        "--temperature", str(temperature), "--seed", str(HELD_OUT), "--json",
     )  # fmt: skip
     found: dict[str, float] = json.loads(text.splitlines()[0])
     return found

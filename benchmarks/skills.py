@@ -33,12 +33,13 @@ import numpy as np  # noqa: E402
 
 from shoal.core.files import write_json  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
-from shoal.skills.jobs.graph import Graph  # noqa: E402
+from shoal.skills.jobs.store import Store  # noqa: E402
+from shoal.skills.learning.crafting import CRAFTING, CraftingWorld  # noqa: E402
+from shoal.skills.learning.plan import Step  # noqa: E402
 from shoal.skills.learning.proposers import knowledge_base  # noqa: E402
 from shoal.skills.learning.scheduler import SkillScheduler  # noqa: E402
-from shoal.skills.learning.spec import Step, Store, load_skills  # noqa: E402
+from shoal.skills.learning.spec import load_skills  # noqa: E402
 from shoal.skills.learning.trainer import Task, Trainer, TrainingConfig  # noqa: E402
-from shoal.skills.learning.worlds import CRAFTING, CraftingWorld  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "skills.json"
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), CRAFTING)}
@@ -99,34 +100,6 @@ def longest_way(store: Store) -> float:
         return took[name] + max((until(before) for before in rows[name].dependencies), default=0.0)
 
     return max(until(name) for name in rows)
-
-
-def graph_overhead(jobs: int = 40, chains: int = 4, seconds: float = 2.0) -> None:
-    """Jobs that do nothing for two seconds each, in chains: what the runner itself costs."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder, "nap.py")
-        program.write_text(f"import time\n\n\ndef nap(run):\n    time.sleep({seconds})\n    run.finish()\n")
-        graph = Graph(f"{folder}/graph", chains)
-        for number in range(jobs):
-            needs = [f"job {number - chains}"] if number >= chains else []
-            graph.add(f"job {number}", f"{program}:nap", needs=needs)
-        cpu, began = time.process_time(), time.perf_counter()
-        assert graph.run()
-        wall, cpu = time.perf_counter() - began, time.process_time() - cpu
-        rows = {row.name: row for row in graph.store.jobs()}
-        started = {attempt.job: attempt.started for attempt in graph.store.attempts()}
-        gaps = [
-            started[name] - rows[row.needs[0]].result["finished_at"]
-            for name, row in rows.items()
-            if row.needs
-        ]
-        graph.close()
-    name = f"shoal, {jobs} jobs of {seconds:g} s in {chains} chains"
-    add("runner: CPU time a job", name, 1000 * cpu / jobs, "ms", cpu, jobs)
-    add("runner: wall time a job above its own, start of a process included", name,
-        1000 * (wall - seconds * jobs / chains) / (jobs / chains), "ms", cpu, jobs)  # fmt: skip
-    add("runner: hand-over, median", name, 1000 * statistics.median(gaps), "ms", cpu, len(gaps))
-    add("runner: hand-over, worst", name, 1000 * max(gaps), "ms", cpu, len(gaps))
 
 
 def branches(slots: int, runs: int, budget: float) -> tuple[float, list[float]]:
@@ -335,7 +308,6 @@ PARTS: dict[str, Callable[[], None]] = {
     "trainer": trainer_speed,
     "parallel": lambda: parallel(3),
     "polling": lambda: [polling(0.5, 4), polling(5.0, 4)][0],
-    "overhead": graph_overhead,
     "whole": lambda: whole_run((0, 1, 2)),
 }
 QUICK: dict[str, Callable[[], None]] = {
@@ -343,7 +315,6 @@ QUICK: dict[str, Callable[[], None]] = {
     "trainer": trainer_speed,
     "parallel": lambda: parallel(1, 2e4),
     "polling": lambda: polling(0.5, 2),
-    "overhead": lambda: graph_overhead(8, seconds=0.5),
 }
 
 

@@ -1,6 +1,6 @@
 """Splitting recordings with each image and message done once, beside doing every window anew.
 
-Subjects, in one process on the same images: the per-window reference of the tests; shoal keeping pixels
+Subjects, in one process on the same images: the plain program of the tests; shoal keeping pixels
 8-bit, as float32, and with two threads; and the floor, which is decoding and resizing every image once with
 Pillow. All tensors are asserted equal before time is taken. `--peak` runs subjects in processes of their own.
 `--quick` takes one case with fewer turns and saves nothing.
@@ -19,10 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
@@ -33,7 +32,6 @@ CASES = {  # name: (kind, steps, size)
     "stepwise 1080p": ("stepwise", 12, (1920, 1080)),
     "window 5/5 720p": ("window", 20, (1280, 720)),
 }
-P, R = 32048, 32000
 MODULES = {"pillow": "PIL"}
 
 
@@ -41,10 +39,25 @@ def splitter(processor, root, kind, **options):
     from shoal.splitting import StepwiseTrajectorySplitter, TrajectorySplitter
 
     cls = StepwiseTrajectorySplitter if kind == "stepwise" else TrajectorySplitter
-    return cls(processor, root, compat="seed", **options)
+    return cls(processor, root, **options)
 
 
-def floor(processor, root, ids, kind):
+def plain_split(processor, root, ids, kind):
+    """Every sample written, encoded and pictured anew."""
+    from plain_program import plain_samples
+
+    samples = []
+    for name in ids:
+        chat = json.loads((root / name / "final_messages.json").read_text())
+        for message in chat:
+            for part in message["content"]:
+                if part["type"] == "image_url":
+                    part |= {"type": "image", "image": part.pop("image_url") + ".png"}
+        samples += plain_samples(processor, root / name, chat, kind, 5, 5, 5, 35)
+    return samples
+
+
+def floor(processor, root, ids):
     """Decode and resize every image that is used, once, in one thread."""
     from PIL import Image
 
@@ -52,26 +65,23 @@ def floor(processor, root, ids, kind):
 
     edges = processor.image_processor.size
     for name in ids:
-        images = sorted((root / name).glob("*.png"))
-        for path in images[: -1 if kind == "stepwise" else None]:  # the original drops the last step
+        for path in sorted((root / name).glob("*.png")):
             image = Image.open(path).convert("RGB")
             image.resize(
                 fitted_size(*image.size, 28, edges["shortest_edge"], edges["longest_edge"]), 3
             ).load()
 
 
-def floor_float32(processor, root, ids, kind, size):
+def floor_float32(processor, root, ids, size):
     """The floor, and writing as many fresh bytes as float32 pixels take."""
     import numpy as np
 
     kept = np.empty(size, np.uint8)
-    floor(processor, root, ids, kind)
+    floor(processor, root, ids)
     kept.fill(1)
 
 
 def subjects(processor, root, ids, kind):
-    from per_window_reference import reference_split
-
     rewards = [1.0] * len(ids)
     made = {
         name: splitter(processor, root, kind, **options)
@@ -83,10 +93,23 @@ def subjects(processor, root, ids, kind):
         }.items()
     }
     return {
-        "floor": lambda: floor(processor, root, ids, kind),
-        "reference": lambda: reference_split(processor, root, ids, rewards, kind, P, R),
+        "floor": lambda: floor(processor, root, ids),
+        "reference": lambda: plain_split(processor, root, ids, kind),
         **{name: (lambda one=one: one.split(ids, rewards)) for name, one in made.items()},
     }
+
+
+def assert_plain(batch, wanted):
+    """The batch has the tokens, masks, positions and pixels of the plain samples."""
+    import torch
+
+    for sample, (ids, border, mask, positions, pixels) in zip(batch.samples(), wanted, strict=True):
+        assert sample.input_ids.tolist() == ids
+        assert len(sample.prompt_ids) == border
+        assert sample.response_mask.tolist() == mask[border:]
+        assert sample.position_ids.tolist() == positions.tolist()
+        assert set(sample.inputs) == set(pixels)
+        assert all(torch.equal(sample.inputs[name], pixels[name]) for name in pixels)
 
 
 def assert_equal(batch, wanted):
@@ -136,13 +159,13 @@ def measure_cases(processor, work, rows, cases, turns):
         root, ids = recordings(work, steps, size)
         todo = subjects(processor, root, ids, kind)
         wanted = todo["reference"]()
-        pixels = {"reference": sum(item["pixel_values"].nbytes for item in wanted["multi_modal_inputs"])}
+        pixels = {"reference": sum(pixels["pixel_values"].nbytes for *_, pixels in wanted)}
         for name in ("shoal u8", "shoal float32", "shoal u8, 2 threads", "shoal float32, 2 threads"):
             batch = todo[name]()
-            assert_equal(batch, wanted)
+            assert_plain(batch, wanted)
             pixels[name] = batch.summary()["pixel_bytes"]
         size = pixels["shoal float32"]
-        todo["floor with float32 memory"] = lambda: floor_float32(processor, root, ids, kind, size)  # noqa: B023
+        todo["floor with float32 memory"] = lambda: floor_float32(processor, root, ids, size)  # noqa: B023
         del batch, wanted
         seconds = {}
         times = {name: [] for name in todo}
@@ -172,8 +195,6 @@ def measure_cases(processor, work, rows, cases, turns):
 
 def measure_scaling(processor, work, rows, count, turns, workers=2):
     """Warm workers on more trajectories than workers, in turns; all is asserted equal to serial."""
-    from per_window_reference import reference_split  # noqa: F401  same import cost as in the other cases
-
     from shoal.core.executors import SerialExecutor
     from shoal.splitting.synthetic import write_gui_recordings
 
@@ -185,7 +206,6 @@ def measure_scaling(processor, work, rows, count, turns, workers=2):
     makers = {
         "serial": SerialExecutor,
         "threads": lambda: ThreadPoolExecutor(workers),
-        "processes, warm": lambda: ProcessPoolExecutor(workers, mp_context=get_context("spawn")),
     }
     try:
         import ray

@@ -1,7 +1,7 @@
 """Countdown, MetaMathQA and WebShop beside other libraries: scores, puzzles and searches a second.
 
 Answers and rankings are asserted before time is taken; a library that is not installed has a row that says so.
-Run by `make bench-text-envs`; results go to `benchmarks/results/text_envs.json`, and `--table` prints them. `--quick`
+Run by `make bench-text-envs`; results go to `benchmarks/results/text_envs.json`. `--quick`
 takes one turn of each, searches in the small shop alone, and saves nothing.
 """
 
@@ -279,34 +279,14 @@ def shopping() -> None:
     measure("webshop: shop of 3,000 made", "shoal", lambda: len(generate_catalogue(3000)), "s", runs=3)
 
 
-def table() -> str:
-    """The results as the table of the docs."""
-    saved = json.loads(RESULTS.read_text())
-    lines = ["| case | subject | value |", "|---|---|---|"]
-    for row in saved["rows"]:
-        if row["value"] is None:
-            shown = "not installed"
-        elif row["unit"] == "s":
-            shown = f"{row['value']:.3g} s"
-        else:
-            rounded = float(f"{row['value']:.3g}")
-            shown = f"{rounded:,.0f} /s"
-        lines.append(f"| {row['case']} | {row['subject']} | {shown} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     global quick
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--table", action="store_true", help="only print the last results")
     parser.add_argument("--quick", action="store_true", help="one turn of each, nothing saved")
     options = parser.parse_args()
     quick = options.quick
-    if options.table:
-        print(table())
-        return
     countdown_scores()
     puzzles_and_questions()
     math_answers()

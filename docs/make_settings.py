@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -23,10 +24,12 @@ Every setting of `shoal train`, with its meaning and default. Written by `make s
 
 On the command line: `shoal train --config-name base algorithm.gamma=0.97 trainer.iterations=80`. In a file of your own:
 the same names, nested as YAML. A shipped config changes some defaults; `shoal train --config-name NAME --cfg` prints
-what holds, with these meanings as comments. A value with braces or commas needs quotes within quotes:
+the values of a run, with these meanings as comments. A value with braces or commas needs quotes within quotes:
 `'agent_proxy.prompt.turn="{action}"'`.
 
-"by name": set by another setting, such as the estimator or the loss, as its meaning tells.
+"by name": set by another setting, such as the estimator or the loss, as its meaning says. Settings of TRL, verl and
+verl-agent beside these: [from TRL or verl](how-to/from-trl-verl.md). Defaults that differ for pretrained models:
+[below](#real-models).
 """
 REAL = """
 ## Real models
@@ -42,7 +45,16 @@ prints what holds. [From the tiny model to a real one](how-to/real-model.md#defa
 
 def page() -> str:
     """The whole page as Markdown."""
-    return HEAD + "".join(f"\n{line}" for line in sections(AgentConfig, "")) + REAL + real_defaults()
+    tables = "".join(f"\n{line}" for line in sections(AgentConfig, ""))
+    return HEAD + index(tables) + tables + REAL + real_defaults()
+
+
+def index(tables: str) -> str:
+    """The sections with the first sentence of each."""
+    rows = ["", "| section | what it sets |", "|---|---|"]
+    for name, about in re.findall(r"^## `(.+)`\n+(.+)$", tables, re.MULTILINE):
+        rows.append(f"| [`{name}`](#{name.replace('.', '').lower()}) | {cell(about)} |")
+    return "\n".join(rows) + "\n"
 
 
 def real_defaults() -> str:
@@ -70,7 +82,7 @@ def sections(kind: Any, path: str) -> Iterator[str]:
         section = section_in(hints[item.name])
         if section is None:
             meaning = notes[item.name] + choices(hints[item.name], notes[item.name])
-            rows.append(f"| `{item.name}` | {default_of(item)} | {cell(meaning)} |")
+            rows.append(f"| `{path}{item.name}` | {default_of(item)} | {cell(meaning)} |")
         else:
             below = ".NAME" if get_origin(hints[item.name]) is dict else ""
             inner.append((section, f"{path}{item.name}{below}."))

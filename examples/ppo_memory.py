@@ -1,4 +1,4 @@
-"""What was seen once and is asked for later is learned by a policy that remembers, and by no other.
+"""A task that needs memory is learned by a recurrent policy, and not by one without memory.
 
 python examples/ppo_memory.py
 """

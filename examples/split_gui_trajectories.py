@@ -4,7 +4,6 @@ import tempfile
 from pathlib import Path
 
 from shoal.splitting import StepwiseTrajectorySplitter, build_qwen_processor, load_processor
-from shoal.splitting.page import sample_page
 from shoal.splitting.synthetic import write_gui_recordings
 
 
@@ -30,9 +29,8 @@ def main() -> None:
     print(processor.tokenizer.decode(sample.response_ids[sample.response_mask].tolist()))
 
     assert (batch["reward_tensor"] * batch["response_mask"]).sum() == batch["reward_tensor"].sum()
-    page = work / "sample.html"
-    page.write_text(sample_page(batch, 2, processor.tokenizer))
-    print(f"\nlook at {page}")
+    batch.save(work / "run" / "batch")
+    print(f"\nlook at it: shoal view {work / 'run'}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A model that has never seen a screen learns from drawn recordings where to click: from pixels to weights."""
+"""A new model learns from drawn recordings where to click: from pixels to weights."""
 
 import sys
 import tempfile

@@ -3,8 +3,9 @@
 import tempfile
 
 from shoal import SkillScheduler
-from shoal.skills import Frontier, KnowledgeBase, evaluate_chain
-from shoal.skills.learning.proposers import knowledge_base
+from shoal.skills.learning.episodes import evaluate_chain
+from shoal.skills.learning.frontier import Frontier
+from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base
 
 
 def main() -> None:

@@ -3,8 +3,8 @@
     pip install "shoal[trl]"
     python examples/trl_grpo_frozenlake.py [steps]
 
-The language model is made here, from nothing, so that nothing has to be fetched; its first lesson is what an answer
-looks like. Any model with a chat template takes its place.
+The language model is created here, so nothing is downloaded; a short warm-up teaches it the format of an answer. Any
+model with a chat template can replace it.
 """
 
 import sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -33,3 +34,19 @@ def test_quick_reaches_every_script_of_a_benchmark(target):
     for line in scripts:
         [script] = re.findall(r"benchmarks/\w+\.py", line)
         assert "--quick" in (ROOT / script).read_text(), script
+
+
+def test_the_pages_of_results_show_the_last_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = importlib.import_module("tables")
+    made = []
+    monkeypatch.setattr(tables, "put", lambda page, name, text: made.append((page, name, text)))
+    monkeypatch.setattr(tables, "draw", lambda *_: None)
+    tables.write_vector()
+    tables.write_learning()
+    assert len(made) > 6
+    for page, name, text in made:
+        assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in (ROOT / "docs" / page).read_text(), (
+            page,
+            name,
+        )

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.command import every
+import shoal
+from shoal.cli.command import every, flags_of
 from shoal.cli.main import COMMANDS
 from shoal.core.configuration import to_mapping
 from shoal.train.agent.config import AgentConfig, compose_config
-from tests.freeze.record import SPLIT_COMMANDS, flags_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -27,7 +27,8 @@ PAGES = sorted(
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.S | re.M)
-GENERATED = {"results.md"}
+ROOMS = ("shoal", "vector", "envs", "rollout", "splitting", "skills", "testing", "core")
+GENERATED = {"results.md", *(f"reference/{room}.md" for room in ROOMS)}
 """Made with the site."""
 
 of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -47,7 +48,7 @@ def test_links_lead_somewhere(page):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if target.name in GENERATED:
+        if target.is_relative_to(ROOT / "docs") and str(target.relative_to(ROOT / "docs")) in GENERATED:
             continue
         assert target.exists(), f"{link} leads nowhere"
         if page.is_relative_to(ROOT / "docs"):
@@ -67,8 +68,10 @@ def test_python_shown_is_python_and_its_names_exist(page):
 
 
 @cache
-def known_flags(command: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(flag for flag in flags_of(command) if flag.startswith("-"))
+def known_flags() -> dict[str, set[str]]:
+    """The flags of every command."""
+    found = [one for name, entry in COMMANDS.items() for one in every(entry, name)]
+    return {name: {*flags_of(command, name)} for name, command in found}
 
 
 def commands_in(page: Path) -> list[list[str]]:
@@ -90,13 +93,11 @@ def commands_in(page: Path) -> list[list[str]]:
 def test_commands_shown_are_commands_with_flags_that_exist(page):
     for words in commands_in(page):
         assert words[0] in COMMANDS, " ".join(words)
-        has_verb = words[0] in SPLIT_COMMANDS and len(words) > 1 and not words[1].startswith("-")
-        command = tuple(words[:2]) if has_verb else (words[0],)
-        flags = [word.split("=")[0] for word in words[1:] if word.startswith("--")]
-        known = known_flags(command) if flags else frozenset()
-        same = {flag.replace("_", "-") for flag in known} | {"--help", "--help-all"}
-        for flag in flags:
-            assert flag.replace("_", "-") in same, f"shoal {' '.join(words)}: there is no {flag}"
+        known = known_flags().get(words[0]) or known_flags().get(" ".join(words[:2]), set())
+        for flag in (word.split("=")[0] for word in words[1:] if word.startswith("--")):
+            assert flag.replace("_", "-") in known | {"--help"}, (
+                f"shoal {' '.join(words)}: there is no {flag}"
+            )
 
 
 def test_episodes_of_the_demo_that_are_shown_are_those_that_it_keeps():
@@ -112,18 +113,43 @@ def test_episodes_of_the_demo_that_are_shown_are_those_that_it_keeps():
 
 
 def test_the_settings_that_other_libraries_settings_become_are_settings():
-    text = (ROOT / "docs" / "how-to" / "come-from.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "from-trl-verl.md").read_text()
     here = [line.split("|")[2] for line in text.splitlines() if line.startswith("| `")]
     sections = "engine|model|agent_proxy|es_manager|algorithm|trainer"
-    named = [found for cell in here for found in re.findall(rf"`((?:{sections})\.[\w.=]+)`", cell)]
-    assert len(named) > 30
+    named = [
+        found for cell in here for found in re.findall(rf"`((?:{sections})\.[\w.=]+|run_dir|resume)`", cell)
+    ]
+    assert len(named) > 60
     for name in named:
         key, _, value = name.partition("=")
+        if key.startswith("engine.vllm."):
+            continue  # an argument of vLLM
         node = to_mapping(AgentConfig())
         for part in key.split("."):
             assert part in node, f"there is no setting {key}"
             node = node[part]
         compose_config("smollm2", [name] if value else [])
+
+
+@cache
+def messages_of_the_source() -> str:
+    """Every text in the source, neighbouring literals joined, with `…` for what an f-string fills in."""
+    found = []
+    for path in (ROOT / "src" / "shoal").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                pieces = [piece.value if isinstance(piece, ast.Constant) else "…" for piece in node.values]
+                found.append("".join(map(str, pieces)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_the_messages_that_are_explained_are_messages_of_the_source():
+    text = (ROOT / "docs" / "how-to" / "errors.md").read_text()
+    shown = [found for line in text.splitlines() for found in re.findall(r"^\| `([^`]+)` \|", line)]
+    assert len(shown) > 40
+    assert [message for message in shown if message not in messages_of_the_source()] == []
 
 
 def test_every_page_is_in_the_navigation():
@@ -142,8 +168,33 @@ def test_the_page_of_results_names_every_rival(tmp_path):
     assert "gymnasium async" in text
 
 
-def test_the_readme_fits_a_page():
-    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+def test_the_reference_has_every_public_name_with_its_docstring(tmp_path):
+    subprocess.run([sys.executable, ROOT / "docs" / "make_reference.py", tmp_path], check=True)
+    assert {path.name for path in tmp_path.iterdir()} == {f"{room}.md" for room in ROOMS}
+    places = set(re.findall(r"^::: (.+)$", "".join(path.read_text() for path in tmp_path.iterdir()), re.M))
+    shown = {place.rpartition(".")[2] for place in places}
+    rooms = ["shoal", *(f"shoal.{room}" for room in ROOMS[1:])]
+    public = {name for room in rooms for name in getattr(importlib.import_module(room), "__all__", ())}
+    assert public - shown == {"__version__"}
+    for place in places:
+        module, _, name = place.rpartition(".")
+        assert getattr(importlib.import_module(module), name).__doc__, f"{place} has no docstring"
+
+
+SIZES = {"settings.md": 40_000}
+"""Bytes of pages that may be longer than others; results have no limit."""
+
+
+@of_each_page
+def test_a_page_is_read_in_one_go(page):
+    if (not page.stem.endswith("-results") and page.parent != ROOT) or page.name == "README.md":
+        assert len(page.read_bytes()) <= SIZES.get(page.name, 8192)
+
+
+def test_the_changelog_is_short_and_begins_with_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert len(text.splitlines()) <= 150
+    assert re.findall(r"^## (.+)$", text, re.M)[0] == shoal.__version__
 
 
 def environment(tmp_path: Path) -> dict[str, str]:

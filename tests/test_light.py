@@ -67,7 +67,7 @@ def test_every_public_name_resolves():
     [
         ("from shoal.cli.main import main; sys.exit(main(['train']))", "shoal train needs an extra"),
         (
-            "from shoal.cli.main import main; sys.exit(main(['train-ppo', '--help']))",
+            "from shoal.cli.main import main; sys.exit(main(['train-ppo']))",
             "shoal train-ppo needs an",
         ),
         ("from shoal.cli.main import main; sys.exit(main(['rollout']))", "shoal rollout needs an extra"),

@@ -239,7 +239,7 @@ def test_003_a_device_that_is_not_here_is_refused_with_those_that_are(capsys):
 
 
 def test_003_what_is_printed_while_it_trains(tmp_path, capsys):
-    words = "--n-envs 8 --num-episodes 20 --parallel-start-method spawn --eval-episodes 1 --tensorboard False"
+    words = "--n-envs 8 --num-episodes 20 --parallel-start-method spawn --eval-episodes 1 --no-tensorboard"
     assert main(["train-ppo", *words.split(), "--backend", "serial", "--run-dir", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
     for line in ("Using 8 parallel environments for training", "Start method: spawn", "Parallel mode: 8 environments",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "core.seeding": "derive_seed",
@@ -34,8 +34,9 @@ _NAMES = {
     "vector.make": "make_vec",
     "splitting.splitters": "TrajectorySplitter StepwiseTrajectorySplitter LastNTrajectorySplitter",
     "skills.learning.scheduler": "SkillScheduler",
-    "skills.learning.trainer": "build_remapping",
-    "skills.learning.run": "prepare_training_run process_completed_training",
+    "skills.learning.network": "build_remapping",
+    "skills.learning.training": "prepare_training_run",
+    "skills.learning.merge": "process_completed_training",
     "rollout.compat.managers": "EnvironmentManager SokobanEnvironmentManager FrozenLakeEnvironmentManager "
     "BanditEnvironmentManager CountdownEnvironmentManager MetaMathQAEnvironmentManager WebShopEnvironmentManager "
     "make_manager",

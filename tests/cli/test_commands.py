@@ -11,17 +11,15 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from tests.cli.recorded import trajectory, turn
-from tests.freeze.record import flags_of
 
-from shoal.cli import command, grammar
-from shoal.cli.command import every
-from shoal.cli.main import COMMANDS, _tell, main
+from shoal.cli import grammar
+from shoal.cli.main import COMMANDS, main
 from shoal.cli.output import program
 from shoal.cli.skills import resume_command
 from shoal.core.data import write_trajectories
@@ -33,11 +31,6 @@ QUICK = [
     "trainer.iterations=2", "trainer.save_every=1", "trainer.tensorboard=false", "es_manager.train.env_groups=2",
     "es_manager.val.env_groups=2", "use_parallel_envs=false",
 ]  # fmt: skip
-VERBS = {
-    "envs": ("list", "show", "play", "check", "serve"),
-    "skills": tuple("train status retry cancel logs attach eval history rollback export migrate".split()),
-}  # fmt: skip
-EVERY = [(name,) for name in COMMANDS] + [(name, verb) for name, verbs in VERBS.items() for verb in verbs]
 
 
 def said(capsys, *words, code=0):
@@ -73,7 +66,7 @@ class TalkativeBandit(BanditEnv):
 """
 PPO_WORDS = (
     "train-ppo --env talkative:Talkative --preset none --n-envs 2 --n-steps 32 --total-timesteps 64 "
-    "--tensorboard False"
+    "--no-tensorboard"
 )
 ROLLOUT_WORDS = (
     "rollout --config-name demo-bandit custom_envs.BanditEnv.env_type=talkative:TalkativeBandit "
@@ -99,8 +92,8 @@ def test_threads_of_torch_do_not_spin_for_long_in_commands_unless_the_user_says_
 @pytest.mark.parametrize(
     ("words", "lines"),
     [
-        pytest.param(f"{PPO_WORDS} --backend serial --json-events True", 3, marks=pytest.mark.slow),
-        (f"{PPO_WORDS} --backend process --num-workers 1 --json-events True --json", 4),
+        pytest.param(f"{PPO_WORDS} --backend serial --json-events", 3, marks=pytest.mark.slow),
+        (f"{PPO_WORDS} --backend process --num-workers 1 --json-events --json", 4),
         pytest.param(f"{ROLLOUT_WORDS} serial", 1, marks=pytest.mark.slow),
         (f"{ROLLOUT_WORDS} processes", 1),
         ("bench talkative:Talkative --num-envs 2 --seconds 0.05 --json", 1),
@@ -125,124 +118,6 @@ def test_without_json_what_an_env_prints_stands_where_it_printed_it(tmp_path):
     done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=True,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
     assert "an env talks" in done.stdout
-
-
-# --- help
-@pytest.mark.parametrize("words", EVERY, ids=" ".join)
-def test_the_help_of_every_command_fits_on_a_screen_and_has_examples(words, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    code = main([*words, "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert code == 0
-    assert 2 < len(lines) < 60, len(lines)
-    assert all(len(line) <= 100 for line in lines if line.startswith("  --"))
-    if words != ("skills",):
-        assert any(line.strip().startswith(("examples", "shoal ")) or "example" in line for line in lines)
-    assert f"shoal {' '.join(words)}" in "\n".join(lines)
-    assert "\n\n\n" not in "\n".join(lines)
-
-
-def everything():
-    return [found for name, entry in COMMANDS.items() for found in every(entry, name)]
-
-
-@pytest.mark.parametrize(("name", "told"), everything(), ids=[name for name, _ in everything()])
-def test_the_help_leaves_no_flag_out_and_names_none_that_is_not_there(name, told):
-    whole = {flag.replace("_", "-") for flag in flags_of(tuple(name.split())) if flag.startswith("--")}
-    assert set(told.wanted) <= whole
-    long = command.help_of(told, name, [], everything=True)
-    for text in (command.help_of(told, name, []), long):
-        shown = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
-        assert {flag for flag in whole if not flag.startswith("--no-")} <= shown | {
-            "--graph-path",
-            "--out",
-            "--run-dir",
-        }
-    for example in re.findall(rf"^  shoal {name} (.*)$", told.more, re.MULTILINE):
-        flags = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", example.replace("_", "-"))
-        assert set(flags) <= whole, example
-
-
-@pytest.mark.parametrize(("name", "flag"), [("bench", "peers"), ("skills train", "film")])
-def test_the_help_says_how_to_leave_out_what_is_done_by_default(name, flag):
-    told = command.help_of(dict(everything())[name], name, [], everything=True)
-    assert f"  --{flag}, --no-{flag} " in told
-    assert "--no-json" not in told
-
-
-@pytest.mark.parametrize("flag", ["--short", "--" + "long" * 8])
-def test_the_help_leaves_no_word_out_where_there_is_room(flag):
-    words = [str(word) for word in range(60)]
-    lines = command._told(flag, types.SimpleNamespace(help=" ".join(words)), 80)
-    assert max(map(len, lines)) <= 80
-    assert " ".join(lines).split() == [flag, *words]
-
-
-def test_words_and_flags_come_in_any_order():
-    one = command.loaded(COMMANDS["train"])
-    both = [
-        command.parsed(one, "train", shlex.split(words))
-        for words in (
-            "a=1 ~b c=-2 --seed 3 --json",
-            "--seed 3 a=1 --json ~b c=-2",
-            "--seed=3 a=1 ~b --json c=-2",
-        )
-    ]
-    assert both[0] == both[1] == both[2]
-    assert (both[0].overrides, both[0].seed, both[0].json) == (("a=1", "~b", "c=-2"), 3, True)
-    again = command.parsed(
-        command.loaded(COMMANDS["replay"]), "replay", ["--turn", "2", "runs/a", "--pdb", "17"]
-    )
-    assert (again.run, again.episode, again.turn, again.pdb) == (Path("runs/a"), "17", 2, True)
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["show --episode 1 --best x", "train --sead 1", "replay", "rollout --seed x", "train-ppo --n-envs"],
-)
-def test_words_that_a_command_does_not_take_are_refused_with_status_2(words, capsys):
-    assert main(words.split()) == 2
-    assert "shoal" in capsys.readouterr().err
-
-
-def test_the_short_help_has_the_defaults_of_the_environment_that_is_named(capsys):
-    def default(*words):
-        text = said(capsys, "train-ppo", *words, "--help")
-        return re.search(r"--learning-rate .*default: ([\d.e-]+)\)", text)[1]
-
-    assert default("--preset", "none") != default("--env", "CartPole-v1")
-
-
-def test_the_commands_of_the_usage_are_the_commands(capsys):
-    text = said(capsys, "--help")
-    assert all(re.search(rf"^  {re.escape(name)} ", text, re.MULTILINE) for name in COMMANDS)
-    assert "SHOAL_TRACEBACK" in text
-
-
-def test_completion_knows_commands_and_flags(capsys, tmp_path):
-    script = tmp_path / "completion.sh"
-    script.write_text(said(capsys, "completion", "bash"))
-    asked = {
-        ("tra",): "train train-ppo", ("train", "--res"): "--resume", ("skills", "train", "--dry"): "--dry-run",
-        ("skills", "sta"): "status", ("replay", "--pd"): "--pdb",
-    }  # fmt: skip
-    for words, answer in asked.items():
-        line = (
-            f"COMP_WORDS=(shoal {' '.join(words)}); COMP_CWORD={len(words)}; _shoal; echo ${{COMPREPLY[@]}}"
-        )
-        done = subprocess.run(
-            ["bash", "-c", f"source {script}; {line}"], capture_output=True, text=True, cwd=tmp_path
-        )
-        assert set(done.stdout.split()) >= set(answer.split()), words
-    assert "complete -c shoal" in said(capsys, "completion", "fish")
-    assert said(capsys, "completion", "zsh").startswith("#compdef shoal")
-
-
-def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypatch):
-    monkeypatch.setitem(COMMANDS, "train", ("not_installed", ""))
-    told = said(capsys, "completion", "bash")
-    assert "envs train-ppo rollout" in told
-    assert '"train")' not in told
 
 
 # --- mistakes in the call
@@ -270,18 +145,20 @@ def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypa
         ("train --config-name recorded recordings=x seed=1 --seed 2", "seed is given twice"),
         ("train --config-name demoo", "Did you mean 'demo'"),
         ("train --config-name recordd", "Did you mean 'recorded'"),
+        ("train-recorded recordings=x --config-name recordd", 'Did you mean "recorded"'),
+        ("show RUN --best --worst", "each choose an episode"),
+        ("train --config-name recorded recordings=x --config-dir .", "--config-dir does nothing"),
         ("train trainer.iterations==3", "'trainer.iterations==3': expected key=value"),
         ("train agent_proxy.prompt.turn={actoin}", "the value of agent_proxy.prompt.turn, {actoin}: "),
         ("train algorithm.adv_estimator=ppo", "PPO with a critic is adv_estimator=gae"),
-        ("train-ppo CartPole-v1 --n-envs 8", "got 'CartPole-v1': did you mean --env CartPole-v1?"),
+        ("train-ppo CartPole-v1 --n-envs 8", "not take 'CartPole-v1': did you mean --env CartPole-v1?"),
         ("view --port 0 nosuch", "nosuch is not a folder"),
-        ("envs list all", "shoal envs list takes options only, got 'all'"),
+        ("envs list all", "shoal envs list does not take 'all'"),
         ("show .", "is not a run folder"),
         (
             "bench CartPole-v1 --wrapper gymnasium.wrappers:Nope",
             "Expected module:Name of what gymnasium.wrappers",
         ),
-        ("skills train --max-parallel-skills 0", "got 0, 2, "),
         ("train trainer.iteratons=1", "Did you mean"),
         ("train --config-dir nosuch --config-name x", "must be a folder"),
         ("eval nosuch", "there is no run folder and no model folder nosuch"),
@@ -297,7 +174,6 @@ def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypa
         ("runs nosuch", "is not a folder"),
         ("show loop", "is not a run folder"),
         ("train run_dir=loop", "a run folder must be a folder"),
-        ("compare FILE", "two run folders or more, got 1"),
         ("train --resume --run-dir nosuch", "there is no run nosuch"),
         ("train-ppo --resume", "there is no run"),
         ("trian", "Did you mean 'train'"),
@@ -318,18 +194,12 @@ def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypa
         ("replay RUN --sampler recorded --device cpu", "--device does nothing with --sampler recorded"),
         ("view RUN --export x.html --port 8000", "--port does nothing with --export"),
         ("view RUN --episodes 3", "--episodes does nothing without --export"),
-        ("compare RUN RUN --curve reward", "--curve does nothing without --png"),
         ("eval RUN --env bandit --retries 1", "--retries does nothing without openai:MODEL"),
         ("eval smollm2 --env bandit --checkpoint best", "--checkpoint does nothing with a model"),
         ("eval openai:M --env bandit --checkpoint best", "--checkpoint does nothing with a server"),
         ("split RUN --stride-size 2", "--stride-size does nothing with --splitter stepwise"),
         ("split RUN --splitter last-n --stride-size 2", "--stride-size does nothing with --splitter last-n"),
-        ("split RUN --shard-size -1", "--shard-size must be at least 1, or 0 for one batch of all, got -1"),
-        ("split RUN --sample 2", "--sample does nothing without --html"),
-        ("envs play bandit --episode 3", "--episode does nothing without --replay"),
-        ("envs play bandit --replay FILE --seed 3", "--seed does nothing with --replay"),
-        ("rollout --verify RUN seed=3", "key=value does nothing with --verify"),
-        ("rollout --verify RUN --from RUN", "--from does nothing with --verify"),
+        ("split RUN --shard-size -1", "--shard-size must be at least 0, got -1"),
         ("skills train --llm-url http://x", "--llm-url does nothing without --llm-name"),
     ],
 )
@@ -351,8 +221,7 @@ def test_a_mistake_in_the_call_is_one_line_and_leaves_nothing(
     assert code == (1 if "there is no run" in why and code == 1 else 2)
     assert len([line for line in told.splitlines() if line.startswith("shoal:")]) == 1
     assert "Traceback" not in told
-    left = [path for path in sorted(tmp_path.rglob("*")) if path not in before and path.is_file()]
-    assert [path for path in left if path.name not in (".lock",)] == []
+    assert [path for path in sorted(tmp_path.rglob("*")) if path not in before] == []
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(capsys):
@@ -360,7 +229,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(capsys):
     told = capsys.readouterr().err.strip().splitlines()
     assert code == 2
     assert told[-1].startswith("shoal: ")
-    assert "--run-dir" in told[-1]
+    assert "--out" in told[-1]
 
 
 def test_an_environment_is_shown_within_the_width_of_the_terminal(capsys, monkeypatch):
@@ -370,13 +239,47 @@ def test_an_environment_is_shown_within_the_width_of_the_terminal(capsys, monkey
     assert max(map(len, settings.splitlines())) <= 60
 
 
+@pytest.mark.parametrize(
+    ("words", "boards", "project"),
+    [
+        ("", True, None), ("--tracker none", False, None), ("--wandb mine", True, "mine"),
+        ("--tracker wandb", False, "shoal"), ("--tracker tensorboard", True, None),
+        ("--tracker none --wandb mine", False, None),
+    ],
+)  # fmt: skip
+def test_trackers_are_chosen_alike_in_every_training(capsys, monkeypatch, tmp_path, words, boards, project):
+    from shoal.cli import train_ppo
+
+    trainer = yaml.safe_load(said(capsys, "train", *words.split(), "--cfg"))["trainer"]
+    assert (trainer["tensorboard"], trainer["wandb"]) == (boards, project is not None)
+    assert project is None or trainer["wandb_project"] == project
+    made = []
+
+    def record(options, *_):
+        made.append(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_ppo, "PPORun", record)
+    assert main(["train-ppo", *words.split()]) == 130
+    assert (made[0].tensorboard, made[0].wandb) == (boards, project)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--tracker none --wandb mine", "--tracker wandb", "--wandb mine", "--no-use_wandb", "--use-wandb"],
+)
+def test_trackers_of_skills_are_chosen_by_the_same_flags(words, capsys, tmp_path):
+    call = ["skills", "train", *words.split(), "--dry-run", "--out", tmp_path / "run"]
+    assert "Collect Wood" in said(capsys, *call)
+
+
 # --- one writer
 WRITERS = {
     "train": lambda folder: ["train", *QUICK, f"run_dir={folder}"],
     "train --run-dir": lambda folder: ["train", *QUICK, "--run-dir", folder],
     "rollout": lambda folder: ["rollout", *QUICK[:2], f"run_dir={folder}"],
     "train-ppo": lambda folder: ["train-ppo", "--total-timesteps", "2048", "--run-dir", folder],
-    "split": lambda folder: ["split", folder, "--run-dir", folder],
     "prove": lambda folder: ["prove", "--run-dir", folder],
     "skills train": lambda folder: ["skills", "train", "--run-dir", folder],
     "bench": lambda folder: ["bench", "CartPole-v1", "--run-dir", folder, "--seconds", "0.01"],
@@ -425,7 +328,7 @@ def test_too_little_memory_is_one_line(tmp_path, capsys, much, told):
     words = ["--total-timesteps", "64", "--backend", "serial", "--run-dir", str(tmp_path / "run")]
     assert main(["train-ppo", "--preset", "none", *words, *much]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "Progress" not in line]
-    assert re.match(f"shoal: the memory is not enough: {told}", line)
+    assert re.match(f"shoal: not enough memory: {told}", line)
 
 
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path, monkeypatch, capsys):
@@ -439,7 +342,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("shoal:")]
     assert len(told) == 1
     assert told[0].startswith("shoal: No space left on device (")
-    assert "make room and go on with --resume" in told[0]
+    assert "make room and run the same command again (with --resume" in told[0]
     assert main(["train", *QUICK, "--run-dir", str(full), "--resume"]) == 0
     for name in ("heldout-000002", "train-000001"):
         file = f"trajectories/{name}.jsonl"
@@ -494,18 +397,6 @@ def shoal(words, **options):
                             text=True, env=environ, **options)  # fmt: skip
 
 
-@pytest.mark.slow
-def test_a_training_goes_on_when_its_reader_has_enough(tmp_path):
-    process = shoal(["train", *QUICK, "--run-dir", str(tmp_path / "run")])
-    process.stdout.readline()
-    process.stdout.close()  # as `| head -1` does
-    told = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(60) == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
-    assert told.startswith("shoal: nobody reads the output any more; the work goes on\n")
-
-
 def test_looking_ends_without_a_word_when_its_reader_has_enough(tmp_path):
     many = [trajectory(turns=tuple(turn(observation="room " * 400) for _ in range(30)))]
     write_trajectories(tmp_path / "trajectories" / "heldout-000001.jsonl", many)
@@ -514,82 +405,7 @@ def test_looking_ends_without_a_word_when_its_reader_has_enough(tmp_path):
     process.stdout.close()
     told = process.stderr.read()
     process.stderr.close()
-    assert (process.wait(60), told) == (0, "")
-
-
-def in_a_shell(words, streams, **options):
-    """A command whose streams a shell leads elsewhere."""
-    program = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-m", "shoal", *words]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return subprocess.run(program, env=environ, capture_output=True, text=True, timeout=200, **options)
-
-
-def test_streams_that_were_closed_lead_nowhere(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"iteration": 0}\n')
-    done = in_a_shell(["runs", str(tmp_path)], ">&-")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert in_a_shell(["runs", str(tmp_path)], "<&- >&- 2>&-").returncode == 0
-    done = in_a_shell(["envs", "play", "frozen_lake"], "<&-")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "left after 0 steps" in done.stdout
-
-
-def test_a_closed_stream_has_its_number_so_no_file_gets_it(monkeypatch):
-    program = """
-import os
-from shoal.cli.output import open_streams
-open_streams()
-assert [os.readlink(f"/proc/self/fd/{number}") for number in (0, 1)] == [os.devnull] * 2
-assert os.get_inheritable(1)
-"""
-    called = ["sh", "-c", 'exec "$@" <&- >&-', "sh", sys.executable, "-c", program]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(called, env=environ, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_output_that_cannot_be_kept_fails_a_look_in_one_line_and_ends_no_work(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"iteration": 0}\n')
-    done = in_a_shell(["runs", str(tmp_path)], ">/dev/full")
-    assert (done.returncode, done.stderr) == (1, "shoal: No space left on device (standard output)\n")
-    run = tmp_path / "trained"
-    done = in_a_shell(["train", *QUICK, "--run-dir", str(run), "--json"], ">/dev/full")
-    assert json.loads((run / "summary.json").read_text())["status"] == "completed"
-    assert done.returncode == 1
-    told = [line for line in done.stderr.splitlines() if line.startswith("shoal:")]
-    assert told == ["shoal: the output cannot be written (No space left on device); the work goes on"]
-
-
-def test_help_is_offered_where_the_command_has_it(tmp_path, capsys):
-    """Not to go on with `--resume`, nor to take another `--run-dir`, which it does not know."""
-    denied, full = (OSError(number, os.strerror(number), "f") for number in (errno.EACCES, errno.ENOSPC))
-    for name, offered in (("train", True), ("model", False)):
-        for error, flag in ((denied, "--run-dir"), (full, "--resume")):
-            _tell(error, name)
-            assert (flag in (told := capsys.readouterr().err)) == offered
-            assert ("XDG_CACHE_HOME" in told) == (name == "model" and error is denied)
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("train-ppo --n-envs abc", "--n-envs must be a whole number, got 'abc'"),
-        ("train-ppo --env CartPole-v1 --n-envs=", "--n-envs must be a whole number, got ''"),
-        ("train-ppo --n-envs=1.5", "--n-envs must be a whole number, got '1.5'"),
-        ("train-ppo --n-envs 1e20", "n_envs must be at most 2147483647, got 100000000000000000000"),
-        ("train-ppo --n-envs 1e999999999", "--n-envs must be a whole number, got '1e999999999'"),
-        ("train-ppo --num-workers inf", "--num-workers must be a whole number, got 'inf'"),
-        ("train-ppo --learning-rate fast", "--learning-rate must be a number, got 'fast'"),
-        ("train-ppo --hidden 64 x", "--hidden must be a whole number, got 'x'"),
-        ("skills train --max_nodes x --dry-run", "--max_nodes must be a whole number, got 'x'"),
-        ("rollout --seed x", "--seed must be a whole number, got 'x'"),
-    ],
-)
-def test_what_is_no_number_is_told_in_one_line(words, told, capsys):
-    assert main(words.split()) == 2
-    assert capsys.readouterr().err == f"shoal: {told}\n"
+    assert (process.wait(60), told) == (1, "")
 
 
 @pytest.mark.parametrize("name", ["--iteration", "--seed"])
@@ -597,96 +413,6 @@ def test_a_rollout_that_cannot_be_named_leaves_no_folder(tmp_path, capsys, name)
     assert main(["rollout", name, "1e20", "--run-dir", str(tmp_path / "run")]) == 2
     assert "must be in [-2**63, 2**64) to name seeds, got 100000000000000000000" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def test_whole_numbers_may_be_said_in_powers_of_ten(capsys):
-    assert main(["train", "--seed", "1e3", "--cfg"]) == 0
-    assert "seed: 1000\n" in capsys.readouterr().out
-
-
-# --- progress
-class Screen(io.StringIO):
-    def __init__(self, terminal):
-        super().__init__()
-        self.terminal = terminal
-
-    def isatty(self):
-        return self.terminal
-
-
-def test_silence_off_a_terminal_is_broken_by_a_heartbeat_with_the_time_that_is_left(monkeypatch):
-    clock = [100.0]
-    monkeypatch.setattr(grammar.time, "monotonic", lambda: clock[0])
-    screen = Screen(False)
-    progress = grammar.Progress("training", screen, heartbeat=30.0)
-    progress.at(0.0)
-    assert progress.left() == ""
-    clock[0] += 60.0
-    progress.at(0.25, line="1/4")
-    assert progress.left() == "about 3 min 0 s left"  # 60 s for a quarter: three quarters are left
-    clock[0] += 20.0
-    progress.may_end_early = True
-    assert progress.left() == "at most 4 min 0 s left"
-    progress.at(1.0)
-    assert progress.left() == ""
-    assert screen.getvalue() == "1/4\n"
-
-
-def test_the_heartbeat_comes_only_when_nothing_was_said():
-    screen = Screen(False)
-    with grammar.Progress("training", screen, heartbeat=0.05):
-        deadline = time.monotonic() + 60
-        while "… training: " not in screen.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert re.search(r"… training: \d+ s so far\n", screen.getvalue())
-    quiet = Screen(False)
-    with grammar.Progress("training", quiet, heartbeat=1000.0) as progress:
-        progress.at(0.5, line="half")
-    assert quiet.getvalue() == "half\n"
-
-
-def test_before_the_first_result_what_is_done_is_told_sooner(monkeypatch):
-    monkeypatch.setattr(grammar, "FIRST_HEARTBEAT", 0.05)
-    screen = Screen(False)
-    with grammar.Progress("loading", screen, heartbeat=1000.0) as progress:
-        progress.doing = lambda: "warm-up, 3 of 20 steps"
-        deadline = time.monotonic() + 60
-        while "… warm-up" not in screen.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        progress.at(0.5, line="half")
-        told = screen.getvalue()
-        time.sleep(0.2)
-    assert re.search(r"… warm-up, 3 of 20 steps: \d+ s so far\n", told)
-    assert screen.getvalue() == told
-
-
-def test_bars_of_other_libraries_stay_out_of_files():
-    script = """
-from shoal.cli.main import main
-main(["model", "list"])
-from transformers.modeling_gguf_pytorch_utils import tqdm as unpacks
-from huggingface_hub.utils import tqdm as downloads
-print(list(unpacks(range(2), desc="unpacking")), list(downloads(range(2), desc="downloading")))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1] == "[0, 1] [0, 1]"
-    assert done.stderr == ""
-
-
-@pytest.mark.parametrize("columns", [40, 100])
-def test_a_terminal_gets_a_bar_with_an_eta(monkeypatch, columns):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(columns))
-    screen = Screen(True)
-    with grammar.Progress("training", screen) as progress:
-        assert progress.on_terminal
-        progress.doing = lambda: "warm-up, 3 of 20 steps"
-        progress._bar.refresh()
-        progress.at(0.5, "2/4  success 0.50  reward 0.19  valid 0.91", "a line that is not shown")
-    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).rpartition("ETA")[2]
-    assert re.fullmatch(r" [-0-9:]{7}\s+2/4  success 0.50  reward 0.19  valid\s+0.91\s*", last)
-    assert "warm-up, 3 of 20 steps" in screen.getvalue()
-    assert "a line that is not shown" not in screen.getvalue()
 
 
 # --- runs, results as JSON
@@ -761,25 +487,6 @@ def test_runs_are_listed_with_what_they_are_and_how_they_did(run, tmp_path, caps
     assert json.loads(said(capsys, "runs", tmp_path, "--status", "running", "--json")) == []
 
 
-def test_runs_are_compared_by_settings_results_and_first_token(run, tmp_path, capsys):
-    other = tmp_path / "other"
-    assert main(["train", *QUICK, "algorithm.learning_rate=0.5", "--seed", "3", "--run-dir", str(other)]) == 0
-    capsys.readouterr()
-    found = json.loads(said(capsys, "compare", run, other, "--json"))
-    assert found["settings"] == {"algorithm/learning_rate": [0.001, 0.5]}
-    assert "seconds" in found["metrics"]
-    same = json.loads(said(capsys, "compare", run, run, "--json"))
-    assert (same["settings"], same["metrics"], same["first_difference"]) == ({}, {}, "all equal")
-    png = tmp_path / "curves.png"
-    assert "algorithm/learning_rate" in said(capsys, "compare", run, other, run, "--png", png)
-    assert png.read_bytes()[:4] == b"\x89PNG"
-    said(capsys, "compare", run, other, run, "--curve", "reward", "--png", tmp_path / "curves.svg")
-    told = re.findall("<!-- (.*) -->", (tmp_path / "curves.svg").read_text())
-    assert {"iteration", "reward", "mean"} <= {*told}
-    assert main(["compare", str(run), str(other), "--curve", "nonsense", "--png", str(png)]) == 2
-    assert "no run has the metric 'nonsense'" in capsys.readouterr().err
-
-
 def test_what_eval_plays_can_be_replayed(run, tmp_path, capsys):
     out = tmp_path / "played"
     result = json.loads(said(capsys, "eval", run, "--episodes", "3", "--run-dir", out, "--json"))
@@ -807,7 +514,7 @@ BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
 def test_a_broken_or_hostile_config_of_a_run_is_one_line(tmp_path, capsys, text, why):
     write_trajectories(tmp_path / "trajectories" / "heldout-000001.jsonl", [trajectory()])
     (tmp_path / "config.yaml").write_text(text)
-    for words in (["compare", tmp_path, tmp_path], ["replay", tmp_path], ["show", tmp_path, "--prompt"]):
+    for words in (["replay", tmp_path], ["show", tmp_path, "--prompt"]):
         assert why in said(capsys, *words, code=2)
 
 
@@ -815,11 +522,7 @@ def test_settings_that_another_version_wrote_are_told_with_their_file(run, tmp_p
     shutil.copytree(run, tmp_path / "run")
     with (tmp_path / "run" / "config.yaml").open("a") as file:
         file.write("zebra: 1\n")
-    for words in (
-        ["eval", tmp_path / "run"],
-        ["replay", tmp_path / "run"],
-        ["rollout", "--verify", tmp_path / "run"],
-    ):
+    for words in (["eval", tmp_path / "run"], ["replay", tmp_path / "run"]):
         why = said(capsys, *words, code=2)
         assert (
             f"{tmp_path / 'run' / 'config.yaml'} does not fit this version of shoal: unknown key 'zebra'"
@@ -831,10 +534,10 @@ def test_a_run_of_something_else_than_agents_is_told_by_what_made_it(tmp_path, c
     write_trajectories(tmp_path / "trajectories" / "heldout-000001.jsonl", [trajectory()])
     (tmp_path / "config.yaml").write_text("env: CartPole-v1")
     (tmp_path / "checkpoints" / "step_000000000100").mkdir(parents=True)
-    for words in (["eval", tmp_path], ["replay", tmp_path]):
-        why = said(capsys, *words, code=2)
-        assert "is no run of agents" in why
-        assert "made by shoal train-ppo" in why
+    why = said(capsys, "replay", tmp_path, code=2)
+    assert "is no run of agents" in why
+    assert "made by shoal train-ppo" in why
+    assert "has no manifest.json: it was never committed" in said(capsys, "eval", tmp_path, code=2)
 
 
 def test_a_folder_that_was_removed_is_one_line(tmp_path, monkeypatch, capsys):
@@ -842,7 +545,7 @@ def test_a_folder_that_was_removed_is_one_line(tmp_path, monkeypatch, capsys):
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    assert "this folder was removed" in said(capsys, "runs", code=2)
+    assert "the current folder was removed" in said(capsys, "runs", code=2)
     monkeypatch.chdir(tmp_path)
 
 
@@ -879,7 +582,6 @@ def test_what_a_terminal_has_no_letter_for_is_written_by_its_number(tmp_path, mo
     told = out.buffer.getvalue().decode(encoding)
     assert "2 runs in" in told
     assert "\\udcff" in told
-    assert out.errors == errors
 
 
 @pytest.mark.parametrize(
@@ -904,4 +606,4 @@ def test_commands_to_go_on_with_name_the_program_as_it_was_called(
     monkeypatch.setattr(sys, "argv", [called])
     monkeypatch.setattr(sys, "orig_argv", ["my-python", "-m", "shoal"])
     assert program() == told
-    assert resume_command(Path("a b")) == f"{told} skills train --resume --graph-path 'a b'"
+    assert resume_command(Path("a b")) == f"{told} skills train --resume --out 'a b'"

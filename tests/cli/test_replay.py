@@ -1,4 +1,4 @@
-"""`shoal replay` and `shoal rescore`: recorded episodes again, in one process, compared, stopped, forked, rescored."""
+"""`shoal replay`: recorded episodes again, in one process, compared, stopped, forked."""
 
 import io
 import json
@@ -382,45 +382,3 @@ def test_an_episode_of_a_run_on_ray_is_the_same_in_a_plain_loop(trained, tmp_pat
 def test_what_cannot_be_replayed_is_told_in_a_line(trained, capsys, words, why):
     assert main(["replay", *[str(trained) if word == "RUN" else word for word in words]]) == 2
     assert why in capsys.readouterr().err
-
-
-def test_episodes_are_scored_again_without_playing(trained, tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_scores.py").write_text(
-        "def turns(t):\n    return -len(t.turns)\n\ndef reward(t):\n    return t.reward\n\ndef bad(t):\n    return t.no"
-        "\n\ndef nan(t):\n    return float('nan')\n"
-    )
-    (tmp_path / "raising_scores.py").write_text("raise ValueError('no such file of scores')")
-    monkeypatch.syspath_prepend(tmp_path)
-    before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
-    out = tmp_path / "scores.jsonl"
-    assert main(["rescore", str(trained), "--scorer", "my_scores:turns", "--out", str(out), "--json"]) == 0
-    files = {one["file"]: one for one in json.loads(capsys.readouterr().out)["files"]}
-    records = list(read_trajectories(trained / "trajectories" / "train-000001.jsonl"))
-    assert files["train-000001"]["score"] == -sum(len(t.turns) for t in records) / 4
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["score"] for line in lines if line["file"] == "train-000001"] == [
-        -len(t.turns) for t in records
-    ]
-    assert (
-        main(["rescore", str(trained), "--scorer", "my_scores:reward", "--file", "train-000002", "--json"])
-        == 0
-    )
-    (one,) = json.loads(capsys.readouterr().out)["files"]
-    assert one["reward"] == one["score"]
-    assert one["groups_with_signal"] == one["groups_with_signal_now"]
-    assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
-    for scorer, why in (
-        ("my_scores:bad", "the scorer failed on heldout-000000:0: AttributeError"),
-        ("my_scores:nan", "must give finite numbers, it gave nan for heldout-000000:0"),
-        ("my_scores:none", "there is no scorer"),
-        ("nomodule:f", "cannot import the scorer 'nomodule:f': there is no module 'nomodule' here"),
-        ("os.system", "the scorer must be 'module:Name'"),
-        (
-            "raising_scores:reward",
-            "importing 'raising_scores' failed with ValueError: no such file of scores",
-        ),
-    ):
-        assert main(["rescore", str(trained), "--scorer", scorer]) == 2
-        assert why in capsys.readouterr().err
-    assert main(["rescore", str(trained), "--scorer", "my_scores:turns", "--file", "nosuch"]) == 2
-    assert "has no episodes nosuch" in capsys.readouterr().err

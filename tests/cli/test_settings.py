@@ -84,8 +84,14 @@ def test_the_page_of_settings_is_what_the_source_says():
     done = subprocess.run([sys.executable, "-c", write], cwd=ROOT, capture_output=True, text=True, check=True)
     stands = (ROOT / "docs" / "settings.md").read_text()
     assert done.stdout == stands, "docs/settings.md is of another source: run make settings"
-    for setting in ("`seed`", "`gae_lambda`", "`prefill`", "`env_type`", "`api_key_env`"):
-        assert f"| {setting} |" in stands
+    settings = (
+        "seed",
+        "algorithm.critic.gae_lambda",
+        "agent_proxy.prompt.prefill",
+        "custom_envs.NAME.env_type",
+    )
+    for setting in settings:
+        assert f"| `{setting}` |" in stands
 
 
 def test_a_value_in_the_quotes_that_the_message_shows_is_read(capsys):

@@ -3,7 +3,6 @@ import json
 import logging
 import os
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from tests.viewer.test_index import episode
 
 from shoal.cli.grammar import came_to_an_end, show_warnings
 from shoal.cli.main import main
-from shoal.cli.output import watched_output
 from shoal.core.data import write_trajectories
 from shoal.core.errors import EngineError
 from shoal.core.run_folder import RunFolder
@@ -75,32 +73,23 @@ def test_what_a_run_says_commands_no_terminal(run, capsys, monkeypatch):
     (run / "summary.json").write_text(json.dumps(told))
     assert main(["show", str(run), "--all"]) == 0
     assert main(["runs", str(run.parent)]) == 0
-    assert main(["compare", str(run), str(run), "--all"]) == 0
-    assert (
-        main(["envs", "play", "bandit", "--replay", str(run / "trajectories" / "heldout-000002.jsonl")]) == 0
-    )
     assert main(["show", f"no{hostile}".replace("\x00", "")]) == 2
     with pytest.raises(EngineError):
         came_to_an_end([played])
     came_to_an_end([played, replace(played, status="ok")])
     out, err = capsys.readouterr()
     named = re.sub(r"[^ -~]", lambda one: f"<U+{ord(one[0]):04X}>", hostile)
-    assert out.count(named) >= 16
+    assert out.count(named) >= 8
     assert f"no{named.replace('<U+0000>', '')}" in err
     assert f"the first: env_error: {named}" in err
     assert {c for c in out + err if not c.isprintable()} <= {"\n"}
 
 
-def test_what_a_warning_quotes_commands_no_terminal_and_bars_do(capsys, monkeypatch):
+def test_what_a_warning_quotes_commands_no_terminal(capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    with watched_output(goes_on=False):
-        show_warnings()
-        logging.getLogger("shoal.x").warning("it said %s", "\x1b[31mred\rover")
-        sys.stderr.write("\r\x1b[31mbar\x1b[0m\x1b[A\x1b[2K\x1b]0;title\n")
-    out = capsys.readouterr()
-    told, bar, _ = out.err.split("\n")
-    assert told == "WARNING shoal.x: it said <U+001B>[31mred<U+000D>over"
-    assert bar == "\r\x1b[31mbar\x1b[0m\x1b[A\x1b[2K<U+001B>]0;title"
+    show_warnings()
+    logging.getLogger("shoal.x").warning("it said %s", "\x1b[31mred\rover")
+    assert capsys.readouterr().err == "WARNING shoal.x: it said <U+001B>[31mred<U+000D>over\n"
 
 
 @pytest.mark.timeout(20)
@@ -132,7 +121,7 @@ def test_a_summary_that_is_none_is_told_in_a_line(run, capsys, summary):
         ("split", "shoal split cannot go on with it: run it again"),
         ("train", "go on with: shoal train --config-name NAME"),
         ("train-ppo", "go on with: shoal train-ppo --resume-from"),
-        ("skills train", "go on with: shoal skills train --resume --graph-path"),
+        ("skills train", "go on with: shoal skills train --resume --out"),
     ],
 )
 def test_an_unfinished_run_is_told_by_the_command_that_made_it(run, capsys, command, told):
@@ -191,7 +180,6 @@ def test_a_broken_summary_hides_no_other_run(run, tmp_path, capsys, summary):
     assert main(["runs", str(tmp_path), "--json"]) == 0
     listed = {one["run"]: one for one in json.loads(capsys.readouterr().out)}
     assert (listed[str(run)]["seconds"], listed[str(run)]["value"]) == (None, None)
-    assert main(["compare", str(run), str(tmp_path / "whole")]) == (0 if "NaN" in text else 2)
     assert main(["show", str(run)]) == (0 if "NaN" in text else 2)
 
 
@@ -199,35 +187,6 @@ def test_a_state_that_no_run_can_have_is_no_empty_list(run, tmp_path, capsys):
     assert main(["runs", str(tmp_path), "--status", "complete"]) == 2
     assert "completed" in capsys.readouterr().err
     assert main(["runs", str(tmp_path), "--status", "unfinished"]) == 0
-
-
-def test_curves_are_drawn_of_each_step_once_in_order_and_of_no_pipe(tmp_path, monkeypatch, capsys):
-    """Doubled rows were drawn back and forth, runs without steps (of skills) as an empty picture."""
-    from matplotlib.axes import Axes
-
-    drawn, plot = [], Axes.plot
-
-    def record(axes, *points, **style):
-        drawn.append(points)
-        return plot(axes, *points, **style)
-
-    monkeypatch.setattr(Axes, "plot", record)
-    one, skills, pipe = (tmp_path / name for name in ("one", "skills", "pipe"))
-    rows = [(0, 0.25), (2, "many"), (2, 0.75), (1, 0.5), (0, 0.0), (3, None), (None, 1.0)]
-    for folder in (one, skills, pipe):
-        folder.mkdir()
-    text = "".join(json.dumps({"iteration": x, "success": y}) + "\n" for x, y in rows)
-    (one / "metrics.jsonl").write_text(text + '{"iteration": 4, "suc')
-    (skills / "metrics.jsonl").write_text('{"skill": "wood", "success": 0.5}\n')
-    os.mkfifo(pipe / "metrics.jsonl")
-    os.mkfifo(pipe / "config.yaml")
-    picture = ["--png", str(tmp_path / "curves.svg")]
-    assert main(["compare", str(one), str(skills), str(pipe), *picture]) == 0
-    assert drawn == [([0, 1, 2], [0.0, 0.5, 0.75]), ([], []), ([], [])]
-    assert main(["compare", str(skills), str(pipe), *picture]) == 2
-    assert (
-        "no run has the metric 'heldout_success' in metrics.jsonl; there are: none" in capsys.readouterr().err
-    )
 
 
 def test_rows_that_were_torn_are_not_counted(tmp_path, capsys):

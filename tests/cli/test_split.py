@@ -1,9 +1,15 @@
+import base64
+import io
 import json
+import re
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from shoal.cli import split
 from shoal.cli.main import main
+from shoal.core.run_folder import FolderLock
 from shoal.splitting import Batch, build_qwen_processor
 from shoal.splitting.synthetic import write_gui_recordings
 
@@ -27,7 +33,7 @@ def test_split_writes_a_batch_a_summary_and_a_page(folders, tmp_path, capsys):
         "id,reward\n" + "".join(f"{name},{n}\n" for n, name in enumerate(ids))
     )
     rewards = ("--rewards", str(tmp_path / "rewards.csv"))
-    assert main(command(base, tmp_path / "run", *rewards, "--num-cpus", "2", "--html", "--sample", "-1")) == 0
+    assert main(command(base, tmp_path / "run", *rewards, "--num-cpus", "2", "--html")) == 0
     batch = Batch.load(tmp_path / "run" / "batch")
     assert batch["reward_tensor"].sum(1).tolist() == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -36,7 +42,9 @@ def test_split_writes_a_batch_a_summary_and_a_page(folders, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert "samples        9" in out
     assert "split 3 of 3" in err
-    assert "reward 2 on response token" in (tmp_path / "run" / "sample.html").read_text()
+    page = (tmp_path / "run" / "samples.html").read_text()
+    assert page.count('data-title="Sample ') == 9
+    assert "Action" in page
 
 
 def test_json_events_keep_standard_output_for_scripts(folders, tmp_path, capsys):
@@ -65,20 +73,64 @@ def test_a_bad_trajectory_stops_the_command_or_is_named(folders, tmp_path, capsy
     assert "skipped trajectory 'bad'" in capsys.readouterr().out
 
 
-def test_a_mistake_in_a_further_call_leaves_a_finished_batch_and_its_summary(folders, tmp_path, capsys):
+def test_a_refused_call_leaves_no_folder(folders, tmp_path, capsys):
     base, _ = folders
-    assert main(command(base, tmp_path)) == 0
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    (tmp_path / "rewards.json").write_text("[1, 2]")
+    (tmp_path / "empty").mkdir()
     for wrong in (
-        ["--ids", "nosuch"],
+        ["--ids", "nosuch", "--rewards", str(tmp_path / "rewards.json")],
         ["--processor", str(tmp_path)],
         ["--rewards", str(tmp_path / "no.json")],
+        ["--reader", "nosuch"],
+        ["--splitter", "window", "--window-size", "2", "--stride-size", "3"],
+        ["--num-cpus", "0"],
+        ["--resume"],
     ):
-        assert main(command(base, tmp_path, *wrong)) == 2
+        assert main(command(base, tmp_path / "run", *wrong)) == 2, wrong
+    for root in ("nowhere", "empty"):
+        assert main(["split", str(tmp_path / root), "--out", str(tmp_path / "run")]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_is_not_written_over_and_runs_without_a_name_are_numbered(
+    folders, tmp_path, capsys, monkeypatch
+):
+    base, _ = folders
+    monkeypatch.chdir(tmp_path)
+    again = ["split", str(base / "recordings"), "--processor", str(base / "processor")]
+    assert main([*again, "--html"]) == main([*again, "--splitter", "last-n"]) == 0
+    assert [len(Batch.load(f"runs/{name}").samples()) for name in ("split", "split-2")] == [9, 3]
+    assert not (tmp_path / "runs" / "split-2" / "samples.html").exists()
+    before = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    for more in ([], ["--shard-size", "1"], ["--shard-size", "1", "--resume"]):
+        assert main([*again, *more, "--out", "runs/split"]) == 2
+        assert "runs/split/batch exists: choose another --out, or remove it" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_a_run_in_lots_names_what_it_skipped_and_may_skip_more_when_resumed(folders, tmp_path, capsys):
+def test_a_folder_that_another_run_writes_is_refused(folders, tmp_path, capsys):
+    base, _ = folders
+    (tmp_path / "run").mkdir()
+    lock = FolderLock(tmp_path / "run" / ".lock")
+    lock.take()
+    assert main(command(base, tmp_path / "run")) == 1
+    assert "is running on" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+    lock.release()
+
+
+def test_shards_without_a_name_are_resumed_in_the_newest_folder(folders, tmp_path, capsys, monkeypatch):
+    base, _ = folders
+    monkeypatch.chdir(tmp_path)
+    again = ["split", str(base / "recordings"), "--processor", str(base / "processor"), "--shard-size", "2"]
+    assert main(again) == main([*again, "--resume", "--html"]) == 0
+    assert "2 (0 written now)" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["split"]
+    assert (tmp_path / "runs" / "split" / "samples.html").read_text().count('data-title="Sample ') == 6
+
+
+def test_a_run_in_shards_names_what_it_skipped_and_may_skip_more_when_resumed(folders, tmp_path, capsys):
     base, _ = folders
     chats = [
         {"id": "good", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -92,19 +144,9 @@ def test_a_run_in_lots_names_what_it_skipped_and_may_skip_more_when_resumed(fold
     assert main([*chatty, "--resume", "--on-error", "skip"]) == 0
     out = capsys.readouterr().out
     assert "skipped trajectory 'bad'" in out
-    assert "2 (1 of them made now)" in out
+    assert "2 (1 written now)" in out
     told = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
-    assert (told["lots"], told["new_lots"], told["samples"], told["skipped_ids"]) == (2, 1, 1, ["bad"])
-
-
-def test_a_page_of_lots_that_hold_no_sample_says_so(folders, tmp_path, capsys):
-    base, _ = folders
-    (tmp_path / "chats.jsonl").write_text(
-        json.dumps({"id": "bad", "messages": [{"role": "user", "content": "a"}]})
-    )
-    chatty = ["split", str(tmp_path / "chats.jsonl"), "--processor", str(base / "processor"), "--out"]
-    assert main([*chatty, str(tmp_path / "run"), "--shard-size", "1", "--on-error", "skip", "--html"]) == 2
-    assert "holds no sample that --html could show" in capsys.readouterr().err
+    assert (told["shards"], told["new_shards"], told["samples"], told["skipped_ids"]) == (2, 1, 1, ["bad"])
 
 
 def test_rewards_of_a_spreadsheet_begin_with_its_mark_and_are_one_each(folders, tmp_path, capsys):
@@ -138,16 +180,64 @@ def test_a_stride_that_would_skip_turns_is_refused_and_the_default_fits_any_wind
 def test_rewards_that_do_not_fit_are_refused(folders, tmp_path, capsys, content, message):
     base, _ = folders
     (tmp_path / "rewards.json").write_text(content)
-    assert main(command(base, tmp_path, "--rewards", str(tmp_path / "rewards.json"))) == 2
+    assert main(command(base, tmp_path / "run", "--rewards", str(tmp_path / "rewards.json"))) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_sample_that_is_not_there_costs_only_the_page(folders, tmp_path, capsys):
+def pictures(page):
+    """The images of each sample on a page of `--html`."""
+    pages = page.split('data-title="Sample ')[1:]
+    urls = [re.findall(r"src=['\"]data:image/jpeg;base64,([^'\"]+)", text) for text in pages]
+    return [
+        [np.asarray(Image.open(io.BytesIO(base64.b64decode(url)))).astype(int) for url in each]
+        for each in urls
+    ]
+
+
+def red(picture):
+    return np.argwhere((picture[..., 0] - picture[..., 1] > 60) & (picture[..., 0] > 150))
+
+
+def test_the_point_of_an_answer_is_drawn_on_its_screen(folders, tmp_path):
+    """On a grey screen of 400 x 200 the ring around (100, 50) is the only thing that is red."""
     base, _ = folders
-    assert main(command(base, tmp_path / "run", "--html", "--sample", "99")) == 2
-    assert "sample must be in [0, 8], got 99" in capsys.readouterr().err
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["metrics"]["samples"]) == ("completed", 9)
+    Image.new("RGB", (400, 200), (128, 128, 128)).save(tmp_path / "screen.png")
+    there = ("click(point='<|box_start|>(100,50)<|box_end|>')", "pyautogui.click(x=0.25, y=0.25)")
+    nowhere = (
+        "I wait.",
+        "click(402,50)",
+        "click(100,202)",
+    )  # beside the screen, so near that a ring would show
+    chats = [
+        [
+            {"role": "user", "content": [{"type": "image", "image": "screen.png"}]},
+            {"role": "assistant", "content": said},
+        ]
+        for said in (*there, *nowhere)
+    ]
+    (tmp_path / "chats.json").write_text(json.dumps(chats))
+    words = ["split", str(tmp_path / "chats.json"), "--processor", str(base / "processor"), "--html"]
+    assert main([*words, "--out", str(tmp_path / "run")]) == 0
+    shown = [picture for [picture] in pictures((tmp_path / "run" / "samples.html").read_text())]
+    for picture in shown[:2]:
+        middle = (red(picture).min(0) + red(picture).max(0)) / 2
+        assert np.abs(middle - [0.25 * picture.shape[0], 0.25 * picture.shape[1]]).max() < 2.5
+    assert [len(red(picture)) for picture in shown[2:]] == [0, 0, 0]
+
+
+def test_no_point_is_drawn_on_the_screen_of_another_answer_where_truncation_removed_one(folders, tmp_path):
+    base, _ = folders
+    chat = []
+    Image.new("RGB", (400, 200), (128, 128, 128)).save(tmp_path / "screen.png")
+    for said in ("click(100,50)", "I wait.", "I wait."):
+        chat += [{"role": "user", "content": [{"type": "image", "image": "screen.png"}]},
+                 {"role": "assistant", "content": said}]  # fmt: skip
+    (tmp_path / "chat.json").write_text(json.dumps([chat]))
+    words = ["split", str(tmp_path / "chat.json"), "--processor", str(base / "processor"), "--html"]
+    words += ["--truncation", "left", "--max-prompt-length", "290"]
+    assert main([*words, "--out", str(tmp_path / "run")]) == 0
+    last = pictures((tmp_path / "run" / "samples.html").read_text())[-1]
+    assert [len(red(picture)) for picture in last] == [0, 0]
 
 
 def test_minus_one_is_a_worker_for_each_core(folders, tmp_path, monkeypatch):

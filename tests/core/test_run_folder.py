@@ -257,8 +257,7 @@ def test_of_two_trainings_started_together_one_trains_and_one_is_refused(tmp_pat
         "torch",
         "--total-timesteps",
         "4096",
-        "--tensorboard",
-        "False",
+        "--no-tensorboard",
         "--run-dir",
         str(tmp_path / "r"),
     ]
@@ -285,9 +284,7 @@ def test_what_a_killed_ppo_run_left_half_written_is_swept(tmp_path):
     ]
     left[0].mkdir(parents=True)
     left[1].write_text("half")
-    line = (
-        "train-ppo --backend serial --path torch --total-timesteps 1024 --eval-episodes 1 --tensorboard False"
-    )
+    line = "train-ppo --backend serial --path torch --total-timesteps 1024 --eval-episodes 1 --no-tensorboard"
     assert main([*line.split(), "--run-dir", str(tmp_path / "r")]) == 0
     assert not any(path.exists() for path in left)
 

@@ -117,7 +117,7 @@ def test_ppo_takes_every_form(name):
 def test_train_ppo_takes_every_form_with_arguments_and_wrappers(name, tmp_path, capsys):
     arguments = ["train-ppo", "--env", name, "--env-kwargs", "size=7", "--wrapper", f"{HERE}:Doubled",
                  "--wrapper", f"{HERE}:PlusOne", "--backend", "serial", "--n-envs", "2", "--n-steps", "8",
-                 "--total-timesteps", "16", "--eval-episodes", "1", "--tensorboard", "False",
+                 "--total-timesteps", "16", "--eval-episodes", "1", "--no-tensorboard",
                  "--run-dir", str(tmp_path / "run")]  # fmt: skip
     assert main(arguments) == 0, capsys.readouterr().err
     (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
@@ -150,8 +150,7 @@ def test_bench_takes_every_form(name, capsys):
         "--backends",
         "serial",
         "--no-peers",
-        "--format",
-        "json",
+        "--json",
     ]
     assert main(["bench", name, *arguments]) == 0
     assert json.loads(capsys.readouterr().out)["ways"][0]["problem"] is None

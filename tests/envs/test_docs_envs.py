@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
     ("page", "name"),
     [
         ("docs/tutorials/environment.md", "NumberEnv"),
-        ("CONTRIBUTING.md", "NumberEnv"),
         ("docs/how-to/own-env.md", "Lamps"),
         ("docs/how-to/own-env.md", "Coin"),
     ],

@@ -163,26 +163,26 @@ def test_distributions_are_those_of_torch(seed):
     actions = torch.stack(
         [torch.from_numpy(rng.integers(0, 2, 7)), torch.from_numpy(rng.integers(0, 3, 7))], 1
     )
-    ours = distributions.judge_choices(logits, actions, (2, 3))
+    ours = distributions.categorical_logprob(logits, actions, (2, 3))
     theirs = [torch.distributions.Categorical(logits=part) for part in logits.split((2, 3), dim=1)]
     assert torch.allclose(ours.logprob, sum(d.log_prob(actions[:, g]) for g, d in enumerate(theirs)))
     assert torch.allclose(ours.entropy, sum(d.entropy() for d in theirs))
     mean, log_std = torch.from_numpy(rng.standard_normal((7, 3))), torch.from_numpy(rng.standard_normal(3))
     points = torch.from_numpy(rng.standard_normal((7, 3)))
     normal = torch.distributions.Normal(mean, log_std.exp())
-    judged = distributions.judge_points(mean, log_std, points)
-    assert torch.allclose(judged.logprob, normal.log_prob(points).sum(1))
-    assert torch.allclose(judged.entropy, normal.entropy().sum(1))
+    scored = distributions.gaussian_logprob(mean, log_std, points)
+    assert torch.allclose(scored.logprob, normal.log_prob(points).sum(1))
+    assert torch.allclose(scored.entropy, normal.entropy().sum(1))
 
 
 def test_masked_choices_are_a_categorical_over_the_allowed_ones():
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     masks = torch.tensor([[True, False, True, False]])
     allowed = torch.distributions.Categorical(logits=torch.tensor([[1.0, 3.0]]))
-    judged = distributions.judge_choices(logits, torch.tensor([[2]]), (4,), masks)
-    assert torch.allclose(judged.logprob, allowed.log_prob(torch.tensor([1])))
-    assert torch.allclose(judged.entropy, allowed.entropy())
-    one = distributions.judge_choices(
+    scored = distributions.categorical_logprob(logits, torch.tensor([[2]]), (4,), masks)
+    assert torch.allclose(scored.logprob, allowed.log_prob(torch.tensor([1])))
+    assert torch.allclose(scored.entropy, allowed.entropy())
+    one = distributions.categorical_logprob(
         logits, torch.tensor([[1]]), (4,), torch.tensor([[False, True, False, False]])
     )
     assert one.entropy.item() == 0.0

@@ -60,7 +60,7 @@ def test_a_journal_that_was_cut_anywhere_goes_on_with_its_whole_episodes(tmp_pat
             if group not in whole:
                 again.add(episode(group))
         assert read_back(torn, 3) == [0, 1, 2]
-    assert "holds no whole episode: it is played again" in caplog.text
+    assert "holds no complete episode: it is played again" in caplog.text
 
 
 def test_episodes_of_others_and_those_that_failed_are_not_taken_for_the_ones_asked_for(tmp_path):
@@ -79,7 +79,9 @@ def test_other_settings_are_refused_by_name_while_there_is_something_to_lose(tmp
     journal = Journal(path, SETTINGS)
     journal.add(episode(0))
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"1 episodes .* env.size was \[4, 4\] and is \[4, 5\]; use them"):
+    with pytest.raises(
+        ConfigError, match=r"1 episodes .* env.size was \[4, 4\] and is \[4, 5\]; continue with"
+    ):
         Journal(path, other)
     assert path.read_bytes() == before
     assert read_back(path, 1) == [0]

@@ -471,7 +471,7 @@ def test_rewards_that_are_too_large_together_end_their_episode_and_can_be_read_a
         write_trajectories(tmp_path / "t.jsonl", played)
         assert list(read_trajectories(tmp_path / "t.jsonl")) == played
         assert {t.status for t in played} == {"env_error"}
-        assert "must add up to at most 3.4e+38" in played[0].error
+        assert "must sum to at most 3.4e+38" in played[0].error
         assert filter_groups(played)[1].too_few == 1
 
 

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from shoal.core.seeding import stream
-from shoal.skills.jobs.store import write_failure
-from shoal.skills.learning.run import Run, finish_training
-from shoal.skills.learning.trainer import Network, Shape, TrainingConfig
-from shoal.skills.learning.worlds import CraftingWorld
+from shoal.skills.jobs.process import ExhaustedError, write_failure
+from shoal.skills.learning.crafting import CraftingWorld
+from shoal.skills.learning.network import Network, Shape
+from shoal.skills.learning.trainer import TrainingConfig
+from shoal.skills.learning.training import Run, finish_training
 
 QUICK = TrainingConfig(
     total_timesteps=2048,
@@ -51,6 +52,7 @@ class ScriptedLauncher:
         self.running: set[str] = set()
         self.most_running = 0
         self.killed: list[int] = []
+        self.ended: dict[int, str] = {}
         self.gate = threading.Event()
         self.gate.set()
         self._lock = threading.Lock()
@@ -65,29 +67,28 @@ class ScriptedLauncher:
         self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path
     ) -> dict[str, Any]:
         folder, attempt = Path(command[-3]), int(command[-1])
-        self.launched.append((Run.open(folder).spec["skill"], attempt))
-        return {"folder": str(folder), "attempt": attempt}
-
-    def watch(self, handle: dict[str, Any], ended: Callable[[str], None]) -> bool:
-        name = Run.open(handle["folder"]).spec["skill"]
+        name = Run.open(folder).spec["skill"]
+        self.launched.append((name, attempt))
         with self._lock:
             self.running.add(name)
             self.most_running = max(self.most_running, len(self.running))
+        threading.Thread(target=self._work, args=(folder, attempt, name), daemon=True).start()
+        return {"attempt": attempt}
 
-        def work() -> None:
-            self.gate.wait()
-            words = "exit status 0"
-            try:
-                words = self.script(Path(handle["folder"]), handle["attempt"]) or words
-            except Exception as error:
-                write_failure(Path(handle["folder"]), handle["attempt"], str(error))
-                words = "exit status 1"
-            with self._lock:
-                self.running.discard(name)
-            ended(words)
+    def _work(self, folder: Path, attempt: int, name: str) -> None:
+        self.gate.wait()
+        words = "exit status 0"
+        try:
+            words = self.script(folder, attempt) or words
+        except Exception as error:
+            write_failure(folder, attempt, error if isinstance(error, ExhaustedError) else str(error))
+            words = "exit status 1"
+        with self._lock:
+            self.running.discard(name)
+        self.ended[attempt] = words
 
-        threading.Thread(target=work, daemon=True).start()
-        return True
+    def poll(self, handle: dict[str, Any]) -> str | None:
+        return self.ended.get(handle["attempt"])
 
     def kill(self, handle: dict[str, Any]) -> None:
         self.killed.append(handle["attempt"])

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from shoal.skills.learning.spec import Store
+from shoal.skills.jobs.store import Store
 
 seen: Counter[str] = Counter()
 armed = ["", 0]
@@ -69,17 +69,17 @@ def train(folder: str, attempt: str) -> None:
 
 def merge(base: str, *numbers: str) -> None:
     """Merge these attempts of finished runs, one after another."""
-    from shoal.skills.learning.run import process_completed_training
+    from shoal.skills.learning.merge import process_completed_training
 
     store = Store(base)
     for number in numbers:
         attempt = store.attempt(int(number))
         if attempt.outcome == "merged":
             continue
-        row = store.skill(attempt.job)
+        row = store.skill(attempt.skill)
         process_completed_training(
-            Path(base) / attempt.run_folder, row.name, int(row.expert or 0), base, attempt=attempt.id, store=store,
-            show=False, keep_run=True,
+            Path(base) / attempt.run_folder, row.name, int(row.expert or 0), base, attempt=attempt.id,
+            store=store, keep_run=True,
         )  # fmt: skip
         tell({"event": "merge", "attempt": attempt.id})
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.runner import job_environment
+from shoal.skills.jobs.launchers import job_environment
+from shoal.skills.jobs.store import Store
+from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.run import prepare_training_run
-from shoal.skills.learning.spec import Store, load_skills
-from shoal.skills.learning.worlds import CRAFTING
+from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.training import prepare_training_run
 
 CRASH = Path(__file__).with_name("crash.py")
 LINE = re.compile(r"^(\d+) +(\w+)\((.*)\) += +(-?\d+)")
@@ -86,10 +87,10 @@ def strace(command: list[str], out: Path) -> str:
 def test_a_training_and_its_merge_are_on_disk_before_they_are_told_of(tmp_path: Path, quick) -> None:
     base = tmp_path / "run"
     spec = load_skills(knowledge_base("crafting"), CRAFTING)[0]
-    store = Store(base)
+    store = Store(base, create=True)
     store.add_skill(spec, [], 10**6)
     store.assign_expert(spec.name)
-    folder, _, _ = prepare_training_run(spec.name, spec.as_dict(), 0, [], {}, base, config=quick, store=store)
+    folder, _, _ = prepare_training_run(spec.name, spec, 0, [], {}, base, config=quick, store=store)
     attempt = str(store.begin_attempt(spec.name, folder))
     store.close()
     train = [sys.executable, str(CRASH), "train", "-", str(folder), attempt]

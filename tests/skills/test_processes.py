@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.runner import TmuxLauncher, job_environment, start_time
+from shoal.skills.jobs.launchers import TmuxLauncher, job_environment, start_time
+from shoal.skills.jobs.store import Store
+from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.proposers import knowledge_base
 from shoal.skills.learning.scheduler import SkillScheduler
-from shoal.skills.learning.spec import Store, load_skills
+from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.trainer import TrainingConfig
-from shoal.skills.learning.worlds import CRAFTING
 
 LOADED = load_skills(knowledge_base("crafting"), CRAFTING)
 SKILLS = {skill.name: replace(skill, horizon=100) for skill in LOADED}
@@ -136,7 +137,7 @@ def test_experts_do_not_depend_on_how_many_train_at_once(tmp_path: Path, quick) 
 
 
 def _weights(base: Path, sha: str) -> str:
-    from shoal.skills.learning.trainer import decode
+    from shoal.skills.learning.network import decode
 
     arrays, _ = decode((base / "experts" / f"{sha}.safetensors").read_bytes(), sha)
     return "".join(arrays[key].tobytes().hex()[:64] for key in sorted(arrays))
@@ -145,7 +146,7 @@ def _weights(base: Path, sha: str) -> str:
 @pytest.mark.slow
 def test_experts_that_go_on_learning_are_merged_with_an_evaluation(tmp_path: Path, quick) -> None:
     config = replace(quick, train_deps="on", bank_worlds=256, total_timesteps=6000)
-    s = SkillScheduler(tmp_path, 2, config=config, analyse=False, merge="auto")
+    s = SkillScheduler(tmp_path, 2, config=config, analyse=False, merge="evaluate")
     for name in ("Collect Wood", "Place Table"):
         s.add_skill(name, SKILLS[name])
     assert s.run()
@@ -160,32 +161,6 @@ def test_experts_that_go_on_learning_are_merged_with_an_evaluation(tmp_path: Pat
     assert s.store.head(1) is not None
 
 
-def test_a_launch_recorded_but_never_made_is_made_again(tmp_path: Path, quick) -> None:
-    s = SkillScheduler(tmp_path, config=quick)
-    s.add_skill("Collect Wood", SKILLS["Collect Wood"])
-    s.store.assign_expert("Collect Wood")
-    s.store.begin_attempt(
-        "Collect Wood", tmp_path / "training_runs" / "skill_0_Collect_Wood"
-    )  # and then we died
-    assert s.run()
-    assert [attempt.outcome for attempt in s.store.attempts()] == ["lost", "merged"]
-
-
-def test_a_training_that_ended_while_nobody_looked_is_merged_not_repeated(tmp_path: Path, quick) -> None:
-    add_wood(tmp_path, config_of(quick))
-    stops = "note = s.store.set_handle\ns.store.set_handle = lambda *given: (note(*given), os.kill(os.getpid(), 19))"
-    process = start(
-        tmp_path, config_of(quick), f"import os{SCHEDULE}".replace("s.run()", f"{stops}\ns.run()")
-    )
-    store = Store(tmp_path)
-    wait_for((tmp_path / "training_runs/skill_0_Collect_Wood/DONE.json").exists)
-    process.kill()
-    process.communicate()
-    assert store.skill("Collect Wood").status == "running"
-    assert SkillScheduler(tmp_path, config=quick).run()
-    assert [attempt.outcome for attempt in store.attempts()] == ["merged"]
-
-
 def test_a_training_that_did_not_learn_says_so(tmp_path: Path, quick) -> None:
     s = SkillScheduler(tmp_path, max_retries=0, config=replace(quick, min_success=1.1, total_timesteps=600))
     s.add_skill("Collect Wood", SKILLS["Collect Wood"])
@@ -194,7 +169,7 @@ def test_a_training_that_did_not_learn_says_so(tmp_path: Path, quick) -> None:
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-def test_tmux_trainings_are_the_same_and_can_be_attached_to(tmp_path: Path, quick) -> None:
+def test_tmux_trainings_can_be_attached_to(tmp_path: Path, quick) -> None:
     launcher = TmuxLauncher(f"shoal-test-{os.getpid()}")
     try:
         s = SkillScheduler(tmp_path / "tmux", launcher=launcher, config=quick, analyse=False)
@@ -207,34 +182,13 @@ def test_tmux_trainings_are_the_same_and_can_be_attached_to(tmp_path: Path, quic
         assert '"event": "trained"' in log.read_text()
     finally:
         launcher._tmux("kill-server", check=False)
-    local = SkillScheduler(tmp_path / "local", config=quick, analyse=False)
-    local.add_skill("Collect Wood", SKILLS["Collect Wood"])
-    assert local.run()
-    assert head_sha(tmp_path / "tmux") == head_sha(tmp_path / "local")
-
-
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-def test_names_reach_tmux_as_names_and_not_as_commands(tmp_path: Path) -> None:
-    launcher = TmuxLauncher(f"shoal-test-names-{os.getpid()}")
-    marker = tmp_path / "P"
-    try:
-        hostile = f"x; touch {marker} #"
-        handle = launcher.launch(
-            [sys.executable, "-c", "import time; time.sleep(30)", f"$(touch {marker})", f"; touch {marker}"],
-            hostile, {"ODD": f"`touch {marker}`"}, tmp_path / "log",
-        )  # fmt: skip
-        time.sleep(0.5)
-        assert not marker.exists()
-        launcher.kill(handle)
-    finally:
-        launcher._tmux("kill-server", check=False)
 
 
 @pytest.mark.slow
 @pytest.mark.ray
 def test_ray_trainings_are_the_same(tmp_path: Path, quick) -> None:
     ray = pytest.importorskip("ray")
-    from shoal.skills.jobs.runner import RayLauncher
+    from shoal.skills.jobs.launchers import RayLauncher
 
     try:
         s = SkillScheduler(tmp_path / "ray", launcher=RayLauncher(cpus=0.5), config=quick, analyse=False)

@@ -1,6 +1,12 @@
+"""What a scheduler trains, in which order, what becomes of failures, and what people ask of it: cancel, stop, retry."""
+
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -10,19 +16,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from shoal.cli.main import main
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.skills.jobs.graph import Graph
-from shoal.skills.learning.run import Run, _wait_for_all_that_is_planned, finish_training
-from shoal.skills.learning.scheduler import (
-    SkillScheduler,
-    _direct,
-    draw_graph,
-    levels,
-    scheduler_state,
-)
-from shoal.skills.learning.spec import Predicate, Skill, Store, new_version, parse_skill, plan_for
-from shoal.skills.learning.trainer import Network, Shape, encode
-from shoal.skills.learning.worlds import CRAFTING
+from shoal.skills.jobs.launchers import start_time
+from shoal.skills.jobs.process import ExhaustedError
+from shoal.skills.jobs.requests import ask_to_cancel, ask_to_stop, condition, reopen
+from shoal.skills.jobs.store import Store
+from shoal.skills.learning.crafting import CRAFTING
+from shoal.skills.learning.frontier import Frontier
+from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base
+from shoal.skills.learning.scheduler import SkillScheduler
+from shoal.skills.learning.spec import Skill, parse_skill
+from shoal.skills.learning.training import Run, finish_training, prepare_training_run
 
 
 def skill(
@@ -44,9 +49,24 @@ PICKAXE = skill("Make Wood Pickaxe", "wood_pickaxe", {"wood": 1}, {"table": 1})
 WATER, SAPLING = skill("Drink Water", "drink"), skill("Collect Sapling", "sapling")
 
 
-def scheduler(base: Path, launcher, **more) -> SkillScheduler:
-    more = {"analyse": False, "poll_interval": 0.2, **more}
-    return SkillScheduler(base, more.pop("max_parallel", 2), launcher=launcher, **more)
+def scheduler(base: Path, launcher, *skills: Skill, **more) -> SkillScheduler:
+    s = SkillScheduler(base, more.pop("max_parallel", 2), launcher=launcher, **{"analyse": False, **more})
+    for one in skills:
+        s.add_skill(one.name, one)
+    return s
+
+
+def in_thread(function) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_for(condition, seconds: float = 100) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.01)
 
 
 def test_three_skills_with_dependencies_are_trained_in_order(tmp_path: Path, scripted) -> None:
@@ -71,94 +91,8 @@ def test_three_skills_with_dependencies_are_trained_in_order(tmp_path: Path, scr
 
 
 def test_dependencies_follow_from_requirements_when_they_are_not_given(tmp_path: Path, scripted) -> None:
-    s = scheduler(tmp_path, scripted())
-    for one in (WOOD, TABLE, PICKAXE):
-        s.add_skill(one.name, one)
+    s = scheduler(tmp_path, scripted(), WOOD, TABLE, PICKAXE)
     assert s.store.skill("Make Wood Pickaxe").dependencies == ("Collect Wood", "Place Table")
-
-
-def test_a_cheaper_way_that_is_added_later_and_not_trained_yet_is_not_waited_for(
-    tmp_path: Path, scripted
-) -> None:
-    launcher = scripted()
-    s = scheduler(tmp_path, launcher, max_parallel=1)
-    for one in (WATER, skill("Trade Water", "wood", {"drink": 1}), TABLE, WOOD):
-        s.add_skill(one.name, one)
-    assert s.run(), s.get_failed_skills()
-    names = [name for name, _ in launcher.launched]
-    assert names == ["Drink Water", "Trade Water", "Place Table", "Collect Wood"]
-
-
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_as_many_trainings_run_at_once_as_there_are_slots(tmp_path: Path, scripted, slots: int) -> None:
-    launcher = scripted()
-    launcher.gate.clear()
-    s = scheduler(tmp_path, launcher, max_parallel=slots)
-    for one in (WOOD, WATER, SAPLING):
-        s.add_skill(one.name, one)
-    thread = threading.Thread(target=s.run, daemon=True)
-    thread.start()
-    until = time.monotonic() + 60
-    while len(launcher.running) < slots and time.monotonic() < until:
-        time.sleep(0.01)
-    launcher.gate.set()
-    thread.join(timeout=60)
-    assert len(s.get_completed_skills()) == 3
-    assert launcher.most_running == slots
-
-
-def test_a_failing_training_is_launched_n_more_times_and_then_fails(tmp_path: Path, scripted) -> None:
-    def fail(folder: Path, attempt: int) -> None:
-        raise RuntimeError("nan loss")
-
-    launcher = scripted(fail)
-    s = scheduler(tmp_path, launcher, max_retries=2)
-    failed = []
-    s.set_callbacks(on_skill_failed=lambda name, data: failed.append((name, data["reason"])))
-    s.add_skill(WOOD.name, WOOD)
-    assert not s.run()
-    assert len(launcher.launched) == 3  # one launch and two retries
-    assert failed == [("Collect Wood", "nan loss")]
-    assert [attempt.outcome for attempt in s.store.attempts()] == ["failed"] * 3
-
-
-def test_a_retry_that_succeeds_unblocks_what_waits_for_it(tmp_path: Path, scripted) -> None:
-    launcher = scripted()
-    tries = []
-
-    def second_time(folder: Path, attempt: int) -> None:
-        tries.append(attempt)
-        if len(tries) == 1:
-            raise RuntimeError("once")
-        launcher.finish(folder, attempt)
-
-    launcher.script = second_time
-    s = scheduler(tmp_path, launcher)
-    for one in (WOOD, TABLE):
-        s.add_skill(one.name, one)
-    assert s.run()
-    assert [name for name, _ in launcher.launched] == ["Collect Wood", "Collect Wood", "Place Table"]
-
-
-def test_a_failed_dependency_blocks_its_dependents_by_name_and_others_go_on(tmp_path: Path, scripted) -> None:
-    launcher = scripted()
-
-    def not_wood(folder: Path, attempt: int) -> None:
-        if Run.open(folder).spec["skill"] == "Collect Wood":
-            raise RuntimeError("too hard")
-        launcher.finish(folder, attempt)
-
-    launcher.script = not_wood
-    s = scheduler(tmp_path, launcher, max_retries=0)
-    for one in (WOOD, TABLE, PICKAXE, WATER):
-        s.add_skill(one.name, one)
-    assert not s.run()
-    assert s.get_failed_skills() == {
-        "Collect Wood": "too hard",
-        "Place Table": "Collect Wood failed",
-        "Make Wood Pickaxe": "Collect Wood failed; Place Table blocked",
-    }
-    assert list(s.get_completed_skills()) == ["Drink Water"]
 
 
 def test_a_skill_needs_what_its_plan_uses_where_places_are_left_on_the_way(tmp_path: Path, scripted) -> None:
@@ -177,15 +111,69 @@ def test_a_skill_needs_what_its_plan_uses_where_places_are_left_on_the_way(tmp_p
     s.close()
 
 
-def test_a_later_retry_of_the_dependency_opens_the_subtree_again(tmp_path: Path, scripted) -> None:
-    from shoal.cli.main import main
+def test_a_cheaper_way_that_is_added_later_and_not_trained_yet_is_not_waited_for(
+    tmp_path: Path, scripted
+) -> None:
+    launcher = scripted()
+    s = scheduler(
+        tmp_path, launcher, WATER, skill("Trade Water", "wood", {"drink": 1}), TABLE, WOOD, max_parallel=1
+    )
+    assert s.run(), s.get_failed_skills()
+    names = [name for name, _ in launcher.launched]
+    assert names == ["Drink Water", "Trade Water", "Place Table", "Collect Wood"]
 
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_as_many_trainings_run_at_once_as_there_are_slots(tmp_path: Path, scripted, slots: int) -> None:
+    launcher = scripted()
+    launcher.gate.clear()
+    s = scheduler(tmp_path, launcher, WOOD, WATER, SAPLING, max_parallel=slots)
+    thread = in_thread(s.run)
+    wait_for(lambda: len(launcher.running) == slots)
+    launcher.gate.set()
+    thread.join(timeout=60)
+    assert len(s.get_completed_skills()) == 3
+    assert launcher.most_running == slots
+
+
+def test_a_failing_training_is_launched_n_more_times_and_then_fails(tmp_path: Path, scripted) -> None:
+    def fail(folder: Path, attempt: int) -> None:
+        raise RuntimeError("nan loss")
+
+    launcher = scripted(fail)
+    s = scheduler(tmp_path, launcher, WOOD, max_retries=2)
+    failed = []
+    s.set_callbacks(on_skill_failed=lambda name, data: failed.append((name, data["reason"])))
+    assert not s.run()
+    assert len(launcher.launched) == 3  # one launch and two retries
+    assert failed == [("Collect Wood", "nan loss")]
+    assert [attempt.outcome for attempt in s.store.attempts()] == ["failed"] * 3
+
+
+def test_a_failed_dependency_blocks_its_dependents_by_name_and_others_go_on(tmp_path: Path, scripted) -> None:
+    launcher = scripted()
+
+    def not_wood(folder: Path, attempt: int) -> None:
+        if Run.open(folder).spec["skill"] == "Collect Wood":
+            raise RuntimeError("too hard")
+        launcher.finish(folder, attempt)
+
+    launcher.script = not_wood
+    s = scheduler(tmp_path, launcher, WOOD, TABLE, PICKAXE, WATER, max_retries=0)
+    assert not s.run()
+    assert s.get_failed_skills() == {
+        "Collect Wood": "too hard",
+        "Place Table": "Collect Wood failed",
+        "Make Wood Pickaxe": "Collect Wood failed; Place Table blocked",
+    }
+    assert list(s.get_completed_skills()) == ["Drink Water"]
+
+
+def test_a_later_retry_of_the_dependency_opens_the_subtree_again(tmp_path: Path, scripted) -> None:
     def fail(folder: Path, attempt: int) -> None:
         raise RuntimeError("no")
 
-    s = scheduler(tmp_path, scripted(fail), max_retries=0)
-    for one in (WOOD, TABLE, PICKAXE):
-        s.add_skill(one.name, one)
+    s = scheduler(tmp_path, scripted(fail), WOOD, TABLE, PICKAXE, max_retries=0)
     assert not s.run()
     assert main(["skills", "retry", "Collect_Wood", "--graph-path", str(tmp_path)]) == 0
     again = scheduler(tmp_path, scripted())
@@ -208,41 +196,113 @@ def test_skills_that_wait_for_each_other_are_blocked_and_the_circle_is_shown(
     }
 
 
-def test_a_process_that_exits_well_without_a_result_has_failed(tmp_path: Path, scripted) -> None:
-    s = scheduler(tmp_path, scripted(lambda folder, attempt: "exit status 0"), max_retries=0)
-    s.add_skill(WOOD.name, WOOD)
-    assert not s.run()
-    assert "is not done: it has no DONE.json" in s.get_failed_skills()["Collect Wood"]
+def without_a_mark(folder: Path) -> None:
+    (folder / "DONE.json").unlink()
 
 
-def test_the_mark_of_an_earlier_launch_does_not_make_this_one_a_success(tmp_path: Path, scripted) -> None:
+def of_another_launch(folder: Path) -> None:
+    mark = folder / "DONE.json"
+    mark.write_text(json.dumps({**json.loads(mark.read_text()), "attempt": 101}))
+
+
+def torn(folder: Path) -> None:
+    path = Run.open(folder).policies / "result.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def odd_mark(folder: Path) -> None:
+    (folder / "DONE.json").write_text('{"attempt": 1, "id": "x", "sha256": 3, "acted_frames": null}')
+
+
+def odd_remap(folder: Path) -> None:
+    (Run.open(folder).policies / "remap.json").write_text('{"local_to_global": {"0": "x"}}')
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (without_a_mark, "is not done: it has no DONE.json"),
+        (of_another_launch, "mark of launch 101, not of launch 1"),
+        (torn, "result.safetensors"),
+        (odd_mark, "DONE.json"),
+        (odd_remap, "invalid literal for int"),
+    ],
+)
+def test_what_is_no_result_is_the_failure_of_its_skill_and_not_the_end_of_the_run(
+    tmp_path: Path, scripted, spoil, reason: str
+) -> None:
     launcher = scripted()
-    launcher.script = lambda folder, attempt: launcher.finish(folder, attempt + 100)
-    s = scheduler(tmp_path, launcher, max_retries=0)
-    s.add_skill(WOOD.name, WOOD)
-    assert not s.run()
-    assert "mark of launch 101, not of launch 1" in s.get_failed_skills()["Collect Wood"]
 
-
-def test_a_broken_result_is_a_failure_not_an_expert(tmp_path: Path, scripted) -> None:
-    launcher = scripted()
-
-    def tear(folder: Path, attempt: int) -> None:
+    def spoiled(folder: Path, attempt: int) -> None:
         launcher.finish(folder, attempt)
-        path = Run.open(folder).policies / "result.safetensors"
-        path.write_bytes(path.read_bytes()[:-5])
+        if Run.open(folder).spec["skill"] == WOOD.name:
+            spoil(folder)
 
-    launcher.script = tear
-    s = scheduler(tmp_path, launcher, max_retries=0)
-    s.add_skill(WOOD.name, WOOD)
+    launcher.script = spoiled
+    s = scheduler(tmp_path, launcher, WOOD, WATER, max_retries=0, max_parallel=1)
     assert not s.run()
-    assert s.store.versions() == []
+    assert list(s.get_failed_skills()) == [WOOD.name]
+    assert reason in s.get_failed_skills()[WOOD.name]
+    assert list(s.get_completed_skills()) == [WATER.name]
+    assert [version.expert for version in s.store.versions()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("error", "launches", "reason"),
+    [
+        (OSError(28, "No space left on device"), 2, None),
+        (RuntimeError("tmux new-session failed"), 2, None),
+        (ConfigError("it makes no sense"), 1, "cannot be launched: it makes no sense"),
+    ],
+)
+def test_a_launch_that_cannot_be_made_is_tried_again_unless_it_makes_no_sense(
+    tmp_path: Path, scripted, error: Exception, launches: int, reason: str | None
+) -> None:
+    class Fails(scripted):  # type: ignore[misc,valid-type]
+        def launch(self, command, session, env, log):
+            if session == "shoal_e0_Collect_Wood_1":
+                raise error
+            return super().launch(command, session, env, log)
+
+    s = scheduler(tmp_path, Fails(), WOOD, WATER, max_retries=1)
+    assert s.run() == (reason is None)
+    assert s.get_failed_skills() == ({} if reason is None else {"Collect Wood": reason})
+    assert s.get_status("Drink Water") == "completed"
+    assert len(s.store.attempts("Collect Wood")) == launches
+
+
+def test_a_folder_that_cannot_be_written_is_the_failure_of_its_skill(tmp_path: Path, scripted) -> None:
+    (tmp_path / "training_runs").mkdir()
+    (tmp_path / "training_runs" / "skill_0_Collect_Wood").write_text("a file where the folder goes")
+    s = scheduler(tmp_path, scripted(), WOOD, WATER, max_parallel=1)
+    assert not s.run()
+    assert "cannot be launched: NotADirectoryError" in s.get_failed_skills()["Collect Wood"]
+    assert s.get_status("Drink Water") == "completed"
+
+
+@pytest.mark.parametrize("name", ["mixture.safetensors", "remap.json", "../0.json"])
+@pytest.mark.parametrize("left", [None, b'{"skill": "Collect Wood", "expert": 0, "seed": 0}'])  # cut, or odd
+def test_a_training_whose_folder_was_damaged_is_laid_out_anew(
+    tmp_path: Path, scripted, name: str, left: bytes | None
+) -> None:
+    launcher = scripted()
+
+    def damaged_at_first(folder: Path, attempt: int) -> None:
+        if attempt == 1:
+            path = Run.open(folder).policies / name
+            path.write_bytes(left or path.read_bytes()[:-3])
+            raise RuntimeError("killed")
+        assert Run.open(folder).mixture is not None
+        launcher.finish(folder, attempt)
+
+    launcher.script = damaged_at_first
+    s = scheduler(tmp_path, launcher, WOOD, max_retries=1)
+    assert s.run(), s.get_failed_skills()
 
 
 def test_a_completed_skill_can_be_continued_within_its_budget(tmp_path: Path, scripted, quick) -> None:
     launcher = scripted()
-    s = scheduler(tmp_path, launcher, config=replace(quick, total_timesteps=2500), merge="most-frames")
-    s.add_skill(WOOD.name, WOOD)
+    s = scheduler(tmp_path, launcher, WOOD, config=replace(quick, total_timesteps=2500))
     assert s.run()
     assert s.enqueue_continuation("Collect Wood", 10_000) == 1500  # 1000 of 2500 steps are used
     assert s.run()
@@ -251,9 +311,100 @@ def test_a_completed_skill_can_be_continued_within_its_budget(tmp_path: Path, sc
     assert head.frames == 2000  # 1000 before, 1000 more
     assert head.parent == 1
     assert s.store.skill("Collect Wood").budget_used == 2000
+    s.store.update_skill("Collect Wood", budget_total=2000)
+    with pytest.raises(ValueError, match="the budget of 'Collect Wood' is used up .2000 of 2000 steps."):
+        s.enqueue_continuation("Collect Wood", 5)
+    with pytest.raises(ValueError, match="extra_timesteps must be at least 1, got nan"):
+        s.enqueue_continuation("Collect Wood", float("nan"))
     s.add_skill(WATER.name, WATER)
     with pytest.raises(ValueError, match="only a completed skill"):
         s.enqueue_continuation("Drink Water", 5)
+
+
+def test_a_trainer_that_counts_no_steps_of_its_expert_can_train_it_further(
+    tmp_path: Path, scripted, net
+) -> None:
+    def finish(folder: Path, attempt: int) -> None:
+        finish_training(folder, {0: net(attempt).params()}, {}, attempt=attempt, success=0.9, frames=10)
+
+    launcher = scripted(finish)
+    s = scheduler(tmp_path, launcher, WOOD)
+    assert s.run()
+    s.enqueue_continuation(WOOD.name, 100)
+    assert s.run(), s.get_failed_skills()
+    assert [attempt.outcome for attempt in s.store.attempts()] == ["merged", "merged"]
+    assert [version.kind for version in s.store.versions()] == ["run", "run"]
+
+
+def test_a_resumed_run_trains_with_the_budget_it_is_given_unless_a_skill_has_its_own(
+    tmp_path: Path, scripted, quick
+) -> None:
+    def fail(folder: Path, attempt: int) -> None:
+        budgets.append(Run.open(folder).spec["config"]["total_timesteps"])
+        raise RuntimeError("no")
+
+    budgets: list[float] = []
+    for total, own in ((1000, None), (2000, 500), (3000, None)):
+        with_budget = replace(quick, total_timesteps=total)
+        s = scheduler(
+            tmp_path, scripted(fail), WOOD, WATER, config=with_budget, max_retries=0, max_parallel=1
+        )
+        if own is not None:
+            s.store.update_skill("Drink Water", budget_total=own)
+        for one in (WOOD, WATER):
+            s.store.update_skill(one.name, status="waiting")
+        assert not s.run()
+        s.close()
+    assert budgets == [1000, 1000, 2000, 500, 3000, 500]
+
+
+def test_what_used_its_whole_budget_is_not_tried_again_until_it_gets_more(
+    tmp_path: Path, scripted, quick, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exhausted(folder: Path, attempt: int) -> None:
+        budgets.append(Run.open(folder).spec["config"]["total_timesteps"])
+        raise ExhaustedError("not learned")
+
+    budgets: list[float] = []
+    launcher = scripted(exhausted)
+    s = scheduler(tmp_path, launcher, WOOD, config=replace(quick, total_timesteps=1000), max_retries=5)
+    assert not s.run()
+    assert budgets == [1000]  # five more of the same would have ended the same
+    at = ["--graph-path", str(tmp_path)]
+    assert main(["skills", "retry", "Collect Wood", *at]) == 2
+    assert "used its whole budget of 1,000 steps" in capsys.readouterr().err
+    assert main(["skills", "retry", "Collect Wood", "--budget", "4000", *at]) == 0
+    s.run()
+    assert budgets == [1000, 4000]
+    reopen(s.store, "Collect Wood", fresh=True)  # other random numbers are another matter
+    s.run()
+    assert len(budgets) == 3
+    assert Run.open(tmp_path / "training_runs/skill_0_Collect_Wood").spec["seed"] != 0
+
+
+def test_a_budget_raised_while_a_training_runs_is_used_when_it_ends(tmp_path: Path, scripted, quick) -> None:
+    def exhausted(folder: Path, attempt: int) -> None:
+        if attempt == 1:
+            reopen(Store(tmp_path), "Collect Wood", budget=9000)
+            raise ExhaustedError("not learned")
+        launcher.finish(folder, attempt)
+
+    launcher = scripted(exhausted)
+    s = scheduler(tmp_path, launcher, WOOD, config=replace(quick, total_timesteps=1000), max_retries=0)
+    assert s.run()
+    assert [a.budget for a in s.store.attempts()] == [1000, 9000]
+
+
+def test_a_training_over_its_time_is_ended_and_failed_with_that_reason(tmp_path: Path, scripted) -> None:
+    launcher = scripted(lambda folder, attempt: "killed by signal 9")
+    launcher.gate.clear()
+    s = scheduler(tmp_path, launcher, WOOD, TABLE, time_limit=0.3, max_retries=5)
+    assert not s.run()
+    assert launcher.killed == [1]
+    assert s.get_failed_skills() == {
+        "Collect Wood": "ran longer than 0.3 s",
+        "Place Table": "Collect Wood failed",
+    }
 
 
 def test_a_run_has_nothing_to_do_the_second_time(tmp_path: Path, scripted) -> None:
@@ -265,28 +416,10 @@ def test_a_run_has_nothing_to_do_the_second_time(tmp_path: Path, scripted) -> No
     assert launcher.launched == []
 
 
-def test_two_schedulers_on_one_folder_the_second_refuses(tmp_path: Path, scripted) -> None:
-    launcher = scripted()
-    launcher.gate.clear()
-    first = scheduler(tmp_path, launcher)
-    first.add_skill(WOOD.name, WOOD)
-    thread = threading.Thread(target=first.run, daemon=True)
-    thread.start()
-    while not launcher.running:
-        pass
-    with pytest.raises(WorkerError, match="another scheduler .process [0-9]+. is running"):
-        scheduler(tmp_path, scripted()).run()
-    launcher.gate.set()
-    thread.join(timeout=60)
-    assert first.get_status("Collect Wood") == "completed"
-
-
 def test_stop_merges_what_runs_and_launches_nothing_more(tmp_path: Path, scripted) -> None:
     launcher = scripted()
-    s = scheduler(tmp_path, launcher, max_parallel=1)
+    s = scheduler(tmp_path, launcher, WOOD, WATER, SAPLING, max_parallel=1)
     s.set_callbacks(on_skill_complete=lambda name, data: s.stop())
-    for one in (WOOD, WATER, SAPLING):
-        s.add_skill(one.name, one)
     assert not s.run()
     assert [s.get_status(one.name) for one in (WOOD, WATER, SAPLING)] == ["completed", "waiting", "waiting"]
     assert (tmp_path / "skills" / "0_Collect_Wood" / "expert_0_policy" / "params.safetensors").exists()
@@ -295,13 +428,9 @@ def test_stop_merges_what_runs_and_launches_nothing_more(tmp_path: Path, scripte
 def test_cancelling_a_running_training_ends_it_and_blocks_its_dependents(tmp_path: Path, scripted) -> None:
     launcher = scripted(lambda folder, attempt: "killed by signal 9")
     launcher.gate.clear()
-    s = scheduler(tmp_path, launcher, max_retries=5)
-    for one in (WOOD, TABLE):
-        s.add_skill(one.name, one)
-    thread = threading.Thread(target=s.run, daemon=True)
-    thread.start()
-    while not launcher.running:
-        pass
+    s = scheduler(tmp_path, launcher, WOOD, TABLE, max_retries=5)
+    thread = in_thread(s.run)
+    wait_for(lambda: launcher.running)
     s.store.update_skill("Collect Wood", cancel=1)
     thread.join(timeout=60)
     assert launcher.killed == [1]
@@ -309,31 +438,176 @@ def test_cancelling_a_running_training_ends_it_and_blocks_its_dependents(tmp_pat
     assert len(launcher.launched) == 1
 
 
-def test_an_error_in_the_merge_is_the_skills_failure_not_the_schedulers_end(tmp_path: Path, scripted) -> None:
+def test_who_does_not_wait_for_trainings_is_not_kept_by_one_who_does(tmp_path: Path, scripted) -> None:
     launcher = scripted()
-
-    def odd(folder: Path, attempt: int) -> None:
-        run = Run.open(folder)
-        launcher.finish(folder, attempt)
-        if run.spec["skill"] == "Collect Wood":
-            (run.folder / "0_policies" / "remap.json").write_text('{"local_to_global": {"0": "x"}}')
-
-    launcher.script = odd
-    s = scheduler(tmp_path, launcher, max_retries=0)
-    for one in (WOOD, WATER):
-        s.add_skill(one.name, one)
-    assert not s.run()
-    assert s.get_status("Collect Wood") == "failed"
-    assert s.get_status("Drink Water") == "completed"
+    launcher.gate.clear()
+    s = scheduler(tmp_path, launcher, WOOD)
+    run = in_thread(s.run)
+    wait_for(lambda: launcher.running)
+    other = Store(tmp_path)
+    waits = in_thread(lambda: ask_to_stop(other, wait=True))
+    wait_for(lambda: s.store.setting("stop") == "drain")
+    assert ask_to_stop(Store(tmp_path), wait=False, patience=20)
+    run.join(timeout=60)
+    waits.join(timeout=60)
+    assert launcher.killed == [1]
+    s.close()
 
 
-def test_memory_holds_back_a_second_training_but_never_the_first(tmp_path: Path, scripted) -> None:
+def test_stop_ends_the_trainings_and_a_resumed_run_goes_on_from_their_checkpoints(
+    tmp_path: Path, quick, stand_still
+) -> None:
+    stand_still()
+    config = replace(
+        quick, total_timesteps=30_000, success_state_rate=2.0, patience_frames=1e9, evaluate_every=10
+    )
+    s = scheduler(tmp_path, "local", WOOD, config=config, max_retries=0)
+    thread = in_thread(s.run)
+    run = tmp_path / "training_runs" / "skill_0_Collect_Wood"
+    wait_for(lambda: len(list(run.glob("0_policies/checkpoint-*"))) > 1)
+    assert ask_to_stop(Store(tmp_path), wait=False)
+    thread.join(timeout=60)
+    assert s.stopped
+    assert [a.outcome for a in s.store.attempts()] == ["stopped"]
+    assert s.get_status("Collect Wood") == "waiting"
+    last = sorted(run.glob("0_policies/checkpoint-*"))[-1].name
+    assert s.run()  # no retry was used up
+    rows = (tmp_path / "skills/0_Collect_Wood/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["update"] for row in rows] == list(range(1, len(rows) + 1))
+    assert int(last.split("-")[1]) < len(rows)
+    assert s.store.skill("Collect Wood").budget_used == s.store.skill("Collect Wood").result["frames"]
+
+
+def test_cancel_without_a_scheduler_ends_what_runs_and_leaves_the_rest_alone(
+    tmp_path: Path, quick, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = replace(quick, total_timesteps=5e6, success_state_rate=2.0, patience_frames=1e9)
+    s = scheduler(tmp_path, "local", WOOD, WATER, config=config)
+    thread = in_thread(s.run)
+    wait_for(lambda: len([a for a in s.store.attempts() if a.handle]) == 2)
+    s.stop(wait=False)
+    thread.join(timeout=60)
+    handles = {attempt.skill: attempt.handle for attempt in s.store.attempts()}
+    assert main(["skills", "cancel", "Collect Wood", "--graph-path", str(tmp_path)]) == 0
+    assert start_time(handles["Collect Wood"]["pid"]) != handles["Collect Wood"]["began"]
+    assert start_time(handles["Drink Water"]["pid"]) == handles["Drink Water"]["began"]
+    assert [row.status for row in s.store.skills()] == ["skipped", "running"]
+    capsys.readouterr()
+    assert main(["skills", "status", "--json", "--graph-path", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)["skills"]
+    assert told["Drink_Water"]["condition"] == "running, no scheduler"
+    assert main(["skills", "stop", "--wait", "--graph-path", str(tmp_path)]) == 2
+    assert f"no scheduler runs {tmp_path}, so nobody would merge" in capsys.readouterr().err
+    os.kill(handles["Drink Water"]["pid"], signal.SIGKILL)
+    wait_for(lambda: start_time(handles["Drink Water"]["pid"]) is None)
+    assert condition(s.store, s.store.skill("Drink Water"), held=False) == "interrupted"
+    assert main(["skills", "stop", "--graph-path", str(tmp_path)]) == 0
+    assert [row.status for row in s.store.skills()] == ["skipped", "waiting"]
+
+
+def test_trainings_of_a_world_that_is_not_found_from_here_can_be_ended(
+    tmp_path: Path, scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    s = scheduler(tmp_path, scripted(), WOOD, WATER)
+    s.store.set_setting("world", "elsewhere:World")
+    s.store.begin_attempt("Drink Water", tmp_path / "training_runs" / "gone")
+    for words in (["cancel", "Collect Wood"], ["stop"]):
+        assert main(["skills", *words, "--graph-path", str(tmp_path)]) == 0
+    assert [row.status for row in s.store.skills()] == ["skipped", "waiting"]
+    s.store.set_setting("world", 5)
+    assert main(["skills", "eval", "--graph-path", str(tmp_path)]) == 2
+    assert "no world named '5'" in capsys.readouterr().err
+    s.close()
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_a_result_waits_for_who_trains_when_other_trainings_are_ended(
+    tmp_path: Path, scripted, net, kill: bool
+) -> None:
+    s = scheduler(tmp_path, scripted(), WOOD, SAPLING)
+    folders = [
+        prepare_training_run(one.name, one, s.store.assign_expert(one.name), [], {}, tmp_path)[0]
+        for one in (WOOD, SAPLING)
+    ]
+    done, going = (
+        s.store.begin_attempt(one.name, folder) for one, folder in zip((WOOD, SAPLING), folders, strict=True)
+    )
+    finish_training(folders[0], {0: net("wood").params()}, {0: 1000}, attempt=done)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    handle = {"pid": process.pid, "began": start_time(process.pid)}
+    s.store.set_handle(done, "local", {"pid": process.pid, "began": "long ago"}, folders[0] / "log")
+    s.store.set_handle(going, "local", handle, folders[1] / "log")
+    if not kill:
+        ask_to_cancel(s.store, "Collect Sapling")
+    s.settle(kill=kill)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert s.store.attempt(done).outcome is None  # this scheduler may know other rules than its own
+    assert not s.store.versions()
+    assert s.get_status("Collect Sapling") == ("waiting" if kill else "skipped")
+    assert s.run() is kill
+    assert s.store.attempt(done).outcome == "merged"
+
+
+def frontier(s: SkillScheduler, foresees: bool) -> Frontier:
+    proposer = KnowledgeBase(knowledge_base("crafting"), CRAFTING, 3)
+    proposer.foresees = foresees
+    return Frontier(s, proposer, 3)
+
+
+@pytest.mark.parametrize("foresees", [True, False])
+def test_a_skill_cancelled_while_the_next_proposal_waits_for_it_ends_the_run(
+    tmp_path: Path, scripted, foresees: bool
+) -> None:
+    launcher = scripted(lambda folder, attempt: "killed by signal 9")
+    launcher.gate.clear()
+    s = scheduler(tmp_path, launcher)
+    thread = in_thread(frontier(s, foresees).run)
+    wait_for(lambda: launcher.running)
+    ask_to_cancel(Store(tmp_path), "Collect Wood")  # as another process would
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert s.get_status("Collect Wood") == "skipped"
+
+
+def test_a_frontier_ends_with_its_scheduler_whatever_ended_it(tmp_path: Path, scripted) -> None:
+    s = scheduler(tmp_path, scripted(), on_event=lambda event: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        frontier(s, False).run()
+    wait_for(lambda: "frontier" not in [thread.name for thread in threading.enumerate()])
+    s.take()  # the folder is free again
+    s.close()
+
+
+def test_a_second_scheduler_is_refused_before_it_changes_anything(
+    tmp_path: Path, scripted, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = scheduler(tmp_path, scripted())
+    first.take()
+    (tmp_path / "config.yaml").write_text("seed: 7\nconfig: {}\n")
+    second = scheduler(tmp_path, scripted())
+    with pytest.raises(WorkerError, match="another scheduler"):
+        frontier(second, True).run()
+    assert main(["skills", "train", "--resume", "--max_nodes", "2", "--graph-path", str(tmp_path)]) != 0
+    assert "another scheduler" in capsys.readouterr().err
+    assert (tmp_path / "config.yaml").read_text() == "seed: 7\nconfig: {}\n"
+    assert Store(tmp_path).skills() == []
+    assert Store(tmp_path).events() == []
+    first.close()
+
+
+def test_a_scheduler_is_run_by_one_thread_at_a_time(tmp_path: Path, scripted) -> None:
     launcher = scripted()
-    s = scheduler(tmp_path, launcher, max_parallel=3, available_memory=lambda: 10 << 20)
-    for one in (WOOD, WATER, SAPLING):
-        s.add_skill(one.name, one)
-    assert s.run()
-    assert launcher.most_running == 1
+    launcher.gate.clear()
+    s = scheduler(tmp_path, launcher, WOOD)
+    thread = in_thread(s.run)
+    wait_for(lambda: launcher.running)
+    for again in (s.run, s.settle, Frontier(s, SimpleNamespace(), 1).run):
+        with pytest.raises(WorkerError, match="another thread of this process is running"):
+            again()
+    launcher.gate.set()
+    thread.join(timeout=60)
+    assert [row.outcome for row in s.store.attempts()] == ["merged"]
+    assert s.run()  # one after the other is no fault
 
 
 def test_events_are_told_once_and_after_they_are_durable(tmp_path: Path, scripted) -> None:
@@ -347,17 +621,10 @@ def test_events_are_told_once_and_after_they_are_durable(tmp_path: Path, scripte
             other.close()
         told.append(event["step"])
 
-    s = scheduler(tmp_path, scripted(), on_event=hear)
-    s.add_skill(WOOD.name, WOOD)
+    s = scheduler(tmp_path, scripted(), WOOD, on_event=hear)
     assert s.run()
     assert told == sorted(set(told))
-    assert [event["kind"] for event in s.store.events()] == [
-        "added",
-        "running",
-        "merging",
-        "completed",
-        "merge",
-    ]
+    assert [event["kind"] for event in s.store.events()] == ["added", "running", "completed", "merge"]
 
 
 def test_who_goes_on_with_a_folder_is_told_nothing_twice(tmp_path: Path, scripted) -> None:
@@ -373,36 +640,15 @@ def test_who_goes_on_with_a_folder_is_told_nothing_twice(tmp_path: Path, scripte
     assert [event["event"] for event in told[2]] == [event["event"] for event in told[0]]
 
 
-def test_wrong_settings_are_refused_at_once(tmp_path: Path) -> None:
-    for wrong in ({"max_parallel": 0}, {"max_retries": -1}, {"poll_interval": 0.0}):
-        with pytest.raises(ConfigError, match="at least"):
-            SkillScheduler(tmp_path, **wrong)
-    with pytest.raises(ConfigError, match="merge must be one of"):
-        SkillScheduler(tmp_path, merge="best")
-    with pytest.raises(ConfigError, match="Did you mean 'local'"):
-        SkillScheduler(tmp_path, launcher="locl")
-
-
-def test_a_folder_belongs_to_one_world(tmp_path: Path, scripted) -> None:
-    scheduler(tmp_path, scripted()).run()
-    with pytest.raises(ConfigError, match="holds skills of 'crafting', not of 'craftax'"):
-        scheduler(tmp_path, scripted(), world="craftax").run()
-
-
-def test_a_trainer_that_counts_no_steps_of_its_expert_can_train_it_further(
-    tmp_path: Path, scripted, net
-) -> None:
-    def finish(folder: Path, attempt: int) -> None:
-        finish_training(folder, {0: net(attempt).params()}, {}, attempt=attempt, success=0.9, frames=10)
-
-    launcher = scripted(finish)
-    s = scheduler(tmp_path, launcher, merge="average")
-    s.add_skill(WOOD.name, WOOD)
-    assert s.run()
-    s.enqueue_continuation(WOOD.name, 100)
-    assert s.run(), s.get_failed_skills()
-    assert [attempt.outcome for attempt in s.store.attempts()] == ["merged", "merged"]
-    assert [version.kind for version in s.store.versions()] == ["run", "run", "average"]
+def test_a_script_can_be_run_again_after_its_specs_were_corrected(tmp_path: Path, scripted) -> None:
+    s = scheduler(tmp_path, scripted(), WOOD)
+    corrected = replace(WOOD, requirements={"iron": 1})
+    s.store.update_skill("Collect Wood", spec=corrected.as_dict())
+    s.add_skill("Collect Wood", WOOD)
+    s.add_skill("Collect Wood", corrected)
+    assert s.store.skill("Collect Wood").spec == corrected
+    with pytest.raises(ValueError, match="another skill named 'Collect Wood'"):
+        s.add_skill("Collect Wood", replace(corrected, horizon=9))
 
 
 def test_a_correction_that_no_spec_may_say_is_not_made(tmp_path: Path, scripted, net) -> None:
@@ -425,206 +671,11 @@ def test_a_correction_that_no_spec_may_say_is_not_made(tmp_path: Path, scripted,
     assert s.run(), s.get_failed_skills()
 
 
-def test_a_skill_is_added_under_its_own_name(tmp_path: Path, scripted) -> None:
-    s = scheduler(tmp_path, scripted())
-    with pytest.raises(ConfigError, match="skill 'Drink Water': its data names it 'Collect Wood'"):
-        s.add_skill(WATER.name, WOOD)
-    with pytest.raises(
-        ValueError, match="what 'Place Table' needs must be a list of names, got 'Collect Wood'"
-    ):
-        s.add_skill(TABLE.name, TABLE, dependencies="Collect Wood")
-    assert s.store.skills() == []
-
-
-@pytest.mark.parametrize("extra", [float("nan"), 0, -5])
-def test_a_continuation_of_no_steps_is_refused(tmp_path: Path, scripted, extra: float) -> None:
-    s = scheduler(tmp_path, scripted())
-    s.add_skill(WOOD.name, WOOD)
-    assert s.run()
-    with pytest.raises(ValueError, match=f"extra_timesteps must be at least 1, got {extra}"):
-        s.enqueue_continuation(WOOD.name, extra)
-    assert s.get_status(WOOD.name) == "completed"
-
-
-def test_a_continuation_asked_for_as_soon_as_a_skill_is_completed_keeps_its_folder(
-    tmp_path: Path, scripted, quick
-) -> None:
-    launcher = scripted()
-
-    def finish(folder: Path, attempt: int) -> None:
-        time.sleep(0.3 * (attempt - 1))  # while the folder of the round before is removed
-        launcher.finish(folder, attempt)
-
-    launcher.script = finish
-    s = scheduler(tmp_path, launcher, merge="most-frames", max_retries=0)
-    s.add_skill(WOOD.name, WOOD)
-    asked: list[int] = []
-    s.set_callbacks(lambda name, data: None if asked else asked.append(s.enqueue_continuation(name, 1000)))
-    assert s.run(), s.get_failed_skills()
-    assert asked == [1000]
-    assert s.store.head(0).frames == 2000  # type: ignore[union-attr]
-
-
-def planned(folder: Path) -> Store:
-    """A folder with four skills: one completed, one in training, one that waits for both, one alone."""
-    store = Store(folder)
-    store.set_setting("world", "crafting")
-    for one, needs in (
-        (WOOD, []),
-        (TABLE, ["Collect Wood"]),
-        (PICKAXE, ["Collect Wood", "Place Table"]),
-        (WATER, []),
-    ):
-        store.add_skill(one, needs, 1000)
-    made = store.begin_attempt("Collect Wood", folder / "training_runs" / "one")
-    sha = store.put_blob(encode(Network(Shape(3, 2, 2)).params()))
-    store.commit_training(
-        made, [new_version(store.assign_expert("Collect Wood"), sha, None, 300, 300, "run", True)], {0: None},
-        result={"success": 0.75}, frames=300,
-    )  # fmt: skip
-    store.assign_expert("Place Table")
-    number = store.begin_attempt("Place Table", folder / "training_runs" / "two")
-    store.set_handle(number, "tmux", {"pid": 7, "session": "s_2"}, folder / "log")
-    return store
-
-
-def test_the_state_for_people_says_of_each_skill_where_it_is_and_what_is_left(tmp_path: Path) -> None:
-    store = planned(tmp_path)
-    state = scheduler_state(store, 3)
-    assert list(state["skills"]) == ["Collect_Wood", "Place_Table", "Make_Wood_Pickaxe", "Drink_Water"]
-    wood, table, pickaxe, water = state["skills"].values()
-    assert (wood["status"], wood["expert_idx"], wood["budget_total"], wood["budget_remaining"]) == (
-        "completed", 0, 1000, 700,
-    )  # fmt: skip
-    assert (wood["run_folder"], wood["skill_folder"]) == ("training_runs/one", "skills/0_Collect_Wood")
-    assert (wood["processing_results"], wood["completed_at"] >= wood["started_at"]) == (
-        {"success": 0.75},
-        True,
-    )
-    assert (table["status"], table["tmux_session"], table["pid"], table["condition"]) == (
-        "running", "s_2", 7, "interrupted",
-    )  # fmt: skip
-    assert (pickaxe["dependencies"], pickaxe["expert_idx"], pickaxe["skill_folder"]) == (
-        ["Collect Wood", "Place Table"], None, None,
-    )  # fmt: skip
-    assert (water["run_folder"], water["tmux_session"], water["started_at"]) == (None, None, None)
-    assert pickaxe["skill_data"]["skill_with_consumption"] == {
-        "requirements": {"wood": 1, "table": 1}, "consumption": {"wood": 1}, "gain": {"wood_pickaxe": 1},
-    }  # fmt: skip
-    assert (state["max_parallel"], state["currently_running"]) == (3, ["Place_Table"])
-    assert state["expert_assignments"] == {"Collect Wood": 0, "Place Table": 1}
-    assert state["next_expert_idx"] == 2
-    assert scheduler_state(Store(tmp_path / "empty"), 1)["next_expert_idx"] == 0
-    store.close()
-
-
-def test_skills_lie_one_deeper_than_the_deepest_they_need_and_arrows_go_no_way_twice(tmp_path: Path) -> None:
-    store = planned(tmp_path)
-    rows = store.skills()
-    assert levels(rows) == {"Collect Wood": 0, "Place Table": 1, "Make Wood Pickaxe": 2, "Drink Water": 0}
-    assert [_direct(row, rows) for row in rows] == [[], ["Collect Wood"], ["Place Table"], []]
-    store.update_skill(
-        "Collect Wood", dependencies=["Place Table", "nobody"]
-    )  # a circle, and who is not there
-    assert levels(store.skills())["Make Wood Pickaxe"] >= 1
-    store.close()
-
-
-def test_the_picture_of_a_graph_has_its_skills_and_when_each_was_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figure = pytest.importorskip("matplotlib.figure")
-    drawn = []
-    monkeypatch.setattr(
-        figure.Figure, "savefig", lambda self, out, **_: drawn.append(self) or out.write(b"png")
-    )
-    store = planned(tmp_path)
-    with store.transaction() as db:
-        db.execute("update attempt set started=100, ended=130 where id=1")
-        db.execute("update attempt set started=110, ended=115, outcome='failed' where id=2")
-    draw_graph(store, tmp_path / "graph.png")
-    assert (tmp_path / "graph.png").read_bytes() == b"png"
-    graph, chart = drawn[0].axes
-    labels = {text.get_text(): text.get_position() for text in graph.texts if text.get_text()}
-    assert labels == {
-        "Collect Wood\n75% in practice": (0.0, pytest.approx(1 / 3)), "Place Table\nrunning": (1.0, 0.5),
-        "Make Wood Pickaxe\nwaiting": (2.0, 0.5), "Drink Water\nwaiting": (0.0, pytest.approx(2 / 3)),
-    }  # fmt: skip
-    assert len([text for text in graph.texts if not text.get_text()]) == 2  # arrows
-    assert graph.get_xlim() == (-0.6, 2.6)
-    bars = [(bar.get_x(), bar.get_width(), bar.get_y() + bar.get_height() / 2) for bar in chart.patches]
-    assert bars == [(0, 30, 0), (10, 5, 1)]
-    green, red = (bar.get_facecolor() for bar in chart.patches)
-    assert green[1] > green[0]
-    assert red[0] > red[1]
-    assert [label.get_text() for label in chart.get_yticklabels()] == [row.name for row in store.skills()]
-    assert chart.get_ylim()[0] > chart.get_ylim()[1]  # the first on top
-    assert tuple(drawn[0].get_size_inches()) == (7.0, pytest.approx(4.5 + 0.28 * 4))
-    store.close()
-
-
-def test_another_budget_is_that_of_skills_that_were_given_none_of_their_own(
-    tmp_path: Path, scripted, quick
-) -> None:
-    for total, own, found in (
-        (1000, None, [1000, 1000]),
-        (2000, 500, [2000, 500]),
-        (3000, None, [3000, 500]),
-    ):
-        s = scheduler(tmp_path, scripted(), config=replace(quick, total_timesteps=total))
-        if total == 1000:
-            s.add_skill(WOOD.name, WOOD)
-            s.add_skill(WATER.name, WATER)
-        if own is not None:
-            s.store.update_skill("Drink Water", budget_total=own)
-        s._remember()
-        assert [row.budget_total for row in s.store.skills()] == found
-        assert (s.store.setting("total_timesteps"), s.store.setting("seed")) == (total, 0)
-        s.close()
-
-
-def test_a_continuation_ends_where_the_budget_does(tmp_path: Path, scripted, quick) -> None:
-    s = scheduler(tmp_path, scripted(), config=replace(quick, total_timesteps=1000))
-    s.add_skill(WOOD.name, WOOD)
-    s.store.assign_expert(WOOD.name)
-    s.store.update_skill(WOOD.name, status="completed", budget_used=999, retries=2)
-    assert s.enqueue_continuation(WOOD.name, 1) == 1
-    row = s.store.skill(WOOD.name)
-    assert (row.status, row.allotment, row.left, row.rounds, row.retries, row.fresh) == (
-        "waiting",
-        1,
-        1,
-        1,
-        0,
-        True,
-    )
-    s.store.update_skill(WOOD.name, status="completed", budget_used=1000)
-    with pytest.raises(ValueError, match="the budget of 'Collect Wood' is used up .1000 of 1000 steps."):
-        s.enqueue_continuation(WOOD.name, 5)
-    assert s.store.skill(WOOD.name).rounds == 1
-    s.close()
-
-
-def test_what_waits_needs_all_of_its_plan_until_it_has_begun(tmp_path: Path, scripted) -> None:
-    s = scheduler(tmp_path, scripted())
-    for one in (WOOD, TABLE, WATER):
-        s.add_skill(one.name, one, [])
-    _wait_for_all_that_is_planned(s.store, CRAFTING)
-    assert [row.dependencies for row in s.store.skills()] == [(), ("Collect Wood",), ()]
-    s.store.update_skill("Place Table", status="running", dependencies=["Drink Water"])
-    _wait_for_all_that_is_planned(s.store, CRAFTING)
-    assert s.store.skill("Place Table").dependencies == ("Drink Water",)  # too late
-    s.store.update_skill("Place Table", status="blocked")
-    _wait_for_all_that_is_planned(s.store, CRAFTING)
-    assert s.store.skill("Place Table").dependencies == ("Drink Water", "Collect Wood")
-    s.close()
-
-
 @pytest.mark.parametrize(
     ("analyse", "needed"), [(False, ("Drink Water",)), (True, ("Drink Water", "Collect Wood"))]
 )
 def test_what_a_corrected_plan_uses_is_waited_for_though_the_run_is_killed_as_soon_as_it_is_known(
-    tmp_path: Path, scripted, net, monkeypatch: pytest.MonkeyPatch, analyse: bool, needed: tuple[str, ...]
+    tmp_path: Path, scripted, net, analyse: bool, needed: tuple[str, ...]
 ) -> None:
     """Water can be drunk by those alone who have wood."""
 
@@ -646,10 +697,9 @@ def test_what_a_corrected_plan_uses_is_waited_for_though_the_run_is_killed_as_so
     s = make()
     for one in (WATER, skill("Collect Sapling", "sapling", holds={"drink": 1}), WOOD):
         s.add_skill(one.name, one)
-    with monkeypatch.context() as patch:
-        patch.setattr(s.runner, "_merged", lambda number, error: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            s.run()
+    s.set_callbacks(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        s.run()
     s.close()
     s = make()
     assert s.store.skill("Drink Water").status == "completed"
@@ -658,44 +708,51 @@ def test_what_a_corrected_plan_uses_is_waited_for_though_the_run_is_killed_as_so
     s.close()
 
 
-@pytest.mark.parametrize("name", ["mixture.safetensors", "remap.json", "../0.json"])
-@pytest.mark.parametrize("left", [None, b'{"skill": "Collect Wood", "expert": 0, "seed": 0}'])  # cut, or odd
-def test_a_training_whose_folder_was_damaged_is_laid_out_anew(
-    tmp_path: Path, scripted, name: str, left: bytes | None
-) -> None:
-    launcher = scripted()
-
-    def damaged_at_first(folder: Path, attempt: int) -> None:
-        if attempt == 1:
-            path = Run.open(folder).policies / name
-            path.write_bytes(left or path.read_bytes()[:-3])
-            raise RuntimeError("killed")
-        assert Run.open(folder).mixture is not None
-        launcher.finish(folder, attempt)
-
-    launcher.script = damaged_at_first
-    s = scheduler(tmp_path, launcher, max_retries=1)
-    s.add_skill(WOOD.name, WOOD)
-    assert s.run(), s.get_failed_skills()
-
-
-def test_a_long_chain_of_skills_has_levels_and_one_too_long_for_a_plan_says_so(tmp_path: Path) -> None:
-    chain = [
-        Skill(f"S{n}", Predicate(f"f{n}"), {f"f{n - 1}": 1} if n else {}, gain={f"f{n}": 1}, horizon=1)
-        for n in range(1500)
-    ]
-    rows = [SimpleNamespace(name=one.name, dependencies=(f"S{n - 1}",)) for n, one in enumerate(chain)]
-    assert levels(rows[::-1])["S1499"] == 1499  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="too many skills follow one after another to 'S1499'"):
-        plan_for("S1499", chain)
+def test_a_skill_is_added_under_its_own_name(tmp_path: Path, scripted) -> None:
+    s = scheduler(tmp_path, scripted())
+    with pytest.raises(ConfigError, match="skill 'Drink Water': its data names it 'Collect Wood'"):
+        s.add_skill(WATER.name, WOOD)
+    with pytest.raises(
+        ValueError, match="the dependencies of 'Place Table' must be a list of names, got 'Collect Wood'"
+    ):
+        s.add_skill(TABLE.name, TABLE, dependencies="Collect Wood")
+    assert s.store.skills() == []
 
 
 @pytest.mark.parametrize(
-    "options", [{"slots": "2"}, {"slots": 1.5}, {"max_retries": "1"}, {"time_limit": "5"}, {"time_limit": 0}]
+    ("wrong", "message"),
+    [
+        ({"max_parallel": 0}, "max_parallel must be a whole number and at least 1, got 0"),
+        ({"max_parallel": "2"}, "max_parallel must be .* got '2'"),
+        ({"max_parallel": 1.5}, "max_parallel must be .* got 1.5"),
+        ({"max_retries": -1}, "max_retries must be a whole number and at least 0, got -1"),
+        ({"time_limit": 0}, "time_limit must be a positive number of seconds, got 0"),
+        ({"time_limit": "5"}, "time_limit must be .* got '5'"),
+        ({"merge": "best"}, "merge must be one of"),
+        ({"launcher": "locl"}, "Did you mean 'local'"),
+    ],
 )
-def test_limits_of_a_graph_that_are_no_numbers_are_refused_before_its_folder_is_made(
-    tmp_path: Path, options: dict[str, object]
+def test_wrong_settings_are_refused_by_name_and_leave_no_folder(
+    tmp_path: Path, wrong: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"got .*{next(iter(options.values()))!r}"):
-        Graph(tmp_path / "graph", **options)  # type: ignore[arg-type]
-    assert not (tmp_path / "graph").exists()
+    with pytest.raises(ConfigError, match=message):
+        SkillScheduler(tmp_path / "run", **wrong)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_belongs_to_one_world(tmp_path: Path, scripted) -> None:
+    scheduler(tmp_path, scripted()).run()
+    with pytest.raises(ConfigError, match="holds skills of 'crafting', not of 'craftax'"):
+        scheduler(tmp_path, scripted(), world="craftax").run()
+
+
+def test_a_training_that_leaves_its_result_and_then_fails_is_completed_and_that_is_said(
+    tmp_path: Path, scripted, caplog
+) -> None:
+    def finishes_and_fails(folder: Path, attempt: int) -> str:
+        launcher.finish(folder, attempt)
+        return "exit status 3"
+
+    launcher = scripted(finishes_and_fails)
+    assert scheduler(tmp_path, launcher, WOOD).run()
+    assert "'Collect Wood': launch 1 left its result, and then ended: exit status 3" in caplog.text

@@ -29,3 +29,12 @@ def make_root(tmp_path):
         return tmp_path / name, write_gui_recordings(tmp_path / name, count, **options)
 
     return make
+
+
+@pytest.fixture
+def damaged(make_root):
+    """Seven trajectories of which the third has broken JSON and the sixth misses an image."""
+    root, ids = make_root(7, steps=(2, 4), size=(90, 70))
+    (root / ids[2] / "final_messages.json").write_text("[{")
+    (root / ids[5] / "image_0001.png").unlink()
+    return root, ids

@@ -22,15 +22,9 @@ import pytest
 from PIL import Image
 
 from shoal.core.errors import DataError
-from shoal.splitting import (
-    AgentNetReader,
-    AtifReader,
-    ChatReader,
-    LiteSampleReader,
-    StepwiseTrajectorySplitter,
-    TrajectorySplitter,
-)
+from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter
 from shoal.splitting.readers import READERS, find_reader, reader
+from shoal.splitting.readers.formats import AgentNetReader, AtifReader, LiteSampleReader
 
 
 def png(number=0):
@@ -320,10 +314,39 @@ def test_tool_calls_of_openai_are_what_the_models_template_would_write(processor
     found = ChatReader(tmp_path / "a.jsonl")
     batch = StepwiseTrajectorySplitter(processor, tmp_path, reader=found).split(found.ids())
     assert answers(batch, processor) == [
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": "ü"}}\n</tool_call><|im_end|>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call><|im_end|>',
         "<think>\nSure.\n</think>\n\nThree.<|im_end|>",
     ]
     assert found.read(found.ids()[0]).messages[0].role == "system"
+
+
+@pytest.mark.parametrize(
+    ("forms", "written"),
+    [
+        (["", " ", None, "null", "{}", {}], "{}"),
+        (['{"x": "K\\u00f6ln", "n": 1.0}', {"x": "Köln", "n": 1.0}, '{ "x":"Köln","n":1.0}'],
+         '{"x": "Köln", "n": 1.0}'),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_call_are_one_text_however_they_were_recorded(tmp_path, forms, written):
+    for arguments in forms:
+        call = {"function": {"name": "look", "arguments": arguments}}
+        chat = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
+        (tmp_path / "a.json").write_text(json.dumps([chat]))
+        said = ChatReader(tmp_path / "a.json").read("a-000000").messages[1].text
+        assert said == f'<tool_call>\n{{"name": "look", "arguments": {written}}}\n</tool_call>', arguments
+
+
+@pytest.mark.parametrize("arguments", ['"Paris"', "7", [1], "{broken"])
+def test_arguments_that_are_no_object_are_refused(tmp_path, arguments):
+    call = {"function": {"name": "look", "arguments": arguments}}
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    (tmp_path / "a.json").write_text(json.dumps([chat]))
+    with pytest.raises(DataError, match="message 1: arguments of 'look'"):
+        ChatReader(tmp_path / "a.json").read("a-000000")
 
 
 def test_images_listed_beside_a_chat_stand_where_it_marks_them(processor, tmp_path):

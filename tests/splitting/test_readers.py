@@ -4,6 +4,7 @@ import io
 import json
 import pickle
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,10 @@ from tests.records import Exchange, exchanges, trajectory_of
 
 from shoal.core.data import write_trajectories
 from shoal.core.errors import DataError
-from shoal.core.executors import make_executor
-from shoal.splitting import (
-    ChatReader,
-    FolderReader,
-    OSWorldReader,
-    ShoalReader,
-    StepwiseTrajectorySplitter,
-    TrajectorySplitter,
-    find_reader,
-    write_sharegpt,
-)
+from shoal.splitting import ChatReader, StepwiseTrajectorySplitter, TrajectorySplitter, find_reader
+from shoal.splitting.exports import write_sharegpt
+from shoal.splitting.readers.formats import OSWorldReader, ShoalReader
+from shoal.splitting.readers.recordings import FolderReader
 
 
 @pytest.fixture
@@ -103,15 +97,62 @@ def test_chat_files_that_are_broken_say_where(tmp_path):
     assert reader.ids() == ["log-000000", "log-000001"]
     with pytest.raises(DataError, match="log.jsonl, record 1 is not valid JSON"):
         reader.read("log-000001")
-    (tmp_path / "log.jsonl").write_text('{"id": "a", "messages": []}\n{"id": "a", "messages": []}\n')
-    with pytest.raises(DataError, match="id 'a' is taken"):
-        ChatReader(tmp_path / "log.jsonl").ids()
-    (tmp_path / "log.jsonl").write_text('{"id": "../a", "messages": []}\n')
-    with pytest.raises(DataError, match="dataset name must be"):
-        ChatReader(tmp_path / "log.jsonl").ids()
     (tmp_path / "log.jsonl").write_text('{"id": "abc", "messages": []}\n')
     with pytest.raises(DataError, match="Did you mean 'abc'"):
         ChatReader(tmp_path / "log.jsonl").read("abd")
+
+
+@pytest.mark.parametrize("odd", ["b", "coco/train2017/33471", "任务1", "x" * 70, "vqa#12", "../a"])
+def test_one_odd_id_costs_no_other_chat(processor, tmp_path, odd):
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    rows = [{"id": name, "messages": said} for name in (odd, "b", "c")]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    reader = ChatReader(tmp_path / "log.jsonl")
+    names = reader.ids()
+    splitter = StepwiseTrajectorySplitter(
+        processor, tmp_path, reader=reader, padding="longest", on_error="skip"
+    )
+    batch = splitter.split(names)
+    assert len(batch["uid"]) + len(batch.skipped) == len(set(names)) == 3
+    assert all("/" not in name for name in names)
+    assert [item.reason.partition(": ")[2] for item in batch.skipped] == (
+        [f"{tmp_path / 'log.jsonl'}, record 1: id 'b' is taken by {tmp_path / 'log.jsonl'}"]
+        if odd == "b"
+        else []
+    )
+
+
+@pytest.mark.parametrize("name", ["screen.png", "my screen.png", "Übersicht 1.png", "100%.png", "a%20b.png"])
+def test_an_image_is_found_by_its_path_and_by_its_uri(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    for reference in (name, (tmp_path / name).as_uri()):
+        chat = [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": reference}}]},
+            {"role": "assistant", "content": "click(1, 1)"},
+        ]
+        (tmp_path / "chat.json").write_text(json.dumps(chat))
+        assert ChatReader(tmp_path / "chat.json").read("chat-000000").messages[0].images == (
+            str(tmp_path / name),
+        )
+
+
+def test_the_folder_of_one_recording_can_be_split_and_names_its_task(processor, recorded):
+    root, ids = recorded
+    (root / ids[0] / "task_config.json").write_text('{"reward": 0.5}')
+    reader = find_reader(root / ids[0])
+    assert reader.ids() == ids[:1]
+    one = StepwiseTrajectorySplitter(processor, root, reader=reader, padding="longest").split(reader.ids())
+    assert one["uid"].tolist() == ids[:1] * 3
+    assert one["reward_tensor"].sum(1).tolist() == [0.5] * 3
+    both = StepwiseTrajectorySplitter(processor, root, padding="longest").split(ids)
+    assert [sample.input_ids.tolist() for sample in one.samples()] == [
+        sample.input_ids.tolist() for sample in both.samples()[:3]
+    ]
+    (root / ids[0] / "task_config.json").write_text('{"id": []}')
+    with pytest.raises(
+        DataError, match="task_config.json must be an object; its 'id' is the name of the task"
+    ):
+        reader.read(ids[0])
 
 
 @pytest.fixture
@@ -288,62 +329,26 @@ def test_sharegpt_counts_one_mark_per_image(recorded, tmp_path):
     assert rows[1]["conversations"][2]["value"] == "I see an < image> tag"
 
 
-class Interrupted(ChatReader):
-    """Just before it looks at what it holds, another thread reads a recording of another part of the file."""
-
-    busy = True
-
-    @property
-    def _open(self):
-        if not self.busy:
-            self.busy = True
-            self.read("b")
-            self.busy = False
-        return self.__dict__["held"]
-
-    @_open.setter
-    def _open(self, held):
-        self.__dict__["held"] = held
+@pytest.mark.parametrize("kind", ["parquet", "json", "jsonl", "tar"])
+def test_threads_read_the_same_file_without_mixing_its_recordings(tmp_path, kind):
+    words = [f"w{number}" for number in range(24)]
+    write_chats_as(kind, tmp_path / f"all.{kind}", words)
+    reader = ChatReader(tmp_path / f"all.{kind}")
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            said = [found.messages[1].content for found in pool.map(reader.read, reader.ids())]
+            assert said == words
 
 
-@pytest.mark.parametrize("kind", ["parquet", "json"])
-def test_threads_that_read_other_parts_of_a_file_do_not_get_each_others_recordings(tmp_path, kind):
-    rows = [
-        {"id": name, "messages": [{"role": "user", "content": name}, {"role": "assistant", "content": name}]}
-        for name in "ab"
-    ]
-    if kind == "parquet":
-        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet", row_group_size=1)
-    else:
-        for row in rows:
-            (tmp_path / f"{row['id']}.json").write_text(json.dumps(row))
-    reader = Interrupted(tmp_path)
-    reader.busy = False
-    for _ in range(2):
-        assert [message.text for message in reader.read("a").messages] == ["a", "a"]
-
-
-def test_a_thread_that_asks_while_a_run_is_looked_through_finds_all_its_episodes(
-    processor, tmp_path, monkeypatch
-):
-    from shoal.splitting.readers import formats
-
-    write_trajectories(
-        tmp_path / "trajectories" / "000.jsonl", [trajectory(processor), trajectory(processor, 1)]
-    )
-    reader, look, found = ShoalReader(tmp_path), formats._trajectories, []
-
-    def looked_through(file):
-        for place in look(file):
-            if not found:
-                found.append(None)
-                found[0] = reader.read("grid_x-4-2-1").dataset_id  # what another thread does meanwhile
-            yield place
-
-    monkeypatch.setattr(formats, "_trajectories", looked_through)
-    assert reader.ids() == ["grid_x-4-2-0", "grid_x-4-2-1"]
-    assert found == ["grid_x-4-2-1"]
+def test_lines_of_json_may_hold_every_separator_of_unicode(processor, tmp_path):
+    said = "one\u2028two\u2029three\x85four\x0bfive\x1c"
+    chats = [{"id": f"c{i}", "messages": [{"role": "user", "content": said}, {"role": "assistant", "content": "x"}]}
+             for i in range(2)]  # fmt: skip
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps(chat, ensure_ascii=False) for chat in chats) + "\n", "utf-8")
+    reader = ChatReader(file)
+    assert reader.ids() == ["c0", "c1"]
+    assert reader.read("c1").messages[0].content == said
 
 
 def test_whether_an_answer_is_trained_is_a_truth_value_however_a_table_spells_it(tmp_path):
@@ -414,29 +419,14 @@ def write_chats_as(kind, file, words, named=True):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "tar", "parquet"])
-def test_a_file_that_changed_since_it_was_looked_at_gives_no_recording_for_another(tmp_path, kind):
+def test_a_file_that_was_written_anew_is_read_anew(tmp_path, kind):
     file = tmp_path / f"all.{kind}"
-    write_chats_as(kind, file, ["one", "two", "six"])
     reader = ChatReader(file)
-    said = [reader.read(name).messages[1].content for name in reader.ids()]
-    assert said == ["one", "two", "six"]
-    reader = pickle.loads(pickle.dumps(reader))  # as a worker gets it: nothing of the file is held
-    for words in (["two", "one", "six"], ["new", "one", "two", "six"], ["six"]):
+    for words in (["one", "two", "six"], ["new", "one", "two", "six"], ["two", "one"]):
         write_chats_as(kind, file, words)
-        reader = pickle.loads(pickle.dumps(reader))
-        for name in reader.ids()[:2]:
-            with pytest.raises(DataError, match=rf"all.{kind} has changed since it was looked at"):
-                reader.read(name)
-
-
-def test_a_table_without_names_that_changed_gives_no_recording_for_another(tmp_path):
-    file = tmp_path / "all.parquet"
-    write_chats_as("parquet", file, ["one", "two", "six"], named=False)
-    reader = ChatReader(file)
-    assert reader.ids() == ["all-000000", "all-000001", "all-000002"]
-    write_chats_as("parquet", file, ["new", "one", "two", "six"], named=False)
-    with pytest.raises(DataError, match="has changed since"):
-        reader.read("all-000001")
+        said = [reader.read(name).messages[1].content for name in reader.ids()]
+        assert said == words
+        reader = pickle.loads(pickle.dumps(reader))  # as another process gets it
 
 
 def test_chats_that_are_added_to_a_file_keep_no_other_from_being_read(tmp_path):
@@ -450,38 +440,13 @@ def test_chats_that_are_added_to_a_file_keep_no_other_from_being_read(tmp_path):
     assert [reader.read(name).messages[1].content for name in names] == ["one", "two"]
 
 
-def test_episodes_of_a_file_that_was_written_anew_are_not_taken_for_others(processor, tmp_path):
+def test_episodes_of_a_file_that_was_written_anew_are_read_anew(processor, tmp_path):
     file = tmp_path / "trajectories" / "train-000004.jsonl"
-    write_trajectories(file, [trajectory(processor, member) for member in (1, 2)])
     reader = ShoalReader(tmp_path)
-    assert reader.ids() == ["grid_x-4-2-1", "grid_x-4-2-2"]
-    write_trajectories(file, [trajectory(processor, member) for member in (2, 1)])
-    for name in reader.ids():
-        with pytest.raises(DataError, match=r"train-000004.jsonl has changed since it was looked at"):
-            reader.read(name)
-
-
-def test_workers_that_are_kept_split_what_their_files_hold_now(processor, tmp_path):
-    chats, run, results = tmp_path / "all.json", tmp_path / "run", tmp_path / "results"
-    with make_executor("process", 1) as executor:
-        for turn, words in enumerate((["one", "two"], ["two", "one"], ["six"])):
-            write_chats_as("json", chats, words)
-            members = [[1, 2], [2, 1], [3]][turn]
-            write_trajectories(
-                run / "trajectories" / "train-000004.jsonl", [trajectory(processor, m) for m in members]
-            )
-            for word in words:
-                (results / word).mkdir(parents=True, exist_ok=True)
-                (results / word / "instruction.txt").write_text("go")
-                (results / word / "traj.jsonl").write_text(json.dumps({"response": word}))
-            for reader, names in (
-                (ChatReader(chats), [f"all-{number:06d}" for number in range(len(words))]),
-                (ShoalReader(run), [f"grid_x-4-2-{member}" for member in members]),
-                (OSWorldReader(results), words),
-            ):
-                splitter = StepwiseTrajectorySplitter(processor, tmp_path, reader=reader, padding="longest")
-                there = splitter.split(names, executor=executor)
-                assert there["input_ids"].tolist() == splitter.split(names)["input_ids"].tolist()
+    for members in ((1, 2), (2,), (3, 1)):
+        write_trajectories(file, [trajectory(processor, member) for member in members])
+        assert reader.ids() == [f"grid_x-4-2-{member}" for member in members]
+        assert [reader.read(name).dataset_id for name in reader.ids()] == reader.ids()
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "tar", "parquet", "atif"])

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from shoal.core.errors import DataError
-from shoal.splitting import FolderReader, RolloutTokens, StepwiseTrajectorySplitter, write_rollout
-from shoal.splitting.readers.recordings import read_rollout
+from shoal.splitting import StepwiseTrajectorySplitter
+from shoal.splitting.readers.recordings import FolderReader, RolloutTokens, read_rollout, write_rollout
 
 
 @pytest.fixture
@@ -25,8 +25,7 @@ def split(processor, root, ids, **options):
 
 
 @pytest.mark.parametrize("form", ["pt", "pt with lists", "safetensors", "collapsed prompt", "from 1"])
-@pytest.mark.parametrize("compat", ["fixed", "seed"])
-def test_recorded_tokens_and_logprobs_are_used_as_they_are(processor, sampled, form, compat):
+def test_recorded_tokens_and_logprobs_are_used_as_they_are(processor, sampled, form):
     root, ids, steps, plain = sampled
     folder = root / ids[0]
     if form == "safetensors":
@@ -43,8 +42,8 @@ def test_recorded_tokens_and_logprobs_are_used_as_they_are(processor, sampled, f
         if form == "pt":
             values = {name: torch.tensor(value) for name, value in values.items()}
         torch.save(values, folder / f"data_for_step_{number + (form == 'from 1')}.pt")
-    batch = split(processor, root, ids, compat=compat)
-    assert len(batch["uid"]) == (3 if compat == "fixed" else 2)
+    batch = split(processor, root, ids)
+    assert len(batch["uid"]) == 3
     for sample, step, before in zip(batch.samples(), steps, plain.samples(), strict=False):
         assert sample.prompt_ids.tolist() == list(step.prompt_ids)
         assert sample.response_ids.tolist() == list(step.response_ids)

@@ -109,9 +109,43 @@ def test_a_window_ends_with_its_last_trained_answer_and_shows_no_image_behind_it
     assert text_of(processor, sample.response_ids).endswith("<|im_end|>")
 
 
-def test_the_original_cannot_do_templates_that_look_back(forgetful, thoughts):
-    with pytest.raises(DataError, match="compat='fixed'"):
-        StepwiseTrajectorySplitter(forgetful, ".", reader=thoughts, compat="seed").split(thoughts.ids())
+def test_a_template_that_never_ends_an_answer_is_refused(processor, tmp_path):
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(DataError, match="writes nothing at the end of an answer"):
+        StepwiseTrajectorySplitter(tokenizer, tmp_path)
+
+
+REFUSES_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_without_a_system_role_splits_chats_without_one(processor, tmp_path):
+    tokenizer = copy.deepcopy(processor.tokenizer)
+    tokenizer.chat_template = REFUSES_SYSTEM
+    chat = [("user", "Hello."), ("assistant", "Hi."), ("user", "Bye."), ("assistant", "Bye bye.")]
+    for name, lead in (("plain", []), ("refused", [("system", "Be kind.")])):
+        (tmp_path / name).mkdir()
+        messages = [{"role": role, "content": text} for role, text in [*lead, *chat]]
+        (tmp_path / name / "final_messages.json").write_text(json.dumps(messages))
+        (tmp_path / name / "task_config.json").write_text(json.dumps({"id": name}))
+    splitter = TrajectorySplitter(tokenizer, tmp_path, on_error="skip")
+    batch = splitter.split(["plain", "refused"], [1.0, 1.0])
+    assert [item.dataset_id for item in batch.skipped] == ["refused"]
+    assert "System role not supported" in batch.skipped[0].reason
+    text = "".join(f"<|im_start|>{role}\n{said}<|im_end|>\n" for role, said in chat)
+    ids = batch["input_ids"][0][batch["attention_mask"][0].bool()]
+    assert tokenizer.decode(ids) == text.removesuffix("\n")
+    with pytest.raises(DataError, match="'refused' cannot be split.*System role not supported"):
+        TrajectorySplitter(tokenizer, tmp_path).split(["refused"], [1.0])
 
 
 class Blurred:
@@ -152,7 +186,7 @@ def blur(values):
     return (values + values.roll(1, dims=1)) / 2
 
 
-@pytest.mark.parametrize("store", ["auto", "float32", "bfloat16"])
+@pytest.mark.parametrize("store", ["auto", "float32"])
 def test_processors_of_other_kinds_see_each_image_once(processor, make_root, store):
     root, ids = make_root(1, steps=4, size=(90, 60))
     other = Blurred(processor)
@@ -164,8 +198,7 @@ def test_processors_of_other_kinds_see_each_image_once(processor, make_root, sto
     for name in ("input_ids", "position_ids", "loss_mask"):
         assert torch.equal(batch[name], plain[name])
     for got, want in zip(batch["multi_modal_inputs"], plain["multi_modal_inputs"], strict=True):
-        wanted = blur(want["pixel_values"])
-        assert torch.equal(got["pixel_values"], wanted.to(torch.bfloat16) if store == "bfloat16" else wanted)
+        assert torch.equal(got["pixel_values"], blur(want["pixel_values"]))
         assert torch.equal(got["image_grid_thw"], want["image_grid_thw"])
     loaded = type(batch).load(batch.save(root / "saved"))
     assert torch.equal(
@@ -193,9 +226,8 @@ def test_what_a_tokenizer_puts_around_any_text_does_not_stand_around_each_image(
 
 def test_eight_bit_stores_need_a_processor_that_allows_them(processor, make_root):
     root, _ = make_root(1, steps=1, size=(60, 60))
-    for store in ("u8", "path"):
-        with pytest.raises(ConfigError, match="store='auto'"):
-            StepwiseTrajectorySplitter(Blurred(processor), root, store=store)
+    with pytest.raises(ConfigError, match="store='auto'"):
+        StepwiseTrajectorySplitter(Blurred(processor), root, store="u8")
 
 
 @pytest.mark.parametrize("change", [{"patch_size": 16}, {"image_mean": [0.5, 0.5, 0.5]}, {"resample": 2}])
@@ -276,7 +308,9 @@ def test_an_answer_has_the_tokens_of_its_chat_where_a_tokenizer_puts_spaces_befo
 @pytest.mark.parametrize("kind", ["legacy", "first", "bytes"])
 def test_no_space_stands_inside_a_control_token_that_is_spelled_out(kind):
     tokenizer = tokenizer_that_spaces(kind)
-    tokenizer.chat_template = "{{- messages[-1].content -}}{%- if add_generation_prompt -%}!{%- endif -%}"
+    tokenizer.chat_template = (
+        "{{- messages[-1].content + '<end>' -}}{%- if add_generation_prompt -%}!{%- endif -%}"
+    )
     ids = ChatTemplate(tokenizer).answer_ids(Message("assistant", "go <end> on"), None)
     spaces = "".join(tokenizer.convert_ids_to_tokens(ids.tolist())).replace("Ġ", "▁").count("▁")
     assert spaces == 2
@@ -284,7 +318,9 @@ def test_no_space_stands_inside_a_control_token_that_is_spelled_out(kind):
 
 def test_an_answer_is_no_part_of_a_token_of_its_header():
     tokenizer = tokenizer_that_spaces("legacy")
-    tokenizer.chat_template = "{{- messages[-1].content -}}{%- if add_generation_prompt -%}g{%- endif -%}"
+    tokenizer.chat_template = (
+        "{{- messages[-1].content + '<end>' -}}{%- if add_generation_prompt -%}g{%- endif -%}"
+    )
     assert tokenizer.tokenize("go") == ["▁go"]
     ids = ChatTemplate(tokenizer).answer_ids(Message("assistant", "o"), None)
     assert ids.tolist() == tokenizer.encode("o")

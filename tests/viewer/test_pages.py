@@ -242,7 +242,7 @@ def test_the_command_writes_the_file_and_says_what_is_wrong(tmp_path, monkeypatc
     assert main(["view", str(tmp_path / "nowhere")]) == 2
     assert "is not a folder" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    assert main(["view", str(tmp_path / "empty")]) == 2
+    assert main(["view", str(tmp_path / "empty"), "--export", str(out)]) == 2
     assert "holds no run" in capsys.readouterr().err
 
 

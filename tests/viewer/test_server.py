@@ -1,5 +1,7 @@
 import contextlib
 import json
+import re
+import shutil
 import time
 
 import pytest
@@ -7,9 +9,12 @@ from starlette.testclient import TestClient
 from tests.records import trajectory_of
 from tests.viewer.test_index import episode, turn
 
+from shoal.cli.main import main
+from shoal.cli.view import run_folders
 from shoal.core.data import encode_trajectory, write_trajectories
 from shoal.core.errors import DataError
 from shoal.core.files import write_json
+from shoal.viewer import server
 from shoal.viewer.runs import Run
 from shoal.viewer.server import POLICY, index_in_background, make_app
 
@@ -234,7 +239,7 @@ def test_the_background_goes_on_when_an_index_cannot_be_written_now(runs, monkey
         raise DataError("the index cannot be used (database or disk is full)")
 
     monkeypatch.setattr(runs[0].index, "refresh", full)
-    end = index_in_background(runs, every=0.01)
+    end = index_in_background(lambda: runs, every=0.01)
     try:
         for _ in range(6000):
             if len(calls) > 2:
@@ -246,7 +251,7 @@ def test_the_background_goes_on_when_an_index_cannot_be_written_now(runs, monkey
 
 
 def test_the_background_finds_new_episodes(runs):
-    end = index_in_background(runs, every=0.01)
+    end = index_in_background(lambda: runs, every=0.01)
     try:
         with (runs[0].path / "trajectories" / "train-000001.jsonl").open("ab") as file:
             file.write(encode_trajectory(episode((3.0,))))
@@ -276,3 +281,51 @@ def test_a_point_leads_to_the_episodes_of_its_iteration(client):
 def test_an_episode_shows_how_to_replay_it(client, runs):
     shown = get(client, "run/0/episode?name=train-000001:0").text
     assert f"shoal replay {runs[0].path} train-000001:0" in shown
+
+
+def test_runs_that_begin_later_are_listed_and_those_that_went_are_not(tmp_path):
+    folder = tmp_path / "runs"
+    app = make_app([], TOKEN, find=lambda: run_folders([folder] if folder.is_dir() else [], empty=True))
+    client = TestClient(app, base_url="http://127.0.0.1:8000")
+    try:
+        assert "There are no runs yet" in get(client, "").text
+        make_run(folder / "first", seed=0)
+        page = get(client, "")
+        assert "first" in page.text
+        version = re.search(r'data-version="(\w+)"', page.text)[1]
+        assert client.get(f"/{TOKEN}/", headers={"x-have": version}).status_code == 204
+        make_run(folder / "a-second", seed=1)
+        page = client.get(f"/{TOKEN}/", headers={"x-have": version})  # as an open page asks
+        assert page.status_code == 200
+        assert "a-second" in page.text
+        assert "first" in get(client, "run/0").text  # links stay those of their run
+        shutil.move(folder / "first", tmp_path / "elsewhere")
+        page = get(client, "")
+        assert "a-second" in page.text
+        assert ">first<" not in page.text
+        assert get(client, "run/0").status_code == 404
+        assert "a-second" in get(client, "run/1").text
+        shutil.move(tmp_path / "elsewhere", folder / "first")
+        assert "first" in get(client, "run/0").text
+    finally:
+        for run in app.state.site.known:
+            run.index.close()
+
+
+@pytest.mark.parametrize("folder", ["empty", None])
+def test_view_serves_an_empty_page_where_there_are_no_runs(tmp_path, monkeypatch, capsys, folder):
+    monkeypatch.chdir(tmp_path)
+    shown = []
+
+    def serve(app, port, ready):
+        ready("http://here/")
+        shown.append(TestClient(app, base_url="http://127.0.0.1:8000").get(f"/{app.state.token}/").text)
+
+    monkeypatch.setattr(server, "serve", serve)
+    if folder is not None:
+        (tmp_path / folder).mkdir()
+    assert main(["view", *([folder] if folder else [])]) == 0
+    assert "There are no runs yet" in shown[0]
+    assert f"there are no runs in {folder or 'runs'} yet" in capsys.readouterr().out
+    assert main(["view", "nowhere"]) == 2
+    assert "nowhere is not a folder" in capsys.readouterr().err

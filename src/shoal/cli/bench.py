@@ -11,21 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import gymnasium
-import tyro
-from rich.console import Console
-
-from shoal.cli.command import Command
+from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import EnvKwargs, Settings, Wrappers, arguments_of, blaming, print_json, table
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.run_folder import RunFolder
-from shoal.envs.catalogue import EnvFn, resolve
-from shoal.testing import check_vector_env
-from shoal.vector import make_vec
-from shoal.vector.make import try_env
-from shoal.vector.spaces import Layout
 
-Make = Callable[[Sequence[EnvFn]], Any]
+Make = Callable[[Sequence[Callable[[], Any]]], Any]
 ROUNDS = 5
 ACTIONS = 16
 CHECKED_ENVS, CHECKED_STEPS = 3, 40
@@ -33,9 +24,9 @@ CHECKED_ENVS, CHECKED_STEPS = 3, 40
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Measure how fast an environment is stepped here. Each way is compared with a plain loop, then timed."""
+    """Measure how fast each backend steps an environment, after checking it against a plain loop."""
 
-    env: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV")]
+    env: Annotated[str, Positional("ENV")]
     """A name that `shoal envs list` shows, a Gymnasium id, module:Id-v0, module:Class or module:function."""
     settings: Settings = ()
     """Settings of the env, such as `dim_room=[7,7]`."""
@@ -48,19 +39,17 @@ class BenchOptions:
     backends: tuple[Literal["auto", "serial", "process", "thread", "ray", "native"], ...] = (
         "auto", "serial", "process", "thread", "native",
     )  # fmt: skip
-    """Ways of stepping to measure; "native" (an environment's own batch) if it has one, unless named."""
+    """Backends to measure; "native" is an environment's own batch, measured if it has one."""
     peers: bool = True
     """Also measure Gymnasium's SyncVectorEnv and AsyncVectorEnv."""
     seconds: float = 2.0
-    """Time to measure each way."""
+    """Seconds to measure each backend."""
     seed: int = 0
-    """Of the environments and actions."""
+    """Random seed of the environments and actions."""
     run_dir: Path | None = None
-    """Folder for `summary.json` (nothing is written without it)."""
-    format: Literal["table", "json"] = "table"
-    """How the result is printed."""
+    """Folder for `summary.json`; without it nothing is written."""
     json: bool = False
-    """The same as `--format json`."""
+    """Print the result as JSON."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +69,21 @@ examples:
   shoal bench my_module:MyEnv --backends auto serial process --json
 """
 WANTED = (
-    "--num-envs", "--num-workers", "--backends", "--env-kwargs", "--wrapper", "--seconds", "--seed",
-    "--run-dir", "--json",
+    "--num-envs", "--num-workers", "--backends", "--env-kwargs", "--wrapper", "--seconds", "--seed", "--out", "--json",
 )  # fmt: skip
 
 
 def bench(options: BenchOptions) -> int:
     """Measure and print."""
-    if options.num_envs < 1 or not 0 < options.seconds < math.inf:
-        raise ConfigError(
-            f"--num-envs must be at least 1 and --seconds positive and finite, "
-            f"got {options.num_envs} and {options.seconds}"
-        )
+    from rich.console import Console
+
+    from shoal.envs.catalogue import resolve
+    from shoal.vector.make import try_env
+
+    if options.num_envs < 1:
+        raise ConfigError(f"--num-envs must be at least 1, got {options.num_envs}")
+    if not 0 < options.seconds < math.inf:
+        raise ConfigError(f"--seconds must be positive and finite, got {options.seconds}")
     if options.seed < 0:
         raise ConfigError(f"--seed must be at least 0, got {options.seed}")
     if options.num_workers is not None and options.num_workers < 1:
@@ -125,7 +117,7 @@ def bench(options: BenchOptions) -> int:
     if folder is not None:
         known = {speed.name: speed.steps_per_second for speed in speeds}
         folder.finish({**result, "steps_per_second": max(filter(None, known.values()), default=None)})
-    if options.json or options.format == "json":
+    if options.json:
         print_json(result)
     else:
         _show(Console(highlight=False), options, result, speeds, loop)
@@ -134,6 +126,8 @@ def bench(options: BenchOptions) -> int:
 
 def _size(env: Any) -> int:
     """Bytes of one observation; characters of text."""
+    from shoal.vector.spaces import Layout
+
     layout, obs = Layout.of(env.observation_space), env.reset(seed=0)[0]
     leaves = layout.flatten(obs)
     return sum(layout.leaves[i].nbytes for i in layout.fixed) + sum(len(leaves[i]) for i in layout.text)
@@ -144,6 +138,9 @@ COMMAND = Command(BenchOptions, bench, MORE, WANTED)
 
 def ways(options: BenchOptions) -> dict[str, Make]:
     """What to measure, by name: each makes a vector env of the functions it is given."""
+    import gymnasium
+
+    from shoal.vector import make_vec
 
     def shoal(backend: Any) -> Make:
         workers = None if backend in ("auto", "serial") else options.num_workers
@@ -161,7 +158,7 @@ def ways(options: BenchOptions) -> dict[str, Make]:
     return found
 
 
-def measure(found: dict[str, Make], fn: EnvFn, options: BenchOptions) -> list[Speed]:
+def measure(found: dict[str, Make], fn: Callable[[], Any], options: BenchOptions) -> list[Speed]:
     """Compare each way with a plain loop, then time those that can run, in turns."""
     speeds: dict[str, Speed] = {}
     windows: dict[str, list[tuple[float, float]]] = {}
@@ -191,7 +188,9 @@ def measure(found: dict[str, Make], fn: EnvFn, options: BenchOptions) -> list[Sp
     return [speeds[name] for name in found]
 
 
-def _difference(make: Make, fn: EnvFn, seed: int) -> str | None:
+def _difference(make: Make, fn: Callable[[], Any], seed: int) -> str | None:
+    from shoal.testing import check_vector_env
+
     try:
         return _problem(
             functools.partial(
@@ -203,6 +202,8 @@ def _difference(make: Make, fn: EnvFn, seed: int) -> str | None:
 
 
 def _native(options: BenchOptions, num_envs: int, mode: str) -> Any:
+    from shoal.vector import make_vec
+
     kwargs = arguments_of(options.settings, options.env_kwargs)
     return make_vec(options.env, num_envs, backend="native", env_kwargs=kwargs, autoreset=mode)
 
@@ -236,7 +237,7 @@ def _window(vector: Any, seconds: float, seed: int) -> tuple[float, float]:
     return steps / (now - start), (time.process_time() - cpu) / steps
 
 
-def _loop_speed(fn: EnvFn, options: BenchOptions) -> float:
+def _loop_speed(fn: Callable[[], Any], options: BenchOptions) -> float:
     """Steps a second of one environment in a plain loop, its resets included."""
     env = fn()
     try:
@@ -255,7 +256,7 @@ def _loop_speed(fn: EnvFn, options: BenchOptions) -> float:
 
 
 def _show(
-    console: Console, options: BenchOptions, result: dict[str, Any], speeds: Sequence[Speed], loop: float
+    console: Any, options: BenchOptions, result: dict[str, Any], speeds: Sequence[Speed], loop: float
 ) -> None:
     step, cpu = result["step_seconds"] * 1e6, result["step_cpu_seconds"] * 1e6
     console.print(

@@ -1,30 +1,40 @@
-"""What a command is: a dataclass of options and what runs them. How words become options, help and completion."""
+"""What a command is: a dataclass of options and the function that runs it. cyclopts parses words and prints help."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import inspect
-import re
-import shutil
-import textwrap
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from decimal import Decimal
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from decimal import Decimal, InvalidOperation
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import tyro
+import cyclopts
+from cyclopts import App, Parameter
 
 from shoal.cli.output import only_json
+from shoal.core.configuration import field_notes
 from shoal.core.errors import ConfigError, unknown_name
 
-Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-"""An option that is said or not, without a value."""
-HELP = ("-h", "--help", "--help-all")
-SCREEN = 58
-"""Lines that a help may have; a longer one shows the flags most wanted and names the others."""
+HELP = ("-h", "--help")
+MOST_USED = cyclopts.Group("Most used options", sort_key=1)
+OTHERS = cyclopts.Group("All other options", sort_key=2)
+OPTIONS = cyclopts.Group("Options", sort_key=1)
+_OUT = ("--out", "--run-dir")
+FLAGS = {
+    "out": _OUT, "run_dir": _OUT, "graph_path": (*_OUT, "--graph-path"), "source": ("--from",),
+    "wrappers": ("--wrapper",), "env_config": ("--env-kwargs", "--env-config"), "follow": ("--follow", "-f"),
+}  # fmt: skip
+"""Fields with other flags than their names."""
+
+
+@dataclass(frozen=True)
+class Positional:
+    """Marks a field that is given by its place, such as RUN in `shoal show RUN`; a tuple takes all other words."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -32,23 +42,23 @@ class Command:
     """One command.
 
     Args:
-        options: a dataclass; its docstring is what `--help` says of the command, those of its fields of the flags.
-        run: does it, and returns the exit status, None for 0.
-        more: what stands below in the help, as it is written: examples, exit statuses.
-        wanted: the flags that the first screen of help shows, where there are more than fit.
-        default: the values that options start from, where those depend on the words (a preset's, a run's to resume).
+        options: a dataclass. `--help` prints its docstring, and the line below each field.
+        run: runs the command and returns the exit status, None for 0.
+        more: text at the end of `--help`: examples, exit statuses.
+        most_used: about ten flags that `--help` lists first.
+        default: makes the options to start from, where they depend on the words (a preset, a run to resume).
     """
 
     options: Any
     run: Callable[[Any], int | None]
     more: str = ""
-    wanted: tuple[str, ...] = ()
+    most_used: tuple[str, ...] = ()
     default: Callable[[list[str]], Any] | None = None
 
 
 @dataclass(frozen=True)
 class Group:
-    """Commands of one thing; those of other modules are `(module, a line of help)`, and loaded when they are used."""
+    """Commands about one thing. One in another module is `(module, line of help)` and imported when it is used."""
 
     about: str
     commands: Mapping[str, Command | tuple[str, str]]
@@ -58,8 +68,8 @@ class Group:
 Entry = Command | Group | tuple[str, str]
 
 
-def loaded(entry: Entry) -> Command | Group:
-    """The command itself, of its module's `COMMAND`."""
+def load(entry: Entry) -> Command | Group:
+    """The command, imported from its module's `COMMAND` where needed."""
     if isinstance(entry, tuple):
         found: Command | Group = importlib.import_module(entry[0]).COMMAND
         return found
@@ -67,52 +77,48 @@ def loaded(entry: Entry) -> Command | Group:
 
 
 def run(entry: Entry, name: str, words: list[str]) -> int:
-    """Run a command, or one of a group, that `name` named with the words that follow; returns its exit status."""
-    what = loaded(entry)
+    """Run a command, or one of a group, with the words that follow its name; returns the exit status."""
+    what = load(entry)
     if isinstance(what, Group):
         if not words or words[0] in (*HELP, "help"):
-            print(_help_of_group(what, name))
+            app_of(what, name).help_print([])
             return 0
         if words[0] not in what.commands:
             raise unknown_name(f"{name} command", words[0], what.commands)
         return run(what.commands[words[0]], f"{name} {words[0]}", words[1:])
     if {*HELP} & {*words}:
-        said = [word for word in words if word not in HELP]  # defaults may depend on it
-        print(help_of(what, name, said, everything="--help-all" in words))
+        said = [word for word in words if word not in HELP]  # the defaults may depend on them
+        app_of(what, name, said).help_print([])
         return 0
-    try:
-        options = parsed(what, name, words)
-    except SystemExit as end:  # a usage error, which has been printed
-        return int(end.code or 0)
-    with only_json() if _for_a_program(options) else contextlib.nullcontext():
+    options = parse(what, name, words)
+    as_json = any(getattr(options, name, False) for name in ("json", "json_events"))
+    with only_json() if as_json else contextlib.nullcontext():
         return int(what.run(options) or 0)
 
 
-def _for_a_program(options: Any) -> bool:
-    """Whether the result, or each event, is asked for as JSON."""
-    asked = any(getattr(options, name, False) for name in ("json", "json_events"))
-    return asked or getattr(options, "format", None) == "json"
+def parse(command: Command, name: str, words: Sequence[str]) -> Any:
+    """The options given by the words.
 
-
-def parsed(command: Command, name: str, words: list[str]) -> Any:
-    """The options that the words say; values of flags and settings may come in any order."""
-    settings = _settings(command, words)
-    parser = _parser(command, name, settings)
-    if words and words[0][:1] != "-" and all(action.option_strings for action in parser._actions):
-        meant = f": did you mean --env {words[0]}?" if "--env" in parser._option_string_actions else ""
-        raise ConfigError(f"shoal {name} takes options only, got {words[0]!r}{meant}")
-    ordered = _positional_first(words, parser)
+    Raises:
+        ConfigError: the words are no valid options; one line says why.
+    """
+    default = None if command.default is None else command.default(list(words))
+    app = _app_of_command(command, name, default)
     try:
-        return tyro.cli(command.options, args=ordered, prog=f"shoal {name}", **settings)
-    except _NotANumberError as error:
-        at = next(i for i, word in enumerate(words) if word == error.word or word.endswith(f"={error.word}"))
-        flag = next((word.partition("=")[0] for word in words[at::-1] if word[:2] == "--"), "it")
-        raise ConfigError(f"{flag} must be {error.wanted}, got {error.word!r}") from None
+        _, bound, _ = app.parse_args(list(words), exit_on_error=False, print_error=False)
+    except cyclopts.UnusedCliTokensError as error:
+        word = (error.unused_tokens or [""])[0]
+        first = word == words[0] and "--env" in flags_of(command, name)
+        meant = f": did you mean --env {word}?" if first else ""
+        raise ConfigError(f"shoal {name} does not take {word!r}{meant}") from None
+    except cyclopts.CycloptsError as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    return _filled(command.options, default, bound.arguments)
 
 
 def every(entry: Entry, name: str) -> Iterator[tuple[str, Command]]:
-    """All commands below an entry, each with the words that name it."""
-    what = loaded(entry)
+    """All commands below an entry, each with its full name."""
+    what = load(entry)
     if isinstance(what, Command):
         yield name, what
         return
@@ -120,193 +126,187 @@ def every(entry: Entry, name: str) -> Iterator[tuple[str, Command]]:
         yield from every(one, f"{name} {inner}".strip())
 
 
+def flags_of_field(name: str) -> tuple[str, ...]:
+    """The flags of a field of some options, with dashes."""
+    return FLAGS.get(name, (f"--{name.replace('_', '-')}",))
+
+
 def flags_of(command: Command, name: str) -> list[str]:
-    """The long flags of a command, with dashes."""
-    actions = _parser(command, name, _settings(command, []))._actions
-    return [flag.replace("_", "-") for a in actions for flag in a.option_strings if flag.startswith("--")]
+    """The flags of a command, with dashes."""
+    found = app_of(command, name).assemble_argument_collection()
+    return [flag for argument in found for flag in argument.names if flag.startswith("--")]
 
 
-# --- numbers
-class _NotANumberError(Exception):
-    """Goes through tyro, which would draw a box around a `ValueError`."""
+def app_of(entry: Entry, name: str, words: Sequence[str] = (), *, nested: bool = False) -> App:
+    """The cyclopts application of a command or a group, which prints its help and its completion.
 
-    def __init__(self, word: str, wanted: str) -> None:
-        super().__init__(word)
-        self.word, self.wanted = word, wanted
+    Args:
+        entry: what it is of.
+        name: of the command, without `shoal`.
+        words: defaults in the help may depend on them.
+        nested: also load commands of other modules, whose options completion needs.
+    """
+    if isinstance(entry, tuple) and not nested:
+        return App(_shown_name(name), help=entry[1])
+    what = load(entry)
+    if isinstance(what, Command):
+        return _app_of_command(what, name, None if what.default is None else what.default(list(words)))
+    app = App(_shown_name(name), help=what.about, help_epilogue=what.more, **_LOOK)
+    for place, (verb, inner) in enumerate(what.commands.items()):
+        one = app_of(inner, f"{name} {verb}", nested=nested)
+        one.sort_key = place
+        app.command(one, name=verb)
+    return app
 
 
-def _whole(word: str) -> int:
-    """What a word says, also in powers of ten.
+_LOOK: dict[str, Any] = {"help_format": "plaintext", "version_flags": (), "help_flags": ()}
 
-    >>> _whole("12"), _whole("1e6")
+
+def _shown_name(name: str) -> str:
+    return f"shoal {name}".strip()
+
+
+def _app_of_command(command: Command, name: str, default: Any) -> App:
+    def call(*args: Any, **kwargs: Any) -> None:
+        """Stands for the command; only its signature is used."""
+
+    call.__signature__ = inspect.Signature(list(_parameters(command, default)))  # type: ignore[attr-defined]
+    about = "\n\n".join(
+        text if "\n " in text else " ".join(text.split())
+        for text in (inspect.getdoc(command.options) or "").split("\n\n")
+    )
+    look = Parameter(negative_iterable=(), consume_multiple=True)
+    app = App(_shown_name(name), help=about, help_epilogue=command.more, default_parameter=look, **_LOOK)
+    app.default(call)
+    return app
+
+
+# --- from a dataclass to a signature, and from what was given back to the dataclass
+@dataclass(frozen=True)
+class _Option:
+    """A field of the options, or of a dataclass inside them."""
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    marks: tuple[Any, ...]
+
+    @property
+    def place(self) -> str | None:
+        """The name of its place, if it has one."""
+        return next((mark.name for mark in self.marks if isinstance(mark, Positional)), None)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What it is given by, if it has no place."""
+        return flags_of_field(self.name)
+
+
+def _options(kind: Any, default: Any) -> Iterator[_Option]:
+    """All fields, with those of dataclasses inside."""
+    hints, plain, notes = get_type_hints(kind, include_extras=True), get_type_hints(kind), field_notes(kind)
+    for field in fields(kind):
+        hint = plain[field.name]  # without the marks of what is inside, too
+        marks = get_args(hints[field.name])[1:] if _is_annotated(hints[field.name]) else ()
+        value = getattr(default, field.name) if default is not None else _default_of(field)
+        if is_dataclass(hint):
+            yield from _options(hint, value)
+        elif not any(isinstance(mark, Parameter) and mark.parse is False for mark in marks):
+            yield _Option(field.name, hint, value, notes.get(field.name, ""), tuple(marks))
+
+
+def _is_annotated(hint: Any) -> bool:
+    return get_origin(hint) is Annotated
+
+
+def _default_of(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _parameters(command: Command, default: Any) -> Iterator[inspect.Parameter]:
+    """The parameters of a function with these options: places first, then flags."""
+    found, kinds = list(_options(command.options, default)), inspect.Parameter
+    for one in found:
+        if one.place is not None:
+            look = Parameter(name=one.place, help=one.help, show_default=_is_told(one.default))
+            if get_origin(one.kind) is tuple:  # takes all words that are left, and has no default
+                yield kinds(one.name, kinds.VAR_POSITIONAL, annotation=Annotated[get_args(one.kind)[0], look])
+            else:
+                value = kinds.empty if one.default is MISSING else one.default
+                kind = kinds.POSITIONAL_ONLY
+                yield kinds(one.name, kind, default=value, annotation=Annotated[one.kind, look])
+    flags = [one for one in found if one.place is None]
+    rank = {flag: place for place, flag in enumerate(command.most_used)}
+    for one in sorted(flags, key=lambda one: min(rank.get(flag, len(rank)) for flag in one.flags)):
+        group = MOST_USED if {*one.flags} & rank.keys() else OTHERS if rank else OPTIONS
+        look = Parameter(
+            name=one.flags,
+            group=group,
+            help=one.help,
+            converter=_converter(one.kind),
+            allow_repeating=get_origin(one.kind) is not tuple or int not in get_args(one.kind),
+            show_default=_is_told(one.default),
+        )
+        own = (mark for mark in one.marks if isinstance(mark, Parameter))
+        yield kinds(
+            one.name, kinds.KEYWORD_ONLY, default=one.default, annotation=Annotated[one.kind, look, *own]
+        )
+
+
+def _is_told(default: Any) -> bool:
+    """Whether help shows a default: "off" and "none" go without saying."""
+    return default is not False and default is not MISSING and default not in (None, "", ())
+
+
+def _filled(kind: Any, default: Any, given: Mapping[str, Any]) -> Any:
+    """The options with what was given, and else the defaults."""
+    hints, values = get_type_hints(kind), {}
+    for field in fields(kind):
+        value = getattr(default, field.name) if default is not None else _default_of(field)
+        if is_dataclass(hints[field.name]):
+            values[field.name] = _filled(hints[field.name], value, given)
+        else:
+            values[field.name] = given.get(field.name, value)
+    return kind(**values)
+
+
+def _converter(kind: Any) -> Callable[[Any, Sequence[cyclopts.Token]], Any] | None:
+    """What reads an int, one that may be None, or several; cyclopts reads all else."""
+    parts = {*get_args(kind)} or {kind}
+    if parts - {NoneType, Ellipsis} != {int}:
+        return None
+
+    def read(_: Any, tokens: Sequence[cyclopts.Token]) -> Any:
+        values = []
+        for token in tokens:
+            try:
+                values.append(None if NoneType in parts and token.value == "None" else whole(token.value))
+            except ValueError as error:
+                raise cyclopts.CoercionError(msg=f"{token.keyword} {error}") from None
+        return tuple(values) if get_origin(kind) is tuple else values[0]
+
+    return read
+
+
+def whole(word: str) -> int:
+    """A whole number, also in powers of ten.
+
+    >>> whole("12"), whole("1e6")
     (12, 1000000)
     """
     try:
-        return int(word)
-    except ValueError:
         exact = Decimal(word)
-        if exact != exact.to_integral_value() or exact.adjusted() > 100:
-            raise ValueError(word) from None
-        return int(exact)
+        if exact == exact.to_integral_value() and exact.adjusted() < 100:
+            return int(exact)
+    except (InvalidOperation, OverflowError):
+        pass
+    raise ValueError(f"must be a whole number, got {word!r}")
 
 
-_NUMBERS = tyro.constructors.ConstructorRegistry()
-
-
-@_NUMBERS.primitive_rule
-def _number(
-    info: tyro.constructors.PrimitiveTypeInfo,
-) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    """How an int or a float is read, or one that may be None."""
-    kinds = set(get_args(info.type)) if get_origin(info.type) in (Union, UnionType) else {info.type}
-    may_be_none = NoneType in kinds
-    kind = (kinds - {NoneType}).pop() if len(kinds - {NoneType}) == 1 else None
-    if kind not in (int, float):
-        return None
-    read, wanted, name = (_whole, "a whole number", "INT") if kind is int else (float, "a number", "FLOAT")
-
-    def from_words(words: list[str]) -> Any:
-        if may_be_none and words[0] == "None":
-            return None
-        try:
-            return read(words[0])
-        except (ValueError, ArithmeticError):
-            raise _NotANumberError(words[0], wanted) from None
-
-    return tyro.constructors.PrimitiveConstructorSpec(
-        1,
-        f"{{None}}|{name}" if may_be_none else name,
-        from_words,
-        lambda value: (
-            (may_be_none and value is None) or isinstance(value, int if kind is int else int | float)
-        ),
-        lambda value: [str(value)],
-    )
-
-
-# --- words
-def _settings(command: Command, words: list[str]) -> dict[str, Any]:
-    default = {} if command.default is None else {"default": command.default(words)}
-    return {"config": (tyro.conf.OmitArgPrefixes,), "registry": _NUMBERS, **default}
-
-
-def _parser(command: Command, name: str, settings: Mapping[str, Any]) -> Any:
-    with warnings.catch_warnings():  # what replaces it is not there yet
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return tyro.extras.get_parser(command.options, prog=f"shoal {name}", **settings)
-
-
-def _positional_first(words: Sequence[str], parser: Any) -> list[str]:
-    """The words with those that belong to no flag in front, where tyro looks for them."""
-    takes = {flag.replace("_", "-"): a.nargs for a in parser._actions for flag in a.option_strings}
-    first: list[str] = []
-    rest: list[str] = []
-    at = 0
-    while at < len(words):
-        flag, equals, _ = words[at].partition("=")
-        number = takes.get(flag.replace("_", "-"), 0) if flag.startswith("-") else None
-        if number is None:
-            first.append(words[at])
-            at += 1
-            continue
-        end = at + 1
-        if not equals:
-            most = number if isinstance(number, int) else len(words)
-            while end < len(words) and end - at - 1 < most and not words[end].startswith("--"):
-                end += 1
-        rest += words[at:end]
-        at = end
-    return [*first, *rest]
-
-
-# --- help
-def help_of(command: Command, name: str, words: list[str], *, everything: bool = False) -> str:
-    """What `--help` prints: all flags where they fit on a screen, else those most wanted and the names of the others.
-
-    Defaults may depend on the other `words` that were said; `everything` tells of all flags, however many they are.
-    """
-    width = min(shutil.get_terminal_size((110, 24)).columns, 110)
-    flags, places = [], []  # with the names of each
-    for action in _parser(command, name, _settings(command, words))._actions:
-        names = [
-            flag.replace("_", "-")
-            for flag in action.option_strings
-            if flag[:2] == "--" and (flag[:5] != "--no-" or action.default is True)
-        ]
-        if not action.option_strings:
-            places.append((str(action.metavar or action.dest), action))
-        elif names != ["--help"]:
-            flags.append((names or [action.option_strings[-1].replace("_", "-")], action))
-    of = [place if action.required or place[:1] == "[" else f"[{place}]" for place, action in places]
-    about = _reflowed(inspect.getdoc(command.options) or "", width)
-    head = [" ".join(["usage: shoal", name, *of, *(["[options]"] if flags else [])]), "", *about, ""]
-    tail = command.more.rstrip().splitlines()
-    told = [line for place, action in places if action.help for line in _told(place, action, width)]
-    told += [
-        line for names, action in flags for line in _told(_call(", ".join(names), action), action, width)
-    ]
-    whole = [*head, *(["options:", *told, ""] if told else []), *tail]
-    if everything or len(whole) <= SCREEN or not command.wanted:
-        return "\n".join(whole).rstrip()
-    by_name = {one: action for names, action in flags for one in names}
-    rows = [_told(_call(one, by_name[one]), by_name[one], width, lines=1)[0] for one in command.wanted]
-    left = " ".join(names[0] for names, _ in flags if not {*names} & {*command.wanted})
-    rest = textwrap.fill(left, width - 4, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    more = ["", f"more (`shoal {name} --help-all` tells all about each):", *rest.splitlines()]
-    return "\n".join([*head, *tail, "", "options most wanted:", *rows, *more])
-
-
-def _help_of_group(group: Group, name: str) -> str:
-    lines = {
-        verb: entry[1] if isinstance(entry, tuple) else (inspect.getdoc(entry.options) or "").split("\n")[0]
-        for verb, entry in group.commands.items()
-    }
-    width = max(map(len, lines))
-    usage = f"usage: shoal {name} COMMAND [options]     (shoal {name} COMMAND --help tells all about one)"
-    rows = [f"  {verb:<{width}}  {line}" for verb, line in lines.items()]
-    return "\n".join([usage, "", group.about, "", *rows, "", *group.more.rstrip().splitlines()]).rstrip()
-
-
-def _reflowed(text: str, width: int) -> list[str]:
-    """Paragraphs filled to the width; indented lines as they are."""
-    lines: list[str] = []
-    for paragraph in text.split("\n\n"):
-        kept = any(line.startswith(" ") for line in paragraph.split("\n"))
-        lines += paragraph.split("\n") if kept else textwrap.wrap(" ".join(paragraph.split()), width)
-        lines.append("")
-    return lines[:-1]
-
-
-def _call(names: str, action: Any) -> str:
-    kind = re.sub(r"\{None\}\||(?<=\{)None,", "", _plain(action.metavar))
-    return f"{names} {kind}".strip()
-
-
-def _told(call: str, action: Any, width: int, lines: int = 100) -> list[str]:
-    """Lines about a flag, with its default where it has one to tell."""
-    text = re.sub(
-        r"\s*\((default: (None|False|)|required|optional)\)$", "", " ".join(_plain(action.help).split())
-    )
-    room = max(30, width - 34)
-    name = call if len(call) <= 30 or lines > 1 else call.split()[0]
-    if lines == 1:
-        begin, default, end = text.partition(" (default: ")
-        short = textwrap.shorten(begin, max(10, room - len(default + end)), placeholder=" …")
-        return [f"  {name:<30}  {short}{default}{end}".rstrip()]
-    wrapped = textwrap.wrap(text, room, break_on_hyphens=False) or [""]
-    if len(name) > 30:
-        return [f"  {name}", *(f"{'':<34}{line}" for line in wrapped)]
-    return [f"  {name:<30}  {wrapped[0]}".rstrip(), *(f"{'':<34}{line}" for line in wrapped[1:])]
-
-
-def _plain(text: Any) -> str:
-    return re.sub(r"\[/?[a-z_ ]+\]|\x1b\[[0-9;]*m", "", str(text or ""))
-
-
-# --- `shoal completion SHELL`: commands, their flags, run folders and names of configs
+# --- `shoal completion SHELL`
 COMPLETION = """\
 examples:
-  source <(shoal completion bash)                                  now, in this shell
   shoal completion bash > ~/.local/share/bash-completion/completions/shoal
   shoal completion zsh > ~/.zfunc/_shoal
   shoal completion fish > ~/.config/fish/completions/shoal.fish
@@ -315,66 +315,23 @@ examples:
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """Print a script that completes shoal's commands and flags; it is made from what they take."""
+    """Print a script that completes shoal's commands and options in a shell."""
 
-    shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional]
-    """for which it is"""
+    shell: Annotated[Literal["bash", "zsh", "fish"], Positional("SHELL")]
+    """The shell."""
 
 
 def complete(options: CompletionOptions) -> None:
     """Print the script."""
-    print({"bash": _bash, "zsh": _zsh, "fish": _fish}[options.shell](words()), end="")
+    from shoal.cli.main import COMMANDS
+
+    root = App("shoal", version_flags=("--version",))
+    for name, entry in COMMANDS.items():
+        try:
+            root.command(app_of(entry, name, nested=True), name=name)
+        except ImportError:  # of an extra, without which the command cannot be called
+            continue
+    print(root.generate_completion(prog_name="shoal", shell=options.shell), end="")
 
 
 COMMAND = Command(CompletionOptions, complete, COMPLETION)
-
-
-def words() -> dict[str, list[str]]:
-    """What can follow each command: its flags, or its own commands and theirs (`envs show`)."""
-    from shoal.cli.main import COMMANDS
-
-    found: dict[str, list[str]] = {}
-    for first, entry in COMMANDS.items():
-        with contextlib.suppress(ImportError):  # of an extra, without which the command cannot be called
-            for name, command in every(entry, first):
-                found[name] = sorted({*flags_of(command, name), "--help", "--help-all"})
-                if name != first:
-                    found.setdefault(first, []).append(name.removeprefix(f"{first} "))
-    return found
-
-
-def _bash(found: dict[str, list[str]]) -> str:
-    commands = " ".join(name for name in found if " " not in name)
-    groups = "|".join(dict.fromkeys(name.split()[0] for name in found if " " in name))
-    cases = "\n".join(f'    "{name}") words="{" ".join(values)}" ;;' for name, values in found.items())
-    return f"""\
-_shoal() {{
-  local current="${{COMP_WORDS[COMP_CWORD]}}" words="" first="${{COMP_WORDS[1]}}" second="${{COMP_WORDS[2]}}"
-  if [ "$COMP_CWORD" -eq 1 ]; then
-    COMPREPLY=($(compgen -W "{commands}" -- "$current")); return
-  fi
-  local key="$first"
-  case "$first" in {groups}) [ "$COMP_CWORD" -gt 2 ] && key="$first $second" ;; esac
-  case "$key" in
-{cases}
-  esac
-  COMPREPLY=($(compgen -W "$words" -- "$current") $(compgen -d -- "$current"))
-}}
-complete -o filenames -F _shoal shoal
-"""
-
-
-def _zsh(found: dict[str, list[str]]) -> str:
-    return "#compdef shoal\nautoload -U +X bashcompinit && bashcompinit\n" + _bash(found)
-
-
-def _fish(found: dict[str, list[str]]) -> str:
-    names = [name for name in found if " " not in name]
-    lines = [f"complete -c shoal -n __fish_use_subcommand -a '{' '.join(names)}'"]
-    for name in names:
-        flags = [word[2:] for word in found[name] if word.startswith("--")]
-        inner = [word for word in found[name] if not word.startswith("--")]
-        lines += [f"complete -c shoal -n '__fish_seen_subcommand_from {name}' -l {flag}" for flag in flags]
-        if inner:
-            lines.append(f"complete -c shoal -n '__fish_seen_subcommand_from {name}' -a '{' '.join(inner)}'")
-    return "\n".join(lines) + "\n"

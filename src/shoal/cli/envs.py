@@ -10,12 +10,9 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
-from shoal.cli.command import Command, Group
+from shoal.cli.command import Command, Group, Positional
 from shoal.cli.grammar import (
     EnvKwargs,
     Settings,
@@ -23,7 +20,6 @@ from shoal.cli.grammar import (
     arguments_of,
     blaming,
     parse_settings,
-    refuse_idle,
     wide_console,
 )
 from shoal.cli.output import harmless
@@ -43,30 +39,22 @@ from shoal.envs.catalogue import (
 from shoal.envs.check import Job, run_apart
 from shoal.envs.text import TextConfig, TextEnv
 
-Name = Annotated[
-    str,
-    tyro.conf.Positional,
-    tyro.conf.arg(
-        metavar="NAME",
-        help="A name that `shoal envs list` shows, a Gymnasium id, module:Id-v0, module:Class or module:function.",
-    ),
-]
+Name = Annotated[str, Positional("NAME")]
 
 EXAMPLES = """\
 examples:
-  shoal envs list                                  what there is
+  shoal envs list
   shoal envs show sokoban                          actions, settings and a first observation
   shoal envs play sokoban num_boxes=2 --seed 7     play it: arrow keys or wasd, h for a hint, q to quit
-  shoal envs play frozen_lake --replay FILE.jsonl  watch recorded episodes
   shoal envs show ale_py:ALE/Pong-v5               an env of another package, which is imported
-  shoal envs check my_package.my_env:MyEnv         does your env keep every promise?
+  shoal envs check my_package.my_env:MyEnv         check that your env follows the API
   shoal envs serve webshop --port 8000             serve it in the OpenEnv convention
 """
 
 
 @dataclass(frozen=True)
 class ListCommand:
-    """The envs that have a name."""
+    """List the environments that have a name."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +62,7 @@ class Named:
     """An env that is named on the command line."""
 
     name: Name
+    """A name that `shoal envs list` shows, a Gymnasium id, module:Id-v0, module:Class or module:function."""
     settings: Settings = ()
     """Settings of the env; `shoal envs show NAME` lists them."""
 
@@ -88,36 +77,32 @@ class Made(Named):
 
 @dataclass(frozen=True)
 class ShowCommand(Made):
-    """What one env is like: its rules, actions, settings, and a first observation."""
+    """Show the rules, actions, settings and a first observation of an environment."""
 
     seed: int = 0
-    """Of the episode shown."""
+    """Seed of the episode shown."""
 
 
 @dataclass(frozen=True)
 class PlayCommand(Named):
-    """Play an env in the terminal, or watch recorded episodes of it."""
+    """Play an env in the terminal."""
 
     seed: int = 0
-    """Of the first episode."""
-    replay: Path | None = None
-    """A trajectories file (.jsonl) to watch instead of playing."""
-    episode: int = 0
-    """Which episode of the file to watch first."""
+    """Seed of the episode."""
     lines: bool = False
-    """Read one action per line instead of single keys (always so when input is no terminal)."""
+    """Read one action per line instead of single keys (always so if input is not a terminal)."""
 
 
 @dataclass(frozen=True)
 class CheckCommand(Made):
-    """Play your own env and say which promise it breaks, if any."""
+    """Check that an environment follows the API; exit status 1 if it does not."""
 
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:CLASS")]
+    name: Annotated[str, Positional("MODULE:CLASS")]
     """Your env: module my_package.my_env, class MyEnv, is my_package.my_env:MyEnv (or any other name)."""
     episodes: int = 32
-    """How many to play, each from a seed of its own."""
+    """Episodes to play, each from its own seed."""
     step_timeout: float = 30.0
-    """Seconds that one reset or step may take."""
+    """Time limit of one reset or step, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +110,7 @@ class ServeCommand(Named):
     """Serve an env on 127.0.0.1 in the OpenEnv convention, a fresh env per session."""
 
     port: int = 8000
-    """Where it listens; 0 takes a free one."""
+    """Port to listen on; 0 takes a free one."""
 
 
 def _list(command: ListCommand) -> int:
@@ -231,11 +216,6 @@ def _resolved(command: ShowCommand | CheckCommand) -> EnvFn:
 
 
 def _play(command: PlayCommand) -> int:
-    if command.replay is None:
-        refuse_idle(command, "without --replay", "episode")
-    else:
-        refuse_idle(command, "with --replay, which shows what was recorded", "settings", "seed")
-        return _replay(command, command.replay)
     _refuse_seed(command.seed)
     with blaming(command.name):
         return _play_it(command)
@@ -294,45 +274,6 @@ def _ask(env: TextEnv[Any], words: list[str], keys: bool) -> str | None:
         return None
     matching = [word for word in words if word.casefold().startswith(line.casefold())] if line else []
     return matching[0] if len(matching) == 1 else line
-
-
-def _replay(command: PlayCommand, file: Path) -> int:
-    from rich.console import Console
-
-    from shoal.core.data import read_trajectories
-
-    console = Console(highlight=False, markup=False, emoji=False)  # what was recorded is text
-    if command.episode < 0:
-        raise ConfigError(f"--episode must be at least 0, got {command.episode}")
-    wait = sys.stdin.isatty() and not command.lines
-    shown = 0
-    for number, trajectory in enumerate(read_trajectories(file)):
-        if number < command.episode:
-            continue
-        if shown and (not wait or input("Enter for the next episode, q to quit > ").strip() == "q"):
-            break
-        shown += 1
-        console.rule(
-            harmless(
-                f"episode {number}: {trajectory.env}, group {trajectory.group}, member {trajectory.member}"
-            )
-        )
-        for turn_number, turn in enumerate(trajectory.turns, 1):
-            console.print(draw(turn.observation))
-            console.print(
-                f"turn {turn_number}: {harmless(turn.response.strip())}", style="cyan", markup=False
-            )
-            taken = "no valid action" if turn.action is None else f"action {turn.action}"
-            console.print(f"{harmless(taken)}, reward {turn.reward:g}\n", style="bright_black", markup=False)
-            if wait and input("Enter to go on, q to quit > ").strip() == "q":
-                return 0
-        how = "success" if trajectory.success else trajectory.error or "no success"
-        console.print(
-            f"{harmless(how)} after {len(trajectory.turns)} turns, return {trajectory.reward:g}", style="bold"
-        )
-    if not shown:
-        raise ConfigError(f"{command.replay} holds no episode {command.episode} (they count from 0)")
-    return 0
 
 
 def _draw(console: Any, env: TextEnv[Any]) -> None:

@@ -8,13 +8,11 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
-from shoal.cli.command import Command
+from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import (
     Progress,
     came_to_an_end,
@@ -28,7 +26,7 @@ from shoal.cli.grammar import (
 )
 from shoal.cli.output import harmless, program
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.run_folder import RunFolder, finite
+from shoal.core.run_folder import RunFolder, command_of, finite
 
 if TYPE_CHECKING:
     from shoal.rollout.factory import EnvironmentConfig
@@ -60,18 +58,18 @@ PANEL_SEED = 20_260_101
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Play held-out episodes and report the success rate with its 95% interval.
+    """Play held-out episodes and report the success rate with its 95% interval, of a PPO run the return.
 
-    Episodes that failed for a technical reason are counted apart: they say nothing of the agent.
+    Episodes that failed for a technical reason are counted apart.
     """
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_MODEL")]
-    """A run folder, a folder that `shoal export` wrote, another Hugging Face model folder, a name of
-    `shoal model list`, or `openai:MODEL` on a server."""
+    model: Annotated[str, Positional("RUN_OR_MODEL")]
+    """A run folder (of agents or PPO), a PPO checkpoint, a folder that `shoal export` wrote, another Hugging Face
+    model folder, a name of `shoal model list`, or `openai:MODEL` on a server."""
     env: str | None = None
     """Env to play (`shoal envs list`); the held-out envs of the run, or of an export, if not given."""
-    env_config: Annotated[dict[str, str], tyro.conf.arg(metavar="KEY VALUE …")] = field(default_factory=dict)
-    """Settings of the env, as `--env-config key value …`; values are read as JSON where they can be."""
+    env_config: tuple[str, ...] = ()
+    """Settings of the env as key=value; values are JSON or plain text."""
     panel: Literal["core", "all"] | None = None
     """Play pinned episodes of several envs: the same table, to the last digit, for whoever plays the same weights."""
     episodes: int = 200
@@ -79,11 +77,14 @@ class EvalOptions:
     seed: int = 0
     """Seed of the evaluation episodes."""
     temperature: float = 0.0
-    """0 takes the likeliest token, 1 samples as in training; a run's `top_p`, `top_k` and `min_p` hold."""
+    """0 takes the likeliest token, 1 samples as in training; a run's `top_p`, `top_k` and `min_p` hold. Of a PPO run 0
+    acts as its own evaluations did (the likeliest actions, unless its preset draws them)."""
     device: str | None = None
     """Where the model runs, such as cuda:1; where the run was trained, or the CPU, if not given."""
     checkpoint: str = "newest"
-    """Of a run: newest, best, or an iteration."""
+    """Checkpoint of a run: newest, best, or an iteration (of a PPO run, its env steps)."""
+    video: bool = False
+    """Of a PPO run: film the first episode as video.gif, in --out or in the run folder."""
     max_tokens: int | None = None
     """Tokens of a response; what the run or export was trained with, 64 for another model, 512 for a server."""
     base_url: str = "http://127.0.0.1:8000/v1"
@@ -96,17 +97,16 @@ class EvalOptions:
     """Seconds that the server has for an answer."""
     retries: int = 4
     """Attempts after the first, where the server is busy or out of reach."""
-    out: Annotated[Path | None, tyro.conf.arg(aliases=["--run-dir"])] = None
+    out: Path | None = None
     """Folder for the episodes (`trajectories/eval.jsonl`) and `summary.json`; say the same again after a kill, Ctrl-C
     or full disk, and what was played is kept."""
-    format: Literal["table", "json"] = "table"
-    """How the result is printed."""
     json: bool = False
-    """The same as `--format json`."""
+    """Print the result as JSON."""
 
 
 MORE = """\
 examples:
+  shoal eval runs/ppo-CartPole-v1 --video            a PPO run: its return, and a film
   shoal eval runs/demo --episodes 400                a run, on its own held-out envs
   shoal eval runs/demo --checkpoint 0                its first weights, on the same episodes
   shoal eval my-model                                what shoal export wrote, prompted as in its run
@@ -115,8 +115,8 @@ examples:
   shoal eval openai:MODEL --base-url http://127.0.0.1:8000/v1 --env countdown
 """
 WANTED = (
-    "--env", "--env-config", "--panel", "--episodes", "--seed", "--temperature", "--device", "--checkpoint",
-    "--max-tokens", "--base-url", "--api-key-env", "--concurrency", "--out", "--json",
+    "--env", "--env-kwargs", "--episodes", "--seed", "--temperature", "--device", "--checkpoint", "--base-url", "--out",
+    "--json",
 )  # fmt: skip
 
 
@@ -126,6 +126,9 @@ def evaluate(options: EvalOptions) -> int:
         raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
     if options.max_tokens is not None and options.max_tokens < 1:
         raise ConfigError(f"--max-tokens must be at least 1, got {options.max_tokens}")
+    if _is_ppo(Path(options.model)):
+        return _play_ppo(options)
+    refuse_idle(options, "with an agent: shoal show prints its episodes", "video")
     if options.env_config and options.env is None and options.panel is None:
         raise ConfigError(
             "--env-config sets the env that --env names, and a run's own envs are played: add --env NAME"
@@ -151,7 +154,7 @@ def evaluate(options: EvalOptions) -> int:
             _tell_prompt(engine, trajectories)
         if result["valid_actions"] < FEW:
             _warn_of_invalid(options, trajectories, run, plan)
-        if options.json or options.format == "json":
+        if options.json:
             print_json(result)
         else:
             low, high = result["success_low"], result["success_high"]
@@ -168,6 +171,77 @@ def evaluate(options: EvalOptions) -> int:
 
 
 COMMAND = Command(EvalOptions, evaluate, MORE, WANTED)
+
+
+def _is_ppo(folder: Path) -> bool:
+    from shoal.train.ppo.checkpoint import holds_policy
+
+    return holds_policy(folder) or ((folder / "config.yaml").is_file() and command_of(folder) == "train-ppo")
+
+
+OF_AGENTS = (
+    "env", "env_config", "panel", "max_tokens", "base_url", "api_key_env", "concurrency", "timeout", "retries",
+)  # fmt: skip
+"""Options without a meaning for a PPO run."""
+
+
+def _play_ppo(options: EvalOptions) -> int:
+    """Evaluate the policy of a PPO run on single episodes, as its own evaluations do."""
+    refuse_idle(options, "with a PPO run", *OF_AGENTS)
+    if options.temperature not in (0.0, 1.0):
+        raise ConfigError(f"--temperature of a PPO run must be 0 or 1, got {options.temperature}")
+    refuse_device(options.device or "cpu")
+    from shoal.train.ppo.checkpoint import checkpoint_step, load_run
+    from shoal.train.ppo.ppo import PPO
+    from shoal.train.ppo.run import write_video
+
+    folder = _ppo_checkpoint(Path(options.model), options.checkpoint)
+    asked = load_run(folder).training.get("options", {})
+    likeliest = not options.temperature and asked.get("eval_deterministic", True)
+    place = options.out or Path(options.model)
+    with contextlib.ExitStack() as ending:
+        kept = ending.enter_context(RunFolder(options.out, "eval", options.seed)) if options.out else None
+        ppo = ending.enter_context(PPO.load(folder, backend="serial", device=options.device or "cpu"))
+        with Progress("playing", sys.stderr):
+            played = ppo.evaluate(options.episodes, deterministic=likeliest, seed=options.seed)
+            if options.video:
+                frames: list[Any] = []
+                ppo.evaluate(1, deterministic=likeliest, frames=frames, seed=options.seed)
+                write_video(place / "video.gif", frames)
+        result = {
+            "env": ppo.factory.name, "steps": checkpoint_step(folder), "eval_return_mean": played.mean,
+            "eval_return_std": played.std, "eval_return_min": min(played.returns),
+            "eval_return_max": max(played.returns), "eval_length_mean": sum(played.lengths) / len(played.lengths),
+            "episodes": len(played.returns), "deterministic": likeliest, "seed": options.seed,
+            "returns": played.returns,
+        }  # fmt: skip
+        if kept is not None:
+            kept.finish({key: value for key, value in result.items() if key != "returns"})
+    if options.json:
+        print_json(result | ({"video": str(place / "video.gif")} if options.video else {}))
+        return 0
+    how = "the likeliest actions" if likeliest else "drawn actions"
+    least, most = result["eval_return_min"], result["eval_return_max"]
+    print(f"return    {played.mean:.2f} ± {played.std:.2f}   (least {least:g}, most {most:g})")
+    print(f"length    {result['eval_length_mean']:.1f}")
+    print(f"episodes  {len(played.returns)} of {ppo.factory.name}, {how}, seed {options.seed}, {folder.name}")
+    if options.video:
+        print(f"video     {place / 'video.gif'}")
+    return 0
+
+
+def _ppo_checkpoint(run: Path, wanted: str) -> Path:
+    """The folder of the checkpoint that is asked for: newest, best, or the env steps after which it was made."""
+    from shoal.train.ppo.checkpoint import checkpoint_step, find_checkpoint, list_checkpoints
+
+    if wanted in ("newest", "best"):
+        return find_checkpoint(run if wanted == "newest" else run / "best")
+    there = {str(checkpoint_step(folder)): folder for folder in list_checkpoints(run / "checkpoints")}
+    if wanted not in there:
+        raise DataError(
+            f"{run} has no checkpoint after {wanted} steps; it has newest, best, {', '.join(there) or 'no other'}"
+        )
+    return there[wanted]
 
 
 def _lacks_play(model: str) -> bool:
@@ -263,7 +337,7 @@ def _panel(options: EvalOptions) -> int:
         model = options.model if repeatable else f"{SERVER}{engine.model}"
         plans = {}
         for env, settings in PANELS[options.panel].items():
-            told = {key: json.dumps(value) for key, value in settings.items()}
+            told = tuple(f"{key}={json.dumps(value)}" for key, value in settings.items())
             plans[env] = _planned(replace(options, env=env, env_config=told, seed=PANEL_SEED), run)
         journal = _journal(options, folder, weights, plans)
         if folder is not None:
@@ -283,7 +357,7 @@ def _panel(options: EvalOptions) -> int:
         if folder is not None:
             write_json(folder.path / "panel.json", finite(table))
             folder.finish({f"success/{row['env']}": row["success"] for row in rows})
-    if options.json or options.format == "json":
+    if options.json:
         print_json(table)
         return 0
     print(f"{'env':<14} {'success':>8}  {'95% interval':<18} {'reward':>8}  {'±':>7}  {'episodes':>8}")
@@ -367,6 +441,7 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
     """What the options ask for, of a run's envs or another."""
     from shoal.core.configuration import to_mapping
     from shoal.core.seeding import derive_seed
+    from shoal.envs.catalogue import parse_env_kwargs
     from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager
 
     if options.env is None:
@@ -374,7 +449,7 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
         kinds = run.custom_envs
     else:
         tags = EnvMix((options.env,))
-        told = {k: _value(v) for k, v in options.env_config.items()}
+        told = parse_env_kwargs(options.env_config)
         known = (kind.prompt for kind in run.custom_envs.values() if kind.env_type == options.env)
         kinds = {options.env: EnvTag(options.env, env_config=told, prompt=next(known, {}))}
     if not tags.tags:
@@ -503,13 +578,6 @@ def _server(options: EvalOptions) -> tuple[Any, Any, str]:
     run = AgentConfig(engine=settings, agent_proxy=AgentProxy(max_tokens=512, stop=()))
     engine: Any = make_engine(settings)
     return engine, run, f"{SERVER}{engine.model}"
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _write(

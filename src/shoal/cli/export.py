@@ -9,9 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
-from shoal.cli.command import Command, Flag
+from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import show_warnings
 from shoal.cli.output import program
 from shoal.core.errors import ConfigError
@@ -32,13 +30,13 @@ class ExportOptions:
     Its shoal.json says how the run prompted the model and read its answers; `shoal eval OUT` plays it by that.
     """
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[Path, Positional("RUN")]
     """a run folder, such as runs/smollm2-bandit"""
-    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    out: Annotated[Path, Positional("OUT")]
     """the new folder; must not exist"""
     to: Literal["hf", "shoal"] = "hf"
     """hf: a folder that transformers loads; shoal: one that shoal's engines load"""
-    adapter: Flag = False
+    adapter: bool = False
     """with LoRA: the adapter alone, as peft and servers load it, unmerged"""
     checkpoint: str = "newest"
     """newest, best, or an iteration"""
@@ -49,9 +47,15 @@ def export(options: ExportOptions) -> None:
     from shoal.testing.recorded_runs import agent_config_of, settings_of
     from shoal.train.agent.evaluation import read_checkpoint
     from shoal.train.agent.exported import FILE, play_of
+    from shoal.train.ppo.checkpoint import holds_policy
 
     if options.out.exists():
         raise ConfigError(f"{options.out} exists already: choose a new folder")
+    if holds_policy(options.run):
+        raise ConfigError(
+            f"{options.run} is a PPO run, whose policy Python loads: shoal.load_policy({str(options.run)!r}), and "
+            f".export_onnx('policy.onnx') of it for other programs; shoal eval {options.run} plays it"
+        )
     show_warnings("%(levelname)s %(message)s")
     with write_folder(options.out) as folder:
         name = read_checkpoint(options.run, options.checkpoint, partial(_copy, options, folder))

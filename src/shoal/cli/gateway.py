@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
-from shoal.cli.command import Command
+from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import new_folder, print_json
 from shoal.core.errors import ConfigError
 
@@ -26,7 +24,7 @@ class GatewayOptions:
     The first line is the address. It ends in SESSION/v1: any other name there is a session of its own.
     """
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: Annotated[str, Positional("MODEL")]
     """a run folder, a Hugging Face model folder, a name of `shoal model list`, or `tiny`, an untrained model"""
     port: int = 0
     """on which to answer; 0 takes a free one"""

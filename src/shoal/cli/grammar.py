@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
+from cyclopts import Parameter
 
-from shoal.cli.command import Flag
-from shoal.cli.output import for_programs, harmless
+from shoal.cli.command import Positional, flags_of_field
+from shoal.cli.output import harmless, json_stream
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, EngineError, EnvError, ShoalError
 from shoal.core.files import sha256_of_folder
@@ -56,13 +57,15 @@ def newest_folder(name: str) -> Path:
     inside = first.parent.iterdir() if first.parent.is_dir() else ()
     taken = [path for path in inside if numbered.fullmatch(path.name) and path.is_dir()]
     if not taken:
-        raise ConfigError(f"there is no run {first} to go on with: start without --resume, or say --run-dir")
+        raise ConfigError(
+            f"there is no run {first} to go on with: start without --resume, or name it by --out"
+        )
     return max(taken, key=lambda path: path.stat().st_mtime)
 
 
 def print_json(value: Any) -> None:
     """One line of JSON on standard output: an event of `--json-events`, or the result of `--json`."""
-    print(json.dumps(finite(value), allow_nan=False), file=for_programs(), flush=True)
+    print(json.dumps(finite(value), allow_nan=False), file=json_stream(), flush=True)
 
 
 def count_of(number: int, thing: str, things: str = "") -> str:
@@ -113,12 +116,8 @@ def refuse_idle(options: Any, why: str, *names: str) -> None:
         field = defaults[name]
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if getattr(options, name) != default:
-            called = _CALLED.get(name, f"--{name.replace('_', '-')}")
+            called = "key=value" if name in ("overrides", "settings") else flags_of_field(name)[0]
             raise ConfigError(f"{called} does nothing {why}: leave it out")
-
-
-_CALLED = {"overrides": "key=value", "settings": "key=value", "source": "--from"}
-"""Fields that are not said as flags of their names."""
 
 
 class Progress:
@@ -266,14 +265,13 @@ def table(
 
 
 # --- what a command line says of an environment
-Settings = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[KEY=VALUE ...]")]
-_ARGUMENTS = "Arguments of the env, likewise; values are JSON or plain text."
-EnvKwargs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...", help=_ARGUMENTS)]
-_AROUND = "Put this around the env; may be given several times, the first is innermost."
+Settings = Annotated[tuple[str, ...], Positional("[KEY=VALUE ...]")]
+EnvKwargs = Annotated[
+    tuple[str, ...], Parameter(help="Arguments of the env as key=value; values are JSON or plain text.")
+]
 Wrappers = Annotated[
     tuple[str, ...],
-    tyro.conf.UseAppendAction,
-    tyro.conf.arg(name="wrapper", metavar="MODULE:NAME", help=_AROUND),
+    Parameter(help="A wrapper for the env as module:Name; repeatable, the first is innermost."),
 ]
 
 
@@ -315,38 +313,30 @@ def parse_settings(settings: tuple[str, ...]) -> dict[str, Any]:
 
 
 # --- what plays or trains agents: a config by name, and Hydra's `key=value` overrides
-def config_name_of(further: Sequence[str] = ()) -> Any:
-    """How `--config-name` is told: the configs that come with shoal, and `further` ones that the command takes."""
-
-    def known(default: str) -> str:
-        from shoal.train.agent.config import config_names
-
-        return f"(of {', '.join([*config_names(), *further])}) (default: {default})"
-
-    told = "a config that comes with shoal, or your own"
-    return tyro.conf.arg(metavar="NAME", help=told, help_behavior_hint=known)
+def _config_name() -> Parameter:
+    """`--config-name`, whose help lists the configs that come with shoal."""
+    found = resources.files("shoal.configs").iterdir()
+    names = sorted(item.name.removesuffix(".yaml") for item in found if item.name.endswith(".yaml"))
+    return Parameter(help=f"A config that comes with shoal ({', '.join(names)}), or your own.")
 
 
-ConfigName = config_name_of()
+ConfigName = _config_name()
 
 
 @dataclass(frozen=True)
-class AgentOptions:
-    """What names a run of agents: a config, settings to change, and the flags that all commands have."""
+class SettingsOptions:
+    """Settings to change, and the flags that all commands with settings have."""
 
-    overrides: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[key=value ...]")] = ()
-    """settings to change, as in Hydra: +key=value adds one, ~key removes one"""
-    config_name: Annotated[str, ConfigName] = "demo"
-    config_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """folder with your own YAML configs, and with the Python files of the envs that they name"""
-    run_dir: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """run_dir=FOLDER: where the run goes"""
-    seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """seed=N: of the whole run"""
-    device: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """engine.device=NAME: cpu, cuda, cuda:1, mps"""
-    json: Flag = False
-    """print the summary as JSON at the end; the rest to stderr"""
+    overrides: Annotated[tuple[str, ...], Positional("[KEY=VALUE ...]")] = ()
+    """Settings to change, as in Hydra: +key=value adds one, ~key removes one."""
+    run_dir: str | None = None
+    """Run folder (run_dir=FOLDER)."""
+    seed: int | None = None
+    """Random seed of the run (seed=N)."""
+    device: str | None = None
+    """Device of the model (engine.device=NAME): cpu, cuda, cuda:1, mps."""
+    json: bool = False
+    """Print the summary as JSON on standard output, and all else on standard error."""
 
     def settings(self, device: str = "engine.device") -> list[str]:
         """The settings, with `--seed`, `--device` (whose key is given) and `--resume` among them.
@@ -361,6 +351,15 @@ class AgentOptions:
                 refuse_twice(key, words)
                 words.append(f"{key}={str(value).lower() if value is True else value}")
         return words
+
+
+@dataclass(frozen=True)
+class AgentOptions(SettingsOptions):
+    """What names a run of agents: a config, and settings to change."""
+
+    config_name: Annotated[str, ConfigName] = "demo"
+    config_dir: Path | None = None
+    """Folder with your own YAML configs, and with the Python files of the envs that they name."""
 
 
 def composed(options: AgentOptions, further: Sequence[str] = ()) -> Any:
@@ -469,6 +468,26 @@ def weights_at(place: Path | str | None) -> str:
     if Path(place).is_dir() or place in KNOWN:
         return f"sha256 {sha256_of_folder(resolve_model(str(place)))}"
     return str(place)
+
+
+Tracker = Literal["none", "tensorboard", "wandb"]
+
+
+def tracking(tracker: str | None, project: str | None) -> tuple[bool | None, str | None]:
+    """Whether TensorBoard files are written (None: as the settings say), and the project on Weights & Biases, if any.
+
+    Args:
+        tracker: of `--tracker`; "none" wins over all else.
+        project: of `--wandb`.
+
+    >>> tracking(None, "mine"), tracking("wandb", None), tracking("none", "mine")
+    ((None, 'mine'), (False, 'shoal'), (False, None))
+    """
+    if tracker == "none":
+        return False, None
+    return None if tracker is None else tracker == "tensorboard", project or (
+        "shoal" if tracker == "wandb" else None
+    )
 
 
 def refuse_twice(key: str, overrides: Sequence[str]) -> None:

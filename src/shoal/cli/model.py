@@ -6,16 +6,14 @@ import contextlib
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
-
-from shoal.cli.command import Command, Group
+from shoal.cli.command import Command, Group, Positional
 from shoal.cli.grammar import Progress, hide_loading
 from shoal.core.errors import unknown_name
 
 
 @dataclass(frozen=True)
 class ListOptions:
-    """What can be fetched, and what is here."""
+    """List the models that can be fetched, and those that are here."""
 
 
 def show(_: ListOptions) -> None:
@@ -31,8 +29,8 @@ def show(_: ListOptions) -> None:
 class GetOptions:
     """Download and convert a model into the cache folder, once."""
 
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
-    """one that `shoal model list` shows"""
+    name: Annotated[str, Positional("NAME")]
+    """A model that `shoal model list` shows."""
 
 
 def get(options: GetOptions) -> None:

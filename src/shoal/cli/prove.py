@@ -1,174 +1,175 @@
-"""`shoal prove`: make one run in many ways and with its processes killed, and show that it is always the same run."""
+"""`shoal prove`: train one config on several backends, and compare the recorded episodes and the weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import importlib.util
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
-from shoal.cli.command import Command, Flag
-from shoal.cli.grammar import Progress, count_of, new_folder, print_json, refuse_twice, table
+from shoal.cli.command import Command, Positional
+from shoal.cli.grammar import (
+    AgentOptions,
+    ConfigName,
+    Progress,
+    composed,
+    count_of,
+    new_folder,
+    print_json,
+    show_warnings,
+    table,
+)
 from shoal.core.errors import ConfigError
+from shoal.core.run_folder import RunFolder
 
-PARTS = {
-    "agents": "agent training: one by one, in lockstep, on 3 and 16 workers, on Ray; workers, sampler, trainer killed",
-    "ppo": "PPO: in this process, on 3 and 16 workers; a worker and the trainer killed",
-    "split": "splitting: serially, on threads, on 3 and 16 processes, on Ray; the whole command killed",
-    "skills": "a graph of skills: one and three at a time, in tmux; a training and the scheduler killed",
-}
-"""What can be proved."""
-_ABOUT = "\n".join(f"  {name:<7} {about}" for name, about in PARTS.items())
-MORE = f"""\
-parts:
-{_ABOUT}
-
+PARALLEL = "agent_proxy.use_parallel_rollout=true"
+SYNCHRONOUS = ("agent_proxy.use_parallel_rollout=false", "vector.step_timeout=null")
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "sequential": (PARALLEL, "agent_proxy.parallel.backend=serial"),
+    "synchronous": (*SYNCHRONOUS, "use_parallel_envs=false"),
+    "synchronous, 3 env workers": (
+        *SYNCHRONOUS, "use_parallel_envs=true", "vector.backend=process", "vector.num_workers=3",
+    ),
+    "3 threads": (PARALLEL, "agent_proxy.parallel.backend=threads", "agent_proxy.parallel_n_jobs=3"),
+    "3 processes": (PARALLEL, "agent_proxy.parallel.backend=processes", "agent_proxy.parallel_n_jobs=3"),
+    "16 processes": (PARALLEL, "agent_proxy.parallel.backend=processes", "agent_proxy.parallel_n_jobs=16"),
+    "3 workers on Ray": (PARALLEL, "agent_proxy.parallel.backend=ray", "agent_proxy.parallel_n_jobs=3"),
+}  # fmt: skip
+"""The rows, each with its settings; the first is the one that the others must equal."""
+RECORDED = ("trainer.save_trajectories_every=1", "trainer.tensorboard=false", "trainer.wandb=false")
+QUICK = (
+    "trainer.iterations=2", "trainer.eval_every=2", "trainer.save_every=2", "warmup.steps=20", "agent_proxy.max_turn=6",
+    "es_manager.train.env_groups=3", "es_manager.train.group_size=4", "es_manager.val.env_groups=4",
+)  # fmt: skip
+MORE = """\
 examples:
-  shoal prove --quick                             two short iterations of the demo, eleven times
-  shoal prove --config-name demo-bandit           a whole run of a config, as often as there are rows
+  shoal prove --quick                                two short iterations of the demo on each backend
+  shoal prove --config-name demo-bandit              a whole run of a config on each backend
   shoal prove --config-name demo trainer.iterations=5
-  shoal prove ppo                                 the same for PPO; also split, skills
-  shoal prove --quick --json | jq .metrics.rows   the table for a program
+  shoal prove --quick --json | jq .metrics.rows      the table for a program
 
-Each row is a run in a folder of its own. Two hashes stand for what it left: of all recorded episodes, and of the
-newest checkpoint's tensors. A row with a fault counts the kills that landed and what was played again because of
-them; it fails when there were none. Where a row differs, the first differing token, seed or answer is named.
-Exit status: 0 if all rows are equal, 1 if one is not. The table is in RUN_DIR/summary.json.
+A row is one training in a folder of its own. It is compared by the sha256 of all recorded episodes and, where the
+engine is exact to the bit, of the newest checkpoint's tensors. A row that differs names the first differing token.
+Exit status: 0 if all rows are equal, 1 if one is not. The table is in OUT/summary.json.
 """
 
 
 @dataclass(frozen=True)
-class ProveOptions:
-    """Prove the promise here: the same run, however it is run and whatever is killed."""
+class ProveOptions(AgentOptions):
+    """Check that a training is reproducible on several backends and numbers of workers."""
 
-    words: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PART] [key=value ...]")
-    ] = ()
-    """a part (agents if none is named), and settings of an agent config to change"""
-    config_name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """of agent training, see `shoal train --help`; demo if not given"""
-    config_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """folder with your own YAML configs"""
-    quick: Flag = False
-    """a short run instead of the whole one"""
-    no_faults: Flag = False
-    """kill nothing"""
-    no_ray: Flag = False
-    """leave Ray out, also where it is installed"""
-    run_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """where the runs go; runs/prove-PART, numbered, if not given"""
-    seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """of the runs; the config's, or 0, if not given"""
-    json: Flag = False
-    """print the summary as JSON; the table goes to stderr"""
+    config_name: Annotated[str, ConfigName] = "demo"
+    overrides: Annotated[tuple[str, ...], Positional("[KEY=VALUE ...]")] = ()
+    """Settings to change, as in Hydra; with --quick they win over the short run's."""
+    quick: bool = False
+    """Train two short iterations instead of the whole run."""
+    ray: bool = importlib.util.find_spec("ray") is not None
+    """Also run on Ray."""
+
+
+@dataclass
+class Row:
+    """One training."""
+
+    name: str
+    digests: dict[str, str]
+    seconds: float
+    problem: str = ""
 
 
 def prove(options: ProveOptions) -> int:
-    """Prove, and print the table; 0 if all is equal."""
-    return _prove(_part(options), options)
+    """Train on each backend and print the table; 0 if all are equal."""
+    show_warnings()
+    given = {word.partition("=")[0].lstrip("+~") for word in options.overrides}
+    short = [word for word in QUICK if options.quick and word.partition("=")[0] not in given]
+    config = composed(options)
+    path = Path(config.run_dir) if config.run_dir else new_folder("prove")
+    if (path / "summary.json").exists():
+        raise ConfigError(f"{path} holds a run already: choose another folder with --out")
+    names = [name for name in BACKENDS if options.ray or "Ray" not in name]
+    rows: list[Row] = []
+    with RunFolder(path, "prove", config.seed) as folder:
+        print(f"{count_of(len(names), 'training')} of {options.config_name}, in {path}", flush=True)
+        with _kept(folder, rows, len(names)) as summary, Progress("training") as progress:
+            for row in _rows(options, short, names, path):
+                rows.append(row)
+                line = f"{row.name}: {row.problem or 'equal'} ({row.seconds:.1f} s)"
+                progress.at(len(rows) / len(names), f"{len(rows)}/{len(names)} {row.name}", f"  {line}")
+    kinds = list(rows[0].digests)
+    cells = [
+        [
+            row.name,
+            *(row.digests.get(kind, "-")[:12] for kind in kinds),
+            f"{row.seconds:.1f}",
+            row.problem or "equal",
+        ]
+        for row in rows
+    ]
+    table("", ["", *kinds, "seconds", "result"], cells, text=(0, *range(1, 1 + len(kinds)), len(kinds) + 2))
+    differ = sum(bool(row.problem) for row in rows)
+    print(
+        f"{differ} of {len(rows)} DIFFER" if differ else f"all {len(rows)} trainings are equal", f"in {path}"
+    )
+    if options.json:
+        print_json(summary)
+    return int(differ > 0)
 
 
 COMMAND = Command(ProveOptions, prove, MORE)
 
 
-def _part(options: ProveOptions) -> Any:
-    """The part that is asked for."""
-    from shoal.core.errors import did_you_mean
-
-    named = [word for word in options.words if "=" not in word]
-    overrides = [word for word in options.words if "=" in word]
-    if len(named) > 1 or (named and named[0] not in PARTS):
-        wrong = next((word for word in named if word not in PARTS), named[-1])
-        raise ConfigError(
-            f"shoal prove takes one part ({', '.join(PARTS)}) and settings as key=value, got {wrong!r}."
-            f"{did_you_mean(wrong, PARTS)}"
-        )
-    part = named[0] if named else "agents"
-    if part != "agents" and (overrides or options.config_name or options.config_dir):
-        raise ConfigError(f"shoal prove {part} has no agent config: leave --config-name and key=value out")
-    given: dict[str, Any] = {
-        "quick": options.quick, "faults": not options.no_faults, "ray": False if options.no_ray else None,
-    }  # fmt: skip
-    if part == "agents":
-        from shoal.testing.prove_agents import agents
-
-        if options.seed is not None:
-            refuse_twice("seed", overrides)
-        seed = [] if options.seed is None else [f"seed={options.seed}"]
-        return agents(options.config_name or "demo", [*overrides, *seed], options.config_dir, **given)
-    from shoal.testing import prove_commands
-
-    return getattr(prove_commands, part)(seed=options.seed or 0, **given)
-
-
-def _prove(part: Any, options: ProveOptions) -> int:
-    from shoal.core.run_folder import RunFolder
-    from shoal.testing.proof import Row
-    from shoal.testing.proof import prove as proved
-
-    path = options.run_dir or new_folder(f"prove-{part.name}")
-    if (path / "summary.json").exists():
-        raise ConfigError(f"{path} holds a run already: pass another --run-dir")
-    rows: list[Row] = []
+@contextlib.contextmanager
+def _kept(folder: RunFolder, rows: list[Row], total: int) -> Iterator[dict[str, Any]]:
+    """Write the rows into the summary also when Ctrl-C or an error ends the work."""
+    summary: dict[str, Any] = {}
     status = "interrupted"
-    with RunFolder(path, "prove", part.seed) as folder:
-        print(f"{count_of(len(part.cases), 'run')} of {part.name}, in {path}", flush=True)
+    try:
+        yield summary
+        status = "failed" if any(row.problem for row in rows) else "completed"
+    except Exception:
+        status = "failed"
+        raise
+    finally:
+        equal = status == "completed" and len(rows) == total
+        summary |= folder.finish({"equal": equal, "rows": [asdict(row) for row in rows]}, status)
+
+
+def _rows(options: ProveOptions, short: list[str], names: list[str], path: Path) -> Iterator[Row]:
+    import torch
+
+    from shoal.testing.recorded_runs import episodes_digest, first_difference, weights_digest
+    from shoal.train.agent.trainer import AgentTrainer
+
+    first: tuple[Path, Row] | None = None
+    for name in names:
+        run = path / re.sub(r"\W+", "-", name)
+        words = (*short, *options.overrides, *RECORDED, *BACKENDS[name])
+        config = replace(composed(replace(options, overrides=words, run_dir=None)), run_dir=str(run))
+        engine = config.engine
+        torch.set_num_threads(engine.threads)
+        exact = engine.name == "tiny" and engine.device == "cpu" and engine.threads == 1
+        began = time.monotonic()
         try:
-            with Progress("proving") as progress:
-
-                def told(row: Row) -> None:
-                    rows.append(row)
-                    share, number = len(rows) / len(part.cases), f"{len(rows)}/{len(part.cases)}"
-                    progress.at(share, f"{number} {row.name}", f"  {_line(row, part.again)}")
-
-                proved(part, path.absolute(), told)
-            status = "completed" if all(row.equal for row in rows) else "failed"
-        except Exception:
-            status = "failed"
-            raise
-        finally:  # what was proved until Ctrl-C is kept
-            equal = status == "completed"
-            metrics = {
-                "equal": equal,
-                "part": part.name,
-                "kills": sum(row.toll.kills for row in rows),
-                "played_again": sum(row.toll.again for row in rows),
-                "rows": [row.as_dict() for row in rows],
-            }
-            summary = folder.finish(metrics, status)
-    what = list(rows[0].digests) or ["hash"]
-    header = ["", *what, "seconds", "kills", "again", "lost", "result"]
-    cells = [
-        [
-            row.name,
-            *(row.digests.get(name, "-")[:12] for name in what),
-            f"{row.seconds:.1f}",
-            *(_fault(row) if row.fault else ("", "", "")),
-            "equal" if row.equal else row.problem,
-        ]
-        for row in rows
-    ]
-    table("", header, cells, text=(0, *range(1, 1 + len(what)), len(header) - 1))
-    faults = [row for row in rows if row.fault]
-    again = (
-        f"; {count_of(metrics['kills'], 'kill')} landed, {metrics['played_again']} {part.again} played again"
-    )
-    verdict = (
-        f"all {len(rows)} runs are equal"
-        if equal
-        else f"{sum(not r.equal for r in rows)} of {len(rows)} DIFFER"
-    )
-    print(f"{verdict}{again if faults else ''}: {path / 'summary.json'}")
-    if options.json:
-        print_json(summary)
-    return 0 if equal else 1
-
-
-def _line(row: Any, again: str) -> str:
-    fault = f", {count_of(row.toll.kills, 'kill')}, {row.toll.again} {again} again" if row.fault else ""
-    return f"{row.name}: {'equal' if row.equal else row.problem} ({row.seconds:.1f} s{fault})"
-
-
-def _fault(row: Any) -> tuple[str, str, str]:
-    return str(row.toll.kills), str(row.toll.again), f"{row.toll.seconds or 0.0:.1f} s"
+            with AgentTrainer(config) as trainer:
+                for _ in trainer.train():
+                    pass
+            digests = {"episodes": episodes_digest(run, tokens_only=not exact)}
+            if exact:
+                newest = max((run / "checkpoints").glob("step-*"), key=lambda step: int(step.name[5:]))
+                digests["weights"] = weights_digest(newest)
+            row = Row(name, digests, time.monotonic() - began)
+        except Exception as error:  # a border: a backend that fails is a row; the first one is an error
+            if first is None:
+                raise
+            row = Row(name, {}, time.monotonic() - began, f"{type(error).__name__}: {error}")
+        if first is None:
+            first = run, row
+        elif not row.problem and row.digests != first[1].digests:
+            parted = [kind for kind in row.digests if row.digests[kind] != first[1].digests[kind]]
+            found = first_difference(first[0], run, tokens_only=not exact)
+            row.problem = f"{' and '.join(parted)} differ" + (f"; first: {found}" if found else "")
+        yield row

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
-from shoal.cli.command import Command, Flag
+from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, print_json, refuse_idle
 from shoal.cli.output import harmless
 from shoal.core.data import Trajectory
@@ -19,11 +17,11 @@ MORE = """\
 EPISODE is FILE:N, the N-th episode (from 0) of trajectories/FILE.jsonl; N alone means the newest held-out file.
 
 examples:
-  shoal replay runs/demo                              its first held-out episode again, token for token
-  shoal replay runs/demo train-000010:17              an episode that was learned from
+  shoal replay runs/demo                              replay its first held-out episode, token for token
+  shoal replay runs/demo train-000010:17              a training episode
   shoal replay runs/demo 5 --turn 3 --pdb             stop in the env's own code at turn 3
   shoal replay runs/demo 5 --turn 3 --action Up       take another action there, and let the model play on
-  shoal replay runs/served 0                          of a server's run: its tokens are replayed and compared
+  shoal replay runs/served 0                          a server's run: its recorded tokens are compared
   shoal replay runs/demo 5 --action Up --turn 2 --sampler openai:MODEL
   shoal replay runs/a --diff runs/b                   the first token, env answer or seed in which two runs differ
 
@@ -36,28 +34,28 @@ Exit status: 0 if everything was as recorded (or was not compared), 1 if somethi
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Play a recorded episode of any run again in a plain loop in this process, and check it."""
+    """Replay a recorded episode of any run in this process, and compare it with the record."""
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """a run folder with config.yaml and trajectories/"""
-    episode: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EPISODE")] = ""
-    """which episode; the first held-out one if not given"""
-    turn: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """the turn (from 1) that is shown, debugged or forked"""
-    pdb: Flag = False
-    """stop in the env's own code, at --turn or the first one"""
-    action: Annotated[str | None, tyro.conf.arg(metavar="A")] = None
-    """fork: take this action at --turn, a word or a whole response"""
-    sampler: Annotated[str, tyro.conf.arg(metavar="S")] = "auto"
-    """auto, checkpoint, recorded, a run, a model folder or name, or openai:MODEL"""
+    run: Annotated[Path, Positional("RUN")]
+    """Run folder with config.yaml and trajectories/."""
+    episode: Annotated[str, Positional("EPISODE")] = ""
+    """FILE:N or N (default: the first held-out episode)."""
+    turn: int | None = None
+    """Turn (from 1) to show, debug or fork."""
+    pdb: bool = False
+    """Stop in the env's own code, at --turn or the first turn."""
+    action: str | None = None
+    """Fork: take this action at --turn, a word or a whole response."""
+    sampler: str = "auto"
+    """What plays: auto, checkpoint, recorded, a run, a model folder or name, or openai:MODEL."""
     base_url: str = "http://127.0.0.1:8000/v1"
-    """of the server of openai:MODEL"""
+    """Server of openai:MODEL."""
     device: str | None = None
-    """where the model runs; as the run says if not given"""
-    diff: Annotated[Path | None, tyro.conf.arg(metavar="RUN2")] = None
-    """compare the records of two runs; nothing is played"""
-    json: Flag = False
-    """print the result as JSON; turns go to stderr"""
+    """Device of the model (default: the run's)."""
+    diff: Path | None = None
+    """Compare the records of this run and RUN; nothing is played."""
+    json: bool = False
+    """Print the result as JSON; turns go to standard error."""
 
 
 def replay(options: ReplayOptions) -> int:

@@ -10,9 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
-from shoal.cli.command import Command, Flag
+from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json, table
 from shoal.core.errors import DataError
 from shoal.core.run_folder import UNFINISHED, FolderLock, command_of, read_summary
@@ -34,12 +32,12 @@ examples:
 class RunsOptions:
     """List the runs of a folder, the newest first."""
 
-    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = Path("runs")
-    """where to look"""
+    folder: Annotated[Path, Positional("FOLDER")] = Path("runs")
+    """Folder with runs."""
     status: Literal["running", "completed", "failed", "interrupted", "unfinished"] | None = None
-    """only running, completed, failed, interrupted or unfinished ones"""
-    json: Flag = False
-    """print a JSON list"""
+    """List only runs with this status."""
+    json: bool = False
+    """Print a JSON list."""
 
 
 def list_runs(options: RunsOptions) -> None:
@@ -83,9 +81,7 @@ def _result(about: dict[str, Any]) -> str:
 def folders(root: Path) -> list[Path]:
     """Run folders under `root`, at most two levels down; the inside of a run is not looked at."""
     if not root.is_dir():
-        raise DataError(
-            f"{root} is not a folder: runs are in runs/ unless --run-dir (run_dir=) said otherwise"
-        )
+        raise DataError(f"{root} is not a folder: runs are in runs/ unless --out (run_dir=) said otherwise")
     found: list[Path] = []
     for path in _shown(root):
         found += [path] if is_run(path) else filter(is_run, _shown(path))

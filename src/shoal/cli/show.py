@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from shoal.cli.command import Command, Flag
+from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import describe, is_run
@@ -42,11 +41,8 @@ examples:
   shoal show runs/demo --all                 every metric by its own name (docs/metrics.md says what they mean)
   shoal show runs/demo --json                the summary for a program
 
-See also: shoal runs (all runs), shoal compare A B, shoal replay RUN EPISODE.
+See also: shoal runs (all runs), shoal view (in a browser), shoal replay RUN EPISODE.
 """
-
-
-ONE = tyro.conf.create_mutex_group(required=False)
 
 
 @dataclass(frozen=True)
@@ -56,23 +52,23 @@ class ShowOptions:
     Of each turn: what the agent saw, what it wrote (its action highlighted) and what the environment paid.
     """
 
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """a run folder, such as runs/demo"""
-    episode: Annotated[int | None, tyro.conf.arg(metavar="N"), ONE] = None
-    """the N-th episode of the file (from 0)"""
-    best: Annotated[Flag, ONE] = False
-    """the episode with the highest reward (shortest of them)"""
-    worst: Annotated[Flag, ONE] = False
-    """the episode with the lowest reward (longest of them)"""
-    file: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """which of trajectories/*.jsonl; the newest held-out one if not given"""
-    prompt: Flag = False
-    """show the whole prompt of each turn"""
-    max_turns: Annotated[int, tyro.conf.arg(metavar="N")] = 30
-    """turns to show"""
-    all: Flag = False
-    """every metric of the summary"""
-    json: Flag = False
+    run: Annotated[Path, Positional("RUN")]
+    """Run folder, such as runs/demo."""
+    episode: int | None = None
+    """Show the N-th episode of the file (from 0)."""
+    best: bool = False
+    """Show the episode with the highest reward."""
+    worst: bool = False
+    """Show the episode with the lowest reward."""
+    file: str | None = None
+    """One of trajectories/*.jsonl (default: the newest held-out one)."""
+    prompt: bool = False
+    """Show the whole prompt of each turn."""
+    max_turns: int = 30
+    """Maximum number of turns to show."""
+    all: bool = False
+    """Show every metric of the summary."""
+    json: bool = False
     """print the summary as JSON and nothing else"""
 
 
@@ -82,6 +78,8 @@ def show(options: ShowOptions) -> None:
         raise DataError(
             f"{options.run} is not a run folder; runs are in runs/ unless run_dir= said otherwise"
         )
+    if (options.episode is not None) + options.best + options.worst > 1:
+        raise ConfigError("--episode, --best and --worst each choose an episode: leave all but one out")
     if options.max_turns < 0:
         raise ConfigError(f"--max-turns must be at least 0, got {options.max_turns}")
     if options.json:
@@ -158,10 +156,10 @@ def how_to_go_on(run: Path) -> str:
     """The command that goes on with an unfinished run, as far as its files tell which one made it."""
     place, command = shlex.quote(str(run)), command_of(run)
     words = {
-        "skills train": f"skills train --resume --graph-path {place}",
+        "skills train": f"skills train --resume --out {place}",
         "train-ppo": f"train-ppo --resume-from {place}",
         "train": f"train --config-name NAME run_dir={place} resume=true",
-        "skills-training": "skills train --resume --graph-path GRAPH",
+        "skills-training": "skills train --resume --out GRAPH",
     }
     if (run / "config.yaml").is_file():  # which training on recordings does not write
         words["train"] = f"train --config-dir {place} --config-name config run_dir={place} resume=true"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 import shutil
 import sys
@@ -13,22 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
-
-from shoal.cli.command import Command, Group
+from shoal.cli.command import Command, Group, Positional
 from shoal.cli.grammar import wide_console
-from shoal.cli.output import for_programs, harmless, program
+from shoal.cli.output import harmless, json_stream, program
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.core.files import write_folder, write_json
 from shoal.core.run_folder import RunFolder, finite, whole_rows
-from shoal.skills.jobs.runner import ENDING_SECONDS, ask_to_cancel, ask_to_stop, condition, is_held, reopen
-from shoal.skills.jobs.store import AttemptRow
-from shoal.skills.learning.spec import SkillRow, Store
+from shoal.skills.jobs.requests import ask_to_cancel, ask_to_stop, condition, is_held, reopen
+from shoal.skills.jobs.store import AttemptRow, SkillRow, Store
+from shoal.skills.learning.scheduler import ENDING_SECONDS
 
 if TYPE_CHECKING:
     from shoal.skills.learning.scheduler import SkillScheduler
 
-GraphPath = Annotated[Path, tyro.conf.arg(aliases=["--run-dir"])]
 DEFAULT = Path("runs/skills")
 
 
@@ -36,7 +31,7 @@ DEFAULT = Path("runs/skills")
 class Folder:
     """A folder of skills."""
 
-    graph_path: GraphPath = DEFAULT
+    graph_path: Path = DEFAULT
     """the folder of the run"""
 
 
@@ -48,22 +43,17 @@ class StatusOptions(Folder):
     """print what scheduler_state.json holds"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NamedOptions(Folder):
     """Choose one skill of a folder."""
 
-    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SKILL")] = tyro.MISSING
+    name: Annotated[str, Positional("SKILL")]
     """the skill, by its name or as it is named in folders"""
 
 
 @dataclass(frozen=True)
 class CancelOptions(NamedOptions):
     """Give up a skill; a running training is ended."""
-
-
-@dataclass(frozen=True)
-class AttachOptions(NamedOptions):
-    """Watch a running training: its tmux session, or its output."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,7 @@ class StopOptions(Folder):
 class LogsOptions(NamedOptions):
     """Print the output of a skill's latest training."""
 
-    follow: Annotated[bool, tyro.conf.arg(aliases=["-f"])] = False
+    follow: bool = False
     """go on until the training ends"""
 
 
@@ -104,46 +94,20 @@ class EvalOptions(Folder):
     """play the plan of this skill instead"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HistoryOptions(Folder):
     """List every version of an expert."""
 
-    expert: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERT")] = tyro.MISSING
+    expert: Annotated[str, Positional("EXPERT")]
     """number of the expert, or the name of its skill"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RollbackOptions(HistoryOptions):
     """Make an older version the head of an expert again."""
 
-    version: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="VERSION")] = tyro.MISSING
+    version: Annotated[int, Positional("VERSION")]
     """number of the version, as `history` shows it"""
-
-
-@dataclass(frozen=True)
-class DiffOptions(HistoryOptions):
-    """Compare two versions of an expert: what they were trained for, how they scored, how far their weights differ."""
-
-    old: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="VERSION")] = tyro.MISSING
-    """number of the one version, as `history` shows it"""
-    new: Annotated[int, tyro.conf.Positional, tyro.conf.arg(metavar="VERSION")] = tyro.MISSING
-    """number of the other"""
-
-
-@dataclass(frozen=True)
-class ExportOptions(Folder):
-    """Copy the folders for people (skills, checkpoints, scheduler_state.json) to a place of their own."""
-
-    to: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = tyro.MISSING
-    """a folder that does not exist yet"""
-
-
-@dataclass(frozen=True)
-class MigrateOptions(Folder):
-    """Say why a folder of the original project is not imported."""
-
-    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = tyro.MISSING
-    """a folder with skills/ and checkpoints/ in it"""
 
 
 def table(rows: list[SkillRow], store: Store) -> Any:
@@ -159,9 +123,9 @@ def table(rows: list[SkillRow], store: Store) -> Any:
         head = store.head(row.expert) if row.expert is not None else None
         success, frames, until = row.result.get("success"), head.frames if head else None, row.ended
         state = condition(store, row, held=held)
-        if row.status in ("running", "merging"):
+        if row.status == "running":
             success, frames, last = _progress(store, row)
-            until = time.time() if state.startswith(("running", "merging")) else last
+            until = time.time() if state.startswith("running") else last
         seconds = until - row.started if row.started and until and until > row.started else None
         out.add_row(
             row.name,
@@ -194,18 +158,21 @@ def _progress(store: Store, row: SkillRow) -> tuple[float | None, int | None, fl
 def status(options: StatusOptions, store: Store) -> None:
     """Print the state of every skill."""
     if options.json:
-        from shoal.skills.learning.scheduler import scheduler_state
+        from shoal.skills.learning.views import scheduler_state
 
-        print(json.dumps(finite(scheduler_state(store, 0)), indent=2), file=for_programs())
+        print(json.dumps(finite(scheduler_state(store, 0)), indent=2), file=json_stream())
         return
     wide_console().print(table(store.skills(), store))
-    if not is_held(options.graph_path) and store.skills("waiting", "running", "merging"):
+    for attempt in store.attempts(running=True):
+        if handle := attempt.handle if attempt.launcher == "tmux" else None:
+            print(f"watch {attempt.skill}: tmux -L {handle['server']} attach -t '={handle['session']}'")
+    if not is_held(options.graph_path) and store.skills("waiting", "running"):
         print(f"no scheduler runs; go on with: {resume_command(options.graph_path)}")
 
 
 def resume_command(folder: Path) -> str:
     """What goes on with a folder, as it can be typed; the other options are kept in its config.yaml."""
-    return f"{program()} skills train --resume --graph-path {shlex.quote(str(folder))}"
+    return f"{program()} skills train --resume --out {shlex.quote(str(folder))}"
 
 
 def retry(options: RetryOptions, store: Store) -> None:
@@ -246,9 +213,9 @@ def cancel(options: CancelOptions, store: Store) -> None:
 
 def stop(options: StopOptions, store: Store) -> None:
     """End the run of a folder."""
-    going = [row.name for row in store.skills("running", "merging")]
+    going = [row.name for row in store.skills("running")]
     asked = ask_to_stop(store, wait=options.wait)
-    if store.attempts(state="running"):  # who held the folder, if anyone did, may have been no scheduler
+    if store.attempts(running=True):  # who held the folder, if anyone did, may have been no scheduler
         if options.wait and not asked:
             raise ConfigError(
                 f"no scheduler runs {store.root}, so nobody would merge what is in training ({', '.join(going)}): "
@@ -283,10 +250,7 @@ def _log_path(store: Store, row: SkillRow, attempt: AttemptRow) -> Path:
 
 def logs(options: LogsOptions, store: Store) -> int:
     """Print what a training wrote."""
-    return _follow(store, store.skill(options.name), options.follow)
-
-
-def _follow(store: Store, row: SkillRow, follow: bool) -> int:
+    row, follow = store.skill(options.name), options.follow
     last = _latest(store, row)
     while True:
         path = _log_path(store, row, last)
@@ -296,32 +260,19 @@ def _follow(store: Store, row: SkillRow, follow: bool) -> int:
                     now = _latest(store, row)
                     shutil.copyfileobj(file, sys.stdout.buffer)
                     sys.stdout.buffer.flush()
-                    if not follow or (now.id, now.state) != (last.id, "running"):
+                    if not follow or now.id != last.id or now.outcome:
                         break
                     time.sleep(0.2)
             if not follow or now.id == last.id:
                 return 0
-        elif follow and last.state == "running":
+        elif follow and last.outcome is None:
             time.sleep(0.2)
             now = _latest(store, row)
         else:
-            raise ConfigError(f"launch {last.id} of {row.name!r} wrote nothing: {last.reason or last.state}")
+            raise ConfigError(
+                f"launch {last.id} of {row.name!r} wrote nothing: {last.reason or last.outcome or 'running'}"
+            )
         last = now  # it was launched again
-
-
-def attach(options: AttachOptions, store: Store) -> int:
-    """Watch a running training: its tmux session, or its output."""
-    row = store.skill(options.name)
-    attempt = _latest(store, row)
-    if attempt.state != "running":
-        place = shlex.quote(str(options.graph_path))
-        told = f"{program()} skills logs {row.slug} --graph-path {place}"
-        raise ConfigError(f"{row.name!r} is {row.status}; its output: {told}")
-    if attempt.launcher == "tmux" and attempt.handle:
-        sys.stdout.flush()
-        server, session = str(attempt.handle["server"]), str(attempt.handle["session"])
-        os.execvp("tmux", ["tmux", "-L", server, "attach-session", "-t", f"={session}"])
-    return _follow(store, row, follow=True)
 
 
 def evaluate(options: EvalOptions, store: Store) -> None:
@@ -368,64 +319,14 @@ def history(options: HistoryOptions, store: Store) -> None:
         )
 
 
-def diff(options: DiffOptions, store: Store) -> None:
-    """Compare two versions of an expert."""
-    from shoal.skills.learning.trainer import compare, decode
-
-    expert = _expert(store, options.expert)
-    rows = [store.version(number) for number in (options.old, options.new)]
-    for row in rows:
-        if row.expert != expert:
-            raise ConfigError(f"version {row.id} belongs to expert {row.expert}, not {expert}")
-        won = (
-            f"{row.wins}/{row.episodes} episodes won at its merge"
-            if row.episodes
-            else "not evaluated at its merge"
-        )
-        print(f"version {row.id}: {row.frames:,} frames, {row.kind}, from version {row.parent or '-'}, {won}")
-    one, other = (decode(store.get_blob(row.sha256), f"version {row.id}")[0] for row in rows)
-    print("array            distance  relative to the first  angle in degrees")
-    for name, distance, relative, angle in compare(one, other):
-        print(f"{name:<15}  {distance:8.4f}  {relative:21.4f}  {angle:16.2f}")
-
-
 def rollback(options: RollbackOptions, store: Store) -> None:
     """Make an older version the head."""
-    from shoal.skills.learning.run import export_views
+    from shoal.skills.learning.views import export_views
 
     expert = _expert(store, options.expert)
     store.rollback(expert, options.version)
     export_views(store)
     print(f"expert {expert} is version {options.version} again")
-
-
-def export(options: ExportOptions, store: Store) -> None:
-    """Copy what is for people."""
-    from shoal.skills.learning.run import export_views
-    from shoal.skills.learning.scheduler import export_state, scheduler_state
-
-    if options.to.exists():
-        raise ConfigError(f"{options.to} exists; name a folder that does not")
-    if options.to.resolve().is_relative_to(store.root.resolve()):
-        raise ConfigError(f"{options.to} is inside {store.root}, which is exported: name a folder elsewhere")
-    export_views(store)
-    if not is_held(options.graph_path):
-        export_state(store, 0)
-    written = shutil.ignore_patterns(".*")  # by a scheduler just now, and gone when they are copied
-    with write_folder(options.to) as new:
-        for name in ("skills", "checkpoints"):
-            if (store.root / name).exists():
-                shutil.copytree(store.root / name, new / name, ignore=written)
-        write_json(new / "scheduler_state.json", scheduler_state(store, 0))
-    print(f"exported {len(store.skills('completed'))} completed skills to {options.to}")
-
-
-def migrate(options: MigrateOptions) -> int:
-    """Say why an original folder is not imported."""
-    from shoal.skills.learning.run import migrate_folder
-
-    migrate_folder(options.source, options.graph_path)
-    return 2
 
 
 def _command(options: Any, run: Any, example: str) -> Command:
@@ -439,17 +340,13 @@ COMMAND = Group(
     "Train a graph of dependent skills, look at it, steer it.",
     {
         "train": ("shoal.cli.skills_train", "Train a graph of skills in parallel."),
-        "status": _command(StatusOptions, status, "status --run-dir runs/skills --json"),
-        "stop": _command(StopOptions, stop, "stop --run-dir runs/skills"),
+        "status": _command(StatusOptions, status, "status --out runs/skills --json"),
+        "stop": _command(StopOptions, stop, "stop --out runs/skills"),
         "retry": _command(RetryOptions, retry, 'retry "Collect Stone" --budget 2e6'),
         "cancel": _command(CancelOptions, cancel, 'cancel "Collect Stone"'),
         "logs": _command(LogsOptions, logs, 'logs "Collect Wood" --follow'),
-        "attach": _command(AttachOptions, attach, 'attach "Collect Wood"'),
         "eval": _command(EvalOptions, evaluate, "eval --episodes 1024"),
         "history": _command(HistoryOptions, history, 'history "Collect Wood"'),
-        "diff": _command(DiffOptions, diff, 'diff "Collect Wood" 1 3'),
         "rollback": _command(RollbackOptions, rollback, 'rollback "Collect Wood" 3'),
-        "export": _command(ExportOptions, export, "export for-others/"),
-        "migrate": Command(MigrateOptions, migrate, "examples:\n  shoal skills migrate old-project/"),
     },
 )

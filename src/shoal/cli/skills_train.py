@@ -11,25 +11,28 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import tyro
+from cyclopts import Parameter
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings
+from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings, tracking
 from shoal.cli.output import harmless, program
-from shoal.cli.skills import DEFAULT, GraphPath, resume_command, table
+from shoal.cli.skills import DEFAULT, resume_command, table
+from shoal.core.configuration import read_settings
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
-from shoal.skills.jobs.runner import compilation_cache, make_launcher
+from shoal.skills.jobs.launchers import compilation_cache, make_launcher
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
+from shoal.skills.learning.frontier import Frontier
+from shoal.skills.learning.merge_rules import Rule
+from shoal.skills.learning.plan import dependencies, plan_for
 from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
-from shoal.skills.learning.run import Rule
-from shoal.skills.learning.scheduler import Frontier, SkillScheduler, draw_graph
-from shoal.skills.learning.spec import dependencies, load_skills, plan_for, read_yaml
-from shoal.skills.learning.trainer import TrainingConfig
-from shoal.skills.learning.worlds import check_installed, default_config, world_features, world_of
+from shoal.skills.learning.scheduler import SkillScheduler, check_limits
+from shoal.skills.learning.spec import load_skills
+from shoal.skills.learning.trainer import TrainingConfig, default_config
+from shoal.skills.learning.worlds import check_installed, world_features, world_of
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation
 
@@ -38,7 +41,7 @@ UNSEEN = 12345  # seed of the worlds of the final evaluation
 class TrainOptions:
     """Train skills bottom-up, several at a time; a skill starts when those it needs are completed."""
 
-    graph_path: GraphPath = DEFAULT
+    graph_path: Path = DEFAULT
     """folder of the run: state, experts, pictures, summary.json"""
     env_name: str = "crafting"
     """crafting, craftax-classic, craftax (both need the extra "craftax"), or module:Class of your own"""
@@ -46,8 +49,8 @@ class TrainOptions:
     """most skills in the graph"""
     max_parallel_skills: int = 3
     """trainings at a time, whatever the number of GPUs"""
-    scheduler_poll_interval: float = 1.0
-    """seconds between looks for requests such as `shoal skills retry`; trainings that end are noticed at once"""
+    scheduler_poll_interval: float = 30.0
+    """seconds between looks at batch jobs of SLURM; other trainings are noticed when they end"""
     max_retries: int = 2
     """launches again after a failure, each from the last checkpoint"""
     seed: int = 0
@@ -64,7 +67,7 @@ class TrainOptions:
     """its OpenAI-compatible server; OPENAI_API_KEY is sent to it only if you name it here, and never further"""
     replay: Path | None = None
     """propose what a language model proposed in an earlier run, from its proposals.jsonl"""
-    merge: Rule = "auto"
+    merge: Rule = "most-frames"
     """which version of an expert wins when several trainings changed it"""
     launcher: str = "local"
     """local, tmux (to attach and watch), ray or slurm"""
@@ -88,14 +91,16 @@ class TrainOptions:
     """print one JSON line per durable moment instead of a table"""
     json: bool = False
     """print the summary as JSON at the end instead of a table"""
+    tracker: Literal["none", "wandb"] | None = None
+    """Where finished skills are logged besides the run folder (default: none)."""
+    wandb: str | None = None
+    """Log finished skills to this Weights & Biases project (needs the package wandb)."""
     use_wandb: bool = False
-    """also log finished skills to Weights & Biases"""
+    """The same as --wandb shoal-skills."""
     gpu_ids: str | None = None
     """sets CUDA_VISIBLE_DEVICES of the trainings"""
-    conda_env: str | None = None
-    """accepted for older scripts and ignored: trainings run in this Python"""
-    config: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
-    said: tyro.conf.Suppress[tyro.conf.Fixed[tuple[str, ...]]] = ()
+    config: TrainingConfig = field(default_factory=TrainingConfig)
+    said: Annotated[tuple[str, ...], Parameter(parse=False)] = ()
     """the words of the call"""
 
 
@@ -103,7 +108,8 @@ def _defaults(argv: list[str]) -> TrainOptions:
     """The training defaults of the world that is named; of a run to go on with, what it was trained with."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--env-name", "--env_name", default="crafting")
-    early.add_argument("--graph-path", "--graph_path", "--run-dir", "--run_dir", type=Path, default=DEFAULT)
+    places = ("--out", "--graph-path", "--graph_path", "--run-dir", "--run_dir")
+    early.add_argument(*places, dest="graph_path", type=Path, default=DEFAULT)
     early.add_argument("--resume", action="store_true")
     known, _ = early.parse_known_args(argv)
     default = TrainOptions(config=default_config(world_of(known.env_name)), said=tuple(argv))
@@ -115,8 +121,8 @@ def _defaults(argv: list[str]) -> TrainOptions:
 
 def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOptions:
     """The options that a folder was trained with, but for those that belong to one call."""
-    saved = read_yaml(path)
-    if not isinstance(saved, dict) or not isinstance(saved.get("config", {}), dict):
+    saved = read_settings(path)
+    if not isinstance(saved.get("config"), dict):
         raise ConfigError(f"{path} does not hold the options of a run; remove it to resume")
     kept = {
         key: value
@@ -124,7 +130,7 @@ def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOption
         if key not in ("dry_run", "json_events", "json", "graph_path", "said")
     }
     known = {item.name: item for item in fields(TrainOptions)}
-    config = {**asdict(default.config), **kept.pop("config", {})}
+    config = {**asdict(default.config), **kept.pop("config")}
     try:
         for key in ("skills", "replay"):
             kept[key] = Path(kept[key]) if kept.get(key) else None
@@ -143,13 +149,12 @@ MORE = """\
 examples:
   shoal skills train --max_parallel_skills 2
   shoal skills train --dry-run                                    what would be trained
-  shoal skills train --resume --graph-path runs/skills            go on
-  shoal skills train --launcher tmux --skills mine.yaml --run-dir runs/mine
+  shoal skills train --resume --out runs/skills                   go on
+  shoal skills train --launcher tmux --skills mine.yaml --out runs/mine
 """
 WANTED = (
-    "--graph-path", "--env-name", "--max-nodes", "--max-parallel-skills", "--target-skill", "--skills",
-    "--total-timesteps", "--max-retries", "--seed", "--launcher", "--merge", "--llm-name", "--llm-url",
-    "--evaluation-worlds", "--resume", "--dry-run", "--json-events", "--json",
+    "--out", "--env-name", "--skills", "--max-nodes", "--max-parallel-skills", "--total-timesteps", "--seed",
+    "--resume", "--dry-run", "--json",
 )  # fmt: skip
 
 
@@ -159,8 +164,6 @@ def train(options: TrainOptions) -> int:
     features = world_features(world)
     os.environ.update(compilation_cache())
     path = options.skills or knowledge_base(world)
-    if options.conda_env:
-        print("shoal: --conda_env is ignored: trainings run in this Python", file=sys.stderr)
     if options.max_nodes < 1:
         raise ConfigError(f"--max-nodes must be at least 1, got {options.max_nodes}")
     if options.evaluation_worlds < 0:
@@ -183,15 +186,18 @@ def train(options: TrainOptions) -> int:
         check_installed(world)  # before anything is made for it
     if (options.graph_path / "state.db").exists() and not options.resume:
         raise ConfigError(
-            f"{options.graph_path} holds skills already; pass --resume to go on, or another --graph-path"
+            f"{options.graph_path} holds skills already; pass --resume to go on, or another --out"
         )
-    run = RunFolder(
-        options.graph_path, "skills train", options.seed, print_json if options.json_events else None
+    check_limits(
+        options.max_parallel_skills, options.max_retries, options.scheduler_poll_interval, options.time_limit
     )
     launcher = make_launcher(
         options.launcher, gpus=options.gpus_per_skill, slots=options.max_parallel_skills,
-        folder=options.graph_path, sbatch=options.sbatch,
+        folder=options.graph_path, sbatch=options.sbatch, every=options.scheduler_poll_interval,
     )  # fmt: skip
+    run = RunFolder(
+        options.graph_path, "skills train", options.seed, print_json if options.json_events else None
+    )
     config = options.config
     if options.skill_timesteps_budget is not None:
         config = TrainingConfig(**{**asdict(config), "total_timesteps": options.skill_timesteps_budget})
@@ -226,7 +232,7 @@ def train(options: TrainOptions) -> int:
         print(f"shoal: interrupted; still in training: {going or 'nothing'}", file=sys.stderr)
         print(f"shoal: go on with: {program()} skills train {shlex.join(words)}", file=sys.stderr)
         folder = shlex.quote(str(options.graph_path))
-        print(f"shoal: end them with: {program()} skills stop --graph-path {folder}", file=sys.stderr)
+        print(f"shoal: end them with: {program()} skills stop --out {folder}", file=sys.stderr)
         return 130
     except Exception as error:
         run.fail(error)
@@ -267,11 +273,10 @@ def _refuse_what_is_ignored(options: TrainOptions) -> None:
 
 
 def _measure(options: TrainOptions, scheduler: SkillScheduler, began: float) -> dict[str, Any]:
-    """Counts, pictures, the final evaluation."""
+    """Counts, the final evaluation, the film."""
     metrics = _counts(scheduler, began)
     store = scheduler.store
-    draw_graph(store, options.graph_path / "graph.png")
-    if options.evaluation_worlds and store.skills("completed") and not scheduler.runner.stopped:
+    if options.evaluation_worlds and store.skills("completed") and not scheduler.stopped:
         report = evaluate_chain(store, options.evaluation_worlds, UNSEEN)
         metrics |= {
             "chain_success": report.success,
@@ -290,7 +295,7 @@ def _conclude(
     options: TrainOptions, scheduler: SkillScheduler, run: RunFolder, finished: bool, metrics: dict[str, Any]
 ) -> int:
     """Write summary.json and say how it went."""
-    stopped = scheduler.runner.stopped
+    stopped = scheduler.stopped
     status = "completed" if finished else "interrupted" if stopped else "failed"
     summary = run.finish(metrics, status)
     if options.json:
@@ -347,13 +352,14 @@ def _write_config(options: TrainOptions) -> None:
 
 
 def _wandb(options: TrainOptions) -> Any:
-    if not options.use_wandb:
+    _, project = tracking(options.tracker, options.wandb or ("shoal-skills" if options.use_wandb else None))
+    if project is None:
         return None
     try:
         import wandb
     except ImportError as error:
-        raise ConfigError("--use-wandb needs the package wandb: pip install wandb") from error
-    return wandb.init(project="shoal-skills", config=asdict(options))
+        raise ConfigError("--wandb needs the package wandb: pip install wandb") from error
+    return wandb.init(project=project, config=asdict(options))
 
 
 class _Show:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
-from shoal.cli.command import Command
-from shoal.cli.grammar import counted, print_json, refuse_idle
+from shoal.cli.command import Command, Positional
+from shoal.cli.grammar import counted, new_folder, newest_folder, print_json, refuse_idle
 from shoal.cli.output import harmless
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import available_cpus, make_executor
@@ -25,11 +23,11 @@ from shoal.core.run_folder import RunFolder
 class SplitOptions:
     """Cut recorded trajectories into training samples and write them as one batch.
 
-    ROOT holds <id>/final_messages.json folders, OpenAI chats (.json, .jsonl), OSWorld results or a run.
-    The batch is OUT/batch (safetensors and JSON); read it with shoal.splitting.Batch.load.
+    ROOT holds <id>/final_messages.json folders (or is one), OpenAI chats (.json, .jsonl), OSWorld results or a run.
+    The batch is OUT/batch (safetensors and JSON); read it with shoal.splitting.Batch.load(OUT).
     """
 
-    root: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="ROOT")]
+    root: Annotated[Path, Positional("ROOT")]
     """where the recordings are"""
     splitter: Literal["stepwise", "window", "last-n"] = "stepwise"
     """one sample per turn, per window of turns, or the last turns of each trajectory"""
@@ -40,42 +38,37 @@ class SplitOptions:
     ids: tuple[str, ...] = ()
     """only these trajectories"""
     reader: str = "auto"
-    """what ROOT holds: folder, chat, osworld, agentnet, litesample, atif, shoal, or a reader of --imports; "auto"
-    looks"""
+    """format of ROOT: folder, chat, osworld, agentnet, litesample, atif, shoal, a reader of --imports, or auto"""
     imports: tuple[str, ...] = ()
     """Python files or modules that register readers of your own"""
     num_cpus: int = 1
-    """trajectories at a time; -1: one per core"""
-    backend: Literal["thread", "process", "ray"] = "thread"
-    """where they are split, when there is more than one at a time"""
-    out: Annotated[Path, tyro.conf.arg(aliases=["--run-dir"])] = Path("runs/split")
-    """the run folder: batch/, summary.json and the page"""
+    """parallel workers (-1: all cores)"""
+    backend: Literal["thread", "ray"] = "thread"
+    """backend of the workers"""
+    out: Path | None = None
+    """the run folder: batch/, summary.json and the page; default: runs/split, numbered when it is taken"""
     shard_size: int = 0
-    """split so many recordings at a time, each lot a batch of its own in OUT/shards; 0: one batch of all"""
+    """write one shard per N recordings into OUT/shards (0: a single batch)"""
     resume: bool = False
-    """with --shard-size: go on with the lots that are missing in OUT"""
+    """with --shard-size: write the shards that are missing in OUT (default: the newest runs/split)"""
     html: bool = False
-    """also write OUT/sample.html, which shows one sample"""
-    sample: int = 0
-    """which one; negative counts from the end"""
+    """also write OUT/samples.html, a page that shows the first samples"""
     window_size: int = 5
     """turns in a window"""
     stride_size: int = 5
     """turns from one window to the next"""
     max_prompt_length: int = 32048
-    """tokens"""
+    """maximum tokens of a prompt"""
     max_response_length: int = 32000
-    """tokens"""
+    """maximum tokens of a response"""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """what to do with longer ones"""
+    """how longer prompts are truncated (responses: at their end)"""
     limit_images: int = 5
-    """images in a sample"""
+    """maximum images in a sample, the newest"""
     limit_messages: int = 35
-    """turns a sample looks back"""
-    compat: Literal["fixed", "seed"] = "fixed"
-    """"seed" gives the original's tensors bit for bit, oddities included"""
-    store: Literal["auto", "u8", "float32", "bfloat16", "path"] = "auto"
-    """how pixels are kept"""
+    """maximum turns a sample looks back"""
+    store: Literal["auto", "u8", "float32"] = "auto"
+    """how pixels are kept: as 8-bit values where the processor allows it, or expanded"""
     reward: Literal["final", "all", "last_step"] = "final"
     """on one token of every sample, on every trained token, or on one token of each trajectory"""
     padding: Literal["max", "longest"] = "longest"
@@ -83,11 +76,11 @@ class SplitOptions:
     use_vllm_logp: bool = False
     """stepwise: train on recorded token ids and log-probabilities"""
     traj_filter: bool = False
-    """failed trajectories do not train their first steps"""
+    """mask the first n steps of failed trajectories, n: the mean length of successful ones"""
     on_error: Literal["raise", "skip"] = "raise"
-    """stop at a bad trajectory, or leave it out and say so"""
+    """on an invalid trajectory: raise or skip"""
     json_events: bool = False
-    """one JSON line on standard output for each durable moment"""
+    """one JSON object per event (batch, summary) on standard output"""
     json: bool = False
     """print the summary as JSON; the table goes to standard error"""
 
@@ -96,48 +89,51 @@ MORE = """\
 examples:
   shoal split recordings/ --num-cpus 4 --out runs/batch
   shoal split chats.jsonl --splitter window --window-size 5 --stride-size 3
-  shoal split runs/demo --rewards rewards.csv --html       a run of shoal's own; look at runs/split/sample.html
+  shoal split runs/demo --rewards rewards.csv --html       a run of shoal's own; look at samples.html
 """
 WANTED = (
-    "--splitter", "--reader", "--processor", "--rewards", "--ids", "--num-cpus", "--backend", "--out",
-    "--window-size", "--stride-size", "--max-prompt-length", "--max-response-length", "--truncation",
-    "--on-error", "--html", "--json",
+    "--splitter", "--reader", "--processor", "--rewards", "--num-cpus", "--out", "--window-size", "--on-error",
+    "--html", "--json",
 )  # fmt: skip
+SHOWN = 20
+"""Samples that the page of `--html` shows; `shoal view` shows all."""
 
 
 def split(options: SplitOptions) -> None:
-    """Write a batch, and say what is in it."""
+    """Write a batch, and print what is in it."""
     if options.use_vllm_logp and options.splitter != "stepwise":
         raise ConfigError("use_vllm_logp needs --splitter stepwise: log-probabilities are recorded per step")
     if options.splitter != "window":
         idle = ("stride_size",) if options.splitter == "last-n" else ("stride_size", "window_size")
         refuse_idle(options, f"with --splitter {options.splitter}", *idle)
-    if not options.html:
-        refuse_idle(options, "without --html", "sample")
     if not options.root.is_dir() and not options.root.is_file():
         raise DataError(f"{options.root} does not exist: ROOT is a folder or a file of recordings")
     if options.shard_size < 0:
-        raise ConfigError(
-            f"--shard-size must be at least 1, or 0 for one batch of all, got {options.shard_size}"
-        )
+        raise ConfigError(f"--shard-size must be at least 0, got {options.shard_size}")
+    if options.num_cpus != -1 and options.num_cpus < 1:
+        raise ConfigError(f"--num-cpus must be at least 1, or -1 for all cores, got {options.num_cpus}")
     if options.resume and not options.shard_size:
-        raise ConfigError("--resume goes on with lots of recordings: it needs --shard-size")
+        raise ConfigError("--resume writes missing shards: it needs --shard-size")
+    place = options.out or (newest_folder if options.resume else new_folder)("split")
+    written = [part for part in ("batch", "shards") if (place / part).exists()]
+    if written and not (options.resume and written == ["shards"]):
+        raise ConfigError(f"{place / written[0]} exists: choose another --out, or remove it")
+    prepared = _prepared(options)  # all that can be refused, before there is a folder
     work = _split_in_shards if options.shard_size else _split_at_once
-    with RunFolder(options.out, "split", 0, print_json if options.json_events else None) as folder:
+    with RunFolder(place, "split", 0, print_json if options.json_events else None) as folder:
         try:
-            counts, write_page = work(options, folder)
+            counts = work(options, folder, *prepared)
         except BaseException as error:
             folder.fail(error)
             raise
         summary = folder.finish({name: value for name, value in counts.items() if name != "reasons"})
-    print(_table(counts, options.out / ("shards" if options.shard_size else "batch")))
+    print(_table(counts, place / ("shards" if options.shard_size else "batch")))
     for reason in counts["reasons"]:
         print(harmless(f"skipped {reason}"))
     if options.json:
         print_json(summary)
-    if options.html:
-        write_page()
-        print(f"look at {options.out / 'sample.html'}")
+    if options.html and counts["samples"]:
+        _write_page(place, prepared[0].plan.template.tokenizer)
 
 
 COMMAND = Command(SplitOptions, split, MORE, WANTED)
@@ -147,9 +143,10 @@ def _executor(options: SplitOptions) -> Executor:
     return make_executor("serial" if options.num_cpus == 1 else options.backend, options.num_cpus)
 
 
-def _split_at_once(options: SplitOptions, folder: RunFolder) -> Made:
+def _split_at_once(
+    options: SplitOptions, folder: RunFolder, splitter: Any, ids: list[str], rewards: list[float] | None
+) -> dict[str, Any]:
     """One batch of everything."""
-    splitter, ids, rewards = _prepared(options)
     with counted("split", len(ids)) as progress:
         if options.num_cpus != 1 and options.backend == "ray":
             cpus = available_cpus() if options.num_cpus == -1 else options.num_cpus
@@ -157,41 +154,39 @@ def _split_at_once(options: SplitOptions, folder: RunFolder) -> Made:
         else:
             with _executor(options) as executor:
                 batch = splitter.split(ids, rewards, executor=executor, progress=progress)
-    place = batch.save(options.out / "batch")
+    place = batch.save(folder.path / "batch")
     folder.event("batch", path=str(place))
     skipped = [item.dataset_id for item in batch.skipped]
     counts: dict[str, Any] = batch.summary()
-    counts |= {"skipped_ids": skipped, "reasons": [item.reason for item in batch.skipped]}
-    return counts, lambda: _write_page(options, batch, splitter)
+    return counts | {"skipped_ids": skipped, "reasons": [item.reason for item in batch.skipped]}
 
 
-def _split_in_shards(options: SplitOptions, folder: RunFolder) -> Made:
-    """Lots of recordings, each a batch; counts of all, and how many lots were made now."""
-    from shoal.splitting.shards import count_shards, read_shards, split_shards
+def _split_in_shards(
+    options: SplitOptions, folder: RunFolder, splitter: Any, ids: list[str], rewards: list[float] | None
+) -> dict[str, Any]:
+    """Counts of all shards together, and how many were written now."""
+    from shoal.splitting.shards import count_shards, split_shards
 
-    splitter, ids, rewards = _prepared(options)
     about = json.dumps(
         {name: str(value) for name, value in asdict(options).items() if name not in _NOT_RESULTS}
     )
-    new = 0
+    new, place = 0, folder.path / "shards"
     with counted("split", len(ids)) as progress, _executor(options) as executor:
         made = split_shards(
-            splitter, ids, rewards, options.out / "shards", size=options.shard_size, about=about,
-            executor=executor, progress=progress,
-        )  # fmt: skip
-        for new, (place, _) in enumerate(made, 1):  # noqa: B007
-            folder.event("batch", path=str(place))
-    counts = dict.fromkeys(_COUNTS, 0) | count_shards(options.out / "shards")
+            splitter,
+            ids,
+            rewards,
+            place,
+            size=options.shard_size,
+            about=about,
+            executor=executor,
+            progress=progress,
+        )
+        for new, (shard, _) in enumerate(made, 1):  # noqa: B007
+            folder.event("batch", path=str(shard))
+    counts = dict.fromkeys(_COUNTS, 0) | count_shards(place)
     reasons = counts.pop("reasons")
-    counts |= {"new_lots": new, "skipped_ids": list(reasons), "reasons": list(reasons.values())}
-
-    def write_page() -> None:
-        first = next(read_shards(options.out / "shards"), None)
-        if first is None:
-            raise DataError(f"{options.out / 'shards'} holds no sample that --html could show")
-        _write_page(options, first, splitter)
-
-    return counts, write_page
+    return counts | {"new_shards": new, "skipped_ids": list(reasons), "reasons": list(reasons.values())}
 
 
 _COUNTS = (
@@ -199,18 +194,20 @@ _COUNTS = (
     "tensor_bytes", "skipped",
 )  # fmt: skip
 _NOT_RESULTS = (
-    "num_cpus", "backend", "out", "resume", "html", "sample", "json_events", "json", "ids", "rewards",
-    "on_error",  # lots that are done had nothing to raise, or skipped it
+    "num_cpus", "backend", "out", "resume", "html", "json_events", "json", "ids", "rewards",
+    "on_error",  # shards that are written had nothing to raise, or skipped it
 )  # fmt: skip
-Made = tuple[dict[str, Any], Callable[[], None]]
-"""Counts, and what writes the page of a sample."""
 
 
-def _write_page(options: SplitOptions, batch: Any, splitter: Any) -> None:
-    from shoal.splitting.page import sample_page
+def _write_page(place: Path, tokenizer: Any) -> None:
+    from shoal.viewer.export import export
+    from shoal.viewer.runs import Run
 
-    page = sample_page(batch, options.sample, splitter.plan.template.tokenizer)
-    write_text(options.out / "sample.html", page)
+    run = Run(place)
+    run.spell = lambda ids: [tokenizer.decode([token]) for token in ids]
+    write_text(place / "samples.html", export([run], SHOWN))
+    run.index.close()
+    print(f"look at {place / 'samples.html'}")
 
 
 def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None]:
@@ -222,8 +219,8 @@ def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None
     if not ids:
         raise DataError(f"{options.root} holds no trajectories that can be split")
     same = (
-        "max_prompt_length", "max_response_length", "truncation", "limit_images", "limit_messages", "compat",
-        "store", "reward", "padding", "traj_filter", "on_error", "window_size",
+        "max_prompt_length", "max_response_length", "truncation", "limit_images", "limit_messages", "store", "reward",
+        "padding", "traj_filter", "on_error", "window_size",
     )  # fmt: skip
     settings = {name: value for name, value in asdict(options).items() if name in same}
     if options.splitter == "stepwise":
@@ -314,6 +311,6 @@ def _table(counts: dict[str, int], place: Path) -> str:
         "skipped": f"{counts['skipped']:,}",
         "written to": str(place),
     }
-    if "lots" in counts:
-        rows = {"lots": f"{counts['lots']:,} ({counts['new_lots']:,} of them made now)"} | rows
+    if "shards" in counts:
+        rows = {"shards": f"{counts['shards']:,} ({counts['new_shards']:,} written now)"} | rows
     return "\n".join(f"{name:<14} {value}" for name, value in rows.items())

@@ -8,23 +8,26 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.cli.command import Command, Flag
+from shoal.cli.command import Command
 from shoal.cli.grammar import (
     AgentOptions,
     Progress,
+    Tracker,
     composed,
-    config_name_of,
     count_of,
     duration,
     hide_loading,
     new_folder,
     newest_folder,
     print_json,
+    refuse_idle,
+    refuse_twice,
     show_warnings,
+    tracking,
 )
 from shoal.cli.output import program
 from shoal.core.errors import ConfigError, EnvError, ShoalError
@@ -37,18 +40,20 @@ if TYPE_CHECKING:
 MORE = """\
 examples:
   shoal train                                         the demo: a tiny model learns FrozenLake in a minute
-  shoal train --seed 1 --run-dir runs/mine            another seed, another folder (seed=1 run_dir=runs/mine)
+  shoal train --seed 1 --out runs/mine                another seed, another folder (seed=1 run_dir=runs/mine)
   shoal train --config-name demo algorithm.adv_estimator=gigpo trainer.iterations=80
-  shoal train --config-name demo --resume             go on with the newest run of that name
+  shoal train --config-name demo --resume             resume the newest run of that config
   shoal train --config-name base --cfg                print all settings with their meanings and stop
-  shoal train --config-name recorded recordings=DIR   imitate recordings (recorded-grpo: learn from their rewards)
 
 Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes one.
 """
+MOST_USED = (
+    "--config-name", "--config-dir", "--out", "--seed", "--device", "--resume", "--tracker", "--cfg", "--json",
+)  # fmt: skip
 
 
 RECORDED = ("recorded", "recorded-grpo")
-"""Configs of training on recordings, which have settings of their own."""
+"""Configs of `shoal train-recorded`, which this command takes too."""
 LEGEND = (
     "differing groups: the share of groups whose members got different rewards; only these teach the task"
 )
@@ -65,21 +70,38 @@ CHECKED_SEEDS = 32
 class TrainOptions(AgentOptions):
     """Train a language-model agent with group-relative policy gradients."""
 
-    config_name: Annotated[str, config_name_of(RECORDED)] = "demo"
-    cfg: Flag = False
-    """print the composed config as YAML, with the meaning of each setting as a comment, and stop"""
-    json_events: Flag = False
-    """one JSON line per durable moment on stdout"""
-    resume: Flag = False
-    """resume=true: go on with the run in run_dir"""
+    cfg: bool = False
+    """Print the composed config as YAML, with the meaning of each setting as a comment, and stop."""
+    json_events: bool = False
+    """Print one JSON object per event (checkpoint, evaluation, end) on standard output."""
+    resume: bool = False
+    """Resume the run in --out, or the newest one of this config (resume=true)."""
+    tracker: Tracker | None = None
+    """Where curves go besides the run folder (default: tensorboard)."""
+    wandb: str | None = None
+    """Log to this Weights & Biases project (needs the package wandb)."""
+
+    def settings(self, device: str = "engine.device") -> list[str]:
+        """As in the base class, with the trackers."""
+        words = super().settings(device)
+        boards, project = tracking(self.tracker, self.wandb)
+        changes: dict[str, str | bool | None] = {
+            "trainer.tensorboard": boards,
+            "trainer.wandb_project": project,
+        }
+        if self.tracker is not None or project is not None:
+            changes["trainer.wandb"] = project is not None
+        for key, value in changes.items():
+            if value is not None:
+                refuse_twice(key, self.overrides)
+                words.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+        return words
 
 
 def train(options: TrainOptions) -> int:
     """Compose, train, and say what to do next."""
     if options.config_name in RECORDED:
-        from shoal.cli.train_recorded import train_recorded
-
-        return train_recorded(options)
+        return _train_recorded(options)
     config = composed(options, RECORDED)
     if options.cfg:
         from shoal.core.configuration import as_commented_yaml
@@ -139,7 +161,16 @@ def train(options: TrainOptions) -> int:
     return 0
 
 
-COMMAND = Command(TrainOptions, train, MORE)
+COMMAND = Command(TrainOptions, train, MORE, MOST_USED)
+
+
+def _train_recorded(options: TrainOptions) -> int:
+    """`shoal train-recorded`, by its older name."""
+    from shoal.cli.train_recorded import RecordedOptions, train_recorded
+
+    refuse_idle(options, f"with --config-name {options.config_name}", "config_dir", "tracker", "wandb")
+    names = [field.name for field in fields(RecordedOptions)]
+    return train_recorded(RecordedOptions(**{name: getattr(options, name) for name in names}))
 
 
 def _check_envs(config: AgentConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import shlex
@@ -10,14 +11,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from shoal.cli.command import Command, Flag
-from shoal.cli.grammar import Progress, new_folder, newest_folder, print_json, refuse_device, show_warnings
+from shoal.cli.command import Command
+from shoal.cli.grammar import (
+    Progress,
+    Tracker,
+    new_folder,
+    newest_folder,
+    print_json,
+    refuse_device,
+    show_warnings,
+    tracking,
+)
 from shoal.cli.output import program
 from shoal.core.run_folder import refuse_foreign
+from shoal.train.ppo.checkpoint import list_checkpoints
 from shoal.train.ppo.compiled.network import kernels_cached
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.presets import preset_for
@@ -32,15 +41,17 @@ class Call:
     defaults below are those of the chosen environment's preset.
     """
 
-    run: Annotated[RunOptions, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
-    ppo: Annotated[PPOConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
-    progress: Annotated[bool, tyro.conf.FlagConversionOff] = True
+    run: RunOptions
+    ppo: PPOConfig
+    progress: bool = True
     """Show a progress bar on a terminal."""
-    json_events: Annotated[bool, tyro.conf.FlagConversionOff] = False
+    tracker: Tracker | None = None
+    """Where curves go besides the run folder (default: tensorboard)."""
+    json_events: bool = False
     """Print one JSON line per durable moment (checkpoint, summary) on standard output."""
-    resume: Flag = False
-    """Go on with the run in --run-dir, or the newest of this env: --resume-from with that folder."""
-    json: Flag = False
+    resume: bool = False
+    """Go on with the run in --out, or the newest of this env: --resume-from with that folder."""
+    json: bool = False
     """Print the summary as JSON at the end; the rest goes to standard error."""
 
 
@@ -53,9 +64,8 @@ examples:
   shoal train-ppo --resume-from runs/ppo-CartPole-v1
 """
 WANTED = (
-    "--env", "--env-kwargs", "--n-envs", "--num-workers", "--backend", "--total-timesteps",
-    "--num-episodes", "--preset", "--seed", "--device", "--run-dir", "--resume", "--resume-from",
-    "--learning-rate", "--gamma", "--eval-episodes", "--record-video", "--json",
+    "--env", "--n-envs", "--total-timesteps", "--seed", "--device", "--out", "--resume", "--learning-rate",
+    "--record-video", "--json",
 )  # fmt: skip
 
 
@@ -65,17 +75,19 @@ def train(call: Call) -> int:
     refuse_device(call.run.device)
     if call.run.run_dir is not None:
         refuse_foreign(Path(call.run.run_dir))
-    run_options = replace(call.run, run_dir=call.run.run_dir or str(new_folder(_name(call.run.env))))
+    boards, project = tracking(call.tracker, call.run.wandb)
+    run_options = replace(
+        call.run, run_dir=call.run.run_dir or str(new_folder(_name(call.run.env))), wandb=project,
+        tensorboard=call.run.tensorboard if boards is None else boards,
+    )  # fmt: skip
     run = PPORun(run_options, call.ppo, print_json if call.json_events else None)
     try:
         _greet(run)
-        rows = run.rows()
         try:
-            _watch(rows, run, call.progress)
+            with contextlib.closing(run.rows()) as rows:  # type: ignore[type-var]
+                _watch(rows, run, call.progress)
         except KeyboardInterrupt:
-            rows.close()  # type: ignore[attr-defined]
-            words = f"{program()} train-ppo --resume-from {shlex.quote(str(_kept_in(run)))}"
-            print(f"\ninterrupted; go on with: {words}", flush=True)
+            print(f"\ninterrupted; {_how_to_go_on(run)}", flush=True)
             return 130
         _say_results(run)
         if call.json:
@@ -90,7 +102,7 @@ def _defaults(argv: list[str]) -> Call:
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--env", default=RunOptions().env)
     early.add_argument("--preset", default="auto")
-    early.add_argument("--run-dir", "--run_dir")
+    early.add_argument("--out", "--run-dir", "--run_dir", dest="run_dir")
     early.add_argument("--resume-from", "--resume_from")
     early.add_argument("--resume", action="store_true")
     early.add_argument("--num-episodes", "--num_episodes")
@@ -201,6 +213,12 @@ def _block(row: dict[str, float], run: PPORun, since: Since) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "-"
+
+
+def _how_to_go_on(run: PPORun) -> str:
+    if not list_checkpoints(run.checkpoints):
+        return "there is no checkpoint yet: start again"
+    return f"go on with: {program()} train-ppo --resume-from {shlex.quote(str(_kept_in(run)))}"
 
 
 def _kept_in(run: PPORun) -> Path:

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from shoal.cli.command import Command, Flag
+from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import refuse_idle
 from shoal.cli.runs import PARTS, folders, is_run
 from shoal.core.errors import DataError
@@ -23,15 +21,15 @@ from shoal.core.files import write_text
 class ViewOptions:
     """Look at runs in a browser: curves, advice, episodes turn by turn, groups side by side, skills, split samples.
 
-    RUN is a run folder, or a folder of run folders such as runs/. The page is served on 127.0.0.1 only, to whoever has
-    its whole address, and only reads. It follows runs that are going on.
+    RUN is a run folder, or a folder of run folders such as runs/. The page is served on 127.0.0.1, needs the token in
+    its address, and only reads. It follows running runs, and lists those that begin later.
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = (Path("runs"),)
+    runs: Annotated[tuple[Path, ...], Positional("RUN")] = (Path("runs"),)
     """run folders, or folders that hold them"""
     port: int = 0
     """on which to answer; 0 takes a free one"""
-    open: Flag = False
+    open: bool = False
     """also open the page in the browser"""
     export: Path | None = None
     """write one static file instead, which needs no server and no network"""
@@ -56,19 +54,32 @@ def view(options: ViewOptions) -> int:
     else:
         refuse_idle(options, "without --export", "episodes")
     with contextlib.ExitStack() as ending:
-        runs = [Run(folder) for folder in run_folders(options.runs)]
-        for run in runs:
-            ending.callback(run.index.close)
         if options.export is not None:
+            runs = [Run(folder) for folder in run_folders(options.runs)]
+            for run in runs:
+                ending.callback(run.index.close)
             return _export(runs, options.export, options.episodes)
         from shoal.viewer.server import index_in_background, make_app, serve
 
-        app = make_app(runs)
-        ending.callback(index_in_background(runs))
+        asked = tuple(path.absolute() for path in options.runs)
+        for path in asked:
+            if not path.is_dir() and options.runs != ViewOptions().runs:
+                raise DataError(f"{path} is not a folder")
+        app = make_app([], find=lambda: run_folders([path for path in asked if path.is_dir()], empty=True))
+        site = app.state.site
+        site.look()
+        ending.callback(lambda: [run.index.close() for run in site.known])
+        ending.callback(index_in_background(lambda: site.runs))
 
         def ready(address: str) -> None:
-            print(f"{len(runs)} run{'s' * (len(runs) != 1)} at {address}", flush=True)
-            print("the address holds a token: who has it can read these runs; Ctrl-C ends it", flush=True)
+            n = len(site.runs)
+            print(f"{n} run{'s' * (n != 1)} at {address}", flush=True)
+            if not n:
+                print(f"there are no runs in {', '.join(map(str, options.runs))} yet", flush=True)
+            print(
+                "the address has a token: anyone who has it can read these runs; Ctrl-C ends the server",
+                flush=True,
+            )
             if options.open:
                 webbrowser.open(address)
 
@@ -95,12 +106,16 @@ def _export(runs: Sequence[object], place: Path, episodes: int) -> int:
     return 0
 
 
-def run_folders(asked: Sequence[Path]) -> list[Path]:
-    """The run folders that are meant: each as it is, or those inside; a `DataError` tells of one that holds none."""
+def run_folders(asked: Sequence[Path], *, empty: bool = False) -> list[Path]:
+    """The run folders that are meant: each as it is, or those inside.
+
+    Raises:
+        DataError: one holds none, unless it may be `empty`.
+    """
     found: list[Path] = []
     for path in asked:
         inside = [path] if is_run(path) else folders(path)
-        if not inside:
+        if not inside and not empty:
             raise DataError(
                 f"{path} holds no run: there is none of {', '.join(PARTS)} in it or in its folders"
             )

@@ -37,10 +37,11 @@ def from_mapping(kind: type[C], values: Mapping[str, Any], path: str = "") -> C:
             f"{path.removesuffix('.') or kind.__name__} must be a mapping of settings, got {values!r}"
         )
     built = convert_fields(kind, values, path, lambda key: f"unknown key {path + key!r}")
+    for item in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if item.init and item.default is item.default_factory and item.name not in built:  # it has no default
+            raise ConfigError(f"{path}{item.name} is missing")
     try:
         return kind(**built)
-    except TypeError as error:  # a field without default is missing
-        raise ConfigError(f"{path or kind.__name__}: {error}") from error
     except ValueError as error:
         named = re.match(r"[a-z_]\w*", str(error))  # the message of a dataclass may begin with a field's name
         where = path if named and named[0] in built else f"{path.removesuffix('.')}: "
@@ -78,7 +79,7 @@ def _own_defaults(default: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _hints(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return {item.name: hints[item.name] for item in dataclasses.fields(kind)}
 
 
@@ -272,6 +273,11 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             words = ["a number"] * bool({int, float} & {*arguments}) + words
             choices = f"{', '.join(words[:-1])} or {words[-1]}"
             raise ConfigError(f"{path} must be {choices}, got {value!r}") from error
+        if limit := re.match(r"Expected `\w+` (>|<)= (-?[\d.]+(?:e[+-]?\d+)?)", str(error)):
+            least_or_most = "least" if limit[1] == ">" else "most"
+            raise ConfigError(
+                f"{path} must be at {least_or_most} {limit[2].removesuffix('.0')}, got {value!r}"
+            ) from error
         expected = re.sub(r"(, got `[a-z]+`)?( - at `\$`)?$", "", str(error))
         raise ConfigError(f"{path}: {expected}, got {value!r}") from error
 

@@ -119,7 +119,7 @@ def deep_copy(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a model was asked once, and what it said.
+    """One request to a model and its response.
 
     The calls of an episode are a tree: a prompt is all that `parent` was asked and said, then `new_prompt_ids`.
     """
@@ -134,7 +134,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange with the env: what the agent saw, what it did, what the env paid."""
+    """One turn with the env: observation, actions, reward."""
 
     observation: str
     call: int  # the number of the episode's call whose response this is
@@ -148,7 +148,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """The record of an episode, whole or with the reason why it is not."""
+    """The record of an episode; `status` says why one is incomplete."""
 
     env: str  # the tag under which the env was configured
     iteration: int
@@ -188,7 +188,7 @@ class Trajectory:
         return [len(self.calls[turn.call].response_ids) for turn in self.turns]
 
     def call_of(self, turn: Turn) -> Call:
-        """What the model was asked and said in a turn."""
+        """The call of a turn."""
         return self.calls[turn.call]
 
     def prompt_ids(self, call: int) -> tuple[int, ...]:

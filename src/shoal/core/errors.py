@@ -1,4 +1,4 @@
-"""The errors shoal raises on its own behalf; a bad argument is a plain `ValueError`.
+"""The errors that shoal raises; a bad argument is a plain `ValueError`.
 
 ShoalError
 ├── UnknownNameError (also KeyError)     no such env, engine, command, config
@@ -48,10 +48,10 @@ class ConfigError(ShoalError, ValueError):
 
 
 class WorkerError(ShoalError, RuntimeError):
-    """Work that ran elsewhere failed; the cause is chained."""
+    """Work in another thread, process or machine failed; the cause is chained."""
 
-    told: Mapping[str, Any] = MappingProxyType({})
-    """Where an env of a vector env failed: what the info of one that is replaced says."""
+    details: Mapping[str, Any] = MappingProxyType({})
+    """For an env of a vector env that failed: the infos that a replaced one would report."""
 
 
 class WorkerDiedError(WorkerError):
@@ -63,7 +63,7 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
 
 
 class EnvError(ShoalError, RuntimeError):
-    """An environment was stepped when it must not be, or returned what it must not."""
+    """An environment was misused, or returned an invalid value."""
 
 
 class EngineError(ShoalError, RuntimeError):
@@ -255,6 +255,7 @@ PACKAGES = {
     "parallel": ("joblib", "ray"),
     "vision": ("PIL", "tensordict"),
     "vllm": ("vllm",),
+    "slurm": ("submitit",),
     "craftax": ("jax", "craftax", "flax", "optax"),
     "web": ("starlette", "uvicorn", "websockets"),
 }

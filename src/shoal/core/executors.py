@@ -152,12 +152,6 @@ class ProcessExecutor(concurrent.futures.ProcessPoolExecutor):
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers, mp_context=multiprocessing.get_context("spawn"))
-        self._workers = workers
-
-    def renew(self) -> None:
-        """Have processes again after one died, which ends the pool."""
-        self.shutdown()
-        ProcessExecutor.__init__(self, self._workers)
 
 
 class LokyExecutor(Executor):
@@ -166,12 +160,7 @@ class LokyExecutor(Executor):
     def __init__(self, workers: int) -> None:
         with needs_extra("the loky executor", "parallel"):
             from joblib.externals.loky import ProcessPoolExecutor
-        self._workers, self._pool = workers, ProcessPoolExecutor(workers)
-
-    def renew(self) -> None:
-        """Have processes again after one died, which ends the pool."""
-        self.shutdown(cancel_futures=True)
-        LokyExecutor.__init__(self, self._workers)
+        self._pool = ProcessPoolExecutor(workers)
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Run `fn` in a process of the pool."""

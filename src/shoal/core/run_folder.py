@@ -194,7 +194,7 @@ class FolderLock:
         self.note(_note_in(descriptor)[1])
 
     def note(self, command: str) -> None:
-        """Write down the process and the command that hold the lock: they name a run without a summary."""
+        """Record the process and command that hold the lock; they identify a run without a summary."""
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.write(self._descriptor, f"{os.getpid()}\n{command}".rstrip().encode())
@@ -307,7 +307,7 @@ class RunFolder(Closing):
             self._lock.release()
 
     def hold(self) -> None:
-        """See that no other run has the folder: before anything is written into it."""
+        """Check that no other run has the folder, before anything is written into it."""
         if self._lock is not None:
             self._lock.take()
 
@@ -322,7 +322,7 @@ class RunFolder(Closing):
         return self.path / UNFINISHED
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Add one row, its numbers Python's or NumPy's; those that JSON has no word for (NaN, infinity) become null."""
+        """Add one row, its numbers Python's or NumPy's; NaN and infinity, which JSON lacks, become null."""
         self.hold()
         self._go_on()
         append_line(self.metrics_path, json.dumps(finite(dict(row))).encode() + b"\n")
@@ -358,7 +358,7 @@ class RunFolder(Closing):
         return kept
 
     def event(self, event: str, **fields: Any) -> None:
-        """Tell the listener of a durable moment; call it only when the data is on disk."""
+        """Report an event to the listener; call it only when the data is on disk."""
         self._go_on()
         self._tell(event, **fields)
 
@@ -367,7 +367,7 @@ class RunFolder(Closing):
             self._on_event({"event": event, **fields})
 
     def _go_on(self) -> None:
-        """Something is added: what an earlier end said of the run is true no more, however this process ends."""
+        """Something is added, so the summary of an earlier end is removed."""
         (self.path / "summary.json").unlink(missing_ok=True)
 
     def clocks(self) -> dict[str, float]:
@@ -419,7 +419,7 @@ def _cpu_seconds() -> float:
 
 
 def finite(value: Any) -> Any:
-    """A value with Python's numbers instead of NumPy's, and None for those that JSON has no word for."""
+    """A value with Python's numbers instead of NumPy's, and None for those that JSON cannot represent."""
     if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):

@@ -55,7 +55,7 @@ class RemoteTraceback(Exception):  # noqa: N818  (named like the standard librar
 
 
 def describe_exit(code: int | None) -> str:
-    """An exit code in words.
+    """A description of an exit code.
 
     >>> describe_exit(3), describe_exit(-9)
     ('exited with code 3', 'was killed by SIGKILL')
@@ -275,7 +275,7 @@ def kill_descendants(pid: int, *, itself: bool = False) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """Kill what a worker that ended by itself left in its process group."""
+    """Kill what remains in the process group of a worker that ended by itself."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
@@ -322,7 +322,7 @@ def _end_with_parent(stays: bool) -> None:
 
 
 def die_with_parent(number: int = 9) -> None:
-    """Have Linux send this process a signal when the thread that started it ends; 0 for none."""
+    """Ask Linux to send this process a signal when the thread that started it ends; 0 for none."""
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):

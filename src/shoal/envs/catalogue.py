@@ -141,7 +141,10 @@ def find(env: Source) -> Callable[..., Env] | EnvSpec:
     if not isinstance(env, str):
         if callable(env):
             return env
-        raise TypeError(f"an environment is a name, a spec, a class or a function, got {type(env).__name__}")
+        raise TypeError(
+            "an environment is a name, a spec, a class or a function that makes one, got the object "
+            f"{type(env).__name__}: pass a function, such as lambda: gymnasium.make('CartPole-v1')"
+        )
     if env in _envs:
         registered = _envs[env]
         return _of_module(registered) if isinstance(registered, str) else registered
@@ -281,7 +284,9 @@ def _of_module(name: str) -> Callable[..., Env] | EnvSpec:
     if found is None:
         _refuse_folder(module, rest)
         classes = [key for key, value in vars(module).items() if _is_env_class(value)]
-        raise _unknown(rest, [*classes, *gymnasium.registry], f"{module.__name__}:")
+        shown = ", ".join(classes[:5]) + (", …" if classes[5:] else "")
+        has = f"; it has {shown}" if classes else ""
+        raise _unknown(rest, [*classes, *gymnasium.registry], f"{module.__name__}:", has)
     if isinstance(found, EnvSpec):
         return _without_main(found)
     if not callable(found) or (isinstance(found, type) and not _is_env_class(found)):
@@ -542,16 +547,19 @@ def _package_of(name: str) -> Package | None:
     return next((row for row in PACKAGES if re.match(row.ids, name)), None)
 
 
-def _unknown(name: str, known: Iterable[str], module: str = "") -> UnknownNameError:
-    """An error for `name`, with the nearest of `known` or the package that has it."""
+def _unknown(name: str, known: Iterable[str], module: str = "", has: str = "") -> UnknownNameError:
+    """An error for `name`, with what its module `has`, the nearest of `known` or the package that has it."""
     said = f"no env named {module + name!r}."
+    if module:
+        said += f" {module[:-1]} was imported and has no {name}{has}."
     package, near = _package_of(name), _nearest(name, known)
     if package is not None and not any(_plain(one) == _plain(name) for one in near):
         return UnknownNameError(f"{said} It is of a package that must be imported: {package.written(name)}")
-    return UnknownNameError(
-        f"{said}{_or([module + one for one in near])} `shoal envs list` shows shoal's own, "
-        f"gymnasium.pprint_registry() Gymnasium's; others are 'module:Id-v0', 'module:Class' or 'module:function'"
-    )
+    forms = "" if module else (
+        " `shoal envs list` shows shoal's own, gymnasium.pprint_registry() Gymnasium's; others are 'module:Id-v0', "
+        "'module:Class' or 'module:function'"
+    )  # fmt: skip
+    return UnknownNameError(f"{said}{_or([module + one for one in near])}{forms}")
 
 
 def _nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:

@@ -141,16 +141,16 @@ def run_apart(job: Job, seconds: float) -> Report:
     process = WorkerProcess(_serve, (job.name, dumps(job)))
     try:
         while process.pipe.poll(limit if limit < MOST_SECONDS else None):
-            kind, told = process.pipe.recv()
+            kind, message = process.pipe.recv()
             if kind == "at":
-                name, where, making = told
+                name, where, making = message
                 limit = max(seconds, MAKING_SECONDS) if making else seconds
             elif kind == "line":
-                report.lines.append(told)
+                report.lines.append(message)
             elif kind == "refused":
-                raise told
+                raise message
             else:
-                report.broken = told
+                report.broken = message
                 return report
         how, frames = f"did not return within {seconds:g} s", _where_it_hangs(process)
     except (EOFError, ConnectionError):
@@ -164,7 +164,7 @@ def run_apart(job: Job, seconds: float) -> Report:
 
 
 def _serve(pipe: Any, name: str, packed: bytes) -> None:
-    """What the process runs: play, and tell where it is and what came of it."""
+    """The child process: plays, and reports its position and results."""
     end_at_once = os._exit
 
     def end_noted(code: int) -> None:
@@ -223,7 +223,7 @@ class Place:
     step: int = 0
     doing: str = ""
     pipe: Any = None
-    """In a process of its own: where it is told."""
+    """The position, sent from a child process."""
 
     def goes_to(self, seed: int | None, step: int = 0, doing: str = "") -> None:
         """Another step begins; step 0 is the reset, `WHOLE` the episode."""
@@ -255,7 +255,7 @@ def _ended(name: str, where: object, how: str, frames: list[traceback.FrameSumma
 
 
 # --- what is tried
-def _examine(job: Job, at: Place, tell: Callable[[str], None]) -> None:
+def _examine(job: Job, at: Place, emit: Callable[[str], None]) -> None:
     env = job.make()
     at.kind = type(env.unwrapped)
     at.name = at.kind.__name__
@@ -263,14 +263,14 @@ def _examine(job: Job, at: Place, tell: Callable[[str], None]) -> None:
     make_text = _as_text(job, env)
     if make_text is not None:
         seen = _play(make_text, seeds, at, QUICK_SECONDS if job.quick else math.inf)
-        tell(f"ok      shoal's check_text_env: {seen}")
+        emit(f"ok      shoal's check_text_env: {seen}")
     if job.quick:
         env.close()
         return
     if make_text is None:
-        _play_at_random(env, seeds, at, tell)
+        _play_at_random(env, seeds, at, emit)
     at.goes_to(None, doing="in gymnasium's check_env")
-    _ask_gymnasium(env if job.wrapped else env.unwrapped, at, tell)
+    _ask_gymnasium(env if job.wrapped else env.unwrapped, at, emit)
     env.close()
 
 
@@ -284,22 +284,22 @@ def _as_text(job: Job, env: Env) -> Callable[[], TextEnv[Any]] | None:
     return lambda: env_class("gymnasium")(id=job.name, make=job.make)
 
 
-def _ask_gymnasium(env: Env, at: Place, tell: Callable[[str], None]) -> None:
+def _ask_gymnasium(env: Env, at: Place, emit: Callable[[str], None]) -> None:
     from gymnasium.utils.env_checker import check_env
 
     spaces = [getattr(env, name, None) for name in ("observation_space", "action_space")]
     if not all(isinstance(space, gymnasium.Space) for space in spaces):
-        tell("skipped gymnasium's check_env: the env states no spaces")
+        emit("skipped gymnasium's check_env: the env states no spaces")
         return
     if isinstance(spaces[0], Text | gymnasium.spaces.Sequence):
         seen = env.reset(seed=0)[0]
         if are_messages(seen):
-            tell("skipped gymnasium's check_env: observations are chat messages")
+            emit("skipped gymnasium's check_env: observations are chat messages")
             return
     if isinstance(spaces[0], Text):
         if free_text(spaces[0]) is not spaces[0]:
             env.observation_space = free_text(spaces[0])
-            tell(
+            emit(
                 f"  note  Text({spaces[0].max_length}) is read as FreeText: observations may hold any character",
             )
         elif isinstance(seen, str) and not spaces[0].contains(seen):
@@ -307,12 +307,12 @@ def _ask_gymnasium(env: Env, at: Place, tell: Callable[[str], None]) -> None:
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         check_env(env, skip_render_check=True)
-    tell("ok      gymnasium's check_env")
+    emit("ok      gymnasium's check_env")
     for note in dict.fromkeys(re.sub(r"\x1b\[\d*m", "", str(note.message)) for note in notes):
-        tell(f"  note  {note}")
+        emit(f"  note  {note}")
 
 
-def _play_at_random(env: Env, seeds: list[int], at: Place, tell: Callable[[str], None]) -> None:
+def _play_at_random(env: Env, seeds: list[int], at: Place, emit: Callable[[str], None]) -> None:
     """Whole episodes of an env that is no text, which Gymnasium's check does not play."""
     total = 0
     for seed in seeds:
@@ -327,8 +327,8 @@ def _play_at_random(env: Env, seeds: list[int], at: Place, tell: Callable[[str],
             expect(finite, f"{at.name}.step(): a reward must be a finite number, got {reward!r}")
             if terminated or truncated:
                 break
-    tell("skipped check_text_env: it is no TextEnv, so agents see it through the gymnasium adapter")
-    tell(f"ok      {len(seeds)} episodes of random actions, {total} steps without a fault")
+    emit("skipped check_text_env: it is no TextEnv, so agents see it through the gymnasium adapter")
+    emit(f"ok      {len(seeds)} episodes of random actions, {total} steps without a fault")
 
 
 def _allowed(env: Env, info: dict[str, Any]) -> Any:

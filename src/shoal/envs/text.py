@@ -51,7 +51,7 @@ _BEGINNING = Outcome(0.0, effective=False)
 
 
 def _in_bools(outcome: Outcome) -> Outcome:
-    """The outcome whose yes and no are Python's, which files and servers can tell; words are refused."""
+    """The outcome with Python's own booleans, which can be serialized; text is refused."""
     said = {
         name: getattr(outcome, name) for name in ("terminated", "truncated", "success", "effective", "valid")
     }

@@ -1,4 +1,4 @@
-"""Action distributions without classes: drawn on arrays, judged (log-probability and entropy) on tensors.
+"""Action distributions without classes: sampled on arrays; log-probability and entropy on tensors.
 
 Choices are one categorical per group of logits, with optional masks; points are a diagonal Gaussian. Chance
 comes in from outside as noise, so the same noise gives the same actions on every path.
@@ -21,8 +21,8 @@ EXPLORED_LEAST = 1e-6
 """Variance of an action whose features are all 0."""
 
 
-class Judged(NamedTuple):
-    """What a distribution says of actions."""
+class LogProbEntropy(NamedTuple):
+    """Log-probability and entropy of actions under a distribution."""
 
     logprob: Tensor  # [B]
     entropy: Tensor  # [B]
@@ -33,35 +33,37 @@ def masked_logits(logits: Tensor, masks: Tensor | None) -> Tensor:
     return logits if masks is None else logits.masked_fill(~masks, -1e30)
 
 
-def judge_choices(
+def categorical_logprob(
     logits: Tensor, actions: Tensor, groups: tuple[int, ...], masks: Tensor | None = None
-) -> Judged:
+) -> LogProbEntropy:
     """Log-probability and entropy of choices `[B, len(groups)]` under logits `[B, sum(groups)]`.
 
     The entropy is over the allowed choices only.
     """
     logits = masked_logits(logits, masks)
-    judged: Judged | None = None
+    scored: LogProbEntropy | None = None
     for g, part in enumerate(logits.split(groups, dim=1) if len(groups) > 1 else (logits,)):
         logs = part.log_softmax(dim=1)
         logprob = logs.gather(1, actions[:, g : g + 1]).squeeze(1)
         entropy = -(logs.exp() * logs).sum(dim=1)
-        judged = (
-            Judged(logprob, entropy) if judged is None else Judged(judged[0] + logprob, judged[1] + entropy)
+        scored = (
+            LogProbEntropy(logprob, entropy)
+            if scored is None
+            else LogProbEntropy(scored[0] + logprob, scored[1] + entropy)
         )
-    assert judged is not None
-    return judged
+    assert scored is not None
+    return scored
 
 
-def judge_points(mean: Tensor, log_std: Tensor, actions: Tensor) -> Judged:
+def gaussian_logprob(mean: Tensor, log_std: Tensor, actions: Tensor) -> LogProbEntropy:
     """Log-density and entropy of points `[B, A]` under a Gaussian with these means and one deviation each."""
     z = (actions - mean) * (-log_std).exp()
     logprob = (-0.5 * z * z - log_std - _LOG_ROOT_2PI).sum(dim=1)
     entropy = (log_std + 0.5 + _LOG_ROOT_2PI).sum().expand(len(mean))
-    return Judged(logprob, entropy)
+    return LogProbEntropy(logprob, entropy)
 
 
-def judge_explored(mean: Tensor, features: Tensor, log_std: Tensor, actions: Tensor) -> Judged:
+def gsde_logprob(mean: Tensor, features: Tensor, log_std: Tensor, actions: Tensor) -> LogProbEntropy:
     """The same under state-dependent exploration, arXiv:2005.05719: the deviation grows with the features `[B, F]`.
 
     `log_std[F, A]` is of the weights by which noise is made of features; those learn nothing here.
@@ -69,7 +71,7 @@ def judge_explored(mean: Tensor, features: Tensor, log_std: Tensor, actions: Ten
     variance = (features.detach() ** 2) @ (2 * log_std).exp() + EXPLORED_LEAST
     log_deviation = 0.5 * variance.log()
     logprob = (-0.5 * (actions - mean) ** 2 / variance - log_deviation - _LOG_ROOT_2PI).sum(dim=1)
-    return Judged(logprob, (log_deviation + 0.5 + _LOG_ROOT_2PI).sum(dim=1))
+    return LogProbEntropy(logprob, (log_deviation + 0.5 + _LOG_ROOT_2PI).sum(dim=1))
 
 
 def explore(

@@ -51,10 +51,16 @@ class RunningMoments:
 
 
 class ObservationNormalizer:
-    """Observations to mean 0 and deviation 1, clipped to 10. Before the first rollout it changes nothing."""
+    """Observations to mean 0 and deviation 1, clipped to 10. Before the first rollout it changes nothing.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: numbers of an observation.
+        left: `[size]` bool, numbers that stay as they are, such as choices (0 or 1).
+    """
+
+    def __init__(self, size: int, left: Array | None = None) -> None:
         self.moments = RunningMoments(size)
+        self.left = np.zeros(size, bool) if left is None else left
         self.refresh()
 
     def __call__(self, rows: Array) -> Array:
@@ -80,8 +86,9 @@ class ObservationNormalizer:
 
     def refresh(self) -> None:
         """Take over what `moments` says."""
-        self.mean = self.moments.mean.astype(np.float32)
-        self.scale = (1.0 / np.sqrt(self.moments.variance + 1e-8)).astype(np.float32)
+        mean, scale = self.moments.mean, 1.0 / np.sqrt(self.moments.variance + 1e-8)
+        self.mean = np.where(self.left, 0.0, mean).astype(np.float32)
+        self.scale = np.where(self.left, 1.0, scale).astype(np.float32)
 
 
 class RewardNormalizer:

@@ -1,4 +1,4 @@
-"""What the model has to write for an action of an env, and whether the settings of prompts and limits let it.
+"""The text that a model must write for an action, and whether prompt settings and limits allow it.
 
 The shortest text counts that means the action once the prompt's `prefill` stands before it and its `closing` behind:
 `west`, `west</action>`, `<action>west` or `<action>west</action>`.
@@ -18,7 +18,7 @@ from shoal.rollout.settings import RolloutSettings
 
 S = TypeVar("S", bound=RolloutSettings)
 FREE_TEXT_TOKENS = 64
-"""`max_tokens: auto` where actions are free text, whose length nobody knows."""
+"""`max_tokens: auto` for free text, whose length is unknown."""
 
 
 def answer(content: str, role: Role, prompt: PromptConfig) -> str | None:
@@ -71,7 +71,7 @@ def with_room(settings: S, roles: Mapping[str, Role], prompter: Prompter) -> S:
 
 
 def _is_free(role: Role) -> bool:
-    """Whether nobody can list the answers: actions are free text, or answers have a style of their own."""
+    """Whether the answers cannot be listed: actions are free text, or answers have a style of their own."""
     return not role.projection.lookup or role.projection.style != "strict"
 
 
@@ -85,7 +85,7 @@ def _lengths(
         if text is None:
             tag = role.projection.tags[0]
             raise ConfigError(
-                f"no answer of the model means the action {word!r} of {role.tag} between prompt.prefill="
+                f"no answer can express the action {word!r} of {role.tag} between prompt.prefill="
                 f"{prompt.prefill!r} and prompt.closing={prompt.closing!r}: leave both out, or set prefill to "
                 f"'<{tag}>' and closing to '' or '</{tag}>'"
             )

@@ -1,4 +1,4 @@
-"""Play without a model: envs that say which answer comes next, and what passes their answers on as an engine would.
+"""Play without a model: envs that name the next answer, and an engine that returns it.
 
 The warm-up learns from it. Envs choose where they live, so this imports nothing heavy.
 """
@@ -71,7 +71,7 @@ class CoachedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class Coach:
-    """Passes on what coached envs say: a pool and an engine at once, as a collector needs them."""
+    """Returns the answers of coached envs: a pool and an engine at once."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Coach:
         self._at = dict(places)
 
     def reset_some(self, indices: Sequence[int], seeds: Sequence[int], /) -> Any:
-        """The pool's, which is told the numbers of the episodes."""
+        """The pool's reset, with the numbers of the episodes."""
         numbers = {place.env_seed: place.group for place, _ in self._at.values()}
         results = self._pool.reset_some(indices, seeds, {NUMBERS: numbers})
         for i, (_, info) in zip(indices, results, strict=True):
@@ -123,12 +123,12 @@ class Coach:
         self._answers[i] = word, _, _ = info[ANSWER]
         if word is None:
             raise ConfigError(
-                f"warm-up on random play needs an env that draws actions by lot, and {self._at[i][1]!r} takes "
+                f"warm-up on random play needs an env that draws random actions, and {self._at[i][1]!r} takes "
                 f"free text: set warmup.steps=0, or warmup.expert=1 where the env has an expert"
             )
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """What the envs said, as a model would write it."""
+        """The envs' answers, as completions of a model."""
         asked = {(place.group, place.member): i for i, (place, _) in self._at.items()}
         answers = []
         for request in requests:

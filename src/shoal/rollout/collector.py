@@ -1,4 +1,4 @@
-"""Playing groups of episodes in a vector env, all abreast in the caller's thread; and dynamic sampling."""
+"""Groups of episodes in a vector env, stepped together in the caller's thread; dynamic sampling."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TrajectoryCollector:
         self.prompter = Prompter(prompt, engine.tokenizer)
         self.report = RolloutReport()
         self._host = PoolHost(envs, self._role_of, self.prompter, env_retries)
-        self._playing = threading.Lock()  # its envs play one rollout at a time, whoever asks
+        self._playing = threading.Lock()  # its envs play one rollout at a time
         self.counts = 0, 0  # episodes of the latest rollout that have ended, and all of it
 
     def close(self) -> None:
@@ -117,13 +117,13 @@ class TrajectoryCollector:
         return played
 
     def _role_of(self, slot: int, tag: str) -> Role:
-        """What the agent knows of the env of a slot, which was reset."""
+        """The role of the env of a slot, after its reset."""
         del slot
         return self.roles[tag]
 
 
 class Collector(Protocol):
-    """What plays groups of episodes: in a vector env here, or on hosts of their own."""
+    """Plays groups of episodes, in a vector env here or on hosts."""
 
     tags: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""One episode as a machine without I/O: it says what to ask the engine and the env, and gets the answers.
+"""One episode as a state machine without I/O: it returns requests and actions, and is given the results.
 
 Every schedule (lockstep, asynchronous, in workers) drives the same machine, so all give the same trajectory.
 """
@@ -23,7 +23,7 @@ from shoal.rollout.samplers.sampler import Completion, Key, Message, Request, Sa
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What an agent knows of one kind of env before it acts."""
+    """Instructions, words and limits of one kind of env."""
 
     tag: str
     instructions: str
@@ -45,7 +45,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeId:
-    """Which episode of a run this is; all its randomness follows from it."""
+    """Identifies an episode of a run; all its seeds are derived from it."""
 
     seed: int  # of the run, or of its evaluation
     iteration: int
@@ -54,12 +54,12 @@ class EpisodeId:
     env_seed: int
 
     def key(self, turn: int = 0) -> Key:
-        """What names the noise of a turn."""
+        """The key of a turn's sampling noise."""
         return Key(self.seed, (self.iteration, self.group, self.member, turn))
 
 
 class Question(NamedTuple):
-    """What is new in a request."""
+    """The new part of a request."""
 
     turn: int
     new_ids: tuple[int, ...]
@@ -87,7 +87,7 @@ class Episode:
         self._success = self._terminated = self._truncated = self._full = False
 
     def begin(self, observation: Any, info: Any) -> None:
-        """The env was reset.
+        """Record the reset of the env.
 
         Raises:
             TypeError, ValueError: what was observed is no text or picture.
@@ -96,7 +96,7 @@ class Episode:
         self._see(observation, info_of(info))
 
     def request(self) -> Request:
-        """What to ask the engine now."""
+        """The next request to the engine."""
         role, prompter, shown = self.role, self._prompter, self._image is not None
         words = self._words or role.projection.words()
         scene = Scene(role.instructions, self._text, words, self._past, role.max_turns, int(shown))
@@ -117,12 +117,12 @@ class Episode:
         return Request(self._prompt, key, self._sampling, self._images)
 
     def question(self) -> Question:
-        """What to ask the engine now, for who knows what was said before."""
+        """The new part of the next request, for hosts that send only differences."""
         self.request()
         return Question(len(self._turns), self._prompt[self._known :], self._known > 0, self._images)
 
     def respond(self, completion: Completion) -> list[int | str]:
-        """The engine answered; returns the env actions of this turn, to be stepped one by one until the end.
+        """Record the engine's response; returns the env actions of this turn, to be stepped one by one.
 
         There are none where the prompt has filled the context: the episode is truncated, without another turn, and
         its `finish` is "context".
@@ -148,7 +148,7 @@ class Episode:
         return list(self._projected.actions)
 
     def observe(self, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
-        """The env took one of the actions of this turn, and answered this.
+        """Record the result of one action of this turn.
 
         Raises:
             TypeError, ValueError: the reward is not finite, or too large with those before; or what was observed is no
@@ -161,7 +161,7 @@ class Episode:
         self._paid += abs(number)
         if not self._paid <= MOST_REWARD:
             raise ValueError(
-                f"the rewards of an episode, taken absolutely, must add up to at most {MOST_REWARD:.3g} (float32), "
+                f"the absolute rewards of an episode must sum to at most {MOST_REWARD:.3g} (float32), "
                 f"got {self._paid:.3g} with a reward of {number}"
             )
         valid, success = info.get("action_is_valid", True), info.get("success", info.get("won", False))
@@ -172,7 +172,7 @@ class Episode:
         self._see(observation, info)
 
     def end_turn(self) -> None:
-        """The actions of this turn are done: record it, and see whether the episode is over."""
+        """Record the turn, and check whether the episode is over."""
         if self.over:  # there was no room for another turn
             return
         completion, actions = self._completion, self._projected.actions
@@ -257,7 +257,7 @@ class Episode:
 
 
 def words_of(info: Mapping[str, Any]) -> list[str]:
-    """The actions that an env lists in its info; those of a set, whose order no seed tells, by the alphabet.
+    """The actions that an env lists in its info; those of a set in alphabetical order.
 
     Raises:
         EnvError: they are one text, whose letters are no actions.
@@ -270,7 +270,7 @@ def words_of(info: Mapping[str, Any]) -> list[str]:
 
 
 def anchor_of(info: Mapping[str, Any], shown: Any) -> str:
-    """A key of the state, equal for equal states alone: of what the env tells as its anchor, else of what it shows."""
+    """A key of the state, equal only for equal states: from the env's `anchor`, else from its observation."""
     anchor = info.get("anchor")
     return _key(shown if anchor is None else anchor)
 

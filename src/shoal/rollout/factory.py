@@ -28,7 +28,7 @@ from shoal.vector.vector_env import VectorPool
 
 C = TypeVar("C")
 STEP_TIMEOUT = 60.0
-"""Seconds, where nobody says otherwise."""
+"""Default, in seconds."""
 
 
 class _Facts(NamedTuple):
@@ -42,20 +42,20 @@ class _Facts(NamedTuple):
 
 @dataclass(frozen=True)
 class EnvTag:
-    """One kind of env under a name of its own."""
+    """One kind of environment, under a name (tag) that you choose."""
 
     env_type: str
-    """What `shoal.envs.resolve` takes: a name (`shoal envs list`), a Gymnasium id, "module:Id-v0", "module:Class"."""
+    """The environment: a name (`shoal envs list`), a Gymnasium id, "module:Id-v0" or "module:Class"."""
     max_actions_per_traj: int | None = None
     """Turns after which an episode is truncated; the env's own `max_steps` if not given."""
     env_config: dict[str, Any] = field(default_factory=dict)
-    """Settings of the env."""
+    """Settings of the environment, passed to its constructor."""
     max_actions_per_turn: int = 1
-    """How many actions one response may hold."""
+    """Maximum number of actions in one response."""
     action_sep: str = "||"
-    """What parts them."""
+    """Separator between the actions of one response."""
     prompt: dict[str, Any] = field(default_factory=dict)
-    """Templates of this kind of env, where they differ from `agent_proxy.prompt`."""
+    """Templates of this kind of environment that replace those of `agent_proxy.prompt`."""
 
     def __post_init__(self) -> None:
         check_settings(self, max_actions_per_turn=1, max_actions_per_traj=1)
@@ -66,7 +66,7 @@ class EnvTag:
         from_mapping(PromptConfig, self.prompt, "prompt.")
 
     def facts(self) -> _Facts:
-        """What an env of this kind tells of itself; the first to ask makes one, and closes it."""
+        """Spaces, words and limits of this kind of env; the first call makes one and closes it."""
         known: _Facts | None = self.__dict__.get("_facts")
         if known is not None:
             return known
@@ -82,12 +82,12 @@ class EnvTag:
 
 @dataclass(frozen=True)
 class EnvMix:
-    """How groups are spread over kinds."""
+    """The mix of kinds of environments."""
 
     tags: tuple[str, ...] = ()
     """Names of entries of `custom_envs`."""
     n_groups: tuple[int, ...] = ()
-    """As many as tags, summing to `env_groups` or to a divisor of it; empty for equal shares."""
+    """Groups of each tag; the sum must be `env_groups` or a divisor of it. Empty for equal shares."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -95,12 +95,12 @@ class EnvMix:
 
 @dataclass(frozen=True)
 class EnvGroups:
-    """Groups of episodes that are played at once."""
+    """The groups of episodes of one iteration."""
 
     env_groups: int = 8
-    """Start states that are played at once."""
+    """Number of groups: start states per iteration."""
     group_size: int = 16
-    """Episodes that are played from each start state."""
+    """Episodes per group, all from its start state."""
     env_configs: EnvMix = EnvMix()
 
     def __post_init__(self) -> None:
@@ -136,17 +136,17 @@ class EsManager:
 
 @dataclass(frozen=True)
 class VectorConfig:
-    """Where envs are stepped; it changes the speed and never the results."""
+    """Where environments are stepped; affects speed, not results."""
 
     backend: Backend = "auto"
-    """Where they are: `auto` tries one env and chooses; the others are named."""
+    """`auto` measures one environment and chooses a backend."""
     num_workers: int | None = None
-    """Workers that share the envs; as many as the backend finds best if not given."""
+    """Number of workers; the backend's default if not given."""
     step_timeout: float | None = STEP_TIMEOUT
-    """Seconds after which an env that does not answer is given up and its process replaced; null for no limit. Envs in
-    the trainer's own process (`serial`) cannot be interrupted: there the default means nothing."""
+    """Seconds for one step or reset of an environment, after which its worker is replaced; null for no limit.
+    Environments in the trainer's process (`serial`) cannot be interrupted: the default is ignored there."""
     make_timeout: float | None = None
-    """Seconds that the constructor of an env may take; `step_timeout` if not given."""
+    """Seconds for the constructor of an environment; `step_timeout` if not given."""
 
     def __post_init__(self) -> None:
         check_settings(self, ["step_timeout", "make_timeout"], num_workers=1)
@@ -227,7 +227,7 @@ def host_of(config: Any) -> VectorConfig:
 
 
 def make_pool(env_fns: Sequence[Callable[[], Any]], vector: VectorConfig) -> VectorPool:
-    """Envs for episodes; one that fails, hangs or ends its process is replaced, and costs its episode."""
+    """Envs for episodes; one that fails, hangs or ends its process is replaced, and its episode is lost."""
     n_workers = vector.num_workers
     if n_workers is None and vector.backend in ("auto", "process"):
         n_workers = min(available_cpus(), len(env_fns))  # not one for each env, as with a limit of its own
@@ -242,14 +242,14 @@ def make_pool(env_fns: Sequence[Callable[[], Any]], vector: VectorConfig) -> Vec
         max_restarts=1000,
         check_nan=False,  # an episode looks at its rewards itself
     )
-    pool.warns = False  # whoever plays the episodes tells of them
+    pool.warns = False  # the player of the episodes reports them
     return pool
 
 
 def make_roles(
     custom_envs: Mapping[str, EnvTag], tags: Sequence[str], max_turn: int | None = None
 ) -> dict[str, Role]:
-    """What an agent knows of each tag; turns are limited by the least of `max_turn`, tag and env."""
+    """The role of each tag; turns are limited by the smallest of `max_turn`, tag and env."""
     roles = {}
     for tag in dict.fromkeys(tags):
         kind = custom_envs[tag]
@@ -325,7 +325,7 @@ def _fits(tag: str, kind: EnvTag, prompt: PromptConfig) -> None:
 
 
 def _try(tag: str, kind: EnvTag, seconds: float | None) -> None:
-    """Make an env of a kind and close it; a constructor that takes too long is left behind in its thread."""
+    """Make an env of a kind and close it; a constructor that takes too long is abandoned in its thread."""
     if seconds is None:
         _facts_of(tag, kind)
         return

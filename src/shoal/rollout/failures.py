@@ -1,4 +1,4 @@
-"""Warnings of episodes that fail: the first ones of each cause in full, the others as a count."""
+"""Warnings about failed episodes: the first of each cause in full, the others as a count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FailureLog:
         self._enough = 1
 
     def add(self, what: str, why: str, then: str) -> None:
-        """An episode failed, or a worker with its episodes; `then` says what is done about it."""
+        """Record a failed episode, or a lost worker; `then` says what follows."""
         self._failures += 1
         self._left_out += then == LEFT_OUT
         cause = re.sub(r"\d+", "", why.partition(" failed: ")[2] or why)

@@ -1,4 +1,4 @@
-"""Which groups can be learned from: those whose members got different returns of the task's rewards.
+"""Group filters: groups whose members have different returns.
 
 The task's own reward is compared, never a shaped one, and failed episodes take no part.
 """
@@ -20,7 +20,7 @@ FilterType = Literal["std", "max_mean"]
 
 @dataclass(frozen=True, slots=True)
 class FilterReport:
-    """What became of the groups that were played."""
+    """Counts of the groups that were played, kept and dropped."""
 
     played: int
     with_signal: int
@@ -102,7 +102,7 @@ def next_refill(wanted: int, with_signal: int, played: int) -> int:
 
 
 class Filtered(NamedTuple):
-    """What is left, and what was done."""
+    """The kept trajectories and the report."""
 
     kept: list[Trajectory]
     metrics: dict[str, float]

@@ -1,4 +1,4 @@
-"""Episodes that ended, written down one by one, so that work that is broken off goes on where it was.
+"""Finished episodes, recorded one by one, so that interrupted work can continue.
 
 A line is one whole episode. What a kill or a full disk left half written is passed over: it is played again.
 """
@@ -28,15 +28,15 @@ _Key = tuple[str, int, int, int, int, int]
 
 
 class Journal:
-    """What was played so far of work that is not finished, in a file that nobody else may write.
+    """The finished episodes of unfinished work, in a file with one writer.
 
     Episodes that failed are not kept: they are played again. An episode is known by its place, its seed and the version
     of the weights that wrote its first words. Whoever has all the others removes the file, as `RunFolder.finish` does.
 
     Args:
         path: the file, `RunFolder.unfinished_path` of a run folder; without one nothing is kept.
-        settings: values that JSON has, by name: all that tells which episodes are played, with which weights, and how.
-        hold: sees before each episode that nobody else writes the file by now.
+        settings: JSON values by name: everything that determines the episodes, weights included.
+        hold: called before each episode to check that no other process writes the file.
 
     Raises:
         ConfigError: the file holds episodes that were played with other settings.
@@ -65,14 +65,14 @@ class Journal:
         change = first_change(begun, msgspec.json.decode(header)["settings"])
         if change and self._played:
             raise ConfigError(
-                f"{path} holds {len(self._played)} episodes of work that is not finished, with other settings: "
-                f"{change:.200}; use them to go on, or another folder, or remove that file"
+                f"{path} holds {len(self._played)} episodes of unfinished work with other settings: "
+                f"{change:.200}; continue with those settings, use another folder, or remove the file"
             )
         if change:  # nothing was played, or there is no such file
             write_bytes(path, header + b"\n")
 
     def begin_anew(self) -> None:
-        """Forget all episodes: what they led to is safe elsewhere, as in a checkpoint."""
+        """Drop all episodes: their result is saved elsewhere, such as in a checkpoint."""
         self._played.clear()
         if self.path is not None:
             self._hold()
@@ -80,7 +80,7 @@ class Journal:
 
     @property
     def count(self) -> int:
-        """How many episodes were there when it was opened."""
+        """The number of episodes that were there when it was opened."""
         return len(self._played)
 
     def __contains__(self, trajectory: Trajectory) -> bool:
@@ -101,7 +101,7 @@ class Journal:
         return self._played.get((tag, place.iteration, place.group, place.member, place.env_seed, version))
 
     def add(self, trajectory: Trajectory) -> None:
-        """Write an episode down that has just ended; what `kill -9` leaves of it is all or nothing."""
+        """Record a finished episode; after `kill -9` it is there completely or not at all."""
         if self.path is None or trajectory.status != "ok" or not trajectory.calls:
             return
         self._hold()
@@ -125,7 +125,7 @@ def _episode(path: Path, number: int, line: bytes) -> Trajectory | None:
     try:
         return decode_trajectory(line) if line else None
     except DataError:
-        logger.warning("%s, line %d holds no whole episode: it is played again", path, number)
+        logger.warning("%s, line %d holds no complete episode: it is played again", path, number)
         return None
 
 

@@ -1,4 +1,4 @@
-"""Prompts: what the agent is told each turn, built from templates that are data.
+"""Prompts: the text of each turn, built from templates.
 
 Two modes. `window`: every turn is a fresh chat that shows the last `history` turns, so each turn is a training
 sample of its own. `append`: the chat grows, each prompt extends the tokens before it, and an episode is one
@@ -28,12 +28,12 @@ _DRIFT_CHECKS = 8  # a template that rewrites earlier turns does it in the first
 
 @dataclass(frozen=True)
 class PromptConfig:
-    """Templates and what they show; `{name}` stands for a field, everything else is text."""
+    """Prompt templates; `{name}` is replaced by a field, everything else is text."""
 
     mode: Literal["window", "append"] = "window"
-    """`window`: every turn is a fresh chat with the last `history` turns; `append`: one chat that grows."""
+    """`window`: each turn is a new chat with the last `history` turns; `append`: one growing chat."""
     history: int = 2
-    """Turns before the present one that a `window` prompt shows."""
+    """Past turns in a `window` prompt."""
     system: str = ""
     """System message; empty for none."""
     first: str = (
@@ -51,10 +51,10 @@ class PromptConfig:
     prefill: str = ""
     """Text put after the prompt; the model continues from it."""
     closing: str = ""
-    """Text that the answer ends with, added to what the model wrote and never asked of it: with `<action>` before and
-    `</action>` after, a model that answers in one word writes one token (`max_tokens: 1`)."""
+    """Text appended to what the model wrote: with `prefill: <action>` and `closing: </action>` a model that answers
+    with one word writes one token (`max_tokens: 1`)."""
     on_drift: Literal["warn", "raise", "ignore"] = "warn"
-    """In append mode, when the chat template would write an earlier turn otherwise than the model saw it."""
+    """In append mode: what to do if the chat template would render an earlier turn differently."""
 
     def __post_init__(self) -> None:
         check_settings(self, history=0)
@@ -79,7 +79,7 @@ class PromptConfig:
 
 @dataclass(frozen=True, slots=True)
 class PastTurn:
-    """What a prompt may say of a turn that is over."""
+    """The fields of a past turn."""
 
     observation: str
     response: str
@@ -89,7 +89,7 @@ class PastTurn:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a prompt is made from."""
+    """The fields of a prompt."""
 
     instructions: str
     observation: str
@@ -111,7 +111,7 @@ class Prompter:
         self._drift_checks = 0 if config.on_drift == "ignore" else _DRIFT_CHECKS
 
     def variant(self, settings: Mapping[str, Any]) -> Prompter:
-        """The same with some settings of its config replaced: what one kind of env has of its own."""
+        """A copy with some settings replaced, for one kind of env."""
         if not settings:
             return self
         key = repr(sorted(settings.items()))

@@ -6,14 +6,14 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "learning.spec": "Features Predicate Reward Skill load_skills Step plan_for covering_plan Store",
-    "learning.trainer": "build_remapping remap TrainingConfig Trainer Task",
-    "jobs.graph": "Graph",
-    "jobs.run": "Run",
-    "learning.run": "decide prepare_training_run finish_training process_completed_training migrate_folder",
-    "learning.scheduler": "SkillScheduler Frontier",
-    "learning.proposers": "KnowledgeBase knowledge_base Replay LanguageModel",
-    "learning.episodes": "evaluate_chain play_episodes",
+    "jobs.store": "Store",
+    "learning.spec": "Features Skill load_skills",
+    "learning.network": "build_remapping",
+    "learning.trainer": "TrainingConfig",
+    "learning.training": "prepare_training_run finish_training",
+    "learning.merge": "process_completed_training",
+    "learning.scheduler": "SkillScheduler",
+    "learning.episodes": "play_episodes",
 }
 _HOMES = {name: home for home, names in _HOME.items() for name in names.split()}
 

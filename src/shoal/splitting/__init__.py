@@ -10,13 +10,10 @@ from typing import Any
 
 _NAMES = {
     "splitters": "TrajectorySplitter StepwiseTrajectorySplitter LastNTrajectorySplitter",
-    "batch": "Batch Sample",
-    "original": "Fixes",
-    "readers": "reader find_reader ChatReader AgentNetReader LiteSampleReader AtifReader OSWorldReader ShoalReader",
-    "readers.recordings": "Recording Message Reader RolloutTokens FolderReader write_rollout",
+    "batch": "Batch",
+    "readers": "reader find_reader ChatReader",
+    "readers.recordings": "Recording Message",
     "readers.records": "RecordReader Record",
-    "exports": "write_sharegpt write_chats",
-    "shards": "split_shards read_shards",
     "processors": "load_processor build_qwen_processor",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

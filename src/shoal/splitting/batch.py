@@ -12,7 +12,6 @@ import numpy as np
 from shoal.core.errors import DataError, needs_extra, reading
 from shoal.core.files import read_json, verify_folder, write_folder, write_json
 from shoal.splitting.images import (
-    PatchImages,
     PatchTable,
     PixelInputs,
     Pixels,
@@ -39,17 +38,15 @@ class Sample:
     response_positions: Array  # [rows, r] int32
     response_mask: Array  # [r] bool: the tokens that are trained
     rewards: Array  # [r] float32
-    n_attended: int  # the first so many response tokens are attended to
     pads_count_on: bool  # positions behind the response keep counting, instead of being 1
     images: tuple[int, ...]  # images of the trajectory that it shows, in order
     messages: list[dict[str, Any]]
+    reward: float  # of its trajectory, wherever `rewards` puts it
     logprobs: Array | None = None  # [r] float32 of the response, as recorded by the sampler
     # (role, first token, token behind), over prompt and response
     roles: tuple[tuple[str, int, int], ...] = ()
     image_spans: tuple[tuple[int, int, int], ...] = ()  # (image, first token, token behind), likewise
     inputs: Any = field(default=None, repr=False)  # multi_modal_inputs, filled in when a batch is made
-    reward: float | None = None
-    """Of its trajectory, wherever `rewards` puts it; None in batches that older editions wrote."""
 
     @property
     def is_last_step(self) -> bool:
@@ -211,11 +208,7 @@ class Batch(dict[str, Any]):
             "format": FORMAT,
             "shape": asdict(self.shape),
             "skipped": [asdict(item) for item in self.skipped],
-            "samples": [
-                {name: getattr(sample, name) for name in VALUES}
-                | ({} if sample.reward is None else {"reward": sample.reward})
-                for sample in samples
-            ],
+            "samples": [{name: getattr(sample, name) for name in VALUES} for sample in samples],
             "pixels": {
                 str(index): _pixel_record(index, kept, arrays) for index, kept in self._pixels.items()
             },
@@ -228,10 +221,11 @@ class Batch(dict[str, Any]):
 
     @staticmethod
     def load(folder: Path | str) -> Batch:
-        """What `save` wrote; altered, missing or foreign files are a `DataError`."""
+        """What `save` wrote, also by the run folder of `shoal split`; altered or missing files are a `DataError`."""
         from safetensors.numpy import load_file
 
-        folder = verify_folder(folder)
+        inside = Path(folder) / "batch"
+        folder = verify_folder(inside if inside.is_dir() else folder)
         document = read_json(folder / "batch.json")
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise DataError(
@@ -298,7 +292,7 @@ def _unpadded(sample: Sample, shape: Shape) -> dict[str, Array]:
     mask[border:] = sample.response_mask
     rows = {
         "input_ids": sample.input_ids,
-        "attention_mask": np.arange(length) < border + sample.n_attended,
+        "attention_mask": np.ones(length, bool),
         "position_ids": positions if shape.rows > 1 else positions[0],
         "reward_tensor": sample.rewards,
         "loss_mask": mask,
@@ -326,8 +320,8 @@ def _inputs(sample: Sample, pixels: Mapping[int, Pixels]) -> Any:
 FORMAT = 1
 ARRAYS = ("prompt_ids", "response_ids", "prompt_positions", "response_positions", "response_mask", "rewards")
 VALUES = (
-    "dataset_id", "uid", "traj_index", "step_index", "n_steps", "n_attended", "pads_count_on", "messages", "images",
-    "roles", "image_spans",
+    "dataset_id", "uid", "traj_index", "step_index", "n_steps", "pads_count_on", "messages", "images",
+    "roles", "image_spans", "reward",
 )  # fmt: skip
 
 
@@ -342,7 +336,7 @@ def _samples(records: list[dict[str, Any]], arrays: dict[str, Array]) -> list[Sa
         }
         if "logprobs" in arrays:
             fields["logprobs"] = arrays["logprobs"][response]
-        fields |= {name: record[name] for name in VALUES} | {"reward": record.get("reward")}
+        fields |= {name: record[name] for name in VALUES}
         fields["images"] = tuple(record["images"])
         for name in ("roles", "image_spans"):
             fields[name] = tuple((what, int(first), int(last)) for what, first, last in record[name])
@@ -360,18 +354,9 @@ def _pixel_record(index: int, pixels: Pixels, arrays: dict[str, Array]) -> dict[
                 arrays[f"pixels.{index}.{image}.{name}"] = array
         return {"kind": "processor", "names": [sorted(output) for output in pixels.outputs]}
     arrays[f"pixels.{index}.grids"] = pixels.grids
-    record: dict[str, Any] = {"kind": "patches", "places": list(pixels.places), "merge": pixels.merge}
-    if pixels.rows is not None:
-        arrays[f"pixels.{index}.rows"] = pixels.rows
-        record["places"] = []  # not needed to make pixels, and paths of this machine are nobody's business
-    if pixels.table is not None:
-        arrays["table.float32"], arrays["table.bfloat16"] = pixels.table.float32, pixels.table.bfloat16
-        record["frames"] = pixels.table.frames
-    if pixels.sizes:
-        record["sizes"] = [list(size) for _, size in sorted(pixels.sizes.items())]
-    if pixels.reload is not None:
-        record["reload"] = {name: value for name, value in vars(pixels.reload).items() if name != "table"}
-    return record
+    arrays[f"pixels.{index}.rows"], arrays["table.float32"] = pixels.rows, pixels.table.float32
+    sizes = [list(size) for _, size in sorted(pixels.sizes.items())]
+    return {"kind": "patches", "merge": pixels.merge, "frames": pixels.table.frames, "sizes": sizes}
 
 
 def _pixels(index: int, record: dict[str, Any], arrays: dict[str, Array]) -> Pixels:
@@ -384,18 +369,10 @@ def _pixels(index: int, record: dict[str, Any], arrays: dict[str, Array]) -> Pix
                 for image, names in enumerate(record["names"])
             )
         )
-    table = None
-    if "frames" in record:
-        table = PatchTable(arrays["table.float32"], arrays["table.bfloat16"], int(record["frames"]))
-    reload = (
-        PatchImages(**record["reload"], table=table) if "reload" in record and table is not None else None
-    )
     return TrajectoryPixels(
         grids=arrays[f"pixels.{index}.grids"],
-        rows=arrays.get(f"pixels.{index}.rows"),
-        table=table,
-        places=tuple(record["places"]),
+        rows=arrays[f"pixels.{index}.rows"],
+        table=PatchTable(arrays["table.float32"], int(record["frames"])),
         merge=int(record["merge"]),
-        reload=reload,
-        sizes={image: (int(w), int(h)) for image, (w, h) in enumerate(record.get("sizes", ()))},
+        sizes={image: (int(w), int(h)) for image, (w, h) in enumerate(record["sizes"])},
     )

@@ -47,28 +47,15 @@ def cut_steps(recording: Recording, limits: Limits) -> list[Cut]:
     messages, answers = recording.messages, answers_of(recording.messages)
     turns = [turn for turn, at in enumerate(answers) if messages[at].trained]
     head = repeated_head(messages)
-    return [
-        step_cut(messages, answers, turn, head, limits, index, len(turns)) for index, turn in enumerate(turns)
-    ]
-
-
-def step_cut(
-    messages: Sequence[Message],
-    answers: Sequence[int],
-    turn: int,
-    head: Sequence[Piece],
-    limits: Limits,
-    index: int,
-    count: int,
-) -> Cut:
-    """Sample `index` of `count`: one turn and what is seen before it; `head` stands in for what is too old."""
-    first = turn - limits.messages
-    begin = 0 if first < 0 else answers[first]
-    context = with_newest_images(
-        messages, [Piece(index) for index in range(begin, answers[turn])], limits.images
-    )
-    pieces = (*(head if first >= 0 else ()), *context, Piece(answers[turn], turn=turn))
-    return Cut(pieces, len(pieces) - 1, index, count)
+    cuts = []
+    for index, turn in enumerate(turns):
+        first = turn - limits.messages
+        begin = 0 if first < 0 else answers[first]
+        context = [Piece(message) for message in range(begin, answers[turn])]
+        context = with_newest_images(messages, context, limits.images)
+        pieces = (*(head if first >= 0 else ()), *context, Piece(answers[turn], turn=turn))
+        cuts.append(Cut(pieces, len(pieces) - 1, index, len(turns)))
+    return cuts
 
 
 def cut_windows(recording: Recording, limits: Limits) -> list[Cut]:
@@ -120,14 +107,9 @@ def answers_of(messages: Sequence[Message]) -> list[int]:
     return [index for index, message in enumerate(messages) if message.role == "assistant"]
 
 
-def instruction_of(messages: Sequence[Message]) -> int:
-    """Where the first user message is."""
-    return next(index for index, message in enumerate(messages) if message.role == "user")
-
-
 def repeated_head(messages: Sequence[Message]) -> list[Piece]:
     """System prompt and the text of the instruction, as later samples repeat them."""
-    at = instruction_of(messages)
+    at = next(index for index, message in enumerate(messages) if message.role == "user")
     texts = tuple(index for index, part in enumerate(messages[at].parts) if part["type"] == "text")
     return [*(Piece(index) for index in range(at)), *([Piece(at, texts)] if texts else [])]
 
@@ -139,15 +121,6 @@ def images_of(messages: Sequence[Message], piece: Piece) -> list[int]:
     parts = messages[piece.message].parts
     kept = range(len(parts)) if piece.keep is None else piece.keep
     return [index for index in kept if parts[index]["type"] == "image"]
-
-
-def places_of(messages: Sequence[Message], piece: Piece) -> list[str]:
-    """Where the images are that a piece shows."""
-    images = messages[piece.message].images
-    if piece.keep is None or not images:
-        return list(images)
-    place_of = dict(zip(images_of(messages, Piece(piece.message)), images, strict=True))
-    return [place_of[index] for index in images_of(messages, piece)]
 
 
 def with_newest_images(messages: Sequence[Message], pieces: list[Piece], limit: int) -> list[Piece]:

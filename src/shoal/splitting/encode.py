@@ -17,7 +17,7 @@ import numpy as np
 
 from shoal.core.errors import DataError
 from shoal.rollout.samplers.tokenizers import ANY, going_on, puts_spaces
-from shoal.splitting.cut import Cut, Piece, places_of
+from shoal.splitting.cut import Cut, Piece
 from shoal.splitting.place import Layout, lay_out, text_like
 from shoal.splitting.readers.recordings import Message, Part, Recording
 
@@ -47,15 +47,12 @@ class ChatTemplate:
 
     Args:
         processor: has `apply_chat_template`, and `tokenizer` unless it is one itself.
-        escape: encode control tokens that are written out in recorded text as plain text.
-        model_text: special tokens that are exempt from escaping.
+        model_text: special tokens that stay special in recorded text; all others are encoded as plain text.
     """
 
     end_mark = END
 
-    def __init__(
-        self, processor: Any, *, escape: bool = True, model_text: Sequence[str] = MODEL_TEXT
-    ) -> None:
+    def __init__(self, processor: Any, *, model_text: Sequence[str] = MODEL_TEXT) -> None:
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.sees_images = hasattr(processor, "image_processor")
@@ -70,7 +67,7 @@ class ChatTemplate:
         self._longest_added = max((len(str(token)) for token in added.values()), default=0)
         control = {str(token) for token in added.values() if token.special} - set(model_text)
         ordered = sorted(control, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, ordered))) if escape and ordered else None
+        self._control = re.compile("|".join(map(re.escape, ordered))) if ordered else None
         self._spaced = puts_spaces(self._ids)
         self._lead = self._leading()
         asking = self.render([*self._lead, (_USER, None)], ask=True)
@@ -80,6 +77,11 @@ class ChatTemplate:
         self.header = asking.removeprefix(asked)
         self.header_ids = self.encode(self.header)
         self.closing_ids = self._closing_ids()
+        if not len(self.closing_ids[0]):
+            raise DataError(
+                "the chat template writes nothing at the end of an answer, so a model trained on it would never stop: "
+                "let it write the token that ends a turn after each assistant message"
+            )
         self.image_frame_ids = self._image_frame_ids()
         self._adjoining: dict[tuple[str, str], bool] = {}
         self._starts: dict[str, tuple[Chat, str]] = {}
@@ -314,7 +316,9 @@ class Encoder:
     def images_of(self, pieces: Sequence[Piece]) -> list[int]:
         """The images that the pieces show, in order."""
         messages = self.recording.messages
-        return [self.image_of[place] for piece in pieces for place in places_of(messages, piece)]
+        return [
+            self.image_of[place] for piece in pieces for place in messages[piece.message].shown(piece.keep)
+        ]
 
     def lay_out(self, text: str, pieces: Sequence[Piece]) -> Layout:
         """Tokens and positions of rendered text that shows the images of the pieces."""

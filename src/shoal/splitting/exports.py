@@ -10,7 +10,7 @@ from typing import Any
 from shoal.core.errors import needs_extra, reading
 from shoal.core.files import replacing, write_bytes
 from shoal.splitting.images import data_url_bytes
-from shoal.splitting.readers.recordings import Message, Part, Recording
+from shoal.splitting.readers.recordings import Message, Recording
 
 SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
 IMAGE = "<image>"
@@ -65,7 +65,9 @@ def _row(recording: Recording, parts: bool) -> dict[str, Any]:
     messages = [
         {
             "role": message.role,
-            "content": [_bare(part) for part in message.parts] if parts else _marked(message),
+            "content": [{"type": "image"} if part["type"] == "image" else part for part in message.parts]
+            if parts
+            else _marked(message),
         }
         | ({} if message.trained else {"trained": False})
         for message in recording.messages
@@ -84,10 +86,6 @@ def _marked(message: Message) -> str:
         IMAGE if part["type"] == "image" else part["text"].replace(IMAGE, "< image>")
         for part in message.parts
     )
-
-
-def _bare(part: Part) -> Part:
-    return {"type": "image"} if part["type"] == "image" else part
 
 
 def _write_parquet(path: Path, recordings: Iterable[Recording], parts: bool) -> int:

@@ -16,7 +16,7 @@ import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -28,7 +28,7 @@ from shoal.splitting.place import Layout, image_on_grid, text_like
 if TYPE_CHECKING:
     from shoal.splitting.encode import ChatTemplate
 
-Store = Literal["auto", "u8", "float32", "bfloat16", "path"]
+Store = Literal["auto", "u8", "float32"]
 Array = np.ndarray
 NOT_PIXELS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
@@ -114,14 +114,17 @@ def open_image(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[Any, tup
 
 
 def decode_rgb(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """The decoded image in RGB, upright as its EXIF has it, as large as its header says."""
+    """The decoded image in RGB on white, upright as its EXIF has it, as large as its header says."""
     image, said = open_image(place, max_pixels)
     try:
         with image:
             image.load()
             if image.mode[0] in "IF":  # Pillow, and so any processor, makes all above 255 white
                 raise ValueError(f"its pixels have more than 8 bits, mode {image.mode}; convert it")
-            rgb = image if image.mode == "RGB" else image.convert("RGB")
+            if _is_transparent(image):
+                rgb = _on_white(image)
+            else:
+                rgb = image if image.mode == "RGB" else image.convert("RGB")
             if (turn := UPRIGHT.get(_orientation(image))) is not None:
                 rgb = rgb.transpose(turn)
     except Exception as error:
@@ -134,6 +137,18 @@ def decode_rgb(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
             "record it again or remove it"
         )
     return rgb
+
+
+def _is_transparent(image: Any) -> bool:
+    return "A" in image.getbands() or image.info.get("transparency") is not None
+
+
+def _on_white(image: Any) -> Any:
+    """A transparent image as the processors of transformers read it: laid on white."""
+    from PIL import Image
+
+    image = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
 
 
 def image_size(place: str, max_pixels: int = MAX_IMAGE_PIXELS) -> tuple[int, int]:
@@ -181,31 +196,18 @@ class PatchTable:
     """How 8-bit patches become `pixel_values`: a table per channel, and frames that repeat."""
 
     float32: Array  # [3, 256]
-    bfloat16: Array  # [3, 256] uint16, the same numbers rounded to bfloat16
     frames: int  # temporal_patch_size
 
-    def expand(self, patches: Array, half: bool = False) -> Array:
-        """`[N, 3 * frames * p * p]` from `[N, 3, p * p]`, float32, or the bits of bfloat16."""
+    def expand(self, patches: Array) -> Array:
+        """`[N, 3 * frames * p * p]` float32 from `[N, 3, p * p]`."""
         count, channels, pixels = patches.shape
-        out = np.empty((count, channels * self.frames * pixels), np.uint16 if half else np.float32)
+        out = np.empty((count, channels * self.frames * pixels), np.float32)
         self.expand_into(patches, out)
         return out
 
-    def reduce(self, values: Array) -> Array:
-        """The 8-bit patches `[N, 3, p * p]` that expanded rows came from (the nearest ones for bfloat16)."""
-        table = self.bfloat16 if values.dtype == np.uint16 else self.float32
-        frame = values.reshape(len(values), 3, self.frames, -1)[:, :, 0]
-        patches = np.empty(frame.shape, np.uint8)
-        for channel in range(3):
-            order = np.argsort(table[channel])
-            found = np.searchsorted(table[channel], frame[:, channel], sorter=order)
-            patches[:, channel] = order[np.minimum(found, 255)]
-        return patches
-
     def expand_into(self, patches: Array, out: Array) -> None:
         """`expand` into rows that are there already."""
-        table = self.bfloat16 if out.dtype == np.uint16 else self.float32
-        rows, channels, pixels = patches.shape
+        table, (rows, channels, pixels) = self.float32, patches.shape
         _agree(patches.dtype == np.uint8 and table.shape == (channels, 256) == (3, 256), patches, table)
         _agree(out.size == rows * channels * self.frames * pixels, patches, out)
         compiled_loops()[1](patches, table, self.frames, out.reshape(rows, channels, self.frames, pixels))
@@ -229,16 +231,13 @@ def _agree(shapes_agree: bool, source: Array, out: Array) -> None:
 class TrajectoryPixels:
     """All images of one trajectory, in order of first use.
 
-    `rows` is one of: uint8 patches `[N, 3, p * p]`, expanded float32 `[N, D]`, bfloat16 bits (uint16)
-    `[N, D]`, or `None` where images are read again from `places` whenever they are asked for.
+    `rows` are uint8 patches `[N, 3, p * p]`, or expanded: float32 `[N, D]`.
     """
 
     grids: Array  # [images, 3] int64: frames, height and width of each image in patches
-    rows: Array | None
-    table: PatchTable | None = None  # None where a processor of another kind made the rows
-    places: tuple[str, ...] = ()
+    rows: Array
+    table: PatchTable
     merge: int = 2  # patches along a side of one token
-    reload: Any = None  # the `PatchImages` that reads places, for `rows is None`
     sizes: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # (width, height) as recorded
     _offsets: Array = field(init=False, repr=False)
 
@@ -251,7 +250,7 @@ class TrajectoryPixels:
     @property
     def nbytes(self) -> int:
         """Bytes the pixels occupy in memory."""
-        return 0 if self.rows is None else int(self.rows.nbytes)
+        return int(self.rows.nbytes)
 
     names: ClassVar[tuple[str, ...]] = ("pixel_values", "image_grid_thw")
 
@@ -259,45 +258,25 @@ class TrajectoryPixels:
         """What the model calls `name`, of the images."""
         return self.values(images) if name == "pixel_values" else _tensor(self.grids[list(images)])
 
-    def converted(self, store: Store) -> TrajectoryPixels:
-        """The same pixels kept as `store` says; only 8-bit rows can be expanded further."""
-        wanted = {"float32": np.float32, "bfloat16": np.uint16}.get(store)
-        if wanted is None or self.rows is None or self.rows.dtype != np.uint8 or self.table is None:
-            return self
-        return replace(self, rows=self.table.expand(self.rows, half=store == "bfloat16"))
-
     def values(self, images: Sequence[int]) -> Any:
         """`pixel_values` of the images as a tensor: a view where they are stored expanded and adjacent."""
-        if self.rows is not None and self.rows.dtype != np.uint8:
-            return _tensor(self._kept(images))
-        assert self.table is not None
-        return _tensor(self.table.expand(self.patches(images)))
-
-    def patches(self, images: Sequence[int]) -> Array:
-        """8-bit patches of the images `[N, 3, p * p]`; read again from disk where only places are kept."""
-        if self.rows is None:
-            sizes = np.prod(self.grids[list(images)], axis=1)
-            blank = [np.empty((size, 3, self.reload.patch**2), np.uint8) for size in sizes]
-            return np.concatenate(
-                [self.reload.patches(self.places[i], out) for i, out in zip(images, blank, strict=True)]
-            )
-        if self.rows.dtype != np.uint8:
-            raise ValueError("these pixels are kept expanded; use store='u8' to have patches")
-        return self._kept(images)
+        rows = self._kept(images)
+        return _tensor(self.table.expand(rows) if rows.dtype == np.uint8 else rows)
 
     def _kept(self, images: Sequence[int]) -> Array:
         """Rows of the images: a view where they stand one behind the other."""
-        pieces = [self.rows[self._offsets[a] : self._offsets[b + 1]] for a, b in _adjacent(images)]  # type: ignore[index]
+        pieces = [self.rows[self._offsets[a] : self._offsets[b + 1]] for a, b in _adjacent(images)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def picture(self, image: int) -> Array:
-        """One image as it is after resizing, `[H, W, 3]` uint8; float stores are turned back by the table."""
-        if self.rows is None or self.rows.dtype == np.uint8:
-            patches = self.patches([image])
-        else:
-            assert self.table is not None
-            patches = self.table.reduce(self._kept([image]))
-        return joined_patches(patches, self.grids[image], self.merge)
+        """One image as it is after resizing, `[H, W, 3]` uint8.
+
+        Raises:
+            ValueError: the pixels are kept expanded.
+        """
+        if self.rows.dtype != np.uint8:
+            raise ValueError("these pixels are kept expanded; use store='u8' to have pictures")
+        return joined_patches(self._kept([image]), self.grids[image], self.merge)
 
 
 def joined_patches(patches: Array, grid: Array, merge: int = 2) -> Array:
@@ -384,9 +363,7 @@ def _tensor(array: Array) -> Any:
 
     if not array.flags.writeable:  # Ray hands out read-only memory, which tensors have no notion of
         array = array.copy()
-    return (
-        torch.from_numpy(array).view(torch.bfloat16) if array.dtype == np.uint16 else torch.from_numpy(array)
-    )
+    return torch.from_numpy(array)
 
 
 Pixels = TrajectoryPixels | ProcessorOutputs | None
@@ -502,7 +479,6 @@ class PatchImages:
 
 def _make_table(image_processor: Any, patch: int, merge: int) -> PatchTable:
     """What the processor makes of each 8-bit value in each channel, by its own rescaling and normalising."""
-    import torch
     from PIL import Image
 
     # 16 x 16 pixels or more, so that every value occurs
@@ -517,8 +493,7 @@ def _make_table(image_processor: Any, patch: int, merge: int) -> PatchTable:
     table = np.zeros((3, 256), np.float32)
     for channel in range(3):
         table[channel, patches[:, channel]] = values[:, channel, 0]
-    half = torch.from_numpy(table).to(torch.bfloat16).view(torch.uint16).numpy()
-    return PatchTable(table, half, frames)
+    return PatchTable(table, frames)
 
 
 class ImageReader:
@@ -533,50 +508,41 @@ class ImageReader:
         image_processor = getattr(processor, "image_processor", None)
         self.by_table = PatchImages.imitating(image_processor, max_pixels)
         self.rows = 3 if hasattr(image_processor, "merge_size") else 1
-        if self.by_table is None and store in ("u8", "path") and image_processor is not None:
+        if self.by_table is None and store == "u8" and image_processor is not None:
             raise ConfigError(
-                f"store={store!r} needs a processor of the Qwen2-VL kind on Pillow; "
-                f"{type(image_processor).__name__} makes its pixels another way: "
-                "use store='auto', 'float32' or 'bfloat16'"
+                "store='u8' needs a processor of the Qwen2-VL kind on Pillow; "
+                f"{type(image_processor).__name__} makes its pixels another way: use store='auto' or 'float32'"
             )
         self.store: Store = store if store != "auto" else ("u8" if self.by_table is not None else "float32")
 
-    def read(self, places: Sequence[str], store: Store) -> tuple[Pixels, list[Layout]]:
+    def read(self, places: Sequence[str]) -> tuple[Pixels, list[Layout]]:
         """Pixels of the images and how each stands among tokens."""
         if not places:
             return None, []
         if self.image_token is None:
             raise DataError("this processor reads no images; use one with an image_processor")
         if self.by_table is None:
-            return self._by_processor(places, store)
-        return self._by_table(self.by_table, places, store)
+            return self._by_processor(places)
+        return self._by_table(self.by_table, places)
 
-    def _by_table(
-        self, reader: PatchImages, places: Sequence[str], store: Store
-    ) -> tuple[Pixels, list[Layout]]:
+    def _by_table(self, reader: PatchImages, places: Sequence[str]) -> tuple[Pixels, list[Layout]]:
         recorded = [image_size(place, reader.max_pixels) for place in places]
         sizes = [reader.fitted(*size) for size in recorded]
         grids = np.array(
             [[1, height // reader.patch, width // reader.patch] for width, height in sizes], np.int64
         )
-        pixels = TrajectoryPixels(
-            grids, None, reader.table, tuple(places), reader.merge, sizes=dict(enumerate(recorded))
-        )
         tokens = [self._grid_tokens(int(h) // reader.merge, int(w) // reader.merge) for _, h, w in grids]
-        if store == "path":
-            pixels.reload = reader
-            return pixels, tokens
         offsets = np.concatenate([[0], np.cumsum(grids[:, 1] * grids[:, 2])])
-        kind = {"u8": np.uint8, "float32": np.float32, "bfloat16": np.uint16}[store]
-        frames = 1 if store == "u8" else reader.table.frames
-        rows = np.empty((int(offsets[-1]), 3 * frames * reader.patch**2), kind)
+        area, kept = reader.patch**2, self.store == "u8"
+        width = 3 * area if kept else 3 * area * reader.table.frames
+        rows = np.empty((int(offsets[-1]), width), np.uint8 if kept else np.float32)
 
         def fill(index: int) -> None:
             out = rows[offsets[index] : offsets[index + 1]]
-            if store == "u8":
-                reader.patches(places[index], out.reshape(len(out), 3, -1))
+            if kept:
+                reader.patches(places[index], out.reshape(len(out), 3, area))
             else:
-                patches = np.empty((len(out), 3, reader.patch**2), np.uint8)
+                patches = np.empty((len(out), 3, area), np.uint8)
                 reader.table.expand_into(reader.patches(places[index], patches), out)
 
         if self.threads > 1 and len(places) > 1:
@@ -584,10 +550,10 @@ class ImageReader:
                 list(pool.map(fill, range(len(places))))
         else:
             list(map(fill, range(len(places))))
-        pixels.rows = rows.reshape(len(rows), 3, -1) if store == "u8" else rows
-        return pixels, tokens
+        shaped = rows.reshape(len(rows), 3, area) if kept else rows
+        return TrajectoryPixels(grids, shaped, reader.table, reader.merge, dict(enumerate(recorded))), tokens
 
-    def _by_processor(self, places: Sequence[str], store: Store) -> tuple[Pixels, list[Layout]]:
+    def _by_processor(self, places: Sequence[str]) -> tuple[Pixels, list[Layout]]:
         outputs, tokens = [], []
         frame = self._around()
         for place in places:
@@ -606,7 +572,7 @@ class ImageReader:
                                     f"{height}x{width}")  # fmt: skip
             else:
                 tokens.append(text_like(ids))
-            outputs.append({name: _kept_array(value, store) for name, value in output.items()})
+            outputs.append({name: value.numpy() for name, value in output.items()})
         return ProcessorOutputs(tuple(outputs)), tokens
 
     def _around(self) -> tuple[int, int]:
@@ -618,12 +584,3 @@ class ImageReader:
 
     def _grid_tokens(self, height: int, width: int) -> Layout:
         return image_on_grid(self.image_token_id, height, width, self.rows)
-
-
-def _kept_array(value: Any, store: Store) -> Array:
-    """A processor's tensor as an array; bfloat16 travels as its bits."""
-    import torch
-
-    if store == "bfloat16" and value.is_floating_point():
-        return value.to(torch.bfloat16).view(torch.uint16).numpy()  # type: ignore[no-any-return]
-    return value.numpy()  # type: ignore[no-any-return]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from shoal.core.errors import DataError
-from shoal.splitting.cut import CUTS, Cut, Limits
-from shoal.splitting.readers.recordings import Recording, RolloutTokens, finite_reward
+from shoal.splitting.cut import Cut
+from shoal.splitting.readers.recordings import RolloutTokens, finite_reward
 
 if TYPE_CHECKING:
     from shoal.splitting.encode import Encoder
@@ -70,8 +70,8 @@ def lay_out(
     places = np.flatnonzero(ids == image_token) if image_token >= 0 else np.empty(0, np.int64)
     if len(places) != len(images):
         raise DataError(
-            f"the rendered text has {len(places)} image tokens for {len(images)} images; recorded text that "
-            "spells out the image token does this unless the fix escape_control_tokens is on"
+            f"the rendered text has {len(places)} image tokens for {len(images)} images; the chat template must "
+            "write one image token for each image"
         )
     stretches: list[Array | int] = []
     start = 0
@@ -202,52 +202,38 @@ def untrained_before(side: Side, first_turn: int) -> Side:
     return Side(side.layout, mask, tuple(item for item in side.ends if item[0] >= first_turn), side.roles)
 
 
-class Way:
-    """How a recording becomes prompts, responses and rewards."""
+def sides_of(kind: str, encoder: Encoder, cut: Cut, step: RolloutTokens | None) -> tuple[Side, Side]:
+    """Prompt and response of one sample."""
+    if kind == "stepwise":
+        return _step_sides(encoder, cut, step)
+    return _window_sides(encoder, cut) if encoder.joins_in(cut) else _rendered_sides(encoder, cut)
 
-    def cuts(self, kind: str, recording: Recording, limits: Limits) -> list[Cut]:
-        """The samples of a recording before they have tokens."""
-        return CUTS[kind](recording, limits)
 
-    def sides(
-        self, plan: Plan, encoder: Encoder, cut: Cut, step: RolloutTokens | None
-    ) -> tuple[Side, Side, int]:
-        """Prompt and response, and how many tokens of the response are attended to."""
-        if plan.kind == "stepwise":
-            prompt, response = _step_sides(encoder, cut, step)
-        elif encoder.joins_in(cut):
-            prompt, response = window_sides(encoder, cut)
-        else:
-            prompt, response = _rendered_sides(encoder, cut)
-        return prompt, response, len(response.layout)
+def fitted(plan: Plan, encoder: Encoder, prompt: Side, response: Side) -> tuple[Side, Side, bool]:
+    """Both within their limits, truncated or refused, and whether something was truncated.
 
-    def fitted(self, plan: Plan, encoder: Encoder, prompt: Side, response: Side) -> tuple[Side, Side, bool]:
-        """Both within their limits, cut or refused, and whether something was cut.
-
-        An image that would lose a token goes whole, tokens and pixels.
-        """
-        limits = {"prompt": plan.max_prompt_length, "response": plan.max_response_length}
-        lengths = {"prompt": len(prompt.layout), "response": len(response.layout)}
-        over = [name for name in limits if lengths[name] > limits[name]]
-        if not over:
-            return prompt, response, False
-        if plan.truncation == "error":
-            raise too_long(over[0], lengths[over[0]], f"max_{over[0]}_length", limits[over[0]])
-        keep = kept_by(len(prompt.layout), plan.max_prompt_length, plan.truncation)
-        prompt = prompt.kept(keep, encoder, 0)
-        keep = kept_by(len(response.layout), plan.max_response_length, "right")
-        return prompt, response.kept(keep, encoder, prompt.layout.span), True
-
-    def rewarded(self, mask: Array, attended: int) -> int | None:
-        """The token that stands for the whole sample: the last one that is trained."""
-        trained = np.flatnonzero(mask)
-        return int(trained[-1]) if len(trained) else None
+    An image that would lose a token is removed whole, tokens and pixels.
+    """
+    limits = {"prompt": plan.max_prompt_length, "response": plan.max_response_length}
+    lengths = {"prompt": len(prompt.layout), "response": len(response.layout)}
+    over = [name for name in limits if lengths[name] > limits[name]]
+    if not over:
+        return prompt, response, False
+    if plan.truncation == "error":
+        raise DataError(
+            f"a {over[0]} of {lengths[over[0]]} tokens is over max_{over[0]}_length={limits[over[0]]}: raise "
+            f"max_{over[0]}_length, lower window_size, limit_messages or limit_images, or set truncation"
+        )
+    keep = kept_by(len(prompt.layout), plan.max_prompt_length, plan.truncation)
+    prompt = prompt.kept(keep, encoder, 0)
+    keep = kept_by(len(response.layout), plan.max_response_length, "right")
+    return prompt, response.kept(keep, encoder, prompt.layout.span), True
 
 
 def _step_sides(encoder: Encoder, cut: Cut, step: RolloutTokens | None) -> tuple[Side, Side]:
     """Everything before the answer, and the answer."""
     template, answer = encoder.template, cut.pieces[-1]
-    prompt = step_prompt(encoder, cut, step)
+    prompt = _step_prompt(encoder, cut, step)
     if step is not None:
         ids = np.asarray(step.response_ids, np.int32)
     else:
@@ -258,18 +244,15 @@ def _step_sides(encoder: Encoder, cut: Cut, step: RolloutTokens | None) -> tuple
     return prompt, response.behind(prompt)
 
 
-def step_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens | None, *, ask: bool = True) -> Side:
-    """What stands before the last piece, as the sampler recorded it or as the template writes it.
-
-    With `ask` it ends with the header that opens an answer.
-    """
+def _step_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens | None) -> Side:
+    """What stands before the answer, as the sampler recorded it or as the template writes it."""
     messages, context = encoder.recording.messages, cut.pieces[:-1]
     if step is not None and step.prompt_ids:
         return side_of(encoder.rows, [("recorded", _recorded_prompt(encoder, cut, step))])
     if encoder.joins_in(cut) or not context:
         parts = [(messages[p.message].role, encoder.as_context(p, i == 0)) for i, p in enumerate(context)]
-        return side_of(encoder.rows, [*parts, ("assistant", encoder.header(not parts))] if ask else parts)
-    text = encoder.template.render([(messages[piece.message], piece.keep) for piece in context], ask=ask)
+        return side_of(encoder.rows, [*parts, ("assistant", encoder.header(not parts))])
+    text = encoder.template.render([(messages[piece.message], piece.keep) for piece in context], ask=True)
     return side_of(encoder.rows, [("rendered", encoder.lay_out(text, context))])
 
 
@@ -295,32 +278,25 @@ def _recorded_prompt(encoder: Encoder, cut: Cut, step: RolloutTokens) -> Layout:
     return encoder.text(ids[keep], images)
 
 
-def window_sides(
-    encoder: Encoder, cut: Cut, *, ask: bool = True, train: bool = True, trim: bool = True
-) -> tuple[Side, Side]:
-    """Several turns in one sample, messages joined.
-
-    With `ask` the prompt ends with the header that opens an answer; without `train` answers are context like all else;
-    with `trim` the response ends with its last answer.
-    """
+def _window_sides(encoder: Encoder, cut: Cut) -> tuple[Side, Side]:
+    """Several turns in one sample, messages joined; the response ends with its last trained answer."""
     template, messages = encoder.template, encoder.recording.messages
     header, (own, rest) = encoder.plain(template.header_ids), template.closing_ids
     before = [
         (messages[piece.message].role, encoder.as_context(piece, index == 0))
         for index, piece in enumerate(cut.pieces[: cut.n_prompt])
     ]
-    if ask:
-        before.append(("assistant", encoder.header(not before)))
+    before.append(("assistant", encoder.header(not before)))
     after: list[tuple[str, Layout, int | None]] = []
     for piece in cut.pieces[cut.n_prompt :]:
         message = messages[piece.message]
-        if piece.turn is None or not train:
+        if piece.turn is None:
             after.append((message.role, encoder.as_context(piece, False), None))
             continue
         answer = np.concatenate([template.answer_ids(message, piece.keep), own])
-        after += [("assistant", header, None)] if after or not ask else []
+        after += [("assistant", header, None)] if after else []
         after += [("assistant", encoder.plain(answer), piece.turn), ("assistant", encoder.plain(rest), None)]
-    while trim and after and after[-1][2] is None:
+    while after and after[-1][2] is None:
         after.pop()
     prompt = side_of(encoder.rows, before)
     response = side_of(
@@ -382,15 +358,6 @@ def _sides_of_texts(encoder: Encoder, cut: Cut, texts: Sequence[tuple[str, int |
     return prompt, response.behind(prompt)
 
 
-# --- limits
-def too_long(what: str, length: int, option: str, limit: int) -> DataError:
-    """The error for a sample over a limit."""
-    return DataError(
-        f"a {what} of {length} tokens is over {option}={limit}: raise {option}, lower window_size, "
-        "limit_messages or limit_images, or set truncation"
-    )
-
-
 # --- rewards
 RewardPlacement = Literal["final", "all", "last_step"] | Callable[[float, int, int], float]
 """Where a trajectory's reward goes in a sample.
@@ -401,18 +368,15 @@ trajectory's last sample. A callable of (reward, step_index, n_steps) gives the 
 
 
 def place_reward(
-    reward: float,
-    placement: RewardPlacement,
-    step_index: int,
-    n_steps: int,
-    response_mask: Array,
-    final: int | None,
+    reward: float, placement: RewardPlacement, step_index: int, n_steps: int, response_mask: Array
 ) -> Array:
-    """Rewards of the response tokens `[r]` float32; `final` stands for all of them, None where nothing is trained."""
+    """Rewards of the response tokens `[r]` float32; a single one is on the last trained token."""
     rewards = np.zeros(len(response_mask), np.float32)
+    trained = np.flatnonzero(response_mask)
     if placement == "all":
-        rewards[response_mask] = reward
-    elif final is not None:
+        rewards[trained] = reward
+    elif len(trained):
+        final = trained[-1]
         if callable(placement):
             rewards[final] = finite_reward(
                 placement(reward, step_index, n_steps), "the function given as reward"

@@ -1,4 +1,4 @@
-"""A folder of recordings split piece by piece into a folder of batches: what is done stays done after a kill."""
+"""A folder of recordings split into shards, each a batch on disk: a shard that is written is never written again."""
 
 from __future__ import annotations
 
@@ -32,24 +32,23 @@ def split_shards(
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Split `size` recordings at a time, each lot into `folder/<number>` as `Batch.save` writes it.
+    """Split `size` recordings at a time and write each shard to `folder/<number>` as `Batch.save` does.
 
-    A lot that is there already is passed over, so the same call goes on where another was killed; only the lot that
-    was under way is begun anew. Where no recording of a lot has a sample, its folder holds just
-    the reasons of those that were skipped.
+    Existing shards are skipped, so the same call resumes one that was killed: only the unfinished shard is split
+    again. A shard without samples holds just the reasons of its skipped recordings.
 
     Args:
         splitter: how; a folder that was begun with other settings is refused.
         dataset_ids: which recordings; the same ones in the same order for every call.
         rewards: one each.
         folder: where to write.
-        size: recordings of a lot.
+        size: recordings in a shard.
         about: what else must be the same for every call, as text.
-        executor: where the recordings of a lot are split.
+        executor: where the recordings of a shard are split.
         progress: called with (recordings done, recordings in all).
 
     Yields:
-        The place of each lot that was made now, and its counts, once it is safe on disk.
+        The folder of each shard that was written now, and its counts, once it is safe on disk.
 
     Raises:
         WorkerError: another split is writing there.
@@ -61,8 +60,8 @@ def split_shards(
         raise ValueError(f"dataset_ids must be a list of at least one id, got {dataset_ids!r}")
     if splitter.traj_filter and size < len(ids):
         raise ConfigError(
-            "traj_filter drops as many turns as the successful ones of all recordings have on average, and a lot knows "
-            f"only its own: leave it out, or make one lot of all ({len(ids)} recordings), got lots of {size}"
+            "traj_filter needs the mean length of all successful recordings, and a shard knows only its own: leave it "
+            f"out, or write one shard of all {len(ids)} recordings, got shards of {size}"
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +93,9 @@ def split_shards(
                 )
                 _note(folder, place.name, counts)
                 yield place, counts
-            elif place.name not in known:  # the run was killed when the lot was made and not yet counted
+            elif (
+                place.name not in known
+            ):  # the run was killed after the shard was written and before it was counted
                 _note(folder, place.name, _counts_of(place))
             if progress is not None:
                 progress(min(first + size, len(ids)), len(ids))
@@ -103,14 +104,14 @@ def split_shards(
 
 
 def read_shards(folder: Path | str) -> Iterator[Batch]:
-    """The batches of a folder in order, one in memory at a time; a lot that is missing or damaged is an error."""
+    """The batches of a folder in order, one in memory at a time; a missing or damaged shard is an error."""
     folder = Path(folder)
     plan = _plan_of(folder)
-    lots = -(-plan["recordings"] // plan["size"])
-    for number in range(lots):
+    shards = -(-plan["recordings"] // plan["size"])
+    for number in range(shards):
         place = folder / f"{number:06d}"
         if not place.is_dir():
-            raise DataError(f"{folder} has {number} of {lots} lots: the run is not done; resume it")
+            raise DataError(f"{folder} has {number} of {shards} shards: the run is not done; resume it")
         if (place / SKIPPED).is_file():
             verify_folder(place)
             continue
@@ -118,10 +119,10 @@ def read_shards(folder: Path | str) -> Iterator[Batch]:
 
 
 def count_shards(folder: Path | str) -> dict[str, Any]:
-    """Counts of all lots of a folder together, however many runs made them; `reasons` says why by the skipped id."""
-    lots = _counts(Path(folder)).values()
-    total: dict[str, Any] = {"lots": len(lots), "reasons": {}}
-    for counts in lots:
+    """Counts of all shards of a folder together; `reasons` has the reason of each skipped id."""
+    shards = _counts(Path(folder)).values()
+    total: dict[str, Any] = {"shards": len(shards), "reasons": {}}
+    for counts in shards:
         total["reasons"] |= counts.pop("reasons")
         for name, count in counts.items():
             total[name] = total.get(name, 0) + count
@@ -135,30 +136,32 @@ def _save(splitter: TrajectorySplitter, results: Any, place: Path) -> dict[str, 
     else:
         with write_folder(place) as new:
             write_json(new / SKIPPED, {item.dataset_id: item.reason for item in skipped})
-    return _told(batch, skipped)
+    return _summary(batch, skipped)
 
 
 def _counts_of(place: Path) -> dict[str, Any]:
     if (place / SKIPPED).is_file():
-        return _told(None, [Skipped(*item) for item in read_json(place / SKIPPED).items()])
+        return _summary(None, [Skipped(*item) for item in read_json(place / SKIPPED).items()])
     batch = Batch.load(place)
-    return _told(batch, batch.skipped)
+    return _summary(batch, batch.skipped)
 
 
-def _told(batch: Batch | None, skipped: Sequence[Skipped]) -> dict[str, Any]:
+def _summary(batch: Batch | None, skipped: Sequence[Skipped]) -> dict[str, Any]:
     nothing = {"trajectories": 0, "samples": 0, "images": 0, "skipped": len(skipped)}
     counts: dict[str, Any] = nothing if batch is None else batch.summary()
     return counts | {"reasons": {item.dataset_id: item.reason for item in skipped}}
 
 
-def _note(folder: Path, lot: str, counts: dict[str, Any]) -> None:
-    append_line(folder / COUNTS, json.dumps({"lot": lot, **counts}).encode() + b"\n", durable=True)
+def _note(folder: Path, shard: str, counts: dict[str, Any]) -> None:
+    append_line(folder / COUNTS, json.dumps({"shard": shard, **counts}).encode() + b"\n", durable=True)
 
 
 def _counts(folder: Path) -> dict[str, dict[str, Any]]:
-    """The counts of lots by their names; a line that was torn by a kill tells of none."""
+    """The counts of shards by their names; a line that a kill cut short has none."""
     path = folder / COUNTS
-    return {counts.pop("lot"): counts for counts in whole_rows(path.read_bytes() if path.is_file() else b"")}
+    return {
+        counts.pop("shard"): counts for counts in whole_rows(path.read_bytes() if path.is_file() else b"")
+    }
 
 
 def _settings(splitter: TrajectorySplitter) -> list[Any]:
@@ -169,7 +172,7 @@ def _settings(splitter: TrajectorySplitter) -> list[Any]:
     return [
         plan.kind, asdict(plan.limits), plan.max_prompt_length, plan.max_response_length, plan.truncation,
         plan.use_rollout, splitter.rows, splitter.padding, splitter.traj_filter,
-        plan.images.store, plan.images.max_pixels, images, repr(getattr(plan.way, "fixes", None)),
+        plan.images.store, plan.images.max_pixels, images,
         plan.reward if isinstance(plan.reward, str) else getattr(plan.reward, "__qualname__", ""),
         type(plan.reader).__qualname__, getattr(processor, "chat_template", None), plan.template.header_ids.tolist(),
     ]  # fmt: skip

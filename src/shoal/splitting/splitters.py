@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from shoal.core.errors import DataError, ShoalError, WorkerDiedError
-from shoal.core.executors import (
-    LokyExecutor,
-    ProcessExecutor,
-    RayExecutor,
-    SerialExecutor,
-    connect_ray,
-    map_ordered,
-)
-from shoal.core.sharing import Shared, SpilledResult, shared_by_ray, spill, spill_folder
+from shoal.core.errors import ConfigError, DataError, ShoalError
+from shoal.core.executors import RayExecutor, SerialExecutor, available_cpus, connect_ray, map_ordered
 from shoal.splitting.batch import Batch, Padding, Sample, Shape, Skipped
-from shoal.splitting.cut import Cut, Limits, answers_of, places_of
+from shoal.splitting.cut import CUTS, Cut, Limits, answers_of
 from shoal.splitting.encode import MODEL_TEXT, ChatTemplate, Encoder
 from shoal.splitting.images import (
     MAX_IMAGE_PIXELS,
     ImageReader,
     Pixels,
     Store,
-    TrajectoryPixels,
 )
 from shoal.splitting.place import (
     RewardPlacement,
     Truncation,
-    Way,
     add_step_scores,
+    fitted,
     place_reward,
+    sides_of,
     untrained_before,
 )
 from shoal.splitting.readers.recordings import (
@@ -54,9 +45,6 @@ from shoal.splitting.readers.recordings import (
     shortage,
 )
 
-if TYPE_CHECKING:
-    from shoal.splitting.original import Compat, Fixes
-
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 Kind = Literal["stepwise", "window", "last-n"]
@@ -64,14 +52,13 @@ Kind = Literal["stepwise", "window", "last-n"]
 
 @dataclass(frozen=True)
 class Plan:
-    """All that turns a recording into samples; made once, sent to each worker once."""
+    """All that turns a recording into samples."""
 
     kind: Kind
     reader: Reader
     template: ChatTemplate
     images: ImageReader
     limits: Limits
-    way: Way
     max_prompt_length: int
     max_response_length: int
     truncation: Truncation
@@ -89,18 +76,17 @@ class Job:
     reward: float | None = None  # None: as recorded, or 0
     scores: tuple[float, ...] = ()  # one per turn, -1 for none
     first_turn: int = 0  # earlier turns are not trained
-    store: Store = "u8"
     refused: DataError | None = None  # why it cannot be started: something is wrong with what came with it
 
 
 @dataclass(slots=True)
 class SplitTrajectory:
-    """What comes back from a worker."""
+    """The samples of one trajectory."""
 
     index: int
     dataset_id: str
     samples: list[Sample]
-    pixels: Any  # `Pixels`, or where a worker put them
+    pixels: Pixels
 
 
 class TrajectorySplitter:
@@ -119,10 +105,8 @@ class TrajectorySplitter:
         limit_messages: a sample looks back over so many turns.
         traj_filter: trajectories with reward 0 do not train their first steps, as many as the successful ones
             have on average.
-        compat: "fixed" is right; "seed" gives the original's tensors bit for bit.
-        fixes: single switches of `Fixes` by name, over `compat`.
-        store: how pixels are kept: "u8" (8-bit, expanded when read), "float32", "bfloat16", "path" (read
-            again when needed), or "auto": "u8" where the processor allows it, else "float32".
+        store: how pixels are kept: "u8" (8-bit, expanded when read), "float32", or "auto": "u8" where the
+            processor allows it, else "float32".
         reward: where the reward goes, see `RewardPlacement`.
         position_rows: 3 or 4 rows of positions for Qwen2-VL models (4: verl's, with the token's number on
             top), 1 for others; None chooses 3 or 1.
@@ -151,8 +135,7 @@ class TrajectorySplitter:
         limit_messages: int = 35,
         traj_filter: bool = False,
         *,
-        compat: Compat = "fixed",
-        fixes: Mapping[str, bool] | Fixes | None = None,
+        compat: Literal["fixed"] = "fixed",
         store: Store = "auto",
         reward: RewardPlacement = "final",
         position_rows: Literal[1, 3, 4] | None = None,
@@ -178,7 +161,7 @@ class TrajectorySplitter:
         _one_of("truncation", truncation, ("error", "left", "right", "middle"))
         _one_of("padding", padding, ("max", "longest"))
         _one_of("on_error", on_error, ("raise", "skip"))
-        _one_of("store", store, ("auto", "u8", "float32", "bfloat16", "path"))
+        _one_of("store", store, ("auto", "u8", "float32"))
         _one_of("position_rows", position_rows, (None, 1, 3, 4))
         if not callable(reward):
             _one_of("reward", reward, ("final", "all", "last_step"))
@@ -188,13 +171,9 @@ class TrajectorySplitter:
             raise ValueError(
                 f"reader must have ids() and read(), got {reader!r}; find_reader(path) makes one"
             )
-        way, escape = Way(), True
-        if compat != "fixed" or fixes is not None:
-            from shoal.splitting.original import way_of
-
-            way, switches = way_of(compat, fixes)
-            escape = switches.escape_control_tokens
-        template = ChatTemplate(processor, escape=escape, model_text=model_text)
+        if compat != "fixed":
+            raise ConfigError(f"compat must be 'fixed', the only way samples are made, got {compat!r}")
+        template = ChatTemplate(processor, model_text=model_text)
         images = ImageReader(processor, template, store, max_image_pixels, image_threads)
         self.rows = position_rows if position_rows is not None else images.rows
         if (self.rows == 1) != (images.rows == 1):
@@ -208,7 +187,6 @@ class TrajectorySplitter:
             template=template,
             images=images,
             limits=Limits(window_size, stride_size, limit_images, limit_messages),
-            way=way,
             max_prompt_length=max_prompt_length,
             max_response_length=max_response_length,
             truncation=truncation,
@@ -232,18 +210,18 @@ class TrajectorySplitter:
         Args:
             dataset_ids: which trajectories.
             reward_tensor: one reward each; without it, rewards that were recorded, or 0.
-            executor: where trajectories are split; threads cost nothing to start, since reading and resizing
-                images runs outside the interpreter lock. All executors give the same batch.
+            executor: any `concurrent.futures.Executor`; without one, trajectories are split in this thread.
+                Threads are fastest on one machine: images are read and resized outside the interpreter lock, and
+                nothing is copied. The batch is the same on all.
             process_reward_tensor: `[N, turns]` scores in [0, 1], -1 for none; each adds `0.5 * (score - 0.5)`
                 on the last token of its turn.
             dataset_paths: where a trajectory is, instead of `root_dir`: by id, or one for each id.
             progress: called with (trajectories done, trajectories in all).
         """
-        return self._collected(
-            self._results(
-                dataset_ids, reward_tensor, executor, process_reward_tensor, dataset_paths, progress
-            )
+        results = self._results(
+            dataset_ids, reward_tensor, executor, process_reward_tensor, dataset_paths, progress
         )
+        return self._collected(results)
 
     def split_parallel(
         self,
@@ -257,19 +235,12 @@ class TrajectorySplitter:
     ) -> Batch:
         """`split` on Ray with `num_cpus` tasks at a time; Ray is started if it is not, and stays."""
         _whole(1, num_cpus=num_cpus)
-        ahead = _start_ray(num_cpus)
-        with RayExecutor({"max_retries": 3}) as executor:  # splitting twice does no harm
-            return self._collected(
-                self._results(
-                    dataset_ids,
-                    reward_tensor,
-                    executor,
-                    process_reward_tensor,
-                    dataset_paths,
-                    progress,
-                    in_flight=ahead,
-                )
+        connect_ray(num_cpus, wanted_by="split_parallel")
+        with RayExecutor({"max_retries": 3}, num_cpus) as executor:  # a task may be done twice: it only reads
+            results = self._results(
+                dataset_ids, reward_tensor, executor, process_reward_tensor, dataset_paths, progress, num_cpus
             )
+            return self._collected(results)
 
     def stream(
         self,
@@ -312,13 +283,13 @@ class TrajectorySplitter:
     def results(
         self, dataset_ids: Iterable[str], reward_tensor: Any = None, *, executor: Executor | None = None
     ) -> Iterator[SplitTrajectory | Skipped]:
-        """What became of each trajectory, in order: its samples and pixels, or why it was skipped."""
+        """The samples and pixels of each trajectory, in order, or why it was skipped."""
         return self._results(dataset_ids, reward_tensor, executor, None, None, None)
 
     def collected(
         self, results: Iterable[SplitTrajectory | Skipped]
     ) -> tuple[Batch | None, tuple[Skipped, ...]]:
-        """One batch of results, or None where none of them has a sample; and what was skipped."""
+        """One batch of results, or None if none of them has a sample; and the skipped trajectories."""
         samples: list[Sample] = []
         pixels: dict[int, Pixels] = {}
         skipped: list[Skipped] = []
@@ -350,35 +321,24 @@ class TrajectorySplitter:
         scores: Any,
         paths: Mapping[str, Path | str] | Sequence[Path | str] | None,
         progress: Progress | None,
-        *,
-        in_flight: int | None = None,
+        workers: int | None = None,
     ) -> Iterator[SplitTrajectory | Skipped]:
         executor = executor if executor is not None else SerialExecutor()
         if not callable(getattr(executor, "submit", None)):
             raise ValueError(f"executor must be one, got {executor!r}; make_executor makes one by its name")
-        local = isinstance(executor, SerialExecutor | ThreadPoolExecutor)
-        by_file = not local and not (isinstance(executor, RayExecutor) and _several_machines())
-        store = self.plan.images.store
-        # Through a pipe or the object store pixels go as 8-bit and are expanded here: an eighth of the bytes.
-        exact = local or by_file or store == "path" or self.plan.images.by_table is None
-        packed: Store = store if exact else "u8"
-        jobs = make_jobs(dataset_ids, rewards, scores, paths, packed)
+        jobs = make_jobs(dataset_ids, rewards, scores, paths)
         if self.traj_filter:
             jobs = without_first_turns(self.plan.reader, jobs)
-        if isinstance(executor, SerialExecutor):
-            in_flight = 1
-        plan = shared_by_ray(self.plan) if isinstance(executor, RayExecutor) else Shared(self.plan)
-        with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(spill_folder()) if by_file else None
-            todo = deque((plan, job, folder) for job in jobs if job.refused is None)
-            outcomes = _outcomes(executor, todo, in_flight)
-            for done, job in enumerate(jobs, 1):
-                outcome = next(outcomes) if job.refused is None else job.refused
-                if isinstance(outcome, SpilledResult):
-                    outcome = outcome.fetched()
+        ahead = 1 if isinstance(executor, SerialExecutor) else max(4, 2 * (workers or available_cpus()))
+        # Elsewhere than in this process the plan travels with each task: 5 MB for the tokenizer of Qwen2.5-VL.
+        here = isinstance(executor, SerialExecutor | ThreadPoolExecutor)
+        size = 1 if here else max(1, min(MOST_IN_TASK, len(jobs) // ahead))
+        tasks = (jobs[first : first + size] for first in range(0, len(jobs), size))
+        done = 0
+        for outcomes in map_ordered(executor, partial(_split_jobs, self.plan), tasks, in_flight=ahead):
+            for outcome in outcomes:
+                job, done = jobs[done], done + 1
                 if isinstance(outcome, SplitTrajectory):
-                    if not local and isinstance(outcome.pixels, TrajectoryPixels):
-                        outcome.pixels = outcome.pixels.converted(store)
                     yield outcome
                 else:
                     if self.on_error == "raise":
@@ -451,64 +411,20 @@ SPLITTERS: dict[str, type[TrajectorySplitter]] = {
 """By name, as settings say them."""
 
 
-def _start_ray(num_cpus: int) -> int:
-    """Start a local Ray if none is running; returns how many tasks may be submitted ahead."""
-    ray = connect_ray(num_cpus, wanted_by="split_parallel")
-    # Where Ray has more CPUs than asked for, what is submitted is what runs.
-    return num_cpus if ray.cluster_resources().get("CPU", 0) > num_cpus else 2 * num_cpus
+MOST_IN_TASK = 8
+"""Recordings that a task of another process splits, where there are many."""
 
 
-def _several_machines() -> bool:
-    import ray
-
-    return len([node for node in ray.nodes() if node.get("Alive")]) > 1
-
-
-Item = tuple[Shared[Plan], Job, str | None]
-Outcome = SplitTrajectory | SpilledResult[SplitTrajectory] | DataError
-MOST_DEATHS = 3
+def _split_jobs(plan: Plan, jobs: Sequence[Job]) -> list[SplitTrajectory | DataError]:
+    """The samples of each trajectory, or why it cannot be split."""
+    return [_split_job(plan, job) for job in jobs]
 
 
-def _outcomes(executor: Executor, todo: deque[Item], in_flight: int | None) -> Iterator[Outcome]:
-    """What came of each trajectory, in order, also where workers die.
-
-    The one at which that happened is done again, alone, so that no other is blamed for it; one that ends its worker
-    again and again is refused.
-    """
-    deaths = 0
-    while todo:
-        ahead = [todo[0]] if deaths else list(todo)
-        try:
-            for outcome in map_ordered(executor, _work, ahead, in_flight=in_flight):
-                todo.popleft()
-                deaths = 0
-                yield outcome
-        except (BrokenExecutor, WorkerDiedError) as error:
-            deaths += 1
-            name = todo[0][1].dataset_id
-            if isinstance(executor, ProcessExecutor | LokyExecutor):
-                executor.renew()
-            elif isinstance(error, BrokenExecutor):
-                raise WorkerDiedError(
-                    f"a worker died while trajectory {name!r} or one behind it was split ({error}); split again with "
-                    "make_executor('process'), which replaces workers"
-                ) from error
-            logger.warning("a worker died while %r or one behind it was split, which is done again", name)
-            if deaths == MOST_DEATHS:
-                executor.submit(int).result()  # raises where no worker can live at all
-                todo.popleft()
-                deaths = 0
-                said = str(error).partition("\n")[0]
-                yield DataError(
-                    f"trajectory {name!r} ended its worker each time that it was split alone ({said}); remove it"
-                )
-
-
-def _work(item: Item) -> Outcome:
-    plan, job, folder = item
+def _split_job(plan: Plan, job: Job) -> SplitTrajectory | DataError:
+    if job.refused is not None:
+        return job.refused
     try:
-        done = split_recording(plan.get(), job)
-        return done if folder is None else spill(done, folder)
+        return split_recording(plan, job)
     except Exception as error:
         if fault := shortage(error):
             raise fault from None  # the recording is whole, and would be missing
@@ -547,13 +463,14 @@ def split_recording(plan: Plan, job: Job) -> SplitTrajectory:
     messages = recording.messages
     cuts = [
         cut
-        for cut in plan.way.cuts(plan.kind, recording, plan.limits)
+        for cut in CUTS[plan.kind](recording, plan.limits)
         if not job.first_turn or any((piece.turn or -1) >= job.first_turn for piece in cut.pieces)
     ]
-    shown = {place for cut in cuts for piece in cut.pieces for place in places_of(messages, piece)}
+    pieces = {piece for cut in cuts for piece in cut.pieces}
+    shown = {place for piece in pieces for place in messages[piece.message].shown(piece.keep)}
     in_order = dict.fromkeys(place for message in messages for place in message.images)
     places = [place for place in in_order if place in shown]
-    pixels, tokens = plan.images.read(places, job.store)
+    pixels, tokens = plan.images.read(places)
     encoder = Encoder(plan, recording, {place: index for index, place in enumerate(places)}, tokens)
     samples = [_sample(plan, job, recording, encoder, cut) for cut in cuts]
     return SplitTrajectory(job.index, job.dataset_id, samples, pixels)
@@ -561,18 +478,15 @@ def split_recording(plan: Plan, job: Job) -> SplitTrajectory:
 
 def _sample(plan: Plan, job: Job, recording: Recording, encoder: Encoder, cut: Cut) -> Sample:
     step = _rollout_step(plan, recording, cut)
-    prompt, response, attended = plan.way.sides(plan, encoder, cut, step)
+    prompt, response = sides_of(plan.kind, encoder, cut, step)
     if job.first_turn:
         response = untrained_before(response, job.first_turn)
-    prompt, response, cut_short = plan.way.fitted(plan, encoder, prompt, response)
-    if cut_short:
-        attended = min(attended, len(response.layout))
-    final = plan.way.rewarded(response.mask, attended)
+    prompt, response, truncated = fitted(plan, encoder, prompt, response)
     reward = job.reward if job.reward is not None else (recording.reward or 0.0)
-    rewards = place_reward(reward, plan.reward, cut.step_index, cut.n_steps, response.mask, final)
+    rewards = place_reward(reward, plan.reward, cut.step_index, cut.n_steps, response.mask)
     add_step_scores(rewards, response.ends, job.scores)
     start = len(prompt.layout)
-    if cut_short:
+    if truncated:
         images = [image for side in (prompt, response) for image, _, _ in side.layout.images]
     else:
         images = encoder.images_of(cut.pieces)
@@ -589,7 +503,6 @@ def _sample(plan: Plan, job: Job, recording: Recording, encoder: Encoder, cut: C
         response_mask=response.mask,
         rewards=rewards,
         reward=reward,
-        n_attended=attended,
         pads_count_on=plan.kind == "stepwise",
         images=tuple(images),
         messages=[_as_dict(recording.messages[piece.message], piece.keep) for piece in cut.pieces],
@@ -631,7 +544,6 @@ def make_jobs(
     rewards: Any,
     scores: Any,
     paths: Mapping[str, Path | str] | Sequence[Path | str] | None,
-    store: Store,
 ) -> list[Job]:
     """One job per trajectory, in order; `refused` where what came with a trajectory is wrong."""
     if isinstance(dataset_ids, str) or not isinstance(dataset_ids, Iterable):
@@ -645,7 +557,7 @@ def make_jobs(
     path_of = _paths(paths, ids)
     jobs = []
     for index, name in enumerate(ids):
-        job, where = Job(index, name, path_of[index], store=store), f"trajectory {name!r}"
+        job, where = Job(index, name, path_of[index]), f"trajectory {name!r}"
         try:
             reward = None if rewards is None else finite_reward(reward_of[index], where)
             jobs.append(replace(job, reward=reward, scores=_checked_scores(scores_of[index], where)))
@@ -655,7 +567,7 @@ def make_jobs(
 
 
 def without_first_turns(reader: Reader, jobs: list[Job]) -> list[Job]:
-    """The jobs, those of failed trajectories told from which turn on to train (`traj_filter`)."""
+    """The jobs; those of failed trajectories have the first turn that is trained (`traj_filter`)."""
     lengths, rewards = {}, {}
     for job in jobs:
         if job.refused is None:
@@ -664,7 +576,7 @@ def without_first_turns(reader: Reader, jobs: list[Job]) -> list[Job]:
             except Exception as error:
                 if fault := shortage(error):
                     raise fault from None
-                continue  # splitting it says the same, where that is handled
+                continue  # splitting it raises the same
             lengths[job.index] = len(answers_of(recording.messages))
             rewards[job.index] = job.reward if job.reward is not None else recording.reward
     if any(reward is None for reward in rewards.values()):

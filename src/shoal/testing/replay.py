@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from shoal.core.data import Trajectory, read_trajectories
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.core.executors import Closing
 from shoal.core.seeding import derive_seed
-from shoal.envs.catalogue import attribute_named, resolve_text
+from shoal.envs.catalogue import resolve_text
 from shoal.envs.text import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import make_roles, words_of
@@ -424,73 +424,3 @@ def explain(difference: Difference) -> list[str]:
         one, other = difference.one.splitlines(), difference.other.splitlines()
         lines += [line for line in difflib.unified_diff(one, other, "recorded", "now", lineterm="", n=2)][:40]
     return lines
-
-
-# --- scores
-Scorer = Callable[[Trajectory], float]
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A file of episodes with other scores."""
-
-    recording: Recording
-    rewards: Sequence[float]
-    scores: Sequence[float]
-    groups: Sequence[tuple[int, int]]
-    """`(iteration, group)` of each episode."""
-
-    def groups_with_signal(self, values: Sequence[float]) -> float:
-        """The share of groups whose members do not all have the same score."""
-        by_group: dict[tuple[int, int], set[float]] = {}
-        for group, value in zip(self.groups, values, strict=True):
-            by_group.setdefault(group, set()).add(value)
-        return sum(len(found) > 1 for found in by_group.values()) / max(1, len(by_group))
-
-
-def load_scorer(name: str) -> Scorer:
-    """The function `module:function`, which takes a `Trajectory` and gives a number."""
-    _, found = attribute_named(name, "the scorer")
-    if found is None:
-        raise ConfigError(f"there is no scorer {name}: its module has nothing of that name")
-    if not callable(found):
-        raise ConfigError(f"the scorer {name} must be a function of a trajectory, it is {found!r}")
-    return found  # type: ignore[no-any-return]
-
-
-def rescore(run: Path, scorer: Scorer, names: Sequence[str] = ()) -> list[Scored]:
-    """Score the stored episodes of a run again, without playing.
-
-    Args:
-        run: its folder.
-        scorer: gives an episode a number; episodes that were not played to their end are left out.
-        names: of the files; all if none is given.
-
-    Raises:
-        DataError: there are no such files, or the scorer failed on an episode, which is named.
-    """
-    import math
-
-    recordings = [recording for recording in recordings_of(run) if not names or recording.name in names]
-    missing = set(names) - {recording.name for recording in recordings}
-    if missing or not recordings:
-        have = ", ".join(recording.name for recording in recordings_of(run)) or "none"
-        raise DataError(
-            f"{run} has no episodes {', '.join(sorted(missing)) or 'to score'}; there are: {have}"
-        )
-    found = []
-    for recording in recordings:
-        whole = [(n, t) for n, t in enumerate(read_trajectories(recording.file)) if t.status == "ok"]
-        scores = []
-        for number, trajectory in whole:
-            where = f"{recording.name}:{number}"
-            try:
-                score = float(scorer(trajectory))
-            except Exception as error:  # the user's own code may raise whatever it likes
-                raise DataError(f"the scorer failed on {where}: {type(error).__name__}: {error}") from error
-            if not math.isfinite(score):
-                raise DataError(f"the scorer must give finite numbers, it gave {score} for {where}")
-            scores.append(score)
-        rewards = [trajectory.reward for _, trajectory in whole]
-        found.append(Scored(recording, rewards, scores, [(t.iteration, t.group) for _, t in whole]))
-    return found

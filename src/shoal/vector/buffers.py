@@ -246,15 +246,15 @@ class Observations:
                     self.columns[leaf][i] = value
 
 
-# --- actions: written once into the buffers, read by whoever steps the environments. What does not fit there (text,
-# custom spaces, another type than the space says) is loose: it goes by message and reaches the env as it is.
-Loose = dict[int, dict[int, Any]]
+# --- actions: written once into the buffers, read where the environments are stepped. What does not fit there (text,
+# custom spaces, a type that the space does not have) is pickled, and reaches the env as it is.
+PickledActions = dict[int, dict[int, Any]]
 """leaf -> {env: value}; leaf `WHOLE` alone holds the whole actions of all that are stepped."""
-WHOLE = -1
-NOTHING_LOOSE: Loose = {}
+WHOLE_ACTION = -1
+NO_PICKLED_ACTIONS: PickledActions = {}
 
 
-def write_actions(buffers: Buffers, batch: Any) -> Loose:
+def write_actions(buffers: Buffers, batch: Any) -> PickledActions:
     """Put a batch of actions into the buffers; returns what must go by message.
 
     Raises:
@@ -264,15 +264,15 @@ def write_actions(buffers: Buffers, batch: Any) -> Loose:
     target = plain_target(buffers)
     if type(batch) is np.ndarray and target is not None and _same(batch, target):
         target[...] = batch
-        return NOTHING_LOOSE
-    layout, loose = buffers.actions, Loose()
+        return NO_PICKLED_ACTIONS
+    layout, pickled = buffers.actions, PickledActions()
     for i, (leaf, part) in enumerate(zip(layout.leaves, layout.flatten(batch), strict=True)):
         column, target = _column(leaf, part, buffers.n_envs), buffers.act[i]
         if target is None or not _same(column, target):
-            loose[i] = dict(enumerate(deep_copy(column)))
+            pickled[i] = dict(enumerate(deep_copy(column)))
         else:
             target[...] = column
-    return loose
+    return pickled
 
 
 def _column(leaf: Leaf, part: Any, n: int) -> Any:
@@ -298,13 +298,13 @@ def _same(column: Array, target: Array) -> bool:
     return integers and bool((column.astype(target.dtype) == column).all())
 
 
-def write_some(buffers: Buffers, ids: Sequence[int], actions: Sequence[Any]) -> Loose:
+def write_some(buffers: Buffers, ids: Sequence[int], actions: Sequence[Any]) -> PickledActions:
     """Put one action for each of the envs `ids` into the buffers; returns what must go by message."""
     target = plain_target(buffers)
     if target is not None and _all_fit(actions, target):
         target[ids] = actions
-        return NOTHING_LOOSE
-    return {WHOLE: {i: deep_copy(action) for i, action in zip(ids, actions, strict=True)}}
+        return NO_PICKLED_ACTIONS
+    return {WHOLE_ACTION: {i: deep_copy(action) for i, action in zip(ids, actions, strict=True)}}
 
 
 def plain_target(buffers: Buffers) -> Array | None:
@@ -334,19 +334,19 @@ def reader(buffers: Buffers, first: int, count: int) -> Callable[[], list[Any]]:
 
 
 def read(
-    buffers: Buffers, first: int, members: Sequence[int], loose: Mapping[int, Mapping[int, Any]]
+    buffers: Buffers, first: int, members: Sequence[int], pickled: Mapping[int, Mapping[int, Any]]
 ) -> list[Any]:
     """The actions of the envs `first + j` for each j in `members`, safe to keep."""
     if not len(members):
         return []
     layout = buffers.actions
-    if WHOLE in loose:
-        return [loose[WHOLE][first + j] for j in members]
+    if WHOLE_ACTION in pickled:
+        return [pickled[WHOLE_ACTION][first + j] for j in members]
     stop = first + members[-1] + 1
     columns: list[Any] = []
     for i in range(len(layout.leaves)):
-        if i in loose:
-            columns.append([loose[i][first + j] for j in members])
+        if i in pickled:
+            columns.append([pickled[i][first + j] for j in members])
         else:
             rows = buffers.act[i][first:stop].copy()
             columns.append(list(rows) if len(rows) == len(members) else [rows[j] for j in members])
@@ -358,13 +358,14 @@ def read(
     return list(actions)
 
 
-def of_group(loose: Loose, first: int, count: int) -> Loose:
-    """The part of loose actions that concerns the envs `first … first + count - 1`."""
-    if not loose:
-        return loose
+def for_worker(pickled: PickledActions, first: int, count: int) -> PickledActions:
+    """The pickled actions of the envs `first … first + count - 1`, those of one worker."""
+    if not pickled:
+        return pickled
     stop = first + count
     return {
-        leaf: {i: value for i, value in values.items() if first <= i < stop} for leaf, values in loose.items()
+        leaf: {i: value for i, value in values.items() if first <= i < stop}
+        for leaf, values in pickled.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""Other faces of a vector env, for programs written against another library's interface; each is thin.
+"""The interfaces of other libraries over a vector env; each is a thin layer.
 
 `MultiProcessEnvironmentContainer` and `ParallelEnv` (small training loops), `AsyncVectorEnv` (Gymnasium's),
 `EnvPoolStyle` and `PufferStyle`; Stable-Baselines3's is in `sb3.py`, which imports it.
@@ -89,7 +89,7 @@ class MultiProcessEnvironmentContainer(Closing):
         """New episodes everywhere: one observation and one info per environment."""
         seeds = groups(self.seed, self.env_num, self.group_n, iteration=self.iteration + 1)
         chosen = np.flatnonzero(self.envs.active).tolist()  # without those that were masked out
-        self._done = [True] * len(self)  # if it fails, some have begun anew: nobody goes on from before
+        self._done = [True] * len(self)  # if it fails, some have begun anew: none continues its old episode
         results = self.envs.reset_some(chosen, [seeds[i] for i in chosen])
         for i, (obs, info) in zip(chosen, results, strict=True):
             self._obs[i], self._infos[i], self._done[i] = obs, info, not self.envs.active[i]
@@ -357,7 +357,7 @@ class EnvPoolStyle:
     def async_reset(self, seed: int | None = None) -> None:
         """Begin an episode everywhere; the first observations come by `recv`.
 
-        Steps that are under way run to their end, and nobody receives them.
+        Steps in progress run to their end; their results are dropped.
         """
         seeds = seeds_per_env(seed, self.num_envs)
         while self.pool.in_flight:
@@ -384,8 +384,8 @@ class EnvPoolStyle:
             for leaf, column in zip(layout.leaves, zip(*rows, strict=True), strict=True)
         ]
         rewards, terminated, truncated = map(np.array, paid)
-        told = {"env_id": np.array(ids, dtype=np.int64), "infos": infos}
-        return layout.rebuild(columns), rewards, terminated, truncated, told
+        info = {"env_id": np.array(ids, dtype=np.int64), "infos": infos}
+        return layout.rebuild(columns), rewards, terminated, truncated, info
 
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Give these environments their next actions; without ids, all of them in order.
@@ -427,8 +427,8 @@ class PufferStyle:
         """Observations, rewards, terminals, truncations, infos, env ids and mask of one batch."""
         obs, rewards, terminated, truncated, infos = self._inner.recv()
         self._ids = infos["env_id"]
-        told = [info for info in infos["infos"] if info]
-        return obs, rewards, terminated, truncated, told, self._ids, np.ones(len(self._ids), dtype=bool)
+        given = [info for info in infos["infos"] if info]
+        return obs, rewards, terminated, truncated, given, self._ids, np.ones(len(self._ids), dtype=bool)
 
     def send(self, actions: Any) -> None:
         """The actions for the batch that `recv` gave."""

@@ -31,7 +31,7 @@ from shoal.core.data import (
 )
 from shoal.core.errors import EnvError, safe_repr
 from shoal.envs.catalogue import EnvFn
-from shoal.vector.buffers import NOTHING_LOOSE, Array, Buffers, Loose, RowWriter, read, reader
+from shoal.vector.buffers import NO_PICKLED_ACTIONS, Array, Buffers, PickledActions, RowWriter, read, reader
 from shoal.vector.failures import Failure, from_exception
 from shoal.vector.infos import CELLS, FINAL_IN_BUFFER, EnvInfo, Info, InfoTable
 from shoal.vector.spaces import Layout
@@ -73,12 +73,12 @@ class Step:
     """Step `members` (positions in the group; None for all), with the actions in the buffers and those beside."""
 
     members: Sequence[int] | None = None
-    loose: Loose = field(default_factory=dict)
+    pickled: PickledActions = field(default_factory=dict)
     actions: Sequence[Any] | None = None  # one per member, for a group that does not see the buffers
     doing: str = "step"
 
 
-STEP_ALL = Step(None, NOTHING_LOOSE)
+STEP_ALL = Step(None, NO_PICKLED_ACTIONS)
 
 
 @dataclass(slots=True)
@@ -135,10 +135,10 @@ def call_attribute(env: Any, name: str, args: Sequence[Any], kwargs: dict[str, A
 
 @dataclass(slots=True)
 class Reply:
-    """What a command left beside the buffers."""
+    """The part of a result that is not in the buffers."""
 
     columns: dict[int, list[Any]] = field(default_factory=dict)  # leaf -> values, in the order of the members
-    told: Sequence[EnvInfo] | InfoTable = ()  # of those that reported something
+    env_infos: Sequence[EnvInfo] | InfoTable = ()  # of those that reported something
     failures: list[Failure] = field(default_factory=list)
     value: Any = None  # what calls returned, or descriptions of envs that were made
 
@@ -164,7 +164,7 @@ _PROCESS = os.urandom(8)
 
 
 class EnvGroup:
-    """Environments `first … first + len(env_fns) - 1`; `progress[0]` always tells which of them is at work.
+    """Environments `first … first + len(env_fns) - 1`; `progress[0]` always holds which of them is at work.
 
     Args:
         env_fns: functions that make the environments.
@@ -189,12 +189,12 @@ class EnvGroup:
         )
 
     def run(self, command: Command) -> Reply:
-        """Do what a command says."""
+        """Execute a command."""
         match command:
             case Step():
                 actions = command.actions
                 if actions is None:
-                    actions = self.actions(command.members, command.loose)
+                    actions = self.actions(command.members, command.pickled)
                 return self.step(actions, command.members)
             case Reset():
                 return self.reset(command)
@@ -253,11 +253,11 @@ class EnvGroup:
         self._all = range(self.count)
         self._steps = [env.step for env in self.envs]
 
-    def actions(self, members: Sequence[int] | None, loose: Loose) -> list[Any]:
+    def actions(self, members: Sequence[int] | None, pickled: PickledActions) -> list[Any]:
         """The actions for the members, as the caller left them in the buffers or beside."""
         if members is None:
-            return read(self.buffers, self.first, self._all, loose) if loose else self._read()
-        return read(self.buffers, self.first, members, loose)
+            return read(self.buffers, self.first, self._all, pickled) if pickled else self._read()
+        return read(self.buffers, self.first, members, pickled)
 
     def _each(self, members: Sequence[int], doing: str, work: Callable[[int], Any]) -> Reply:
         """`work` for each of the members; one that fails leaves None."""
@@ -284,7 +284,7 @@ class EnvGroup:
     # --- reset
     def reset(self, command: Reset) -> Reply:
         """Reset some envs; their rewards are 0 and no ends stand."""
-        told: list[EnvInfo] = []
+        env_infos: list[EnvInfo] = []
         failures: list[Failure] = []
         columns: dict[int, list[Any]] = {i: [None] * self.count for i in self._by_message}
         for j, seed in zip(command.members, command.seeds, strict=True):
@@ -304,13 +304,13 @@ class EnvGroup:
                 continue
             self._ended[j] = j in command.ends
             if info:
-                told.append(EnvInfo(self.first + j, None, None, info))
-        return self._reply(columns, told, failures, command.members)
+                env_infos.append(EnvInfo(self.first + j, None, None, info))
+        return self._reply(columns, env_infos, failures, command.members)
 
     # --- step
     def step(self, actions: Sequence[Any], members: Sequence[int] | None = None) -> Reply:
         """Step the members with one action each; the rows of the others stay. Their ends were cleared before."""
-        told: list[EnvInfo] = []
+        env_infos: list[EnvInfo] = []
         failures: list[Failure] = []
         rewards = [0.0] * self.count
         columns: dict[int, list[Any]] = (
@@ -322,7 +322,7 @@ class EnvGroup:
         done, size = 0, len(chosen)
         while done < size:
             try:
-                self._advance(chosen, actions, done, rewards, columns, told)
+                self._advance(chosen, actions, done, rewards, columns, env_infos)
                 break
             except BaseException as error:
                 j = self.progress[0]
@@ -339,24 +339,24 @@ class EnvGroup:
         self._write_rewards(rewards, chosen, failures)
         if self._checks_observations:
             self._refuse_nan(chosen, failures)
-        if not (columns or told or failures):
+        if not (columns or env_infos or failures):
             return NOTHING
         for failure in failures:
             failure.action = safe_repr(actions[chosen.index(failure.env - self.first)])
-        return self._reply(columns, told, failures, chosen)
+        return self._reply(columns, env_infos, failures, chosen)
 
     def _reply(
         self,
         columns: dict[int, list[Any]],
-        told: Sequence[EnvInfo],
+        env_infos: Sequence[EnvInfo],
         failures: list[Failure],
         members: Sequence[int],
     ) -> Reply:
         """What a step or reset of the members left beside the buffers; `columns` have entries for all of the group."""
         if len(members) < self.count:
             columns = {i: [values[j] for j in members] for i, values in columns.items()}
-        table = InfoTable.of(told, self.count) if told and not failures else None
-        return Reply(columns, told if table is None else table, failures)
+        table = InfoTable.of(env_infos, self.count) if env_infos and not failures else None
+        return Reply(columns, env_infos if table is None else table, failures)
 
     def _advance(
         self,
@@ -365,7 +365,7 @@ class EnvGroup:
         start: int,
         rewards: list[Any],
         columns: dict[int, list[Any]],
-        told: list[EnvInfo],
+        env_infos: list[EnvInfo],
     ) -> None:
         """Step the members from the `start`-th on."""
         progress, ended, first, array = self.progress, self._ended, self.first, np.ndarray
@@ -379,7 +379,7 @@ class EnvGroup:
         for j, step, action, row in zip(members, steps, actions, rows, strict=True):
             progress[0] = j
             if ended[j]:
-                obs = self._restart(j, told)
+                obs = self._restart(j, env_infos)
             else:
                 answer = step(action)
                 try:
@@ -390,9 +390,9 @@ class EnvGroup:
                     ended[j] = True  # first: whatever comes before its next episode has begun
                 rewards[j] = reward.copy() if type(reward) is array else reward  # as with infos, see `_kept`
                 if over:
-                    obs = self._end(j, obs, terminated, truncated, info, told)
+                    obs = self._end(j, obs, terminated, truncated, info, env_infos)
                 elif type(info) is not dict or info:
-                    told.append(EnvInfo(first + j, None, None, _kept(info)))
+                    env_infos.append(EnvInfo(first + j, None, None, _kept(info)))
             if type(obs) is array and obs.dtype is dtype and obs.shape == shape:
                 row[...] = obs
             elif text is not None and type(obs) is str:
@@ -400,24 +400,26 @@ class EnvGroup:
             else:
                 self._put(j, obs, columns)
 
-    def _restart(self, j: int, told: list[EnvInfo]) -> Any:
+    def _restart(self, j: int, env_infos: list[EnvInfo]) -> Any:
         """The step after an end, under next-step autoreset: the first observation of a new episode."""
         if self.autoreset is not AutoresetMode.NEXT_STEP:
             raise EnvError(OVER)
         obs, info = check_step_result(self.envs[j].reset(), "reset")
         self._ended[j] = False
         if info := _kept(info):
-            told.append(EnvInfo(self.first + j, None, None, info))
+            env_infos.append(EnvInfo(self.first + j, None, None, info))
         return obs
 
-    def _end(self, j: int, obs: Any, terminated: Any, truncated: Any, info: Info, told: list[EnvInfo]) -> Any:
-        """What happens when an episode ends: nothing, or a reset now with the end kept aside."""
+    def _end(
+        self, j: int, obs: Any, terminated: Any, truncated: Any, info: Info, env_infos: list[EnvInfo]
+    ) -> Any:
+        """The end of an episode: nothing, or with same-step autoreset a reset now, keeping the final observation."""
         check_flags(terminated, truncated)
         info = _kept(info)  # in the same step, reset may change what it holds
         if self.autoreset is not AutoresetMode.SAME_STEP:
             self.terminated[j], self.truncated[j] = bool(terminated), bool(truncated)
             if info:
-                told.append(EnvInfo(self.first + j, None, None, info))
+                env_infos.append(EnvInfo(self.first + j, None, None, info))
             return obs
         final: Any = FINAL_IN_BUFFER
         target = self._final
@@ -438,12 +440,12 @@ class EnvGroup:
         obs, first_info = check_step_result(self.envs[j].reset(), "reset")
         first_info = _kept(first_info)
         self._ending, self._ended[j] = None, False
-        told.append(EnvInfo(self.first + j, final, info, first_info))
+        env_infos.append(EnvInfo(self.first + j, final, info, first_info))
         return obs
 
     # --- checks
     def _check(self, obs: Any) -> None:
-        """Refuse an observation that does not fit or holds NaN; a last one too: values are learned from it."""
+        """Refuse an observation that does not fit or holds NaN; a final one too: values are bootstrapped from it."""
         for i, value in enumerate(self.layout.flatten(obs)):
             if i in self._writers:
                 array = self._writers[i].checked(value)
@@ -532,7 +534,7 @@ def _holds_nan(values: Array) -> bool:
 
 
 def _kept(info: Any) -> Info:
-    """An info as it is now: the next env of the group may write into the same dict, or array, before it is told."""
+    """An info as it is now: the next env of the group may write into the same dict or array before it is sent."""
     try:
         info = info if type(info) is dict else dict(info_of(info))
         still = UNCHANGING.issuperset(map(type, info.values()))

@@ -23,7 +23,7 @@ def int32_seed(seed: int) -> int:
 
 
 class EnvPoolBatch(VectorEnv[Any, Any, Any]):
-    """EnvPool with what its own Gymnasium face lacks: seeds at reset, batched spaces, whole rows after part of a reset.
+    """EnvPool with seeds at reset, batched spaces, and whole rows after a partial reset.
 
     EnvPool takes seeds when it is made, so a reset with seeds makes it anew.
 
@@ -70,9 +70,9 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
         while self._in_flight:  # of a step that was broken off
             self._receive()
         ids = np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
-        obs, told = self._pool.reset(ids.astype(np.int32))
-        rows = _sorted(told["env_id"], self._layout.flatten(obs))
-        infos = dict(zip(_columns(told), _sorted(told["env_id"], _columns(told).values()), strict=True))
+        obs, info = self._pool.reset(ids.astype(np.int32))
+        rows = _sorted(info["env_id"], self._layout.flatten(obs))
+        infos = dict(zip(_columns(info), _sorted(info["env_id"], _columns(info).values()), strict=True))
         if mask is None:
             self._last = rows
             return self._layout.rebuild(rows), infos
@@ -97,8 +97,8 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
         """The step of all, in the order of the environments."""
         ids, obs, *paid, infos = self._receive()
         self._last = _sorted(ids, self._layout.flatten(obs))
-        rewards, terminated, truncated, *told = _sorted(ids, [*paid, *infos.values()])
-        named = dict(zip(infos, told, strict=True))
+        rewards, terminated, truncated, *columns = _sorted(ids, [*paid, *infos.values()])
+        named = dict(zip(infos, columns, strict=True))
         return self._layout.rebuild(self._last), rewards, terminated, truncated, named
 
     def send_reset(self, env_ids: Sequence[int], seeds: Sequence[int] | None = None) -> None:
@@ -130,12 +130,12 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
         size = max(1, len(self._in_flight)) if self._whole else self.batch_size
         if len(self._in_flight) < size:
             raise EnvError(
-                f"recv needs {size} environments in flight, for which EnvPool would wait for ever, got "
+                f"recv needs {size} environments in flight, or EnvPool would wait for ever, got "
                 f"{len(self._in_flight)}; send more"
             )
         *columns, infos = self._receive()
-        told = [{key: rows[k] for key, rows in infos.items()} for k in range(size)]
-        return Ready(*columns, told)  # type: ignore[call-arg]
+        each = [{key: rows[k] for key, rows in infos.items()} for k in range(size)]
+        return Ready(*columns, each)  # type: ignore[call-arg]
 
     def _receive(self) -> tuple[Any, ...]:
         """Ids, observations, rewards, terminated, truncated and infos of the next batch that is ready."""

@@ -1,4 +1,4 @@
-"""What went wrong in an environment elsewhere, the error that tells it, and what stands in its place.
+"""Failures of environments in workers: the record, the error that is raised for it, and what replaces the result.
 
 A replaced environment shows it: its step is reported truncated with `info["worker_restarted"]`, so that no trajectory
 can join two episodes.
@@ -23,7 +23,7 @@ from shoal.core.workers import RemoteTraceback, dumps
 
 @dataclass
 class Failure:
-    """What went wrong in an env; it crosses the border of a process, whatever its exception is."""
+    """A failure of an env; it can be sent between processes, whatever its exception is."""
 
     env: int
     doing: str  # "step", "reset", "make", "call", …
@@ -46,7 +46,7 @@ class Failure:
         return {**vars(self), "exception": data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """An exception of a class that only its worker knows is told by its text."""
+        """An exception of a class that only its worker knows is shown by its text."""
         vars(self).update(state, exception=None)
         with contextlib.suppress(Exception):
             self.exception = pickle.loads(state["exception"])
@@ -82,7 +82,7 @@ def describe(failure: Failure) -> str:
 
 
 def reported(failure: Failure) -> dict[str, Any]:
-    """What the info of an environment that is replaced says of the failure."""
+    """The infos that a replaced environment reports about its failure."""
     info = {"worker_restarted": True, "worker_error": describe(failure), "worker_env": failure.env}
     info["worker_summary"] = failure.summary
     return {**info, "worker_timeout": True} if failure.kind == "timeout" else info
@@ -105,7 +105,7 @@ def worker_error_of(failure: Failure) -> WorkerError:
     """The failure as an error of shoal's, caused by the env's own."""
     kinds = {"died": WorkerDiedError, "timeout": WorkerTimeoutError}
     error = kinds.get(failure.kind, WorkerError)(describe(failure))
-    error.told = reported(failure)
+    error.details = reported(failure)
     error.__cause__ = failure.exception or (RemoteTraceback(failure.trace) if failure.trace else None)
     return error
 
@@ -135,7 +135,7 @@ def restart_seed(seed: int | None, replaced: int) -> int | None:
 
 
 class MaskedEnv(gymnasium.Env[Any, Any]):
-    """Stands where an env was that is left out: it is made in its place and never stepped."""
+    """Placeholder for an env that is masked out; it is never stepped."""
 
     observation_space = action_space = gymnasium.spaces.Discrete(1)
 

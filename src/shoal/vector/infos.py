@@ -37,7 +37,7 @@ class EnvInfo(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What one environment answered to one action."""
+    """The result of one action in one environment."""
 
     observation: Any
     reward: float
@@ -47,7 +47,7 @@ class StepResult(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The environments that answered, whichever were first.
+    """The environments that were ready first.
 
     `observations` is batched like those of `step`, with one row per entry of `ids`.
     """
@@ -60,10 +60,10 @@ class Ready(NamedTuple):
     infos: list[Info]
 
 
-def by_env(told: Iterable[EnvInfo]) -> dict[int, Info]:
+def by_env(env_infos: Iterable[EnvInfo]) -> dict[int, Info]:
     """One info per environment."""
     infos: dict[int, Info] = {}
-    for env, final, final_info, info in told:
+    for env, final, final_info, info in env_infos:
         if final_info is not None:
             info = {"final_obs": final, "final_info": final_info, **info}
         infos[env] = info
@@ -84,15 +84,15 @@ class InfoTable:
     columns: Sequence[Array]  # one per key, [count]
 
     @classmethod
-    def of(cls, told: Sequence[EnvInfo], count: int) -> InfoTable | None:
+    def of(cls, env_infos: Sequence[EnvInfo], count: int) -> InfoTable | None:
         """The table of `count` environments, None where their infos are not all alike."""
-        if len(told) != count:
+        if len(env_infos) != count:
             return None
-        keys, kinds = tuple(told[0].info), tuple(map(type, told[0].info.values()))
+        keys, kinds = tuple(env_infos[0].info), tuple(map(type, env_infos[0].info.values()))
         if not CELLS.issuperset(kinds) or not keys or "final_obs" in keys:
             return None
         rows = []
-        for _, _, final_info, info in told:
+        for _, _, final_info, info in env_infos:
             if final_info is not None or tuple(info) != keys or tuple(map(type, info.values())) != kinds:
                 return None
             rows.append(info.values())
@@ -104,7 +104,7 @@ class InfoTable:
             ]
         except OverflowError:  # an int without room
             return None
-        return cls(told[0].env, count, keys, kinds, columns)
+        return cls(env_infos[0].env, count, keys, kinds, columns)
 
     @classmethod
     def joined(cls, tables: Sequence[InfoTable], n_envs: int) -> InfoTable | None:
@@ -132,28 +132,28 @@ class InfoTable:
             yield EnvInfo(i, None, None, dict(zip(self.keys, row, strict=True)))
 
 
-def batch_infos(n_envs: int, told: Iterable[EnvInfo] | InfoTable) -> Info:
+def batch_infos(n_envs: int, env_infos: Iterable[EnvInfo] | InfoTable) -> Info:
     """Each key of any env's info becomes an array over envs, with a mask `_key` of who had it.
 
-    Equal to what `gymnasium.vector.SyncVectorEnv` builds, key order included. Where that fails, because some tell
-    a dict and others none, a number that does not fit, or a dict that holds itself, the array holds what each told as
+    Equal to what `gymnasium.vector.SyncVectorEnv` builds, key order included. Where that fails, because some give
+    a dict and others none, a number that does not fit, or a dict that holds itself, the array holds each value as
     it is.
     """
-    if isinstance(told, InfoTable):
+    if isinstance(env_infos, InfoTable):
         batch: Info = {}
-        everyone = np.ones((len(told.keys), n_envs), dtype=np.bool_)
-        for key, column, mask in zip(told.keys, told.columns, everyone, strict=True):
+        everyone = np.ones((len(env_infos.keys), n_envs), dtype=np.bool_)
+        for key, column, mask in zip(env_infos.keys, env_infos.columns, everyone, strict=True):
             batch[key], batch[f"_{key}"] = column, mask
         return batch
-    told = list(told)
-    if told and not any(
-        item.info or item.final_info or item.final_info is None for item in told
+    env_infos = list(env_infos)
+    if env_infos and not any(
+        item.info or item.final_info or item.final_info is None for item in env_infos
     ):  # ends alone
         final, mask = np.full(n_envs, None), np.zeros(n_envs, dtype=np.bool_)
-        for item in told:
+        for item in env_infos:
             final[item.env], mask[item.env] = item.final, True
         return {"final_obs": final, "_final_obs": mask, "final_info": {}, "_final_info": mask.copy()}
-    each = by_env(told)
+    each = by_env(env_infos)
     ids = sorted(each)
     return _batched_infos(n_envs, ids, [each[i] for i in ids])
 
@@ -161,7 +161,7 @@ def batch_infos(n_envs: int, told: Iterable[EnvInfo] | InfoTable) -> Info:
 def _batched_infos(n_envs: int, ids: Sequence[int], infos: Sequence[Info], *, inner: bool = False) -> Info:
     columns: dict[str, tuple[Any, Any]] = {}
     keys = set(map(tuple, infos))
-    if len(keys) == 1:  # all tell the same
+    if len(keys) == 1:  # all have the same key
         rows = zip(*(info.values() for info in infos), strict=True)
         columns = {key: (ids, row) for key, row in zip(keys.pop(), rows, strict=True)}
     else:
@@ -187,13 +187,13 @@ def _info_column(n_envs: int, key: str, ids: Sequence[int], values: Sequence[Any
     if len(ids) == n_envs and len(kinds) == 1 and (kind := next(iter(kinds))) in NUMBERS:
         try:
             return np.array(values, dtype=kind)
-        except OverflowError:  # it is told as objects
+        except OverflowError:  # kept as objects
             pass
     dicts = [kind for kind in kinds if issubclass(kind, dict)]
     if len(dicts) == len(kinds):
         try:
             return _batched_infos(n_envs, ids, values, inner=True)
-        except RecursionError:  # one holds itself: all of it is told as it is
+        except RecursionError:  # one holds itself: kept as it is
             if inner:
                 raise
     first, column = values[0], np.empty(n_envs, dtype=object)

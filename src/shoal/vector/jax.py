@@ -108,12 +108,12 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
         if self._keys is None:
             raise EnvError("a step before the first reset: reset() first")
         self._counts += 1
-        self._obs, self._state, reward, over, cut, last, told = self._step_all(
+        self._obs, self._state, reward, over, cut, last, info = self._step_all(
             self._keys, self._counts, self._state, jax.numpy.asarray(actions), self.params
         )
         terminated, truncated = np.asarray(over), np.asarray(cut)
         ended = terminated | truncated
-        infos: dict[str, Any] = {k: np.asarray(v) for k, v in told.items() if hasattr(v, "shape")}
+        infos: dict[str, Any] = {k: np.asarray(v) for k, v in info.items() if hasattr(v, "shape")}
         if ended.any():
             final = final_observations(self._layout, jax.tree.map(np.asarray, last), ended)
             infos |= {"final_obs": final, "_final_obs": ended.copy()}
@@ -122,7 +122,7 @@ class JaxVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def to_gymnasium(space: Any) -> gymnasium.Space[Any]:
-    """Gymnasium's space for one of gymnax's (told by what it has, so that gymnax need not be installed)."""
+    """Gymnasium's space for one of gymnax's, recognized by its attributes, so that gymnax need not be installed."""
     if isinstance(space, gymnasium.Space):
         return space
     inner = getattr(space, "spaces", None)

@@ -83,7 +83,7 @@ def make_vec(
         ray_options: of the actors, such as `{"num_cpus": 1, "resources": {...}}`.
 
     Raises:
-        UnknownNameError: for an env nobody registered.
+        UnknownNameError: for an env that is not registered.
         ConfigError: for what cannot run: too little memory, too many files, environments that do not pickle,
             an argument that this backend has no use for.
         Exception: when an environment cannot be made; a note says which.
@@ -105,7 +105,7 @@ def make_vec(
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a vector env is to be like, checked; `make_vec` explains each."""
+    """The options of `make_vec`, validated."""
 
     backend: str = field(default="auto", kw_only=False)
     num_workers: int | None = None
@@ -158,25 +158,25 @@ class Options:
                 )
 
     def given(self) -> dict[str, Any]:
-        """What is not the default."""
+        """The options that differ from their defaults."""
         values = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
         return {name: value for name, value, default in values if value != default}
 
     @property
     def policy(self) -> dict[str, Any]:
-        """What the vector env itself needs to know."""
+        """The options that the vector env itself uses."""
         return {"on_failure": self.on_failure, "max_restarts": self.max_restarts, "copy": self.copy}
 
     @property
     def limits(self) -> Limits:
-        """Of time."""
+        """The time limits."""
         return Limits(
             self.step_timeout, self.step_timeout if self.make_timeout is None else self.make_timeout
         )
 
     @property
     def guarded(self) -> bool:
-        """Whether no env may run in the caller, for a trial neither: what hangs or fails would take it along."""
+        """Whether no env may run in the caller, not even for a trial: one that hangs or crashes would stop it."""
         return self.step_timeout is not None or self.make_timeout is not None or self.on_failure != "raise"
 
 
@@ -216,8 +216,8 @@ def env_fns_of(
     return [resolve(env, env_kwargs=env_kwargs, wrappers=wrappers)] * n_envs
 
 
-# --- opening what a vector env stands on
-class Opened(NamedTuple):
+# --- starting workers
+class StartedWorkers(NamedTuple):
     """Environments that are made and know where their results go: the arguments of a `VectorPool`."""
 
     workers: list[Worker]
@@ -233,8 +233,8 @@ def open_workers(
     plan: Plan,
     options: Options,
     describe: Callable[[Description], Description] = lambda found: found,
-) -> Opened:
-    """Make the environments where the plan says; `describe` may refuse or change what they say of their spaces."""
+) -> StartedWorkers:
+    """Make the environments according to the plan; `describe` may change or refuse their spaces."""
     share = plan.caller_share
     workers = [Worker(0, env_fns[:share], made=plan.made)] if share else []
     release = functools.partial(_release, None)
@@ -262,7 +262,7 @@ def open_workers(
     except BaseException:
         close_all(workers, release, 0.0)
         raise
-    return Opened(workers, buffers, attach, description, release)
+    return StartedWorkers(workers, buffers, attach, description, release)
 
 
 def _workers(env_fns: Sequence[EnvFn], first: int, plan: Plan, options: Options) -> list[Worker]:
@@ -295,7 +295,7 @@ def _release(block: Any) -> None:
 
 
 def _check_distinct(identities: Sequence[Any]) -> None:
-    """Refuse one env in two places: each step of the one would be a step of the other."""
+    """Refuse the same env object twice: a step of one would be a step of the other."""
     first: dict[Any, int] = {}
     for i, identity in enumerate(identities):
         if first.setdefault(identity, i) != i:
@@ -317,20 +317,20 @@ THREADS = 8
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step of one environment takes, by the clock and of the processor, in seconds."""
+    """Wall-clock and processor seconds of one step of one environment."""
 
     wall: float
     cpu: float
 
     @property
     def waits(self) -> bool:
-        """Most of it is waiting, long enough for threads to pay."""
+        """Whether a step mostly waits, long enough that threads are faster."""
         return self.wall > 300e-6 and self.cpu < WAITS * self.wall
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the environments go: the first `caller_share` stay with the caller, `workers` take the others."""
+    """Where the environments run: the first `caller_share` in the caller, the others in `workers`."""
 
     backend: str
     workers: int = 0
@@ -341,7 +341,7 @@ class Plan:
 
 
 def planned(env_fns: Sequence[EnvFn], options: Options) -> Plan:
-    """Where the environments go, by what was asked for or by a trial of env 0."""
+    """The plan that was requested, or that a trial of env 0 suggests."""
     n_envs, workers, limited = len(env_fns), options.num_workers, options.step_timeout is not None
     if options.backend == "serial":
         return Plan("serial", caller_share=n_envs)
@@ -364,7 +364,7 @@ def default_workers(n_envs: int, threads: bool, cpus: int | None = None) -> int:
 def try_env(fn: EnvFn) -> tuple[Any, StepCost]:
     """Make one environment and step it for a moment; None in its place where it cannot be kept.
 
-    An exception here is dropped: whoever makes or steps the env in earnest reports it, with its number.
+    An exception here is dropped: the real construction or step reports it, with the env's number.
     """
     env, times = None, [(0.0, 0.0)]
     try:

@@ -1,5 +1,5 @@
 """PettingZoo's parallel environments as one vector env: each agent is a slot, stepped by `make_vec`."""
-# ruff: noqa: D102 (what the others are for is told where `VectorEnv` and `Env` have them)
+# ruff: noqa: D102 (the other methods are documented in `VectorEnv` and `Env`)
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
     """Copies of a parallel environment; agent a of copy c is slot `c * n_agents + a`.
 
     A copy begins its next episode in the step in which its last agent ends. Until then agents that ended are
-    out: their end is told once, then they have reward 0, their actions are ignored and their observations are
+    out: their end is reported once, then they have reward 0, their actions are ignored and their observations are
     zeros. So are those who have not joined yet. `active`, and `infos["active"]` beside each observation, say which
     slots are in play, so a step is experience of a slot where it was active before the step.
 
@@ -75,9 +75,9 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
             raise ConfigError("PettingZooVectorEnv resets all copies; leave options['reset_mask'] out")
         if isinstance(seed, Sequence | np.ndarray) and len(seed) == self.num_envs:
             seed = seed[:: self.n_agents]
-        seen, told = self.pool.reset(seed=seed, options=options)
+        seen, copy_infos = self.pool.reset(seed=seed, options=options)
         infos: dict[str, Any] = {}
-        self._tell(infos, told)
+        self._spread(infos, copy_infos)
         return self._slots(seen, infos), infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -101,24 +101,26 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """Observations, rewards, terminations, truncations and infos of every slot."""
-        seen, _, over, lost, told = self.pool.step_wait(timeout)  # lost: copies whose worker was replaced
+        seen, _, over, lost, copy_infos = self.pool.step_wait(
+            timeout
+        )  # lost: copies whose worker was replaced
         before, infos = self.active.reshape(self.num_copies, self.n_agents), dict[str, Any]()
         rewards, terminated, truncated = (
             np.array(seen[key], dtype=kind) for key, kind in (("reward", float), ("end", bool), ("cut", bool))
         )
         for c in np.flatnonzero(over).tolist():
-            last = told["final_obs"][c]
+            last = copy_infos["final_obs"][c]
             rewards[c], terminated[c], truncated[c] = last["reward"], last["end"], last["cut"]
         for c in np.flatnonzero(lost | ~self.pool.active & ~over).tolist():
             rewards[c], terminated[c], truncated[c] = 0.0, False, before[c] & lost[c]
         ended = (terminated | truncated).reshape(-1)
         for slot in np.flatnonzero(ended).tolist():
             c, a = divmod(slot, self.n_agents)
-            obs, at = (told["final_obs"][c]["obs"], a) if over[c] or lost[c] else (seen["obs"], (c, a))
+            obs, at = (copy_infos["final_obs"][c]["obs"], a) if over[c] or lost[c] else (seen["obs"], (c, a))
             final = self._layout.map(lambda leaf, at=at: np.array(leaf[at]), obs)  # type: ignore[misc]
             self._add_info(infos, {"final_obs": final}, slot)
-        self._tell(infos, told.get("final_info", {}), ended)
-        self._tell(infos, told, ended & ~np.repeat(over | lost, self.n_agents))
+        self._spread(infos, copy_infos.get("final_info", {}), ended)
+        self._spread(infos, copy_infos, ended & ~np.repeat(over | lost, self.n_agents))
         obs = self._slots(seen, infos)
         return obs, rewards.reshape(-1), terminated.reshape(-1), truncated.reshape(-1), infos
 
@@ -129,31 +131,31 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
         self.pool.close(**kwargs)
 
     def _slots(self, seen: Any, infos: dict[str, Any]) -> Any:
-        """The observation of every slot; who is in play is noted, and told."""
+        """The observation of every slot; `active` is updated and added to the infos."""
         self.active = (seen["active"].astype(np.bool_) & self.pool.active[:, None]).reshape(-1)
         infos["active"] = self.active.copy()
         return self._layout.map(lambda leaf: leaf.reshape(self.num_envs, *leaf.shape[2:]), seen["obs"])
 
-    def _tell(self, infos: dict[str, Any], told: dict[str, Any], ended: Any = None) -> None:
-        """What the copies told, by slot; of agents that ended as `final_info`."""
-        for c in np.flatnonzero(told.get("_agent_infos", ())).tolist():
-            for a, info in enumerate(told["agent_infos"][c]):
+    def _spread(self, infos: dict[str, Any], copy_infos: dict[str, Any], ended: Any = None) -> None:
+        """Add the infos of the copies by slot; those of agents that ended as `final_info`."""
+        for c in np.flatnonzero(copy_infos.get("_agent_infos", ())).tolist():
+            for a, info in enumerate(copy_infos["agent_infos"][c]):
                 slot = c * self.n_agents + a
                 final = ended is not None and ended[slot]
                 self._add_info(infos, {"final_info": info} if final else info, slot)
-        for key, value in told.items():
+        for key, value in copy_infos.items():
             if key.removeprefix("_") not in ("agent_infos", "final_obs", "final_info"):
                 infos[key] = self._by_slot(value)
 
     def _by_slot(self, column: Any) -> Any:
-        """What each copy told, or each of nested infos, for each of its agents."""
+        """The info of each copy, or each of nested infos, repeated for each of its agents."""
         if isinstance(column, dict):
             return {key: self._by_slot(value) for key, value in column.items()}
         return np.repeat(column, self.n_agents, axis=0)
 
 
 class TeamEnv(gymnasium.Env[Any, Any]):
-    """One parallel environment as a Gymnasium env; what each agent got travels beside the observations."""
+    """One parallel environment as a Gymnasium env; rewards and flags of the agents are parts of the observation."""
 
     def __init__(self, make: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         self.env = make(**kwargs)
@@ -187,8 +189,8 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         self.active = self._left()
         if not self.active.any():
             raise EnvError("expected agents in play after reset, got none")
-        self.over = np.zeros_like(self.active)  # who ended in this episode: nobody comes back in it
-        return self._answer(obs, {}, {}, {}), self._told(obs, infos)
+        self.over = np.zeros_like(self.active)  # agents that ended in this episode; none comes back in it
+        return self._answer(obs, {}, {}, {}), self._agent_infos(obs, infos)
 
     def step(self, actions: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step the agents in play; over when none is left."""
@@ -202,7 +204,7 @@ class TeamEnv(gymnasium.Env[Any, Any]):
             raise EnvError(f"expected agents that leave to be terminated or truncated, {gone} left without")
         self.over |= ended
         self.active = answer["active"] = left & ~self.over
-        return answer, sum(answer["reward"]), not self.active.any(), False, self._told(obs, infos)
+        return answer, sum(answer["reward"]), not self.active.any(), False, self._agent_infos(obs, infos)
 
     def _left(self) -> Any:
         """Which agents the environment has in play, as it says itself."""
@@ -218,8 +220,8 @@ class TeamEnv(gymnasium.Env[Any, Any]):
         for a in here:
             check_flags(ends.get(a, False), cuts.get(a, False), f"agent {a!r}: ")
         flags = {
-            name: np.array([a in here and bool(told.get(a, False)) for a in self.agents], np.int8)
-            for name, told in (("end", ends), ("cut", cuts))
+            name: np.array([a in here and bool(flags.get(a, False)) for a in self.agents], np.int8)
+            for name, flags in (("end", ends), ("cut", cuts))
         }
         return {
             "obs": seen,
@@ -228,8 +230,8 @@ class TeamEnv(gymnasium.Env[Any, Any]):
             "active": self.active.astype(np.int8),
         }
 
-    def _told(self, obs: Any, infos: Any) -> dict[str, Any]:
-        """The infos of all; refused is what would leave an agent in play without an observation, or an action."""
+    def _agent_infos(self, obs: Any, infos: Any) -> dict[str, Any]:
+        """The infos of all agents; an agent in play without an observation, or unknown, is an error."""
         unseen = [
             agent for agent, here in zip(self.agents, self.active, strict=True) if here and agent not in obs
         ]

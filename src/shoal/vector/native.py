@@ -43,7 +43,7 @@ def make_native(
     wrappers: Sequence[Any],
     options: Options,
 ) -> NativeVectorEnv:
-    """The batch that an environment brings itself.
+    """The native batch of an environment.
 
     Args:
         env: a Gymnasium id or spec with a `vector_entry_point`, `"envpool:ID"`, `"gymnax:ID"`, an environment
@@ -100,7 +100,7 @@ def make_native(
 
 
 def _maker(env: Any, name: Any, kwargs: dict[str, Any], mode: AutoresetMode) -> Callable[..., Any]:
-    """What makes the batch, called with `num_envs` and the `kwargs`."""
+    """The function that makes the batch, called with `num_envs` and the `kwargs`."""
     if isinstance(env, str) and env.startswith("envpool:"):
         return functools.partial(EnvPoolBatch, env.removeprefix("envpool:"))
     if isinstance(env, str) and env.startswith("gymnax:"):
@@ -132,7 +132,7 @@ def _is_atari(batch: Any) -> bool:
 
 
 def _abilities(batch: Any) -> dict[str, Any]:
-    """Whether `reset` takes `seed_per_env` and a `reset_mask`; a batch of your own says so in its `metadata`."""
+    """Whether `reset` takes `seed_per_env` and a `reset_mask`; a batch of your own states it in its `metadata`."""
     known = isinstance(batch, SyncVectorEnv | AsyncVectorEnv) or _is_atari(batch)
     masked = batch.metadata.get("autoreset_mode") is AutoresetMode.DISABLED  # then Gymnasium demands it
     return {"seed_per_env": known, "reset_mask": known or masked, **batch.metadata}
@@ -198,7 +198,7 @@ class NativeVectorEnv(VectorWrapper[Any, Any, Any, Any, Any], Closing):
 
     @one_at_a_time
     def step_async(self, actions: Any) -> None:
-        """Begin a step where the batch can; else `step_wait` does it all."""
+        """Begin a step if the batch can; otherwise `step_wait` does all of it."""
         self._check_idle("step")
         actions = check_actions(self.single_action_space, actions, range(self.num_envs))
         self._seconds -= time.perf_counter()
@@ -293,7 +293,7 @@ class NativeVectorEnv(VectorWrapper[Any, Any, Any, Any, Any], Closing):
             raise EnvError(f"{self.name} does not support {what}; {instead}, or use another backend")
 
     def stats(self) -> dict[str, Any]:
-        """As that of other backends."""
+        """The same keys as those of other backends."""
         idle = self._steps and self._pending is None
         return {
             "steps": self._steps,

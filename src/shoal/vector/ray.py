@@ -24,7 +24,7 @@ from shoal.vector.workers import LOADING_SECONDS, Limits, Worker
 
 
 class EnvActor:
-    """The actor of one group; of `path`, where its caller finds modules, it searches those folders that exist here."""
+    """The actor of one group. It adds the folders of `path` (the caller's module path) that exist on its node."""
 
     def __init__(self, first: int, path: Sequence[str]) -> None:
         sys.path += [item for item in path if item not in sys.path and os.path.isdir(item)]
@@ -32,7 +32,7 @@ class EnvActor:
         self.group: EnvGroup | None = None
 
     def run(self, data: bytes) -> tuple[bytes, Any]:
-        """Do what a command says: the reply, and the rows that a step or reset wrote."""
+        """Execute a command; returns the reply, and the rows that a step or reset wrote."""
         try:
             command = pickle.loads(data)
             if isinstance(command, Make):
@@ -80,7 +80,7 @@ class RayWorker(Worker):
             self._reply = self._actor.run.remote(data)
 
     def answered(self) -> bool:
-        """Whether `receive` does not wait."""
+        """Whether `receive` would return at once."""
         if self.lost is None and not self._ray.is_initialized():
             self.lose(self.failure("died", "the Ray session that it lived in was ended"))
         return self.lost is not None or bool(self._ray.wait([self._reply], timeout=0)[0])
@@ -106,7 +106,7 @@ class RayWorker(Worker):
             return Reply(failures=[from_exception(i, doing, error) for i in self.ids])
 
     def overdue(self, now: float) -> float | None:
-        """The time limit that all its environments together have exceeded: where it is, only the actor knows."""
+        """The time limit that its environments exceeded together; which of them, only the actor knows."""
         making = isinstance(self.command, Make | Rebuild)
         limit = self.limits.make if making else self.limits.step
         if limit is None:
@@ -153,16 +153,16 @@ class RayWorker(Worker):
 
 
 def reason_of(error: BaseException) -> str:
-    """What Ray says of a death, in one line."""
+    """Ray's reason for a death, in one line."""
     lines = [line for line in str(error).splitlines() if line and not line.startswith((" ", "\t"))]
-    told = next((line for line in lines if "dead because" in line), (lines or [type(error).__name__])[-1])
-    return told.partition("dead because ")[2].partition(". ")[0] or told[:300]
+    cause = next((line for line in lines if "dead because" in line), (lines or [type(error).__name__])[-1])
+    return cause.partition("dead because ")[2].partition(". ")[0] or cause[:300]
 
 
 def ray_workers(
     env_fns: Sequence[EnvFn], n_workers: int, limits: Limits, options: Mapping[str, Any]
 ) -> list[RayWorker]:
-    """Actors for environments; where Ray does not run yet it is started, locally, and stays until the program ends.
+    """Actors for environments; a local Ray is started if none runs, and stays until the program ends.
 
     Args:
         env_fns: functions that make the environments.

@@ -1,4 +1,4 @@
-"""What is done about environments that fail: replaced, left out, or the error raised.
+"""The failure policies: raise the error, replace the environment, or mask it out.
 
 An env that is replaced shows it: its episode is reported truncated with `info["worker_restarted"]`, so that no
 trajectory can join two episodes.
@@ -54,7 +54,7 @@ class End(NamedTuple):
 
 
 class FailurePolicy:
-    """Replaces environments of a vector env that failed, or leaves them out, and reports the episodes that were cut.
+    """Replaces failed environments of a vector env, or masks them out, and reports the episodes that were truncated.
 
     Attributes:
         active: `[n_envs]`; False for environments that were masked out after a failure.
@@ -66,7 +66,7 @@ class FailurePolicy:
     """
 
     def __init__(self, pool: VectorPool, attach: Attach, max_restarts: float) -> None:
-        # A proxy: a vector env that nobody holds any more ends at once.
+        # A proxy: a vector env without references is closed at once.
         self.pool, self._attach, self.max_restarts = weakref.proxy(pool), attach, max_restarts
         self.worker_of = [worker for worker in pool.workers for _ in range(worker.count)]
         n_envs = pool.num_envs
@@ -81,7 +81,7 @@ class FailurePolicy:
         ]
 
     def check_one_is_left(self) -> None:
-        """Refuse to go on where all environments were masked out."""
+        """Raise if all environments were masked out."""
         if self.masked_by is not None and not self.active.any():
             raise WorkerError(
                 f"none of the {self.pool.num_envs} environments is left: each failed and was masked out; make them "
@@ -103,7 +103,7 @@ class FailurePolicy:
         return np.array(value) if isinstance(self.pool.observation_spaces[i], gymnasium.spaces.Box) else value
 
     def remember(self, ids: Any = slice(None)) -> None:
-        """Note what environments show now, for those that are replaced in the next operation."""
+        """Remember the current observations, for environments that are replaced in the next operation."""
         for kept, values in zip(self._last, self.pool.shown.some(ids), strict=True):
             if isinstance(kept, list) and not isinstance(ids, slice):
                 for i, value in zip(ids, values, strict=True):
@@ -111,9 +111,9 @@ class FailurePolicy:
             else:
                 kept[ids] = values
 
-    def left_out(self, chosen: Iterable[int], told: Iterable[EnvInfo]) -> list[EnvInfo]:
+    def left_out(self, chosen: Iterable[int], env_infos: Iterable[EnvInfo]) -> list[EnvInfo]:
         """The reports of environments that could not be stepped: they were replaced before, or masked out."""
-        known = {item.env for item in told}
+        known = {item.env for item in env_infos}
         found = []
         for i in chosen:
             if i in known:
@@ -125,7 +125,7 @@ class FailurePolicy:
                 found.append(EnvInfo(i, None, None, {"worker_masked": True}))
         return found
 
-    def recover(self, failures: list[Failure], told: list[EnvInfo], pending: Pending) -> list[EnvInfo]:
+    def recover(self, failures: list[Failure], env_infos: list[EnvInfo], pending: Pending) -> list[EnvInfo]:
         """Replace what failed, by the policy; what all environments of the operation reported then.
 
         Raises:
@@ -152,7 +152,7 @@ class FailurePolicy:
                 self._mask(failures)
             fresh, failures = self._replace(now, given)
             infos |= fresh
-        told = [item for item in told if item.env not in affected]
+        env_infos = [item for item in env_infos if item.env not in affected]
         for i, failure in affected.items():
             if not self.active[i]:
                 why = info = {"worker_masked": True, "worker_error": describe(failure)}
@@ -160,16 +160,16 @@ class FailurePolicy:
                 why = reported(failure)
                 info = {**infos.get(i, {}), **why}
             if i in given and self.active[i]:
-                told.append(EnvInfo(i, None, None, info))
+                env_infos.append(EnvInfo(i, None, None, info))
                 continue
             if not (self.pool.same_step and self.active[i]):
                 self.pool.shown.put(i, [column[i] for column in self._last])
             end = ends[i]._replace(why=why, info=info)
             if i in stepped or i in given:
-                told.append(self._ended(i, end, in_reset=i in given))
+                env_infos.append(self._ended(i, end, in_reset=i in given))
             else:
                 self.cut[i] = end
-        return told
+        return env_infos
 
     def _affected_by(self, failures: Sequence[Failure], attempts: Mapping[int, int]) -> dict[int, Failure]:
         """The environments to be replaced, those of lost workers among them, and why; raises where none may be."""
@@ -226,7 +226,7 @@ class FailurePolicy:
     def _replace(
         self, affected: Mapping[int, Failure], given: Mapping[int, int | None]
     ) -> tuple[dict[int, Info], list[Failure]]:
-        """Make these environments anew, all at once; the infos of their resets, and what failed again."""
+        """Rebuild these environments, all at once; returns the infos of their resets, and what failed again."""
         lost = [w for w in self.pool.workers if w.lost is not None and not affected.keys().isdisjoint(w.ids)]
         failures = self._restart_workers(lost)
         alive = [i for i in sorted(affected) if self.active[i] and self.worker_of[i].lost is None]
@@ -249,11 +249,11 @@ class FailurePolicy:
         infos: dict[int, Info] = {}
         for (worker, command), reply in zip(commands, replies, strict=True):
             self.pool.shown.take(ids_of(worker, command), reply.columns, {item.env for item in again})
-            infos.update({item.env: item.info for item in reply.told})
+            infos.update({item.env: item.info for item in reply.env_infos})
         return infos, failures + again
 
     def replace_lost(self, seeds: dict[int, int | None]) -> None:
-        """Fresh workers in place of those that a raised failure left; their envs get new seeds where none is given."""
+        """Replace workers that a raised failure left dead; their envs get new seeds if none is given."""
         lost = [worker for worker in self.pool.workers if worker.lost is not None]
         raise_first(self._restart_workers(lost))
         for i in (i for worker in lost for i in worker.ids):
@@ -262,7 +262,7 @@ class FailurePolicy:
                 seeds[i] = restart_seed(self.seeds[i], self.replaced[i])
 
     def _restart_workers(self, lost: Sequence[Worker]) -> list[Failure]:
-        """Start lost workers anew, all at once; what failed."""
+        """Restart lost workers, all at once; returns what failed."""
         for worker in lost:
             worker.start()
         failures = []
@@ -274,7 +274,7 @@ class FailurePolicy:
         return failures + attach_all(ready, self._attach, self.pool.buffers)
 
     def _ask(self, commands: Pending) -> list[Reply]:
-        """Tell workers something aside and wait for all of them."""
+        """Send commands to workers outside of an operation, and wait for all replies."""
         for worker, command in commands:
             worker.begin(command)
         return collect([worker for worker, _ in commands])

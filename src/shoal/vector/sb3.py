@@ -1,5 +1,5 @@
 """A vector environment of shoal as a `VecEnv` of Stable-Baselines3 (imported when one is made)."""
-# ruff: noqa: D102 (what the others are for is told where `VecEnv` has them)
+# ruff: noqa: D102 (the other methods are documented in `VecEnv`)
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from shoal.vector.env_group import Attach, Close, EnvGroup, Make, Reply, Reset, 
 
 
 class GroupThread:
-    """A thread that does the commands of one group, one after the other.
+    """A thread that executes the commands of one group, one after the other.
 
     Args:
         group: its environments.
@@ -76,7 +76,7 @@ def with_actions(command: Any, buffers: Buffers | None, first: int, count: int) 
         return command
     assert buffers is not None
     members = range(count) if command.members is None else command.members
-    return Step(command.members, {}, read(buffers, first, members, command.loose))
+    return Step(command.members, {}, read(buffers, first, members, command.pickled))
 
 
 class ThreadedGroup:
@@ -98,7 +98,7 @@ class ThreadedGroup:
             thread.group.attach(buffers, autoreset, check_nan)
 
     def run(self, command: Any) -> Reply:
-        """Do what a command says; a failure of one env leaves the others alone."""
+        """Execute a command; a failure of one env does not affect the others."""
         members = range(self.count) if getattr(command, "members", None) is None else command.members
         commands = self._split(command, members)
         self._done = done = threading.Semaphore(0)
@@ -121,7 +121,7 @@ class ThreadedGroup:
             return [Make(None) for _ in members]
         if isinstance(command, Step):
             assert self.buffers is not None
-            actions = read(self.buffers, self.first, members, command.loose)
+            actions = read(self.buffers, self.first, members, command.pickled)
             return [Step(None, {}, [action]) for action in actions]
         if isinstance(command, Reset):
             return [
@@ -141,7 +141,7 @@ class ThreadedGroup:
         value = [item for reply in replies for item in reply.value or ()]
         return Reply(
             columns,
-            [item for reply in replies for item in reply.told],
+            [item for reply in replies for item in reply.env_infos],
             [failure for reply in replies for failure in reply.failures],
             value if any(reply.value is not None for reply in replies) else None,
         )

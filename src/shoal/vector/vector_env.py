@@ -1,4 +1,4 @@
-"""Many environments behind one `gymnasium.vector.VectorEnv`, whatever steps them.
+"""Many environments behind one `gymnasium.vector.VectorEnv`, on any kind of worker.
 
 Every operation goes the same way: commands for the workers, one wait for their replies, failures dealt with, one
 batch. An operation that was broken off (an env's exception, Ctrl-C, a timeout of a wait) leaves a vector env that only
@@ -39,9 +39,9 @@ from shoal.vector.arguments import (
 )
 from shoal.vector.buffers import (
     Buffers,
-    Loose,
     Observations,
-    of_group,
+    PickledActions,
+    for_worker,
     plain_target,
     write_actions,
     write_some,
@@ -79,7 +79,7 @@ SETTLE_SECONDS = 10.0
 
 
 class Description(NamedTuple):
-    """What a vector env must know of its environments before it can talk to them."""
+    """Spaces and metadata that a vector env needs before it can send commands."""
 
     observation_spaces: list[gymnasium.Space[Any]]
     action_spaces: list[gymnasium.Space[Any]]
@@ -181,7 +181,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             )
 
     def _is_forked(self) -> bool:
-        """Whether the workers are those of the process that this one was forked from: they would answer there."""
+        """Whether this process was forked from the one that owns the workers: their replies would go there."""
         return self._pid is not None and self._pid != os.getpid()
 
     def _check_idle(self, operation: str, *, whole_reset: bool = False, flying: bool = False) -> None:
@@ -202,7 +202,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
     @contextlib.contextmanager
     def _breaking(self, operation: str) -> Any:
-        """What is done with environments here must end well; else only a whole reset can follow."""
+        """If this block raises, only a reset of all environments can follow."""
         self._broken = f"the last {operation} failed or was interrupted"
         yield
         self._broken = ""
@@ -242,7 +242,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         return result
 
     def _settle(self) -> None:
-        """Wait for what a broken-off operation left at work, and give up who does not come back."""
+        """Wait for workers that an interrupted operation left at work, and replace those that do not return."""
         self._in_flight, self._pending = {}, []
         busy = [worker for worker in self.workers if worker.command is not None]
         for worker in busy:
@@ -337,10 +337,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         )
 
     def _reset_result(self, replies: list[Reply], pending: Pending) -> tuple[Any, Info]:
-        told = self._take(replies, pending)
+        env_infos = self._take(replies, pending)
         if self._remembers:
             self._policy.remember()
-        return self.shown.batch(), batch_infos(self.num_envs, told)
+        return self.shown.batch(), batch_infos(self.num_envs, env_infos)
 
     # --- step
     @one_at_a_time
@@ -368,8 +368,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """`step_wait` with the infos as they came."""
 
         def take(replies: list[Reply], pending: Pending) -> tuple[Any, Any, Any, Any, list[EnvInfo]]:
-            told = self._step_told(replies, pending)
-            return (*self._arrays(), list(told))
+            env_infos = self._step_infos(replies, pending)
+            return (*self._arrays(), list(env_infos))
 
         return self._end("step", timeout, take)
 
@@ -377,40 +377,40 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._check_idle("step")
         self._step_all(write_actions(self.buffers, actions))
 
-    def _step_all(self, loose: Loose) -> None:
+    def _step_all(self, pickled: PickledActions) -> None:
         self._step_began = time.perf_counter()
         self.buffers.flags.fill(False)
         self._chosen = range(self.num_envs)
-        if loose or self._policy.cut or self._policy.masked_by is not None:
-            self._step(loose)
+        if pickled or self._policy.cut or self._policy.masked_by is not None:
+            self._step(pickled)
         else:
             self._begin("step", [(worker, STEP_ALL) for worker in self.workers])
 
-    def _step(self, loose: Loose) -> None:
-        """Begin to step the chosen environments, but for those that cannot be."""
+    def _step(self, pickled: PickledActions) -> None:
+        """Begin to step the chosen environments, except replaced and masked ones."""
         if self._chosen:
             self._policy.check_one_is_left()
         going = [i for i in self._chosen if i not in self._policy.cut and self.active[i]]
         commands = [
-            (worker, _step_of(worker, members, loose)) for worker, members in self._policy.by_worker(going)
+            (worker, _step_of(worker, members, pickled)) for worker, members in self._policy.by_worker(going)
         ]
         self._begin("step", commands)
 
     def _step_result(self, replies: list[Reply], pending: Pending) -> tuple[Any, Any, Any, Any, Info]:
-        told = self._step_told(replies, pending)
-        result = (*self._arrays(), batch_infos(self.num_envs, told) if told else {})
+        env_infos = self._step_infos(replies, pending)
+        result = (*self._arrays(), batch_infos(self.num_envs, env_infos) if env_infos else {})
         self._steps += 1
         self._seconds += time.perf_counter() - self._step_began
         return result
 
-    def _step_told(self, replies: list[Reply], pending: Pending) -> Sequence[EnvInfo] | InfoTable:
-        """What the chosen environments reported of a step, those that were left out included."""
-        told = self._take(replies, pending)
+    def _step_infos(self, replies: list[Reply], pending: Pending) -> Sequence[EnvInfo] | InfoTable:
+        """The infos of a step, those of masked and replaced environments included."""
+        env_infos = self._take(replies, pending)
         if self._policy.cut or self._policy.masked_by is not None:
-            told = [*told, *self._policy.left_out(self._chosen, told)]
+            env_infos = [*env_infos, *self._policy.left_out(self._chosen, env_infos)]
         if self._remembers:
             self._policy.remember()
-        return told
+        return env_infos
 
     def _arrays(self) -> tuple[Any, Any, Any, Any]:
         """Observations, rewards, terminations and truncations."""
@@ -427,7 +427,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         chosen, actions = self._indices(indices, actions, "actions")
 
         def take(replies: list[Reply], pending: Pending) -> list[StepResult]:
-            infos = by_env(self._step_told(replies, pending))
+            infos = by_env(self._step_infos(replies, pending))
             buffers = self.buffers
             flags = zip(
                 buffers.rewards[chosen].tolist(),
@@ -441,40 +441,40 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             ]
 
         self._check_idle("step_some")
-        loose = write_some(self.buffers, chosen, actions)
+        pickled = write_some(self.buffers, chosen, actions)
         self.buffers.terminated[chosen] = self.buffers.truncated[chosen] = False
         self._chosen = sorted(chosen)
-        self._step(loose)
+        self._step(pickled)
         return self._end("step", None, take)
 
     # --- replies
     def _take(self, replies: Sequence[Reply], pending: Pending) -> Sequence[EnvInfo] | InfoTable:
-        """Take over the replies to a reset or step: what the environments reported. Failures are dealt with."""
+        """Read the replies to a reset or step, apply the failure policy, and return the infos."""
         failures = [failure for reply in replies for failure in reply.failures]
         failed = {failure.env for failure in failures}
-        told: list[EnvInfo] = []
+        env_infos: list[EnvInfo] = []
         tables: list[InfoTable] = []
         for (worker, command), reply in zip(pending, replies, strict=True):
             if reply.columns:
                 self.shown.take(ids_of(worker, command), reply.columns, failed)
-            if isinstance(reply.told, InfoTable):
-                tables.append(reply.told)
-            elif reply.told:
-                told += reply.told
+            if isinstance(reply.env_infos, InfoTable):
+                tables.append(reply.env_infos)
+            elif reply.env_infos:
+                env_infos += reply.env_infos
         if tables:
-            table = None if told or failures else InfoTable.joined(tables, self.num_envs)
+            table = None if env_infos or failures else InfoTable.joined(tables, self.num_envs)
             if table is not None:
                 return table
-            told += itertools.chain.from_iterable(tables)
-        if self.same_step and told:
-            told = [
+            env_infos += itertools.chain.from_iterable(tables)
+        if self.same_step and env_infos:
+            env_infos = [
                 item._replace(final=self._policy.final(item.env)) if item.final is FINAL_IN_BUFFER else item
-                for item in told
+                for item in env_infos
             ]
         if failures:
             self._report(failures)
-            told = self._policy.recover(failures, told, pending)
-        return told
+            env_infos = self._policy.recover(failures, env_infos, pending)
+        return env_infos
 
     def _report(self, failures: Sequence[Failure]) -> None:
         """Called with the failures of an operation before they are dealt with; for subclasses."""
@@ -546,11 +546,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         ]
         for worker, command in commands:
             if not worker.inline:
-                dumps(command)  # before any is told: what one cannot be sent, none gets
+                dumps(command)  # before any is sent: what cannot be sent to one is sent to none
         self._begin("call", commands)
 
     def _answers(self, timeout: float | None) -> dict[int, Any]:
-        """What each env answered to a call."""
+        """The result of a call for each env."""
         failures: list[Failure] = []
 
         def take(replies: list[Reply], pending: Pending) -> dict[int, Any]:
@@ -587,11 +587,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         They are all those of one or more workers: `num_workers=num_envs` makes each env a unit of its own.
         """
         ids, actions, workers = self._units("send", env_ids, actions, "actions")
-        loose = write_some(self.buffers, ids, actions)
+        pickled = write_some(self.buffers, ids, actions)
         self.buffers.terminated[ids] = self.buffers.truncated[ids] = False
         for worker in workers:
             members = [i - worker.first for i in worker.ids if self.active[i] and i not in self._policy.cut]
-            self._dispatch(worker, _step_of(worker, members, loose))
+            self._dispatch(worker, _step_of(worker, members, pickled))
 
     @one_at_a_time
     def send_reset(self, env_ids: Sequence[int], seeds: Sequence[int | None] | None = None) -> None:
@@ -656,11 +656,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             }
             pending: Pending = [(worker, command) for worker, (command, _) in landed.items()]
             ids = [i for _, ids in landed.values() for i in ids]
-            told = list(self._take([worker.receive() for worker in landed], pending))
-            told += self._policy.left_out(ids, told)
+            env_infos = list(self._take([worker.receive() for worker in landed], pending))
+            env_infos += self._policy.left_out(ids, env_infos)
             if self._remembers:
                 self._policy.remember(ids)
-            buffers, chosen, infos = self.buffers, np.array(ids, dtype=np.int64), by_env(told)
+            buffers, chosen, infos = self.buffers, np.array(ids, dtype=np.int64), by_env(env_infos)
             return Ready(
                 chosen,
                 buffers.observations.rebuild(self.shown.some(ids)),
@@ -761,8 +761,8 @@ class SerialVectorEnv(VectorPool):
         reply = worker.group.step(given)
         infos: Info = {}
         if reply is not NOTHING:
-            told = self._take([reply], [(worker, Step(None, {}, given))])
-            infos = batch_infos(self.num_envs, told) if told else {}
+            env_infos = self._take([reply], [(worker, Step(None, {}, given))])
+            infos = batch_infos(self.num_envs, env_infos) if env_infos else {}
         result = (*self._arrays(), infos)
         if self._remembers:
             self._policy.remember()
@@ -773,7 +773,7 @@ class SerialVectorEnv(VectorPool):
 
 
 def close_all(workers: Sequence[Worker], close_rest: Callable[[], None], seconds: float = 2.0) -> None:
-    """Close workers, by force after so many seconds, and what they share."""
+    """Close workers, by force after so many seconds, and free what they share."""
     end = time.monotonic() + seconds
     for worker in workers:
         worker.begin_close()
@@ -782,8 +782,8 @@ def close_all(workers: Sequence[Worker], close_rest: Callable[[], None], seconds
     close_rest()
 
 
-def _step_of(worker: Worker, members: Sequence[int], loose: Loose) -> Step:
+def _step_of(worker: Worker, members: Sequence[int], pickled: PickledActions) -> Step:
     """A step of some members of a worker."""
     everyone = len(members) == worker.count
-    loose = of_group(loose, worker.first, worker.count)
-    return STEP_ALL if everyone and not loose else Step(None if everyone else members, loose)
+    pickled = for_worker(pickled, worker.first, worker.count)
+    return STEP_ALL if everyone and not pickled else Step(None if everyone else members, pickled)

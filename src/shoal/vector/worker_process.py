@@ -42,7 +42,7 @@ WORDS = 16
 
 
 SMALL = 16_384
-"""Bytes of a message that every pipe takes at once: it is sent before its signal, so that nobody waits twice."""
+"""Bytes of a message that every pipe takes at once: it is sent before its signal, so that neither side waits twice."""
 
 
 class Link:
@@ -89,7 +89,7 @@ class Link:
 def serve(
     pipe: Any, words: Any, number: int, semaphores: tuple[Any, Any] | None, first: int, threads: bool
 ) -> None:
-    """Run a worker process until it is told to close, or its caller is gone."""
+    """Run a worker process until it receives `close` or its caller is gone."""
     link = Link(pipe, words, number, semaphores)
     group: Any = None
     texts: dict[int, TextBuffer] = {}
@@ -129,7 +129,7 @@ def serve(
                     seeded = seed_globals(command.seeds, first)
                 reply = group.run(command)
             in_memory = TEXT if reply.columns and texts and _pack_text(reply, texts) else 0
-            if isinstance(reply.told, InfoTable) and numbers.take(reply.told) and not reply.columns:
+            if isinstance(reply.env_infos, InfoTable) and numbers.take(reply.env_infos) and not reply.columns:
                 reply, in_memory = NOTHING, in_memory | INFOS
             link.send(b"" if is_empty(reply) else packed(reply, group, command), in_memory)
     if group is not None:
@@ -156,7 +156,7 @@ def seed_globals(seeds: Sequence[int | None], first: int) -> bool:
 
 
 class InfoNumbers:
-    """The numbers in the infos of a group: once their names and types were told, they go through shared memory.
+    """The numbers in the infos of a group: once their names and types were sent, they go through shared memory.
 
     Both sides have one, and it knows what the last message with such numbers was.
     """
@@ -167,7 +167,7 @@ class InfoNumbers:
         self._columns: list[Any] = []
 
     def know(self, table: InfoTable) -> None:
-        """Note what a message told."""
+        """Remember the names and types that a message had."""
         if self._buffers is not None:
             self._schema = table.keys, table.kinds
             self._columns = self._buffers.info_columns(self._first, self._count, table.kinds)
@@ -188,7 +188,7 @@ class InfoNumbers:
 
 def is_empty(reply: Reply) -> bool:
     """Whether all of it is in the buffers."""
-    return not (reply.columns or reply.told or reply.failures) and reply.value is None
+    return not (reply.columns or reply.env_infos or reply.failures) and reply.value is None
 
 
 def _pack_text(reply: Reply, texts: dict[int, TextBuffer]) -> bool:
@@ -215,24 +215,24 @@ def packed(reply: Reply, group: Any, command: Any) -> bytes:
 
 def _plain(reply: Reply) -> tuple[Any, ...]:
     """A reply of tuples, which pickle faster."""
-    told: Any = reply.told
-    if isinstance(told, InfoTable):
-        columns = [column.tobytes() for column in told.columns]  # arrays take five times as long
-        told = (told.first, told.count, told.keys, told.kinds, columns)
+    env_infos: Any = reply.env_infos
+    if isinstance(env_infos, InfoTable):
+        columns = [column.tobytes() for column in env_infos.columns]  # arrays take five times as long
+        env_infos = (env_infos.first, env_infos.count, env_infos.keys, env_infos.kinds, columns)
     else:
-        told = [tuple(item) for item in told]
-    return reply.columns, told, reply.failures, reply.value
+        env_infos = [tuple(item) for item in env_infos]
+    return reply.columns, env_infos, reply.failures, reply.value
 
 
 def unpacked(data: bytes) -> Reply:
     """The reply in what `packed` gave."""
-    columns, told, failures, value = pickle.loads(data)
-    if isinstance(told, tuple):
-        *about, kinds, packed_columns = told
+    columns, env_infos, failures, value = pickle.loads(data)
+    if isinstance(env_infos, tuple):
+        *about, kinds, packed_columns = env_infos
         values = [np.frombuffer(data, kind).copy() for data, kind in zip(packed_columns, kinds, strict=True)]
         first, count, keys = about
         return Reply(columns, InfoTable(first, count, keys, kinds, values), failures, value)
-    return Reply(columns, [EnvInfo(*item) for item in told], failures, value)
+    return Reply(columns, [EnvInfo(*item) for item in env_infos], failures, value)
 
 
 def _without_what_cannot_travel(reply: Reply, error: BaseException, ids: Sequence[int]) -> Reply:
@@ -247,7 +247,7 @@ def _without_what_cannot_travel(reply: Reply, error: BaseException, ids: Sequenc
             return False
         return True
 
-    told = [item for item in reply.told if travels(item.env, "info", item)]
+    env_infos = [item for item in reply.env_infos if travels(item.env, "info", item)]
     columns = {
         leaf: [
             value if travels(i, "observation", value) else None for i, value in zip(ids, values, strict=True)
@@ -258,4 +258,4 @@ def _without_what_cannot_travel(reply: Reply, error: BaseException, ids: Sequenc
         travels(i, "result", value)
     if len(failures) == len(reply.failures):
         failures[ids[0]] = from_exception(ids[0], "sending its results", error, os.getpid())
-    return Reply(columns, told, list(failures.values()))
+    return Reply(columns, env_infos, list(failures.values()))

@@ -89,7 +89,7 @@ class Worker:
     inline = True
     can_be_killed = True
     side_by_side = False
-    """Its environments are at work at the same time, or nobody knows which of them is."""
+    """Its environments work at the same time, or it is unknown which of them does."""
 
     def __init__(
         self, first: int, env_fns: Sequence[EnvFn], limits: Limits = NO_LIMITS, made: Sequence[Any] = ()
@@ -130,7 +130,7 @@ class Worker:
     def _send(self, command: Any) -> None:
         if isinstance(command, Step) and command.actions is None:  # the caller may write the next ones
             assert self.group is not None
-            command = Step(command.members, {}, self.group.actions(command.members, command.loose))
+            command = Step(command.members, {}, self.group.actions(command.members, command.pickled))
             self.command = command
 
     def answered(self) -> bool:
@@ -223,7 +223,7 @@ class Worker:
             if command.actions is not None:
                 members = range(self.count) if command.members is None else command.members
                 return command.actions[list(members).index(env - self.first)]
-            return read(self.buffers, self.first, [env - self.first], command.loose)[0]
+            return read(self.buffers, self.first, [env - self.first], command.pickled)[0]
         return None
 
     def stats(self) -> dict[str, Any]:
@@ -483,9 +483,9 @@ class ProcessWorker(Worker):
             for leaf, text in self._texts.items():
                 reply.columns[leaf] = text.unpack()
         if in_memory & INFOS:
-            reply.told = self._numbers.table()
-        elif isinstance(reply.told, InfoTable):
-            self._numbers.know(reply.told)
+            reply.env_infos = self._numbers.table()
+        elif isinstance(reply.env_infos, InfoTable):
+            self._numbers.know(reply.env_infos)
         return reply
 
     def progress(self) -> int:

@@ -11,8 +11,10 @@ import contextlib
 import reprlib
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
@@ -82,18 +84,49 @@ class Site:
         runs: in the order in which links number them.
         base: what links begin with.
         only: the addresses that exist, for a static file; None: all do.
+        find: gives the run folders that are there now; None for those of `runs` alone.
     """
 
-    def __init__(self, runs: Sequence[Run], base: str = "/", only: Mapping[str, str] | None = None) -> None:
-        self.runs = list(runs)
+    def __init__(
+        self,
+        runs: Sequence[Run] = (),
+        base: str = "/",
+        only: Mapping[str, str] | None = None,
+        find: Callable[[], Sequence[Path]] | None = None,
+    ) -> None:
+        self.known = list(runs)  # a run that went keeps its number, so that links stay right
         self.base = base
         self.only = only
+        self.find = find
+        self._gone: set[Path] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def runs(self) -> list[Run]:
+        """Those that are there."""
+        return [run for run in self.known if run.path not in self._gone]
+
+    def look(self) -> None:
+        """Take in the runs that began since, and leave out those that went."""
+        if self.find is None:
+            return
+        with self._lock:
+            there = list(self.find())
+            paths = {run.path for run in self.known}
+            for path in there:
+                if path not in paths:
+                    with contextlib.suppress(DataError):  # it went in this moment
+                        self.known.append(Run(path))
+            self._gone = {run.path for run in self.known} - set(there)
 
     def run(self, number: str) -> Run:
         """The run of that number in links."""
-        if not number.isdecimal() or len(number) > 6 or int(number) >= len(self.runs):
+        if not number.isdecimal() or len(number) > 6 or int(number) >= len(self.known):
             raise DataError("there is no run of that number here")
-        return self.runs[int(number)]
+        run = self.known[int(number)]
+        if run.path in self._gone:
+            raise DataError(f"{run.path} is not there any more")
+        return run
 
     def link(self, path: str, **query: Any) -> str | None:
         """The address of a page; None if a static file does not hold it."""
@@ -102,7 +135,7 @@ class Site:
 
     def place(self, run: Run) -> str:
         """The beginning of the paths of a run's pages."""
-        return f"run/{self.runs.index(run)}"
+        return f"run/{self.known.index(run)}"
 
     def page(
         self,
@@ -196,7 +229,9 @@ def home(site: Site) -> Page:
                 tag("span", worst[0].title, class_=f"advice-word {worst[0].level}") if worst else "",
             )
         )
-    listed = table(("run", "kind", "state", "seed", "newest", "", "advice"), rows, "runs")
+    listed: Html | None = table(("run", "kind", "state", "seed", "newest", "", "advice"), rows, "runs")
+    if not rows:
+        listed = tag("p", "There are no runs yet. A run that begins in this folder appears here.")
     compare = anchor(site, "Compare them", "compare", class_="button") if len(site.runs) > 1 else None
     return Page("Runs", tag("section", tag("h1", "Runs"), listed, compare), (("runs", None),))
 
@@ -384,8 +419,8 @@ def _settings(run: Run, summary: Mapping[str, Any]) -> Html:
 # --- comparing
 def compare(site: Site, query: Mapping[str, str]) -> Page:
     """Curves of several runs; those that differ by their seed alone are one curve with its range."""
-    asked = [int(n) for n in query.get("runs", "").split(",") if n.isdecimal() and int(n) < len(site.runs)]
-    runs = [site.runs[n] for n in asked] if asked else site.runs
+    asked = [int(n) for n in query.get("runs", "").split(",") if n.isdecimal() and int(n) < len(site.known)]
+    runs = [site.known[n] for n in asked if site.known[n] in site.runs] or site.runs
     parts = list(filter(None, (_compared([r for r in runs if r.kind == kind], kind) for kind in PANELS)))
     nothing = tag("p", "no curves to compare", class_="empty")
     body = join(tag("header", tag("h1", "Runs compared")), parts or nothing)

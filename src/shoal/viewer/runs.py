@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import sqlite3
 import threading
@@ -50,6 +49,8 @@ class Run:
             )
         self.name = self.path.resolve().name
         self.index = EpisodeIndex(self.path, cache)
+        self.spell: Callable[[Sequence[int]], list[str]] | None = None
+        """The text of each token id of a batch, by whoever has its tokenizer; None: that of Qwen is tried."""
         self._known: dict[str, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
 
@@ -58,13 +59,13 @@ class Run:
         """What made it, by the files that it holds."""
         if (self.path / "state.db").is_file():
             return "skills"
-        if (self.path / "batch" / "batch.json").is_file():
+        if self.batch_folder is not None:
             return "split"
         return "ppo" if "ppo" in self.config() else "agent"
 
     @property
     def x(self) -> str:
-        """The metric that tells how far a row is."""
+        """The metric on the x axis."""
         return "steps" if self.kind == "ppo" else "iteration"
 
     def _cached(self, name: str, make: Callable[[bytes], Any], empty: Any) -> Any:
@@ -116,7 +117,7 @@ class Run:
         return self.summary().get("seed", self.config().get("seed"))
 
     def status(self) -> str:
-        """`running`, `completed` and so on, or `stopped` when nothing tells how it ended."""
+        """`running`, `completed` and so on, or `stopped` when no file says how it ended."""
         if self.is_running():
             return "running"
         said = self.summary().get("status")
@@ -178,7 +179,7 @@ class Run:
 
     # --- skills
     def skills(self) -> dict[str, list[dict[str, Any]]]:
-        """The tables of the graph's store, each row a dict under the names of skills; empty without one."""
+        """The tables of the graph's store, each row a dict; empty without one."""
         tables: dict[str, list[dict[str, Any]]] = {
             "skill": [],
             "attempt": [],
@@ -198,37 +199,31 @@ class Run:
                 db.execute("begin")
                 for name in tables:
                     order = " order by rowid desc limit 500" if name == "event" else " order by rowid"
-                    table = "job" if name == "skill" else name
-                    tables[name] = [
-                        _of_skills(dict(row)) for row in db.execute(f"select * from {table}{order}")
-                    ]
+                    tables[name] = [dict(row) for row in db.execute(f"select * from {name}{order}")]
         return tables
 
     # --- split samples
+    @property
+    def batch_folder(self) -> str | None:
+        """The folder of the samples that are shown: the batch, or the first shard that has samples."""
+        found = [self.path / "batch" / "batch.json", *sorted(self.path.glob("shards/[0-9]*/batch.json"))]
+        return next((file.parent.relative_to(self.path).as_posix() for file in found if file.is_file()), None)
+
     def samples(self) -> list[dict[str, Any]]:
-        """What `batch/batch.json` tells of each sample."""
-        document = self._cached("batch/batch.json", _object, {})
-        samples = document.get("samples")
+        """The description of each sample in `batch.json`."""
+        samples = self._batch().get("samples")
         return [sample for sample in samples if isinstance(sample, dict)] if isinstance(samples, list) else []
 
+    def image_sizes(self, traj_index: Any) -> list[Any]:
+        """(width, height) of each recorded image of a trajectory of the batch, where they are known."""
+        pixels = self._batch().get("pixels")
+        record = pixels.get(str(traj_index)) if isinstance(pixels, dict) else None
+        sizes = record.get("sizes") if isinstance(record, dict) else None
+        return sizes if isinstance(sizes, list) else []
 
-_OF_SKILLS = {
-    "job": "skill",
-    "payload": "spec",
-    "needs": "dependencies",
-    "artifact": "expert",
-    "steps": "frames",
-}
-"""Columns of a store of jobs, and what the pages of skills call them."""
-
-
-def _of_skills(row: dict[str, Any]) -> dict[str, Any]:
-    """A row under the names of skills; what a version's note says are columns."""
-    named = {_OF_SKILLS.get(key, key): value for key, value in row.items()}
-    if "note" in named:
-        with contextlib.suppress(ValueError, TypeError):
-            named |= {"wins": None, "episodes": None} | dict(json.loads(named["note"]))
-    return named
+    def _batch(self) -> dict[str, Any]:
+        folder = self.batch_folder
+        return {} if folder is None else self._cached(f"{folder}/batch.json", _object, {})
 
 
 def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[float], list[float]]:

@@ -1,4 +1,4 @@
-"""The site as a server of this machine alone: it only answers who knows its token, and it only reads.
+"""The site on 127.0.0.1: it answers requests that have its token, and only reads.
 
 Every address begins with the token, so links keep it and nothing is stored in the browser. Requests under another host
 name (DNS rebinding), from another origin, or with a method that writes are refused before anything is looked up.
@@ -6,12 +6,14 @@ name (DNS rebinding), from another origin, or with a method that writes are refu
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -143,11 +145,14 @@ def _page_for(site: Site, path: str, query: dict[str, str]) -> Page:
     raise DataError("there is no such page")
 
 
-def make_app(runs: Sequence[Run], token: str | None = None) -> Any:
+def make_app(
+    runs: Sequence[Run], token: str | None = None, find: Callable[[], Sequence[Path]] | None = None
+) -> Any:
     """The Starlette application; `app.state.token` is what addresses begin with.
 
     Args:
         runs: to be looked at.
+        find: gives the run folders that are there at each look; None for `runs` alone.
         token: 22 or more letters that nobody guesses; drawn if not given.
     """
     with needs_extra("shoal view", "web"):
@@ -157,7 +162,7 @@ def make_app(runs: Sequence[Run], token: str | None = None) -> Any:
         from starlette.responses import FileResponse, PlainTextResponse, Response
         from starlette.routing import Route
     token = token or secrets.token_urlsafe(24)
-    site = Site(runs, f"/{token}/")
+    site = Site(runs, f"/{token}/", find=find)
 
     def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def check(request: Request) -> Response:
@@ -173,13 +178,14 @@ def make_app(runs: Sequence[Run], token: str | None = None) -> Any:
         shown = path.strip("/").split("/")
 
         def make() -> Response:
+            site.look()
             known = site.run(shown[1]) if shown[0] == "run" and len(shown) > 1 else None
             if shown[2:] == ["file"] and known is not None:
                 place, media = known.file(query.get("name", ""), PICTURES | FILMS)
                 if media in FILMS.values():
                     return FileResponse(place, media_type=media, headers=HEADERS)  # read in parts
                 return Response(place.read_bytes(), media_type=media, headers=HEADERS)
-            version = known.version() if known is not None else "-".join(run.version() for run in site.runs)
+            version = known.version() if known is not None else _version_of(site.runs)
             if version and request.headers.get("x-have") == version:
                 return Response(status_code=204, headers=HEADERS)
             text = document(page_for(site, path, query), site.base, version)
@@ -219,6 +225,12 @@ def make_app(runs: Sequence[Run], token: str | None = None) -> Any:
     return app
 
 
+def _version_of(runs: Sequence[Run]) -> str:
+    """A word that changes when a run comes, goes or changes."""
+    told = "".join(f"{run.path} {run.version()}\n" for run in runs)
+    return hashlib.sha256(told.encode()).hexdigest()[:20]
+
+
 def refusal(headers: Any, given: str, token: str) -> str | None:
     """Why a request is refused; None if it may be answered."""
     if host_of(headers.get("host", "")) not in LOCAL:
@@ -245,13 +257,13 @@ def host_of(host: str) -> str:
     return host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
 
 
-def index_in_background(runs: Sequence[Run], every: float = 2.0) -> Callable[[], None]:
-    """Keep the indexes up to date in a thread; returns what ends it."""
+def index_in_background(runs: Callable[[], Sequence[Run]], every: float = 2.0) -> Callable[[], None]:
+    """Keep the indexes of the `runs()` of each moment up to date in a thread; returns what ends it."""
     ended = threading.Event()
 
     def work() -> None:
         while not ended.is_set():
-            for run in runs:
+            for run in runs():
                 try:
                     run.index.refresh()
                 except (ShoalError, OSError) as error:

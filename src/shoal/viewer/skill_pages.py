@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.core.errors import DataError
 from shoal.core.run_folder import latest, whole_rows
+from shoal.skills.learning.spec import slug
 from shoal.viewer.markup import NONE, Html, Series, counted, graph, join, line_chart, number, tag, timeline
 from shoal.viewer.pages import Page, Site, anchor, facts, media, state, table
 from shoal.viewer.runs import Run, points
@@ -42,7 +43,7 @@ def skills_section(site: Site, run: Run) -> Html:
     links = {name: link for name in names if (link := site.link(place, name=name))}
     now = time.time()
     bars = [
-        (str(a["skill"]), float(a["started"]), float(a["ended"] or now), str(a["outcome"] or a["state"]))
+        (str(a["skill"]), float(a["started"]), float(a["ended"] or now), str(a["outcome"] or "running"))
         for a in attempts
     ]
     rows = [
@@ -117,7 +118,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
     attempt_rows = [
         (
             a["id"],
-            state(str(a["outcome"] or a["state"])),
+            state(str(a["outcome"] or "running")),
             f"{float(a['ended'] or time.time()) - float(a['started']):.1f} s",
             a["frames"] if a["frames"] is not None else NONE,
             str(a["launcher"] or ""),
@@ -139,7 +140,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         tag("header", tag("h1", name, " ", state(str(skill["status"])))),
         facts(told),
         tag("p", skill["reason"], class_="error") if skill["reason"] else None,
-        _curve(run, str(skill["slug"])),
+        _curve(run, name),
         tag("section", tag("h2", "Versions of its expert"), table(of_version, version_rows)),
         tag("section", tag("h2", "Trainings"), table(of_attempt, attempt_rows)),
         tag("section", tag("h2", "Specification"), tag("pre", spec)),
@@ -152,10 +153,10 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
     return site.page(run, name, body, (name, None), ways=(before, after, site.link(place)))
 
 
-def _curve(run: Run, slug: str) -> Html | None:
+def _curve(run: Run, skill: str) -> Html | None:
     """Success and entropy over the training of a skill, if its folder has them."""
     for folder in sorted((run.path / "skills").glob("*")):
-        if folder.name.partition("_")[2] != slug:
+        if folder.name.partition("_")[2] != slug(skill):
             continue
         with contextlib.suppress(OSError):
             rows = latest(whole_rows(run.read(f"skills/{folder.name}/metrics.jsonl")), "step")

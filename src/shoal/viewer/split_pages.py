@@ -6,6 +6,8 @@ import base64
 import functools
 import importlib.util
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,12 @@ AGAIN = "; make the batch again"
 SHOWN = 400
 """Samples that the table lists."""
 _WIDEST = 640
+POINT = re.compile(
+    r"(?:click|tap|double|move|drag|press|point|coordinate|start_box)[^\n]{0,60}?[(\[=:]\s*(?:x\s*=\s*)?"
+    r"(-?\d{1,5}(?:\.\d{1,6})?)\s*,\s*(?:y\s*=\s*)?(-?\d{1,5}(?:\.\d{1,6})?)",
+    re.IGNORECASE,
+)
+"""A point in an answer: `click(point='(12,30)')`, `click(x=0.1, y=0.2)`, `"coordinate": [1, 2]`."""
 
 
 def samples_section(site: Site, run: Run) -> Html:
@@ -60,10 +68,11 @@ def sample_page(site: Site, run: Run, index: int) -> Page:
     if not 0 <= index < len(samples):
         raise DataError(f"sample must be in [0, {len(samples) - 1}], got {index}")
     described = samples[index]
-    arrays = _Arrays(run.path / "batch" / "batch.safetensors")
+    arrays = _Arrays(run.path / (run.batch_folder or "batch") / "batch.safetensors")
     prompt, response = arrays.sample(index)
-    spell = _spelling(described.get("messages"), response["ids"])
-    blocks = _blocks(described, prompt, response, spell, _pictures(described, arrays))
+    spell = run.spell or _spelling(described.get("messages"), response["ids"])
+    sizes = run.image_sizes(described.get("traj_index"))
+    blocks = _blocks(described, prompt, response, spell, _pictures(described, arrays, sizes))
     place = site.place(run)
     messages = json.dumps(described.get("messages"), indent=2, ensure_ascii=False)[:200_000]
     told = {
@@ -217,10 +226,10 @@ def _qwen() -> dict[int, bytes] | None:
     return table | {len(table) + k: name.encode() for k, name in enumerate(CONTROL_TOKENS)}
 
 
-def _pictures(described: dict[str, Any], arrays: _Arrays) -> list[str | None]:
-    """The images of a sample as data URLs, made of the pixels that the model gets.
+def _pictures(described: dict[str, Any], arrays: _Arrays, sizes: Sequence[Any]) -> list[str | None]:
+    """The images of a sample as data URLs, made of the pixels that the model gets, with the point of the next answer.
 
-    None where only paths or expanded values were kept: a picture is then not guessed at.
+    None where expanded values were kept.
     """
     try:
         from PIL import Image
@@ -232,11 +241,51 @@ def _pictures(described: dict[str, Any], arrays: _Arrays) -> list[str | None]:
     grids = arrays.get(f"{base}.grids")
     offsets = np.concatenate([[0], np.cumsum(np.prod(grids, axis=1))])
     urls: list[str | None] = []
-    for image in described.get("images") or ():
+    images = described.get("images") or ()
+    for image, point in zip(images, _points(described.get("messages"), len(images)), strict=True):
         rows = arrays.part(f"{base}.rows", int(offsets[image]), int(offsets[image + 1]))
         if rows.dtype != np.uint8 or rows.ndim != 3:
             return []
         picture = Image.fromarray(joined_patches(rows, grids[image]))
+        recorded = sizes[image] if image < len(sizes) else picture.size
         picture.thumbnail((_WIDEST, _WIDEST))
+        if point is not None:
+            _draw_point(picture, point, recorded)
         urls.append(thumbnail_url(picture))
     return urls
+
+
+def _points(messages: Any, count: int) -> list[tuple[float, float] | None]:
+    """For each image of a sample, the point in the first answer behind it, if no other image comes between.
+
+    None where truncation removed images: the messages do not say which.
+    """
+    points: list[tuple[float, float] | None] = []
+    waiting = False  # whether an image has no answer yet
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if message.get("role") == "assistant":
+            found = POINT.search(re.sub(r"<\|[a-z_]+\|>", "", "".join(str(p.get("text", "")) for p in parts)))
+            if found and waiting:
+                points[-1] = (float(found[1]), float(found[2]))
+            waiting = False
+        elif shown := sum(part.get("type") == "image" for part in parts):
+            points += [None] * shown
+            waiting = True
+    return points if len(points) == count else [None] * count
+
+
+def _draw_point(picture: Any, point: tuple[float, float], recorded: Sequence[int]) -> None:
+    """Mark a point: fractions are parts of the picture, all else pixels of the recorded screen."""
+    from PIL import ImageDraw
+
+    parts = max(point) <= 1 and (point[0] % 1 or point[1] % 1)
+    x, y = point if parts else (point[0] / recorded[0], point[1] / recorded[1])
+    if not (0 <= x <= 1 and 0 <= y <= 1):
+        return
+    pen, x, y = ImageDraw.Draw(picture), x * picture.size[0], y * picture.size[1]
+    for radius, colour in ((11, "white"), (9, "#e6194b")):
+        pen.ellipse([x - radius, y - radius, x + radius, y + radius], outline=colour, width=3)
+    pen.line([x - 16, y, x + 16, y], fill="#e6194b", width=1)
+    pen.line([x, y - 16, x, y + 16], fill="#e6194b", width=1)

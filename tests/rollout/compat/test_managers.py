@@ -254,7 +254,7 @@ def test_the_loop_plays_environments_that_know_nothing_of_shoal():
         container, lambda texts: ([len(text) for text in texts], [True] * len(texts))
     )
     engine = ScriptedEngine(lambda prompt, key: "ab")
-    with pytest.raises(ConfigError, match="no max_steps of their own: say max_turns"):
+    with pytest.raises(ConfigError, match="no max_steps of their own: give max_turns"):
         multi_turn_loop(manager, engine)
     played = multi_turn_loop(manager, engine, max_turns=3)
     assert [[turn.observation for turn in t.turns] for t in played] == [["0", "2", "4"]] * 2

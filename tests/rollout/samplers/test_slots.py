@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GPTNeoConfig, Qwen2Config
 from shoal import ParallelRolloutManager
 from shoal.core.errors import EngineError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+from shoal.rollout.samplers.invariant import make_invariant
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.config import compose_config
 
@@ -165,3 +166,12 @@ def test_a_rollout_that_asks_slots_has_the_known_tokens(backend):
     with ParallelRolloutManager(config, engine, 2 if backend == "threads" else 1, backend=backend) as manager:
         assert known("llama", digest(manager.collect(0)))
     torch.set_num_threads(before)
+
+
+def test_a_batch_invariant_network_says_the_same_bits_in_slots_and_rows():
+    tokenizer = byte_tokenizer()
+    model = llama_engine().model
+    make_invariant(model)
+    rows, slots = HuggingFaceEngine(model, tokenizer), HuggingFaceEngine(model, tokenizer, cache_tokens=ROOMY)
+    asked = longer(rows, [30, 2, 60, 5, 5, 40, 3, 8])
+    assert slots.generate(asked) == rows.generate(asked)

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import itertools
+import os
 import sys
 import threading
 from pathlib import Path
@@ -45,6 +46,21 @@ def engine(make):
 
 def ask(*ids):
     return Request(ids, Key(0, (0, 0, 0, 0)), Sampling(4))
+
+
+def test_batch_invariant_is_told_to_the_processes_of_vllm_alone(make, monkeypatch):
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    start, seen = AsyncLLM.from_engine_args, []
+
+    def watched(*arguments):
+        seen.append(os.environ.get("VLLM_BATCH_INVARIANT"))
+        return start(*arguments)
+
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", watched)
+    make(batch_invariant=True)
+    assert "VLLM_BATCH_INVARIANT" not in os.environ
+    make()
+    assert seen == ["1", None]
 
 
 def test_a_slow_answer_holds_up_no_other(engine):

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from shoal.skills.learning.corrections import correct_spec
+from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.run import correct_spec
 from shoal.skills.learning.spec import load_skills
-from shoal.skills.learning.worlds import CRAFTING
 
 SKILLS = {skill.name: skill for skill in load_skills(knowledge_base("crafting"), CRAFTING)}
 PICKAXE = SKILLS["Make Wood Pickaxe"]

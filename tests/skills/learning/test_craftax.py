@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import MissingExtraError
-from shoal.skills.jobs.runner import job_environment
+from shoal.skills.jobs.launchers import job_environment
 from shoal.skills.learning.craftax import (
     _PAINTERS,
     ACHIEVEMENTS,
@@ -32,8 +32,9 @@ from shoal.skills.learning.craftax import (
     features_of,
     picture,
 )
+from shoal.skills.learning.plan import Step, plan_for
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import Step, load_skills, plan_for
+from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.worlds import Bank
 
 try:
@@ -52,20 +53,11 @@ def test_without_the_extra_the_error_names_it() -> None:
 
 
 def test_features_are_known_without_craftax() -> None:
-    features = features_of("craftax-classic")
-    assert (
-        len(features.names) == len(set(features.names)) == 12 + 22 + 2 + 3 + 9
-    )  # held, achievements, places, needs, senses
-    assert features.holds("wood") == 9
-    assert features.holds("place_table") == 1
-    full = features_of("craftax")
-    assert (
-        len(full.names) == len(set(full.names)) == 11 + 2 + 1 + 67 + 2 + 3 + 12
-    )  # counted, levels, potions, achievements, places, needs, senses
-    assert full.holds("wood") == 99
-    assert full.holds("pickaxe") == 4
-    assert full.holds("enter_dungeon") == 1
-    assert full.holds("calm") == 9
+    for name, wood, levels in (("craftax-classic", 9, 1), ("craftax", 99, 4)):
+        features = features_of(name)
+        assert len(features.names) == len(set(features.names))
+        assert (features.holds("wood"), features.holds("place_table"), features.holds("calm")) == (wood, 1, 9)
+        assert features.holds("pickaxe") == levels
 
 
 @needs_craftax
@@ -88,11 +80,6 @@ def test_a_furnace_is_placed_wherever_one_stands_with_a_stone() -> None:
     features = features_of("craftax")
     skills = load_skills(knowledge_base("craftax"), features)
     assert plan_for("Place Furnace", skills, features, hands={"stone": 1}) == [Step("Place Furnace", 1)]
-
-
-def test_who_waits_or_strolls_does_so_by_actions_of_those_names() -> None:
-    assert CLASSIC_ACTIONS[CraftaxWorld.wait] == "noop"
-    assert [CLASSIC_ACTIONS[move] for move in CraftaxWorld.moves] == ["left", "right", "up", "down"]
 
 
 @needs_craftax
@@ -121,7 +108,6 @@ def test_a_world_of_craftax_steps_saves_and_reads_its_features(name: str) -> Non
     rest = world.feature_columns["wood"] + np.arange(behind)
     np.testing.assert_allclose(world.observe()[0, rest], shown[-behind:], atol=1e-6)
     if name == "craftax-classic":
-        assert world.former_sizes == (1345,)
         np.testing.assert_allclose(world.observe()[0, :1345], shown, atol=1e-6)
     see = _compass(name)
     # What stands in the column of a feature moves with that feature and with no other.
@@ -151,195 +137,11 @@ def test_four_skills_of_craftax_classic_are_learned(tmp_path: Path) -> None:
     assert metrics["chain_success"] >= 0.75
 
 
-@needs_craftax
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_senses_of_craftax_classic_are_what_a_plain_count_gives() -> None:
-    from craftax.craftax_classic.constants import BlockType
-
-    world = CraftaxWorld("craftax-classic", 8)
-    assert world.action_names == world.features.actions
-    rng = np.random.default_rng(1)
-    world.load(world.fresh(8, rng), np.arange(8), np.ones(8, bool))
-    met = set()
-    for _ in range(120):
-        world.step(rng.integers(1, 6, 8), rng)
-        values, bank = world.values(), world.save()
-        for lane in range(0, 8, 3):
-            near = sensed_in(world.state_of(bank.take(np.array([lane]))), BlockType)
-            found = {name: values[lane, world.features.index(name)] for name in near}
-            assert found == near
-            met |= {name for name, value in near.items() if value not in (0, 9)}
-    assert {"toward_tree", "toward_water", "toward_cow", "toward_zombie", "calm", "health"} <= met
-
-
-@needs_craftax
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_ways_behind_an_observation_are_what_a_plain_look_at_its_cells_gives() -> None:
-    world = CraftaxWorld("craftax-classic", 8)
-    (seen,) = world.former_sizes
-    rng = np.random.default_rng(3)
-    world.load(world.fresh(8, rng), np.arange(8), np.ones(8, bool))
-    met, looks = set(), set()
-    for _ in range(150):
-        world.step(rng.integers(1, 6, 8), rng)
-        for observation in world.observe()[::3]:
-            looking, kinds = look_at(observation, seen)
-            looks.add(looking)
-            met |= kinds
-    assert looks == {0, 1, 2, 3}
-    assert {2, 3, 4, 5, 13, 17, 18} <= met  # grass, water, stone, trees, sand, zombies, cows
-
-
-@needs_craftax
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["craftax-classic", "craftax"])
-def test_a_mirrored_observation_is_one_that_the_mirrored_world_would_show(name: str) -> None:
-    world = CraftaxWorld(name, 4)
-    channels, behind, looks = (21, 22, 16) if name == "craftax-classic" else (len(KINDS), 51, 31)
-    first = 7 * 9 * channels
-    rng = np.random.default_rng(4)
-    world.load(world.fresh(4, rng), np.arange(4), np.ones(4, bool))
-    for _ in range(40):
-        world.step(rng.integers(1, 6, 4), rng)
-    observations = world.observe()
-    cells = observations[:, :first].reshape(4, 7, 9, channels)
-    ways = observations[:, first + behind + channels :].reshape(4, -1, 5)
-    for (columns, actions), axes, words in zip(
-        world.mirrors, ((2,), (1,), (1, 2)), ("left right", "up down", "left right up down"), strict=True
-    ):
-        mirrored = observations[:, columns]
-        assert (mirrored[:, :first].reshape(cells.shape) == np.flip(cells, axes)).all()
-        if name == "craftax-classic":
-            for one in mirrored:  # what stands behind is what is read from the mirrored cells
-                assert (np.asarray(_compass(name)(one[: first + behind])) == one).all()
-        swapped = ["left", "right", "up", "down"]
-        for pair in (words.split()[i : i + 2] for i in range(0, len(words.split()), 2)):
-            at = [swapped.index(word) for word in pair]
-            swapped[at[0]], swapped[at[1]] = swapped[at[1]], swapped[at[0]]
-        order = [["left", "right", "up", "down"].index(word) for word in swapped]
-        assert (
-            mirrored[:, first + looks : first + looks + 4] == observations[:, first + looks + np.array(order)]
-        ).all()
-        assert (mirrored[:, first + behind + channels :].reshape(ways.shape) == ways[:, :, [*order, 4]]).all()
-        assert (actions[actions] == np.arange(len(actions))).all()
-        moved = [world.action_names[action] for action in np.flatnonzero(actions != np.arange(len(actions)))]
-        assert moved == words.split()
-        held = list(world.feature_columns.values())
-        assert (mirrored[:, held] == observations[:, held]).all()
-
-
 KINDS = (
     "light out_of_bounds grass water stone tree path coal iron diamond crafting_table furnace sand lava plant "
     "ripe_plant wall darkness chest torch ladder_down ladder_up melee passive ranged projectile"
 ).split()
 SAME = {"fountain": "water", "stalagmite": "stone", "wall_moss": "wall"}
-MOBS = {
-    "melee_mobs": "melee",
-    "passive_mobs": "passive",
-    "ranged_mobs": "ranged",
-    "mob_projectiles": "projectile",
-}
-
-
-def cells_of(state: Any) -> dict[tuple[int, int], set[str]]:
-    """What each cell holds that Craftax shows, by how far down and right it is."""
-    from craftax.craftax.constants import BlockType, ItemType
-
-    level, place = int(state.player_level), np.asarray(state.player_position)
-    ground, items, light = (
-        np.asarray(layer[level]) for layer in (state.map, state.item_map, state.light_map)
-    )
-    cells: dict[tuple[int, int], set[str]] = {}
-    for y in range(-4, 5):
-        for x in range(-5, 6):
-            row, column = place[0] + y, place[1] + x
-            cells[y, x] = set()
-            if 0 <= row < 48 and 0 <= column < 48 and light[row, column] > 0.05:
-                words = [BlockType(int(ground[row, column])).name, ItemType(int(items[row, column])).name]
-                cells[y, x] = {"light", *(SAME.get(word.lower(), word.lower()) for word in words)}
-    for group, word in MOBS.items():
-        mobs = getattr(state, group)
-        for (row, column), alive in zip(mobs.position[level], mobs.mask[level], strict=True):
-            where = int(row) - int(place[0]), int(column) - int(place[1])
-            if alive and "light" in cells.get(where, ()):
-                cells[where].add(word)
-    return cells
-
-
-def in_the_dungeon(state: Any) -> Any:
-    """The same state, one floor lower."""
-    import jax.numpy as jnp
-
-    return state.replace(player_level=jnp.asarray(1, jnp.int32), player_position=state.up_ladders[1])
-
-
-@needs_craftax
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_what_an_expert_sees_and_senses_in_craftax_is_what_a_plain_look_at_its_state_gives() -> None:
-    import jax
-
-    world = CraftaxWorld("craftax", 4)
-    rng = np.random.default_rng(5)
-    world.load(world.fresh(4, rng), np.arange(4), np.ones(4, bool))
-    met, sensed, senses = set(), set(), world.features.names[-10:]
-    for step in range(120):
-        world.step(rng.integers(1, 6, 4), rng)
-        if step == 60:  # from here on one floor lower
-            banks = [world.save().take(np.array([lane])) for lane in range(4)]
-            lower = [jax.tree.leaves(in_the_dungeon(world.state_of(bank))) for bank in banks]
-            keys = sorted(banks[0].arrays)
-            joined = {
-                key: np.stack([np.asarray(leaves[i]) for leaves in lower]) for i, key in enumerate(keys)
-            }
-            world.load(Bank(joined), np.arange(4), np.ones(4, bool))
-        if step % 3:
-            continue
-        values, bank = world.values(), world.save()
-        for lane in range(4):
-            state = world.state_of(bank.take(np.array([lane])))
-            cells, observation = cells_of(state), world.observe()[lane]
-            first = 63 * len(KINDS)
-            seen = observation[:first].reshape(7, 9, len(KINDS))
-            for (y, x), held in cells.items():
-                if abs(y) <= 3 and abs(x) <= 4:
-                    assert {kind for kind, there in zip(KINDS, seen[y + 3, x + 4], strict=True) if there} == (
-                        held & set(KINDS)
-                    )
-            looking = int(np.flatnonzero(observation[first + 31 : first + 35])[0])
-            ahead = cells[((0, -1), (0, 1), (-1, 0), (1, 0))[looking]]
-            compass = observation[first + 51 :]
-            assert {kind for kind, there in zip(KINDS, compass, strict=False) if there} == ahead & set(KINDS)
-            for kind, (left, right, up, down, near) in zip(
-                KINDS[2:], compass[len(KINDS) :].reshape(-1, 5), strict=True
-            ):
-                away = [(abs(y) + abs(x), y, x) for (y, x), held in cells.items() if kind in held]
-                away = [one for one in away if one[0]] or away
-                if not away:
-                    assert not any((left, right, up, down, near))
-                    continue
-                steps = min(away)[0] or 10  # what one stands on is as far as can be
-                assert near == pytest.approx(1 - min(away)[0] / 10)
-                closest = [(y, x) for distance, y, x in away if distance in (steps, 0)]
-                assert [left, right] == [any(x < 0 for _, x in closest), any(x > 0 for _, x in closest)]
-                assert [up, down] == [any(y < 0 for y, _ in closest), any(y > 0 for y, _ in closest)]
-                met.add(kind)
-            for sense in senses:
-                kind = {"toward_cow": "passive", "toward_zombie": "melee"}.get(sense, sense[7:])
-                away = [abs(y) + abs(x) for (y, x), held in cells.items() if kind in held]
-                value = values[lane, world.features.index(sense)]
-                if kind not in ("passive", "melee"):
-                    assert value == max((10 - steps for steps in away), default=0), sense
-                elif away:  # nobody was hit so hard that a farther one counts
-                    assert 10 - min(away) <= value
-                    sensed.add(kind)
-                if kind == "melee":
-                    assert values[lane, world.features.index("calm")] == min(2 * min(away, default=10), 9)
-    assert {"grass", "tree", "wall", "chest", "path", "torch", "ladder_up", "melee", "passive"} <= met
-    assert sensed == {"melee", "passive"}
 
 
 def sight(ground: np.ndarray, place: np.ndarray, blocks: Any) -> dict[str, int]:
@@ -597,11 +399,6 @@ def test_a_mirrored_observation_is_the_one_of_the_mirrored_cells(name: str) -> N
             np.testing.assert_array_equal(seen[columns], other)
 
 
-def test_the_parts_of_an_observation_are_as_long_as_they_are() -> None:
-    sizes = {name: (view.cells, view.behind, view.compass, view.farthest) for name, view in VIEWS.items()}
-    assert sizes == {"craftax-classic": (1323, 22, 116, 9), "craftax": (1638, 51, 146, 10)}
-
-
 class Counting:
     """In place of what is compiled: states are a count and a number of their own, in JAX's trees by their names."""
 
@@ -635,7 +432,7 @@ def test_states_of_a_world_are_kept_loaded_and_stepped_lane_by_lane(monkeypatch:
     monkeypatch.setattr("shoal.skills.learning.craftax._programs", lambda name: programs)
     monkeypatch.setattr("shoal.skills.learning.craftax._action_names", lambda name: CLASSIC_ACTIONS)
     world, rng = CraftaxWorld("craftax-classic", 4), np.random.default_rng(0)
-    assert (world.n_actions, world.obs_size, world.former_sizes) == (17, 1323 + 22 + 116, (1345,))
+    assert (world.n_actions, world.obs_size) == (17, 1323 + 22 + 116)
     assert (world.feature_columns["wood"], world.feature_columns["iron_sword"]) == (1323, 1334)
     bank = world.fresh(6, rng)
     assert len(bank) == 6

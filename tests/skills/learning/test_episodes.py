@@ -15,6 +15,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from shoal.core.errors import ConfigError, DataError, MissingExtraError
+from shoal.skills.jobs.store import NewVersion, Store
 from shoal.skills.learning import episodes
 from shoal.skills.learning.episodes import (
     Chooser,
@@ -26,8 +27,9 @@ from shoal.skills.learning.episodes import (
     record_chain,
 )
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
-from shoal.skills.learning.spec import Features, Skill, Step, Store, check_skills, new_version, parse_skill
-from shoal.skills.learning.trainer import Network, Shape, encode
+from shoal.skills.learning.network import Network, Shape, encode
+from shoal.skills.learning.plan import Step
+from shoal.skills.learning.spec import Features, Skill, check_skills, parse_skill
 
 FEATURES = Features(
     "smithy",
@@ -104,14 +106,14 @@ def smithy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(folder: Path, *names: str) -> Store:
     """A store whose experts each do the one thing that their skill takes."""
-    store = Store(folder)
+    store = Store(folder, create=True)
     store.set_setting("world", "smithy:SmithyWorld")
     for spec in (spec for spec in SKILLS if spec.name in names):
         store.add_skill(spec, [], 1000)
         net = Network(Shape(5, 2, 5))
         net.bh[ACTS[spec.name]] = 50.0
         sha = store.put_blob(encode(net.params()))
-        store.add_version(new_version(store.assign_expert(spec.name), sha, None, 1, 1, "run", True))
+        store.add_version(NewVersion(store.assign_expert(spec.name), sha, None, 1, 1, "run", True))
         store.update_skill(spec.name, status="completed")
     return store
 
@@ -223,16 +225,6 @@ def test_of_several_upkeeps_the_one_named_last_comes_first() -> None:
     assert short[0] == -1
 
 
-def test_goals_are_ranked_by_what_they_took_where_that_is_known() -> None:
-    memory = fresh_memory()
-    memory.applied[:] = [True, True, True, False, False]  # to eat and to wish, each its horizon of 5 away
-    eat, wish = 3, 4
-    assert Chooser(SKILLS, FEATURES).choose(values(), memory) == eat
-    for took, first in (({"Wish": 4.0}, wish), ({"Wish": 4.0, "Eat": 3.5}, eat), ({"Eat": 5.5}, wish)):
-        memory.plan.clear()
-        assert Chooser(SKILLS, FEATURES, took).choose(values(), memory) == first
-
-
 def test_goals_of_more_worth_come_first_and_those_of_none_only_where_they_are_needed(tmp_path: Path) -> None:
     memory = fresh_memory()
     memory.applied[:] = [True, True, True, False, False]  # to eat and to wish, each its horizon of 5 away
@@ -338,7 +330,7 @@ def test_goals_are_ranked_by_what_an_evaluation_measured(tmp_path: Path) -> None
 def test_an_expert_that_was_made_for_another_world_is_refused(tmp_path: Path) -> None:
     store = trained(tmp_path, "Dig")
     sha = store.put_blob(encode(Network(Shape(7, 2, 5)).params()))
-    store.add_version(new_version(store.assign_expert("Dig"), sha, None, 1, 2, "run", True))
+    store.add_version(NewVersion(store.assign_expert("Dig"), sha, None, 1, 2, "run", True))
     with pytest.raises(DataError, match="expert of 'Dig' was made for 7 numbers .* this world shows 5"):
         play_episodes(store, episodes=1)
 
@@ -389,7 +381,7 @@ def test_no_episodes_at_all_are_refused(tmp_path: Path, play: Any) -> None:
 
 
 def test_what_has_no_world_or_no_expert_is_not_played(tmp_path: Path) -> None:
-    empty = Store(tmp_path / "empty")
+    empty = Store(tmp_path / "empty", create=True)
     with pytest.raises(ConfigError, match="has not been trained in: it names no world"):
         play_episodes(empty)
     empty.set_setting("world", "smithy:SmithyWorld")
@@ -449,7 +441,7 @@ def test_a_gif_has_a_frame_a_state_and_leaves_out_what_is_too_long(
         return np.full((20, 30, 3), 40 * int((bank.arrays["played"] >= 0).sum()), np.uint8)
 
     monkeypatch.setattr(SmithyWorld, "picture", staticmethod(picture), raising=False)
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store", create=True)
     for most, frames in ((400, 6), (6, 6), (5, 3)):
         monkeypatch.setattr(episodes, "MOST_FRAMES", most)
         assert draw_chain(store, tmp_path / "film.gif")

@@ -6,10 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.errors import DataError
-from shoal.skills.learning.trainer import (
-    average,
+from shoal.skills.learning.network import (
     build_remapping,
-    compare,
     decode,
     encode,
     join_mixture,
@@ -83,31 +81,6 @@ def test_equal_experts_give_equal_bytes_and_survive_the_file() -> None:
 def test_bytes_that_are_no_expert_are_a_data_error(data: bytes) -> None:
     with pytest.raises(DataError, match="broken.bin"):
         decode(data, "broken.bin")
-
-
-def test_the_average_of_different_shapes_is_refused() -> None:
-    assert (average({"a": np.array([1.0, 3.0])}, {"a": np.array([3.0, 5.0])})["a"] == [2.0, 4.0]).all()
-    with pytest.raises(ValueError, match="different shapes"):
-        average({"a": np.zeros(2)}, {"a": np.zeros(3)})
-
-
-def test_how_far_two_experts_lie_apart_is_told_array_by_array() -> None:
-    one = {"w": np.array([[3.0, 4.0]], np.float32), "b": np.zeros(2, np.float32)}
-    other = {"w": np.array([[4.0, -3.0]], np.float32), "b": np.array([0.0, 2.0], np.float32)}
-    turned, from_nothing = compare(one, other)
-    assert turned == ("w", pytest.approx(50**0.5), pytest.approx(2**0.5), pytest.approx(90))  # of length 5
-    assert from_nothing == ("b", 2.0, 0.0, 0.0)
-    assert compare(one, one)[0] == ("w", 0.0, 0.0, pytest.approx(0, abs=1e-5))
-    assert compare(one, {"w": -one["w"], "b": one["b"]})[0][3] == pytest.approx(180)
-    for wrong in ({"w": one["w"]}, {**one, "b": np.zeros(3, np.float32)}):
-        with pytest.raises(DataError, match="the two experts differ in shape: b"):
-            compare(one, wrong)
-
-
-def test_the_average_of_two_experts_lies_in_the_middle_and_keeps_their_kind_of_number() -> None:
-    found = average({"w": np.array([1.0, 4.0], np.float32)}, {"w": np.array([3.0, 8.0], np.float32)})
-    assert found["w"].tolist() == [2.0, 6.0]
-    assert found["w"].dtype == np.float32
 
 
 def test_an_index_below_nothing_is_refused() -> None:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import DataError
 from shoal.maths.distributions import sample
-from shoal.maths.updates import gae
-from shoal.skills.learning.trainer import Adam, Network, Shape
+from shoal.skills.learning.network import Adam, Network, Shape
 
 torch = pytest.importorskip("torch")
 SHAPE = Shape(7, 5, 4)
@@ -68,27 +67,6 @@ def test_adam_takes_the_steps_of_torch() -> None:
     np.testing.assert_allclose(flat, theirs.detach().numpy(), atol=2e-6)
 
 
-def test_advantages_are_discounted_sums_of_errors_within_a_segment() -> None:
-    rng = np.random.default_rng(1)
-    steps, lanes, gamma, lam = 9, 3, 0.9, 0.8
-    rewards, values, following = (rng.normal(size=(steps, lanes)).astype(np.float32) for _ in range(3))
-    ends = (rng.random((steps, lanes)) < 0.3).astype(np.float32)
-    terminal = ends * (rng.random((steps, lanes)) < 0.5)
-    ours = gae(rewards, values, following, terminal.astype(np.float32), ends, gamma=gamma, gae_lambda=lam)
-    for lane in range(lanes):
-        for t in range(steps):
-            total, weight = 0.0, 1.0
-            for k in range(t, steps):  # the definition: a sum forwards that stops where the segment does
-                error = (
-                    rewards[k, lane] + gamma * following[k, lane] * (1 - terminal[k, lane]) - values[k, lane]
-                )
-                total += weight * error
-                weight *= gamma * lam
-                if ends[k, lane]:
-                    break
-            assert ours[t, lane] == pytest.approx(total, abs=1e-4)
-
-
 def test_sampling_follows_the_probabilities() -> None:
     probs = np.array([0.1, 0.0, 0.6, 0.3], np.float32)
     with np.errstate(divide="ignore"):
@@ -142,9 +120,9 @@ def test_a_file_that_is_no_expert_is_refused(change, message: str) -> None:
         Network.from_params(params)
 
 
-def test_a_deaf_network_does_not_react_to_what_it_must_not_hear() -> None:
+def test_a_network_does_not_react_to_masked_inputs() -> None:
     net = Network.initial(SHAPE, np.random.default_rng(0))
-    mask = net.listening([2, 5])
+    mask = net.mask_inputs([2, 5])
     seen = np.random.default_rng(1).normal(size=(6, 7)).astype(np.float32)
     other = seen.copy()
     other[:, [2, 5]] += 100
@@ -152,28 +130,10 @@ def test_a_deaf_network_does_not_react_to_what_it_must_not_hear() -> None:
     assert mask.sum() == mask.size - 2 * SHAPE.hidden
 
 
-def test_an_expert_acts_and_learns_as_before_where_a_world_shows_more_behind_what_it_knows() -> None:
-    rng = np.random.default_rng(5)
-    net = Network.initial(SHAPE, rng)
-    seen = rng.normal(size=(6, SHAPE.inputs + 4)).astype(np.float32)
-    known = np.ascontiguousarray(seen[:, : SHAPE.inputs])
-    acts, old, gain, returns = rng.integers(0, SHAPE.actions, 6), *rng.normal(size=(3, 6)).astype(np.float32)
-    coefficients = {"clip": 0.2, "entropy_coef": 0.1, "value_coef": 0.5}
-    for wide, narrow in (
-        (net.forward(seen), net.forward(known)),
-        (
-            net.gradient(seen, acts, old, gain, returns, **coefficients),
-            net.gradient(known, acts, old, gain, returns, **coefficients),
-        ),
-    ):
-        for one, other in zip(wide, narrow, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
-
-
-def test_an_action_that_is_left_out_is_never_taken_and_never_comes_back() -> None:
+def test_an_excluded_action_is_never_taken_and_never_comes_back() -> None:
     rng = np.random.default_rng(3)
     net, other = Network.initial(SHAPE, rng), Network.initial(SHAPE, np.random.default_rng(3))
-    net.never([1, 3])
+    net.exclude_actions([1, 3])
     seen = rng.normal(size=(64, 7)).astype(np.float32)
     adam = Adam(net.flat.size)
     for _ in range(20):
@@ -192,7 +152,7 @@ def test_an_action_that_is_left_out_is_never_taken_and_never_comes_back() -> Non
     # Among the actions that are left the odds begin as they would have been.
     free, _ = other.forward(seen)
     begun = Network.initial(SHAPE, np.random.default_rng(3))
-    begun.never([1, 3])
+    begun.exclude_actions([1, 3])
     bound, _ = begun.forward(seen)
     np.testing.assert_allclose(free[:, 0] - free[:, 2], bound[:, 0] - bound[:, 2], atol=1e-6)
 

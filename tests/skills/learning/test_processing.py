@@ -3,30 +3,31 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.skills.conftest import some_net
 
 from shoal import prepare_training_run, process_completed_training
 from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import read_json, write_json
+from shoal.skills.jobs.store import NewVersion, Store
+from shoal.skills.learning.corrections import correct_spec
+from shoal.skills.learning.crafting import CRAFTING, CraftingWorld
+from shoal.skills.learning.merge import make_score
+from shoal.skills.learning.network import Network, Shape, decode, encode
+from shoal.skills.learning.plan import plan_for
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.run import (
-    Run,
-    Tally,
-    _prepare,
-    correct_spec,
-    finish_training,
-    make_score,
-    read_outcome,
-    skill_from_data,
-)
-from shoal.skills.learning.spec import Store, load_skills, new_version, parse_skill, plan_for
-from shoal.skills.learning.trainer import Network, Shape, Trainer, TrainingConfig, decode, encode
-from shoal.skills.learning.worlds import CRAFTING, CraftingWorld, walk
+from shoal.skills.learning.run import _prepare
+from shoal.skills.learning.spec import load_skills, parse_skill
+from shoal.skills.learning.trainer import Trainer, TrainingConfig
+from shoal.skills.learning.training import Run, finish_training, read_outcome, skill_of
+from shoal.skills.learning.worlds import walk
 
 MILLION = 1_000_000
 
@@ -35,28 +36,24 @@ def amounts(**gain: int) -> dict[str, Any]:
     return {"skill_with_consumption": {"requirements": {}, "consumption": {}, "gain": gain}}
 
 
+def add_skill(store: Store, name: str, expert: int, gain: str, needs: Iterable[str] = ()) -> None:
+    spec = parse_skill({"name": name, "gain": {gain: 1}, "done": {"feature": gain}})
+    store.add_skill(spec, list(needs), 10**9)
+    store.update_skill(name, expert=expert)
+
+
 def add_expert(base: Path, name: str, expert: int, net: Network, frames: int) -> None:
     """A completed skill with a first version, as a training would have left it."""
-    store = Store(base)
-    feature = {0: "wood", 1: "stone", 2: "iron"}.get(expert, "drink")
-    spec = parse_skill({"name": name, "gain": {feature: 1}, "done": {"feature": feature}})
-    store.add_skill(spec, [], 10**9)
-    with store.transaction() as db:
-        db.execute("update job set artifact=? where name=?", (expert, name))
-    store.add_version(
-        new_version(expert, store.put_blob(encode(net.params())), None, frames, frames, "run", True)
-    )
-    store.update_skill(name, status="completed")
-    store.close()
+    with contextlib.closing(Store(base, create=True)) as store:
+        add_skill(store, name, expert, {0: "wood", 1: "stone", 2: "iron"}.get(expert, "drink"))
+        sha256 = store.put_blob(encode(net.params()))
+        store.add_version(NewVersion(expert, sha256, None, frames, frames, "run", True))
+        store.update_skill(name, status="completed")
 
 
 def prepare(base: Path, name: str, expert: int, deps: dict[str, int], gain: str) -> Path:
-    store = Store(base)
-    spec = parse_skill({"name": name, "gain": {gain: 1}, "done": {"feature": gain}})
-    store.add_skill(spec, list(deps), 10**9)
-    with store.transaction() as db:
-        db.execute("update job set artifact=? where name=?", (expert, name))
-    store.close()
+    with contextlib.closing(Store(base, create=True)) as store:
+        add_skill(store, name, expert, gain, deps)
     done = {dep: {"expert_idx": index} for dep, index in deps.items()}
     return prepare_training_run(name, amounts(**{gain: 1}), expert, list(deps), done, base)[0]
 
@@ -173,19 +170,25 @@ def test_the_folders_of_the_reference_are_there_and_the_run_folder_is_gone(
     assert latest["skills"]["Collect Wood"]["path"] == "skills/0_Collect_Wood"
 
 
-def test_a_merge_that_is_repeated_counts_once(tmp_path: Path, net: Callable[..., Network]) -> None:
+def test_a_result_counts_once_however_often_it_is_processed(
+    tmp_path: Path, net: Callable[..., Network]
+) -> None:
     folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
     finish_training(folder, {0: net("own").params()}, {0: 10})
-    process_completed_training(folder, "Collect Wood", 0, tmp_path, keep_run=True)
-    store = Store(tmp_path)
-    attempt = store.attempts("Collect Wood")[0].id
-    again = process_completed_training(folder, "Collect Wood", 0, tmp_path, attempt=attempt)
-    assert again["already_merged"]
-    assert len(store.versions()) == 1
-    assert store.skill("Collect Wood").budget_used == 10
+    results = [
+        process_completed_training(folder, "Collect Wood", 0, tmp_path, keep_run=True) for _ in range(2)
+    ]
+    assert [result.get("already_merged", False) for result in results] == [False, True]
+    with contextlib.closing(Store(tmp_path)) as store:
+        assert len(store.versions()) == 1
+        assert store.skill("Collect Wood").budget_used == 10
+        finish_training(folder, {0: net("own").params()}, {0: 10})  # another result, though of the same bytes
+        process_completed_training(folder, "Collect Wood", 0, tmp_path)
+        assert store.skill("Collect Wood").budget_used == 20
+    assert process_completed_training(folder, "Collect Wood", 0, tmp_path)["already_merged"]
 
 
-def test_auto_evaluates_and_refuses_a_run_that_forgot_the_skill(tmp_path: Path) -> None:
+def test_evaluate_refuses_a_run_that_forgot_the_skill(tmp_path: Path) -> None:
     # The head interacts and walks at random, which collects wood now and then; the run only ever waits.
     shape = Shape(CraftingWorld.obs_size, 8, CraftingWorld.n_actions)
     able, useless = Network(shape), Network(shape)
@@ -194,7 +197,7 @@ def test_auto_evaluates_and_refuses_a_run_that_forgot_the_skill(tmp_path: Path) 
     add_expert(tmp_path, "Collect Wood", 0, able, 100)
     folder = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
     finish_training(folder, {0: useless.params(), 1: able.params()}, {0: 10**9, 1: 5})
-    result = process_completed_training(folder, "Skill A", 1, tmp_path, merge="auto")
+    result = process_completed_training(folder, "Skill A", 1, tmp_path, merge="evaluate")
     assert result["expert_updates"][0] == {"action": "kept", "frames": 100}
     rows = {row.kind: row for row in Store(tmp_path).versions(0)[1:]}
     assert rows["run"].wins == 0
@@ -219,6 +222,78 @@ def test_a_result_that_is_missing_altered_or_of_another_launch_is_refused(
         read_outcome(folder, 3)
 
 
+GOOD = some_net("own").params()
+
+
+@pytest.mark.parametrize(
+    ("experts", "acted", "message"),
+    [
+        ({}, {}, "has no parameters of the expert that was trained, local 0"),
+        (
+            {0: {**GOOD, "critic/bias": np.array([np.nan], np.float32)}},
+            {0: 10},
+            "expert 0: 'critic/bias' has numbers that are not finite",
+        ),
+        (
+            {0: {**GOOD, "critic/bias": np.array([1e300])}},
+            {0: 10},
+            "'critic/bias' has numbers that are not finite",
+        ),
+        (
+            {0: {**GOOD, "critic/bias": np.array([1])}},
+            {0: 10},
+            "must hold numbers as float32 does, got int64",
+        ),
+        (
+            {0: {**GOOD, "critic/bias": np.ones(2, np.float32)}},
+            {0: 10},
+            r"must have shape \(1,\), got \(2,\)",
+        ),
+        (
+            {0: {"only": np.ones(2)}},
+            {0: 10},
+            "expert 0 must have exactly the arrays torso/0/weight, .*wrong: .*only",
+        ),
+        ({0: GOOD, 1: GOOD}, {0: 10}, r"numbered \[0\] here, got 1"),
+        ({0: GOOD}, {7: 10}, r"numbered \[0\] here, got 7"),
+        ({0: GOOD}, {0: -3}, "acted_frames of expert 0 must be a whole number of steps, at least 0"),
+    ],
+)
+def test_a_result_of_no_use_is_refused_before_it_is_anybodys_expert(
+    tmp_path: Path, experts, acted, message
+) -> None:
+    folder, _, _ = prepare_training_run("Collect Wood", amounts(wood=1), 0, [], {}, tmp_path)
+    with pytest.raises(DataError, match=message):
+        finish_training(folder, experts, acted)
+    with pytest.raises(DataError, match="is not done"):
+        process_completed_training(folder, "Collect Wood", 0, tmp_path)
+    assert not Store(tmp_path, create=True).versions()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"success": "good"}, r"Expected `float \| null`, got `str` - at `\$.success`"),
+        ({"frames": -1}, r"Expected `int` >= 0 - at `\$.frames`"),
+        ({"acted_frames": {"own": 5}}, r"Expected `int`, got `str`"),
+        (
+            {"numbers": {"peak_memory": "3 GB"}},
+            r"Expected `int \| null`, got `str` - at `\$.numbers.peak_memory`",
+        ),
+        ({"numbers": {"seconds": "12 s"}}, r"Expected `float \| null`, got `str` - at `\$.numbers.seconds`"),
+    ],
+)
+def test_a_mark_of_another_trainer_that_says_something_else_is_refused_by_name(
+    tmp_path: Path, change, message: str
+) -> None:
+    folder, _, _ = prepare_training_run("Collect Wood", amounts(wood=1), 0, [], {}, tmp_path)
+    done = finish_training(folder, {0: GOOD}, {0: 10})
+    write_json(done, {**read_json(done), **change})
+    with pytest.raises(DataError, match=f"DONE.json is no mark of a training .*{message}"):
+        process_completed_training(folder, "Collect Wood", 0, tmp_path)
+    assert not Store(tmp_path, create=True).versions()
+
+
 def test_a_broken_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
     run = Run.open(prepare(tmp_path, "Collect Wood", 0, {}, "wood"))
     assert run.load_checkpoint() is None
@@ -236,8 +311,6 @@ def test_a_broken_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -
 def test_a_correction_that_would_leave_skills_out_of_reach_is_refused(
     tmp_path: Path, net: Callable[..., Network]
 ) -> None:
-    from shoal.skills.learning.worlds import CRAFTING
-
     folder = prepare(tmp_path, "Collect Wood", 0, {}, "wood")
     start = np.zeros((100, len(CRAFTING.names)), np.float32)
     start[:50, CRAFTING.index("iron")] = 1  # as if wood could only be had with iron, which nobody gains
@@ -278,7 +351,7 @@ def test_corrections_made_at_once_do_not_leave_skills_out_of_reach_together(
             stone.join(0.2)  # for all of it, if it may
         return correct_spec(skill, *arguments)
 
-    monkeypatch.setattr("shoal.skills.learning.run.correct_spec", and_meanwhile)
+    monkeypatch.setattr("shoal.skills.learning.merge.correct_spec", and_meanwhile)
     process_completed_training(folders["Wood"], "Wood", 0, tmp_path, analyse=True)
     stone.join(60)
     with contextlib.closing(Store(tmp_path)) as store:
@@ -286,38 +359,6 @@ def test_corrections_made_at_once_do_not_leave_skills_out_of_reach_together(
         assert [spec.requirements for spec in specs] == [{"stone": 1}, {}]
         assert [len(plan_for(spec.name, specs)) for spec in specs] == [2, 1]
         assert [event["skill"] for event in store.events() if event["kind"] == "corrected"] == ["Wood"]
-
-
-def finished(base: Path, net: Callable[..., Network], acted: int) -> Path:
-    """A training of `Skill A` that went on with `Collect Wood`, whose head it knew as version 1."""
-    add_expert(base, "Collect Wood", 0, net("base"), 50)
-    folder = prepare(base, "Skill A", 1, {"Collect Wood": 0}, "stone")
-    finish_training(folder, {0: net("wood").params(), 1: net("own").params()}, {0: acted, 1: acted})
-    return folder
-
-
-@pytest.mark.parametrize(("gone_back", "kind"), [(False, "average"), (True, "run")])
-def test_only_experts_of_one_line_are_averaged(tmp_path: Path, net, gone_back: bool, kind: str) -> None:
-    folder = finished(tmp_path, net, 10)
-    if gone_back:
-        store = Store(tmp_path)
-        store.add_version(new_version(0, store.put_blob(encode(net("x").params())), None, 9, 9, "run", True))
-        store.close()
-    process_completed_training(folder, "Skill A", 1, tmp_path, merge="average")
-    assert Store(tmp_path).head(0).kind == kind  # type: ignore[union-attr]
-
-
-def test_an_average_that_did_not_win_is_not_kept(tmp_path: Path, net, monkeypatch) -> None:
-    folder = finished(tmp_path, net, 10)
-    best = net("wood").params()["actor/weight"]
-
-    def score(params: dict) -> Tally:
-        return Tally(9 if (params["actor/weight"] == best).all() else 3, 10)
-
-    monkeypatch.setattr("shoal.skills.learning.run.make_score", lambda *_: score)
-    process_completed_training(folder, "Skill A", 1, tmp_path, merge="evaluate")
-    rows = Store(tmp_path).versions(0)
-    assert [(row.kind, row.accepted, row.wins) for row in rows] == [("run", True, None), ("run", True, 9)]
 
 
 def test_start_states_are_made_again_for_another_seed_or_where_damaged_and_not_for_another_budget(
@@ -330,8 +371,8 @@ def test_start_states_are_made_again_for_another_seed_or_where_damaged_and_not_f
     banks = []
     for change in ({}, {}, {"seed": 1}, {}, {"damaged": True}):
         if change.pop("damaged", False):
-            bank = Run.open(folder).policies / "bank.safetensors"
-            bank.write_bytes(bank.read_bytes()[:-9])
+            for bank in Run.open(folder).policies.glob("bank-*"):
+                bank.write_bytes(bank.read_bytes()[:-9])
         spec = Run.open(folder).spec
         (folder / "0.json").write_text(json.dumps({**spec, **change}))
         Run.open(folder).allow(4096 + len(made))
@@ -357,15 +398,15 @@ def test_an_expert_is_scored_where_it_is_used_up_to_its_last_step(tmp_path: Path
         walks.append((course.plan, [int(experts[i].bh[:-1].argmax()) for i in course.expert], len(starts)))
         return walk(world_name, starts.take(np.arange(4)), course, experts, rng, fixed)
 
-    monkeypatch.setattr("shoal.skills.learning.run.walk", walked)
-    store = Store(tmp_path)
+    monkeypatch.setattr("shoal.skills.learning.merge.walk", walked)
+    store = Store(tmp_path, create=True)
     store.set_setting("world", "crafting")
     names = ["Collect Wood", "Place Table", "Make Wood Pickaxe", "Make Wood Sword", "Collect Stone"]
     skills = {one.name: one for one in load_skills(knowledge_base("crafting"), CRAFTING)}
     for number, name in enumerate(names):
         store.add_skill(skills[name], [], 1000)
         sha = store.put_blob(encode(acting(number).params()))
-        made = new_version(store.assign_expert(name), sha, None, 1, 1, "run", True)
+        made = NewVersion(store.assign_expert(name), sha, None, 1, 1, "run", True)
         if name != "Make Wood Sword":  # which has no expert yet
             store.add_version(made)
             store.update_skill(name, status="completed")
@@ -383,18 +424,6 @@ def test_an_expert_is_scored_where_it_is_used_up_to_its_last_step(tmp_path: Path
     store.close()
 
 
-def test_the_two_newest_checkpoints_are_kept_and_forgotten_when_asked(tmp_path: Path) -> None:
-    run = Run.open(prepare_training_run("Wood", amounts(wood=1), 0, [], {}, tmp_path)[0])
-    assert run.load_checkpoint() is None
-    for update in (8, 16, 120):
-        run.save_checkpoint(update, {"x": np.full(2, update)}, {"update": update})
-    assert [path.name[:19] for path in run.checkpoints()] == ["checkpoint-00000016", "checkpoint-00000120"]
-    arrays, plain = run.load_checkpoint() or ({}, {})
-    assert (arrays["x"].tolist(), plain) == ([120, 120], {"update": 120})
-    run.clear_checkpoints()
-    assert run.checkpoints() == []
-
-
 def test_a_training_may_use_as_many_steps_as_it_is_allowed_last_and_at_least_one(tmp_path: Path) -> None:
     folder = prepare_training_run("Wood", amounts(wood=1), 0, [], {}, tmp_path)[0]
     for steps, found in ((500, 500.0), (0, 1.0), (7.5, 7.5)):
@@ -407,17 +436,15 @@ def test_a_training_may_use_as_many_steps_as_it_is_allowed_last_and_at_least_one
 
 def test_what_the_reference_says_of_a_skill_becomes_its_spec() -> None:
     told = {"requirements": {"wood": 1}, "consumption": {"wood": 1}, "gain": {"stone": 2}}
-    skill = skill_from_data(
-        "Dig", {"skill_with_consumption": told, "code": "x", "skill_name": "Dig"}, CRAFTING
-    )
+    skill = skill_of("Dig", {"skill_with_consumption": told, "code": "x", "skill_name": "Dig"}, CRAFTING)
     assert (skill.done.feature, skill.done.count, skill.gain) == ("stone", 2, {"stone": 2})
     assert (skill.requirements, skill.consumption) == ({"wood": 1}, {"wood": 1})
-    for data, message in (
-        ({"skill_with_consumption": {"requirements": {}}}, "gain is empty, so nothing says when it is done"),
-        ({**skill.as_dict(), "name": "Dug"}, "skill 'Dig': its data names it 'Dug'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            skill_from_data("Dig", data, CRAFTING)
+    with pytest.raises(ConfigError, match="skill_with_consumption must have a gain, got"):
+        skill_of("Dig", {"skill_with_consumption": {"requirements": {}}}, CRAFTING)
+    with pytest.raises(ConfigError, match="skill 'Dug': its data names it 'Dig'"):
+        skill_of("Dug", skill, CRAFTING)
+    with pytest.raises(ConfigError, match="skill 'Dig': horizon must be at least 1, got 0"):
+        skill_of("Dig", replace(skill, horizon=0), CRAFTING)
 
 
 def test_a_folder_of_another_skill_or_expert_is_refused(tmp_path: Path, net: Callable[..., Network]) -> None:

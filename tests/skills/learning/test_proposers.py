@@ -1,23 +1,20 @@
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from email.message import Message
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError
 
 import pytest
 import yaml
 
 from shoal.core.errors import ConfigError, EngineError
-from shoal.skills.learning import proposers
+from shoal.skills.learning.crafting import CRAFTING
+from shoal.skills.learning.frontier import Frontier
+from shoal.skills.learning.plan import dependencies
 from shoal.skills.learning.proposers import (
     KnowledgeBase,
     LanguageModel,
@@ -26,34 +23,38 @@ from shoal.skills.learning.proposers import (
     knowledge_base,
     read_proposals,
 )
-from shoal.skills.learning.scheduler import Frontier, SkillScheduler
-from shoal.skills.learning.spec import dependencies, load_skills
-from shoal.skills.learning.worlds import CRAFTING
+from shoal.skills.learning.scheduler import SkillScheduler
+from shoal.skills.learning.spec import load_skills
 
 SKILLS = load_skills(knowledge_base("crafting"), CRAFTING)
 WOOD = {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}}
 
 
 class Server:
-    """An OpenAI-compatible server that says what it is told to say, and remembers what it was asked."""
+    """An OpenAI-compatible server that says what it is told to say, and remembers what it was asked.
+
+    A reply that is a number is a status without a body.
+    """
 
     def __init__(self) -> None:
-        self.replies: list[str] = []
+        self.replies: list[str | int] = []
         self.asked: list[dict] = []
+        self.keys: list[str | None] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 outer.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                text = outer.replies.pop(0)
-                body = (
-                    text
-                    if text.startswith("RAW")
-                    else json.dumps({"choices": [{"message": {"content": text}}]})
-                )
-                self.send_response(200)
+                outer.keys.append(self.headers["Authorization"])
+                reply = outer.replies.pop(0)
+                self.send_response(reply if isinstance(reply, int) else 200)
+                if reply == 302:
+                    self.send_header("Location", f"{outer.url}/elsewhere")
                 self.end_headers()
-                self.wfile.write(body.encode())
+                if isinstance(reply, str) and reply.startswith("RAW"):
+                    self.wfile.write(reply.removeprefix("RAW").encode())
+                elif isinstance(reply, str):
+                    self.wfile.write(json.dumps({"choices": [{"message": {"content": reply}}]}).encode())
 
             def log_message(self, *arguments: object) -> None:
                 pass
@@ -98,7 +99,7 @@ def test_a_refused_skill_goes_back_to_the_model_with_the_reason(server: Server) 
 def test_a_model_that_never_gives_a_usable_skill_is_an_error(server: Server) -> None:
     server.replies = [json.dumps({**WOOD, "code": "__import__('os').system('x')"})] * 3
     with pytest.raises(
-        EngineError, match="no usable skill in 3 replies; the last problem: .*unknown field `code`"
+        EngineError, match="no usable skill in 3 replies; the last problem: .*unknown key 'code'"
     ):
         LanguageModel("m", server.url, CRAFTING).next_skill([], [], {})
 
@@ -115,24 +116,40 @@ def test_a_model_may_say_that_there_is_nothing_left(server: Server) -> None:
     assert LanguageModel("m", server.url, CRAFTING).next_skill(SKILLS, [], {}) is None
 
 
-@pytest.mark.parametrize("reply", ["RAW not json", 'RAW{"choices": []}', 'RAW{"choices": [{"message": {}}]}'])
+@pytest.mark.parametrize(
+    "reply", ["RAWnot json", 'RAW{"choices": []}', 'RAW{"choices": [{"message": {}}]}', "RAW" + "[" * 100_000]
+)
 def test_an_answer_that_is_not_a_chat_is_an_engine_error(server: Server, reply: str) -> None:
     server.replies = [reply]
-    with pytest.raises(EngineError, match="no reply from http"):
+    with pytest.raises(EngineError, match="returned no chat completion|answered broken JSON"):
         LanguageModel("m", server.url, CRAFTING).next_skill([], [], {})
 
 
+def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not(server: Server) -> None:
+    model = LanguageModel("m", server.url, CRAFTING, api_key="secret", patience=0)
+    server.replies = [500, 429, json.dumps(WOOD)]
+    assert model.next_skill([], [], {}) is not None
+    for status in (400, 401, 302):  # a key is for the host that was named, not for where that one points to
+        server.replies = [status]
+        with pytest.raises(EngineError, match=f"refused the request: HTTP {status}"):
+            model.next_skill([], [], {})
+    server.replies = [500, 500, 500]
+    with pytest.raises(EngineError, match="gave no answer in 3 attempts"):
+        model.next_skill([], [], {})
+    assert server.keys == ["Bearer secret"] * 9
+
+
 def test_a_server_that_is_not_there_is_an_engine_error() -> None:
-    with pytest.raises(EngineError, match="no reply from http://127.0.0.1:9/v1"):
-        LanguageModel("m", "http://127.0.0.1:9/v1", CRAFTING, timeout=2).next_skill([], [], {})
+    with pytest.raises(EngineError, match="http://127.0.0.1:9/v1/chat/completions gave no answer"):
+        LanguageModel("m", "http://127.0.0.1:9/v1", CRAFTING, timeout=2, patience=0).next_skill([], [], {})
     with pytest.raises(ConfigError, match="must start with http"):
         LanguageModel("m", "file:///etc/passwd", CRAFTING)
 
 
-def test_deeply_nested_and_endless_replies_are_only_a_config_error() -> None:
-    for text in ("{" * 5000, "[" * 20_000, '{"a":' * 3000, "", '"{"'):
-        with pytest.raises(ConfigError, match="no JSON object"):
-            first_object(text)
+@pytest.mark.parametrize("text", ["{" * 5000, "[" * 20_000, '{"a":' * 3000, "", '"{"'])
+def test_deeply_nested_and_endless_replies_are_only_a_config_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="no JSON object"):
+        first_object(text)
 
 
 def test_the_knowledge_base_gives_first_what_can_be_trained_now() -> None:
@@ -262,7 +279,7 @@ def test_what_a_model_proposed_is_kept_and_proposed_again_without_it(server: Ser
         known.append(skill)
     rows = read_proposals(record)
     assert [row["refused"] is not None for row in rows] == [False, True, False, False]
-    assert "horizon in 1..10,000" in rows[1]["refused"]
+    assert "horizon must be at most 10000" in rows[1]["refused"]
     assert rows[1]["reply"] == json.dumps({**table, "horizon": 10**12})
     with record.open("a") as file:
         file.write('{"skill": {"name": "cut sho')  # a kill came between
@@ -271,77 +288,6 @@ def test_what_a_model_proposed_is_kept_and_proposed_again_without_it(server: Ser
         again.append(skill)
     assert again == known
     assert len(server.asked) == 4
-
-
-def test_a_key_is_not_carried_to_where_a_redirection_points(server: Server) -> None:
-    got: list[str | None] = []
-
-    class Elsewhere(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            got.append(self.headers["Authorization"])
-            self.send_response(200)
-            self.end_headers()
-
-        do_POST = do_GET  # noqa: N815
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    other = HTTPServer(("127.0.0.1", 0), Elsewhere)
-    threading.Thread(target=other.serve_forever, daemon=True).start()
-
-    class Redirecting(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(302)
-            self.send_header("Location", f"http://127.0.0.1:{other.server_port}/")
-            self.end_headers()
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    first = HTTPServer(("127.0.0.1", 0), Redirecting)
-    threading.Thread(target=first.serve_forever, daemon=True).start()
-    try:
-        model = LanguageModel(
-            "m", f"http://127.0.0.1:{first.server_port}/v1", CRAFTING, api_key="secret", tries=1
-        )
-        with pytest.raises(EngineError, match="302"):
-            model.next_skill([], [], {})
-        assert got == []
-    finally:
-        for one in (first, other):
-            one.shutdown()
-            one.server_close()
-
-
-@pytest.mark.parametrize(
-    ("status", "again"), [(None, True), (429, True), (500, True), (400, False), (401, False)]
-)
-def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not(
-    server: Server, monkeypatch: pytest.MonkeyPatch, status: int | None, again: bool
-) -> None:
-    model = LanguageModel("m", server.url, CRAFTING, patience=0.001)
-    server.replies = [json.dumps(WOOD)]
-    opened = proposers._opener.open
-    failures = [
-        OSError("refused") if status is None else HTTPError(server.url, status, "no", Message(), None)
-        for _ in range(2)
-    ]
-
-    def sometimes(*arguments, **more):
-        if failures:
-            raise failures.pop()
-        return opened(*arguments, **more)
-
-    monkeypatch.setattr(proposers._opener, "open", sometimes)
-    if again:
-        assert model.next_skill([], [], {}) is not None
-        assert failures == []
-    else:
-        with pytest.raises(EngineError, match=f"no reply from .*{status}"):
-            model.next_skill([], [], {})
-        assert len(failures) == 1
 
 
 def test_what_was_proposed_again_after_a_kill_is_replayed_once(tmp_path: Path) -> None:
@@ -386,64 +332,6 @@ def test_a_proposal_that_cannot_be_had_is_an_error_after_what_was_queued(tmp_pat
     with pytest.raises(ConfigError, match="skills wait for each other: Sow -> Sow"):
         Frontier(s, Recording([SKILLS[0], circle]), max_nodes=5).run()
     assert list(s.get_completed_skills()) == ["Collect Wood"]
-
-
-CUT = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"
-CUT_CHUNK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n40\r\n{"
-
-
-def drip(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
-        while True:
-            connection.sendall(b" ")
-            time.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    ("reply", "words"),
-    [
-        (CUT, "IncompleteRead"),
-        (CUT_CHUNK, "IncompleteRead"),
-        (b"HELLO\r\n\r\n", "BadStatusLine"),
-        pytest.param(drip, "in time", marks=pytest.mark.flaky(reruns=2)),
-    ],
-)
-def test_a_reply_that_breaks_off_or_never_ends_is_asked_for_again(reply: Any, words: str) -> None:
-    asked = []
-
-    def answer() -> None:
-        for _ in range(2):
-            connection, _ = listener.accept()
-            with connection:
-                asked.append(connection.recv(1 << 20))
-                if callable(reply):
-                    reply(connection)
-                else:
-                    connection.sendall(reply)
-                    connection.shutdown(socket.SHUT_WR)
-                    with contextlib.suppress(OSError):
-                        while connection.recv(1 << 20):
-                            pass
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-        model = LanguageModel("m", url, CRAFTING, tries=2, timeout=0.5 if reply is drip else 60, patience=0.0)
-        with pytest.raises(EngineError, match=words):
-            model.next_skill([], [], {})
-        thread.join(timeout=60)
-    assert len(asked) == 2
-
-
-def test_a_reply_nested_without_end_is_an_engine_error(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(json, "dumps", lambda value, **more: "[" * 200_000 if "choices" in value else "{}")
-    server.replies = ["deep"]
-    with pytest.raises(EngineError, match="RecursionError"):
-        LanguageModel("m", server.url, CRAFTING).next_skill([], [], {})
 
 
 def test_a_proposal_after_one_that_a_kill_cut_short_is_replayed(server: Server, tmp_path: Path) -> None:

@@ -9,16 +9,9 @@ from hypothesis import strategies as st
 from shoal.core.errors import ConfigError
 from shoal.core.registry import SAFE_NAME
 from shoal.skills.learning.craftax import features_of
+from shoal.skills.learning.crafting import CRAFTING
 from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import (
-    check_skill,
-    check_skills,
-    is_relative,
-    load_skills,
-    parse_skill,
-    slug,
-)
-from shoal.skills.learning.worlds import CRAFTING
+from shoal.skills.learning.spec import check_skill, check_skills, is_relative, load_skills, parse_skill, slug
 
 WOOD = {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}}
 safe_names = st.from_regex(SAFE_NAME, fullmatch=True).filter(lambda name: not name.endswith((" ", ".")))
@@ -74,16 +67,16 @@ def test_two_skills_of_one_name_are_refused() -> None:
         ({"consumption": {"stone": 1}}, "consumes 1 'stone' but requires 0"),
         ({"horizon": 0}, "at least 1"),
         ({"practice": 10}, "more 'wood' than can be held"),
-        ({"done": {"feature": "wood", "op": "=="}}, "Invalid enum value"),
+        ({"done": {"feature": "wood", "op": "=="}}, "done.op must be '>=' or '<=', got '=='"),
         ({"reward": {"weights": {"wood": 1e9}}}, "at most 100"),
-        ({"reward": {"bonus": float("nan")}}, "finite"),
-        ({"code": "import os"}, "unknown field `code`"),
-        ({"horizn": 3}, "unknown field `horizn`. Did you mean 'horizon'"),
-        ({"done": {"feature": "wood", "cout": 2}}, "unknown field `cout` in `done`. Did you mean 'count'"),
-        ({"reward": {"bonas": 2}}, "unknown field `bonas` in `reward`. Did you mean 'bonus'"),
-        ({"horizon": 10_001}, "horizon in 1..10,000, got 1, 1 and 10001"),
-        ({"practice": 0}, "at least 1, horizon in 1..10,000, got 1, 0 and 100"),
-        ({"done": {"feature": "wood", "count": 0}}, "at least 1, horizon in 1..10,000, got 0, 1 and 100"),
+        ({"reward": {"bonus": float("nan")}}, "reward.bonus must be at least -100, got nan"),
+        ({"code": "import os"}, "unknown key 'code'"),
+        ({"horizn": 3}, "unknown key 'horizn'. Did you mean 'horizon'"),
+        ({"done": {"feature": "wood", "cout": 2}}, "unknown key 'done.cout'. Did you mean 'count'"),
+        ({"reward": {"bonas": 2}}, "unknown key 'reward.bonas'. Did you mean 'bonus'"),
+        ({"horizon": 10_001}, "horizon must be at most 10000, got 10001"),
+        ({"practice": 0}, "practice must be at least 1, got 0"),
+        ({"done": {"feature": "wood", "count": 0}}, "done.count must be at least 1, got 0"),
         ({"done": {"feature": "wood", "count": 10}}, "10 'wood', 1 times in a row, are more than the 9 "),
         (
             {"done": {"feature": "wood", "count": 5}, "practice": 2},
@@ -97,9 +90,10 @@ def test_two_skills_of_one_name_are_refused() -> None:
         ({"done": {"feature": "table", "op": "<="}}, "done before it begins: 'table' <= 1 always holds"),
         ({"requirements": {"wood": 2}, "consumption": {"wood": 3}}, "consumes 3 'wood' but requires 2"),
         ({"requirements": {"wood": 0}}, "requirements 'wood' must be in 1..9 (what can be held), got 0"),
-        ({"reward": {"weights": {"wood": -101}}}, "at most 100 in size, got [-101.0, 1.0, 0.01]"),
-        ({"reward": {"step_cost": 100.5}}, "at most 100 in size, got [1.0, 100.5]"),
+        ({"reward": {"weights": {"wood": -101}}}, "reward.weights must be at least -100, got"),
+        ({"reward": {"step_cost": 100.5}}, "reward.step_cost must be at most 100, got 100.5"),
         ({"name": "x" * 99, "code": 1}, f"skill {'x' * 80!r}: unknown"),
+        ({"done": {}}, "done.feature is missing"),
     ],
 )
 def test_a_skill_that_makes_no_sense_is_refused_with_the_reason(
@@ -164,7 +158,7 @@ def test_a_knowledge_base_may_have_as_many_bytes_as_are_read(tmp_path) -> None:
     path.write_text("skills: [] #".ljust(1 << 20, "x"))
     assert load_skills(path, CRAFTING) == []
     path.write_text("skills: [] #".ljust((1 << 20) + 1, "x"))
-    with pytest.raises(ConfigError, match="has 1048577 bytes, at most 1048576 are read"):
+    with pytest.raises(ConfigError, match="must be at most 1048576 bytes, got 1048577"):
         load_skills(path, CRAFTING)
     path.write_text("world: Crafting\nskills: []")  # as it is written elsewhere
     assert load_skills(path, CRAFTING) == []
@@ -178,14 +172,20 @@ def test_a_spec_survives_the_way_through_plain_data() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("skills: !!python/object/apply:os.system ['touch P']", "not plain YAML"),
-        ("a: &x [1]\nskills: *x", "alias"),
+        ("skills: !!python/object/apply:os.system ['touch P']", "is not YAML"),
+        (
+            "a: &a [1]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a, *a, *a, *a, *a, *a, *a]\n"
+            "c: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b, *b, *b, *b, *b, *b, *b, *b]\n"
+            "d: &d [*c, *c, *c, *c, *c, *c, *c, *c, *c, *c, *c, *c, *c, *c, *c, *c]\n"
+            "e: [*d, *d, *d, *d, *d, *d, *d, *d, *d, *d, *d, *d, *d, *d, *d, *d]",
+            "at most 20000 values",
+        ),
         ("skills: 3", "must hold an object"),
         ("skills: []\nextra: 1", "must hold an object"),
         ("skills: [3]", "each skill must be an object"),
         ("world: craftax\nskills: []", "is about 'craftax'"),
         ("x" * (1 << 20) + "x", "at most"),
-        ("a: [", "not plain YAML"),
+        ("a: [", "is not YAML"),
     ],
 )
 def test_a_knowledge_base_is_data_and_nothing_else(tmp_path, text: str, message: str) -> None:
@@ -210,6 +210,5 @@ def test_the_actions_of_a_skill_are_those_of_its_world() -> None:
     skill = check_skill(parse_skill({**WOOD, "actions": ["left", "interact"]}), CRAFTING)
     assert skill.actions == ("left", "interact")
     assert parse_skill(skill.as_dict()) == skill
-    assert "actions" not in parse_skill(WOOD).as_dict()
     with pytest.raises(ConfigError, match=r"no action named 'interct' in crafting\. Did you mean 'interact'"):
         check_skill(parse_skill({**WOOD, "actions": ["interct"]}), CRAFTING)

@@ -13,20 +13,13 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from shoal.core.errors import ConfigError, DataError, EnvError, UnknownNameError
-from shoal.skills.jobs.runner import job_environment
+from shoal.skills.jobs.launchers import job_environment
+from shoal.skills.learning.crafting import CraftingWorld
 from shoal.skills.learning.gymnasium_world import GymnasiumWorld
+from shoal.skills.learning.network import Shape
 from shoal.skills.learning.spec import Features
-from shoal.skills.learning.trainer import Shape, TrainingConfig
-from shoal.skills.learning.worlds import (
-    Bank,
-    CraftingWorld,
-    batch_lanes,
-    check_expert,
-    default_config,
-    make_world,
-    world_features,
-    world_of,
-)
+from shoal.skills.learning.trainer import TrainingConfig, default_config
+from shoal.skills.learning.worlds import Bank, batch_lanes, check_expert, make_world, world_features, world_of
 from shoal.testing import check_world
 
 REPO = Path(__file__).parents[3]
@@ -99,11 +92,10 @@ def test_settings_and_sizes_of_a_world_are_known_without_making_it() -> None:
         assert world_of(long) == world_of(short) == short
 
 
-def test_an_expert_made_for_what_a_world_never_showed_is_refused_with_all_that_it_showed() -> None:
-    world = SimpleNamespace(obs_size=7, former_sizes=(5, 3), n_actions=4)
-    for inputs in (7, 5, 3):
-        check_expert(world, Shape(inputs, 8, 4), "Dig")
-    with pytest.raises(DataError, match="expert of 'Dig' was made for 6 numbers .* shows 7 or 5 or 3 and"):
+def test_an_expert_made_for_another_world_is_refused() -> None:
+    world = SimpleNamespace(obs_size=7, n_actions=4)
+    check_expert(world, Shape(7, 8, 4), "Dig")
+    with pytest.raises(DataError, match="expert of 'Dig' was made for 6 numbers .* shows 7 and"):
         check_expert(world, Shape(6, 8, 4), "Dig")
     with pytest.raises(DataError, match="expert of 'Dig' was made for .* and 3 actions; .* has 4. Train"):
         check_expert(world, Shape(7, 8, 3), "Dig")
@@ -255,8 +247,6 @@ def test_an_env_that_was_over_is_so_again_where_a_world_copies_its_states(rng) -
         assert lanes_of(one, end).tolist() == [5, 3]
         one.step(np.ones(2, np.int64), rng)
         assert one.observe()[:, 0].tolist() == [5, 4]
-    former = Bank({"number": end.arrays["number"]})  # as an older edition kept it
-    assert lanes_of(world, former).tolist() == [5, 3]
     assert lanes_of(world, starts).tolist() == [0, 0]
     world.step(np.ones(2, np.int64), rng)
     assert world.observe()[:, 0].tolist() == [1, 1]
@@ -334,29 +324,3 @@ def test_a_state_that_is_played_again_stays_within_what_can_be_kept(rng) -> None
     assert world.observe()[:, 0].tolist() == (begin + 2000).tolist()  # where it stands still
     other = Endless(1)
     assert lanes_of(other, world.save()).tolist() == (begin + 2000).tolist()
-
-
-def test_a_state_ahead_is_reached_by_playing_on_and_another_from_its_reset(rng) -> None:
-    calls = []
-
-    class Counted(Steps):
-        def reset(self, *, seed=None, options=None):
-            calls.append("reset")
-            return super().reset(seed=seed)
-
-        def step(self, action):
-            calls.append(int(action))
-            return super().step(action)
-
-    world = type("Played", (FiveSteps,), {"make": lambda self: Counted()})(1)
-    start = world.fresh(1, rng)
-    begin = lanes_of(world, start)
-    states = [start]
-    for action in (1, 0, 1):
-        world.step(np.array([action]), rng)
-        states.append(world.save())
-    for frm, to, played in ((3, 1, ["reset", 1]), (1, 3, [0, 1]), (3, 3, []), (3, 0, ["reset"])):
-        lanes_of(world, states[frm])
-        calls.clear()
-        assert lanes_of(world, states[to]).tolist() == (begin + [0, 1, 1, 2][to]).tolist()
-        assert calls == played

@@ -14,7 +14,7 @@ from shoal.cli.main import main
 from shoal.core.data import read_trajectories
 from shoal.core.files import sha256_of_folder
 
-OPTIONS = ["--env", "bandit", "--episodes", "20", "--format", "json"]
+OPTIONS = ["--env", "bandit", "--episodes", "20", "--json"]
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def test_a_device_is_for_models_that_run_here(server, capsys, tmp_path):
 def test_a_hugging_face_folder_is_evaluated(tmp_path, capsys):
     folder = tmp_path / "model"
     write_tiny_model(folder)
-    options = ["--env", "bandit", "--episodes", "4", "--max-tokens", "4", "--format", "json"]
+    options = ["--env", "bandit", "--episodes", "4", "--max-tokens", "4", "--json"]
     assert main(["eval", str(folder), *options]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[0])
     assert result["episodes"] == 4
@@ -161,7 +161,7 @@ def test_a_panel_gives_two_people_the_same_table_and_each_row_is_that_of_its_env
     assert {row["episodes"] for row in rows.values()} == {2}
     files = [(tmp_path / person / "trajectories" / "webshop.jsonl").read_bytes() for person in "ab"]
     assert files[0] == files[1]
-    alone = ["--env", "countdown", "--env-config", "difficulty", "easy", "--seed", str(PANEL_SEED)]
+    alone = ["--env", "countdown", "--env-config", "difficulty=easy", "--seed", str(PANEL_SEED)]
     assert main(["eval", str(folder), *alone, "--episodes", "2", "--max-tokens", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == rows["countdown"]
 

@@ -94,7 +94,7 @@ def run(tmp_path_factory):
 
 
 def test_a_run_is_evaluated_and_its_episodes_kept(run, tmp_path, capsys):
-    assert main(["eval", str(run), "--episodes", "70", "--temperature", "1", "--format", "json",
+    assert main(["eval", str(run), "--episodes", "70", "--temperature", "1", "--json",
                  "--out", str(tmp_path / "out")]) == 0  # fmt: skip
     result = json.loads(capsys.readouterr().out.splitlines()[0])
     played = list(read_trajectories(tmp_path / "out" / "trajectories" / "eval.jsonl"))
@@ -126,7 +126,7 @@ def test_a_run_is_evaluated_with_its_own_limit_of_turns_and_choice_of_tokens(tmp
     ]  # the likeliest token is the only one to sample from
     settings = yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["agent_proxy"]
     assert (settings["max_turn"], settings["top_k"]) == (2, 1)
-    another = play("--env", "frozen_lake", "--env-config", "is_slippery", "false")
+    another = play("--env", "frozen_lake", "--env-config", "is_slippery=false")
     assert max(len(t.turns) for t in another) > 2  # which has a limit of its own
 
 
@@ -158,7 +158,7 @@ def test_an_evaluation_that_ends_as_it_writes_leaves_nothing_of_the_one_before(
     assert sorted(os.listdir(out)) == [".lock", "config.yaml", "trajectories", "unfinished.jsonl"]
     assert os.listdir(out / "trajectories") == []
     assert main(evaluate) == 2
-    assert "holds 2 episodes of work that is not finished" in capsys.readouterr().err
+    assert "holds 2 episodes of unfinished work" in capsys.readouterr().err
     assert main([*evaluate, "--env", "frozen_lake"]) == 0
     assert main(evaluate) == 0
 
@@ -177,9 +177,7 @@ def test_a_panel_and_an_evaluation_leave_nothing_of_each_other_in_a_folder(run, 
 
 
 def test_a_run_can_be_tried_on_another_env(run, capsys):
-    assert (
-        main(["eval", str(run), "--env", "frozen_lake", "--env-config", "size", "3", "--episodes", "5"]) == 0
-    )
+    assert main(["eval", str(run), "--env", "frozen_lake", "--env-config", "size=3", "--episodes", "5"]) == 0
     assert "5 whole, 0 failed" in capsys.readouterr().out
 
 
@@ -235,7 +233,7 @@ def test_an_episode_is_shown_turn_by_turn(run, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--env-config", "size", "5"], "add --env NAME"),
+        (["--env-config", "size=5"], "add --env NAME"),
         (["--env", "frozen_lake", "--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
     ],
 )

@@ -111,7 +111,7 @@ def test_an_exported_model_is_evaluated_as_its_run_is(run, to, tmp_path):
 def test_a_kind_of_env_that_is_named_keeps_the_templates_that_the_run_had_for_it(model, run, tmp_path):
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     [episode, *_] = played(
-        tmp_path / "out", tmp_path / "eval", "--env", "letters:Letters", "--env-config", "goal", "99"
+        tmp_path / "out", tmp_path / "eval", "--env", "letters:Letters", "--env-config", "goal=99"
     )
     shown = AutoTokenizer.from_pretrained(model).decode(exchanges(episode)[-1].prompt_ids)
     assert "of9?" in shown.replace(" ", "")  # its own limit of turns, not that of the run

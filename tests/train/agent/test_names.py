@@ -138,8 +138,8 @@ def test_an_import_that_fails_is_named(tmp_path):
         AgentConfig.read({"imports": ["no_such_module"]})
 
 
-def test_the_examples_of_contributing_train(tmp_path):
-    text = (Path(__file__).parents[3] / "CONTRIBUTING.md").read_text()
+def test_the_examples_of_the_page_about_own_parts_train(tmp_path):
+    text = (Path(__file__).parents[3] / "docs" / "how-to" / "own-parts.md").read_text()
     (code,) = [
         block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "@advantage" in block
     ]

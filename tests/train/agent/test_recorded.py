@@ -472,7 +472,7 @@ def chance_of_being_right(processor, model, samples):
 
 def record_tries(processor, model, samples, source, root, per_task, seed):
     """Recordings of what the model samples on each screen, with its log-probabilities and rewards."""
-    from shoal.splitting import RolloutTokens, write_rollout
+    from shoal.splitting.readers.recordings import RolloutTokens, write_rollout
 
     tokenizer = processor.tokenizer
     for number in range(per_task):

@@ -17,7 +17,7 @@ from shoal.train.agent.losses import LOSSES, policy_loss
 from shoal.train.agent.trainer import AgentTrainer
 
 PATIENCE = 60
-SEED, ITERATIONS, GROUPS = 3, 3, 4
+SEED, ITERATIONS, GROUPS = 5, 3, 4
 SHAPE = [
     *SMALL, f"seed={SEED}", f"trainer.iterations={ITERATIONS}", f"es_manager.train.env_groups={GROUPS}",
     "agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel_n_jobs=2",

@@ -1,7 +1,7 @@
 """How far one reads to follow an update: the files that it passes."""
 
 import pytest
-from tests.rooms.trace import Tracer
+from tests.trace import Tracer
 from tests.train.agent.test_names import QUICK
 
 from shoal.train.agent.config import compose_config

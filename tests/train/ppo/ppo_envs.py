@@ -1,4 +1,4 @@
-"""Small environments whose right answers are known."""
+"""Small environments whose right answers are known, and what tests of PPO share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
+
+from shoal.train.ppo.ppo import PPO
+
+FAST = {"n_steps": 32, "batch_size": 64, "n_epochs": 4, "learning_rate": 3e-3, "gamma": 0.5}
+
+
+def weights(ppo: PPO) -> dict[str, np.ndarray]:
+    """All that learns, by name."""
+    state, optimizer, statistics = ppo.agent.state()
+    return {**state, **optimizer, **statistics}
+
+
+def assert_equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    """The same names, the same bytes."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value.tobytes() == other[name].tobytes(), name
 
 
 class IdentityEnv(gym.Env):

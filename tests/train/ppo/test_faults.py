@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
@@ -24,19 +25,17 @@ from shoal.core.errors import ConfigError, DataError, WorkerError
 from shoal.core.files import read_json
 from shoal.core.run_folder import RunFolder
 from shoal.rollout.arrays.spaces import ActionRows
-from shoal.train.ppo import ppo as ppo_module
-from shoal.train.ppo import run as run_module
 from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from shoal.train.ppo.collect import EpisodeLog
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.ppo import PPO, Evaluation
 from shoal.train.ppo.run import PPORun, RunOptions
 from shoal.train.ppo.trainer import PPOTrainer
 
 REPO = Path(__file__).resolve().parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPO / "src")}
 SMALL = [
     "--preset", "none", "--n-envs", "2", "--n-steps", "32", "--batch-size", "32", "--backend", "serial",
-    "--tensorboard", "False", "--eval-episodes", "1", "--eval-every", "0", "--log-every", "1",
+    "--no-tensorboard", "--eval-episodes", "1", "--eval-every", "0", "--log-every", "1",
 ]  # fmt: skip
 SETTINGS = {
     "preset": "none",
@@ -155,202 +154,159 @@ class ShortEnv(CountingEnv):
         return super().reset(seed=seed, options=options)
 
 
-class InterruptedAtStep(ShortEnv):
-    """Ctrl-C arrives in the 75th step of its life; the ends of episodes depend on the actions."""
+class CtrlCAtStep(ShortEnv):
+    """Ctrl-C comes `times` in the 150th step of its life; the ends of episodes depend on the actions."""
 
-    life, armed = 0, True
+    life, times = 0, 0
 
     def step(self, action):
         type(self).life += 1
-        if type(self).armed and type(self).life == 150:
-            type(self).armed = False
-            raise KeyboardInterrupt
+        if type(self).life == 150:
+            for _ in range(type(self).times):
+                ctrl_c()
         observation, reward, terminated, truncated, info = super().step(action)
         return observation, reward + action, terminated or bool(action and self.t == 3), truncated, info
 
 
-def test_after_ctrl_c_within_a_rollout_learning_goes_on_exactly():
-    ends = []
-    for armed in (True, False):
-        InterruptedAtStep.life, InterruptedAtStep.armed = 0, armed
-        with PPO(InterruptedAtStep, **SETTINGS) as ppo:
-            if armed:
+def ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+def after_ctrl_c(call, times=1):
+    """The same function, at whose first call Ctrl-C comes."""
+    left = [ctrl_c] * times
+
+    def interrupted(*args, **more):
+        while left:
+            left.pop()()
+        return call(*args, **more)
+
+    return interrupted
+
+
+@pytest.mark.parametrize("recurrent", ["none", "gru"])
+def test_ctrl_c_waits_for_the_update_a_second_one_does_not_and_learning_goes_on_exactly(recurrent):
+    ends, seen = [], []
+    for times in (0, 1, 2):
+        CtrlCAtStep.life, CtrlCAtStep.times = 0, times
+        with PPO(CtrlCAtStep, **SETTINGS, recurrent=recurrent) as ppo:
+            if times:
                 with pytest.raises(KeyboardInterrupt):
                     ppo.learn(640)
-                assert ppo.log.n_steps < 640
-            ends.append(state(ppo.learn(640)))
-    assert ends[0] == ends[1]
+                seen.append(ppo.log.n_steps)
+            ends.append(state(ppo.learn(640 - ppo.log.n_steps)))
+    assert seen == [128, 64]  # the second rollout has steps 65 to 128; 64 steps were taken to try the env
+    assert ends[0] == ends[1] == ends[2]
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 @pytest.mark.parametrize("path", ["compiled", "torch"])
-def test_an_update_that_is_cut_short_leaves_nothing_behind(monkeypatch, path):
-    settings = {**SETTINGS, "normalize_reward": True, "normalize_obs": True, "path": path}
-    with PPO("CartPole-v1", **settings) as ppo, PPO("CartPole-v1", **settings) as other:
-        before = state(ppo.learn(320))
-        learn = ppo.agent.learner.update
-
-        def cut_short(batch, rates):
-            learn(batch, rates)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(ppo.agent.learner, "update", cut_short)
-        with pytest.raises(KeyboardInterrupt):
-            ppo.learn(640)
-        assert state(ppo) == before
-        monkeypatch.undo()
-        assert state(ppo.learn(640)) == state(other.learn(640))
-
-
-def test_a_second_ctrl_c_does_not_save_half_of_what_the_first_one_undid(monkeypatch, tmp_path):
-    def cut(*_):
-        raise KeyboardInterrupt
-
-    with PPO("CartPole-v1", **{**SETTINGS, "recurrent": "gru"}) as ppo:
-        memory = ppo.learn(64).agent.memory.copy()
-        collect = ppo._experience.collect
-        monkeypatch.setattr(ppo._experience, "collect", lambda steps: collect(steps) and cut())
-        monkeypatch.setattr(ppo._experience, "close", cut)
+def test_an_update_that_a_second_ctrl_c_ends_halfway_is_not_saved(monkeypatch, tmp_path, path):
+    with PPO("CartPole-v1", **SETTINGS, path=path) as ppo:
+        saved, before = ppo.learn(64).save(tmp_path), state(ppo)
+        monkeypatch.setattr(ppo.agent.learner, "update", after_ctrl_c(ppo.agent.learner.update, 2))
         with pytest.raises(KeyboardInterrupt):
             ppo.learn(128)
-        monkeypatch.undo()
-        np.testing.assert_array_equal(ppo.agent.memory, memory)
-        monkeypatch.setattr(ppo.agent.learner, "update", cut)
-        monkeypatch.setattr(ppo.agent.learner, "restore", cut)
-        with pytest.raises(KeyboardInterrupt):
-            ppo.learn(128)
-        monkeypatch.undo()
         for go_on in (lambda: ppo.save(tmp_path), lambda: ppo.learn(128)):
             with pytest.raises(ConfigError, match="load the last checkpoint to go on"):
                 go_on()
+    with PPO.load(saved, backend="serial", path=path) as ppo:
+        assert state(ppo) == before
 
 
-def test_a_trainer_whose_second_ctrl_c_left_half_an_update_refuses_all_but_load(monkeypatch, tmp_path):
-    def cut(*_):
-        raise KeyboardInterrupt
-
+def test_ctrl_c_in_the_update_of_a_trainer_waits_for_it_and_a_second_one_leaves_the_checkpoint(
+    monkeypatch, tmp_path
+):
     def now():
         return [{name: array.tobytes() for name, array in part.items()} for part in trainer.agent.state()]
 
-    trainer, env = PPOTrainer(n_steps=32, batch_size=32, hidden=(8,)), gym.make("CartPole-v1")
+    settings, env = {"n_steps": 32, "batch_size": 32, "hidden": (8,)}, gym.make("CartPole-v1")
+    trainer = PPOTrainer(**settings)
+    for _ in range(2):
+        trainer.train_episode(env)
+    whole = now()
+    trainer, env = PPOTrainer(**settings), gym.make("CartPole-v1")
     trainer.train_episode(env)
-    saved, before = trainer.save(tmp_path), now()
-    monkeypatch.setattr(EpisodeLog, "add", cut)
+    update = trainer.agent.learner.update
+    monkeypatch.setattr(trainer.agent.learner, "update", after_ctrl_c(update))
     with pytest.raises(KeyboardInterrupt):
         trainer.train_episode(env)
-    monkeypatch.undo()
-    assert now() == before
-    monkeypatch.setattr(trainer.agent.learner, "update", cut)
-    monkeypatch.setattr(trainer.agent.learner, "restore", cut)
+    assert (now(), trainer.num_episodes) == (whole, 2)
+    saved = trainer.save(tmp_path)
+    monkeypatch.setattr(trainer.agent.learner, "update", after_ctrl_c(update, 2))
     with pytest.raises(KeyboardInterrupt):
         trainer.train_episode(env)
-    monkeypatch.undo()
     seen = env.observation_space.sample()
-    calls = (
+    for refused in (
         lambda: trainer.save(tmp_path),
         lambda: trainer.train_episode(env),
         lambda: trainer.select_action(seen),
-    )
-    for refused in calls:
+    ):
         with pytest.raises(ConfigError, match="load the last checkpoint to go on"):
             refused()
     trainer.load(saved)
-    assert now() == before
-    assert trainer.train_episode(env)["episodes"] == 2
+    assert now() == whole
+    assert trainer.train_episode(env)["episodes"] == 3
 
 
-@pytest.mark.parametrize("moment", ["before its books", "before its row"])
-def test_between_an_update_and_its_books_nothing_is_saved(monkeypatch, tmp_path, moment):
-    """Such a checkpoint would have the weights of one moment and the episodes of another, or a row too few."""
-    options = RunOptions(total_timesteps=640, run_dir=str(tmp_path / "run"), n_envs=2, backend="serial",
-                         tensorboard=False, eval_every=0, checkpoint_every=128)  # fmt: skip
-    run = PPORun(options, PPOConfig(n_steps=32, batch_size=32))
-    place, name, steps = {
-        "before its books": (run.ppo.log, "add", 320),
-        "before its row": (ppo_module, "mean_of", 384),
-    }[moment]
-    done = getattr(place, name)
-
-    def interrupted(what):
-        if run.ppo.log.n_steps == steps:
-            raise KeyboardInterrupt
-        return done(what)
-
-    monkeypatch.setattr(place, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        list(run.rows())
-    with pytest.raises(ConfigError, match="was interrupted between an update and its books"):
-        run.ppo.save(tmp_path / "elsewhere")
-    run.close()
-    monkeypatch.undo()
-    assert [p.name for p in list_checkpoints(tmp_path / "run" / "checkpoints")][-1] == "step_000000000256"
-    assert read_json(tmp_path / "run" / "summary.json")["status"] == "interrupted"
-    assert main(["train-ppo", "--resume-from", str(tmp_path / "run")]) == 0
-    assert train(tmp_path / "whole", "--total-timesteps", "640") == 0
-    assert last(tmp_path / "run") == last(tmp_path / "whole")
+def rows_of(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("steps", "moment"),
-    [
-        (320, "as it is played"),
-        pytest.param(640, "as it is played", marks=pytest.mark.slow),
-        (320, "as its best is saved"),
-    ],
-)
-def test_an_evaluation_cut_short_by_ctrl_c_costs_no_row_and_is_done_on_resuming(
-    monkeypatch, tmp_path, steps, moment
+@pytest.mark.parametrize("moment", ["rollout", "evaluation", "saving"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_run_that_ctrl_c_ends_is_saved_after_its_update_and_goes_on_exactly(
+    monkeypatch, tmp_path, moment, times
 ):
-    options = {"total_timesteps": 640, "n_envs": 2, "backend": "serial", "tensorboard": False, "eval_every": 320,
-               "eval_episodes": 2, "log_every": 2}  # fmt: skip
-    saves = moment == "as its best is saved"
-    place, name = (run_module, "save_checkpoint") if saves else (PPO, "evaluate")
-    done = getattr(place, name)
-
-    def interrupted(what, *args, **more):
-        if (int(what.name.removeprefix("step_")) if saves else what.log.n_steps) == steps:
-            raise KeyboardInterrupt
-        return done(what, *args, **more)
-
-    def rows(name):
-        timed = ("seconds", "steps_per_second")
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if k not in timed} for line in lines]
-
+    """A second Ctrl-C leaves the checkpoint before."""
+    options = RunOptions(total_timesteps=640, n_envs=2, backend="serial", tensorboard=False, eval_every=320,
+                         eval_episodes=2, log_every=2, checkpoint_every=64)  # fmt: skip
     config = PPOConfig(n_steps=32, batch_size=32)
-    whole = PPORun(RunOptions(run_dir=str(tmp_path / "whole"), **options), config)
-    list(whole.rows())
-    whole.close()
-    monkeypatch.setattr(place, name, interrupted)
-    run = PPORun(RunOptions(run_dir=str(tmp_path / "run"), **options), config)
-    with pytest.raises(KeyboardInterrupt):
+    with contextlib.closing(PPORun(replace(options, run_dir=str(tmp_path / "whole")), config)) as run:
         list(run.rows())
-    run.close()
-    monkeypatch.undo()
-    cut = rows("run")[-1]
-    assert cut["steps"] == steps
-    assert "eval_return_mean" not in cut
-    assert main(["train-ppo", "--resume-from", str(tmp_path / "run")]) == 0
-    assert rows("run") == rows("whole")
-    assert [row["steps"] for row in rows("run") if "eval_return_mean" in row] == [320, 640]
-    assert last(tmp_path / "run" / "best") == last(tmp_path / "whole" / "best")
-
-
-def test_a_run_killed_as_it_makes_up_for_an_evaluation_still_owes_it(monkeypatch, tmp_path):
-    options = RunOptions(run_dir=str(tmp_path), total_timesteps=128, n_envs=2, backend="serial", tensorboard=False,
-                         eval_every=64, eval_episodes=1)  # fmt: skip
-
-    def cut(*_, **__):
-        raise KeyboardInterrupt
-
-    for place, name, path in ((PPO, "evaluate", None), (RunFolder, "append_metrics", str(tmp_path))):
-        run = PPORun(dataclasses.replace(options, resume_from=path), PPOConfig(n_steps=32, batch_size=32))
-        monkeypatch.setattr(place, name, cut)
+    with contextlib.closing(PPORun(replace(options, run_dir=str(tmp_path / "run")), config)) as run:
+        place, name = {
+            "rollout": (run.ppo.agent, "noise"),
+            "evaluation": (run.ppo, "evaluate"),
+            "saving": (run.ppo, "save"),
+        }[moment]
+        rows = run.rows()
+        while next(rows)["steps"] < 256:
+            pass
+        monkeypatch.setattr(place, name, after_ctrl_c(getattr(place, name), times))
         with pytest.raises(KeyboardInterrupt):
-            list(run.rows())
-        run.close()
+            list(rows)
         monkeypatch.undo()
-        rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
-        assert json.loads(rows[0])["steps"] == 64
+    kept = list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name
+    assert kept == f"step_{320 if times == 1 else 256:012d}"
+    summary = tmp_path / "run" / "summary.json"
+    assert times == 2 or read_json(summary)["status"] == "interrupted"
+    assert main(["train-ppo", "--resume-from", str(tmp_path / "run")]) == 0
+    assert read_json(summary)["status"] == "completed"
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
+    for part in ("checkpoints", "best"):
+        assert last(tmp_path / "run" / part) == last(tmp_path / "whole" / part)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_says_how_to_go_on_after_ctrl_c(tmp_path, number, code):
+    command = [sys.executable, "-m", "shoal", "train-ppo", *SMALL, "--total-timesteps", "100000000", "--run-dir",
+               str(tmp_path / "run")]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    assert process.stdout is not None
+    said = [process.stdout.readline()]
+    while said[-1] and "Episode" not in said[-1]:
+        said.append(process.stdout.readline())
+    process.send_signal(number)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == code, error
+    assert f"shoal train-ppo --resume-from {tmp_path / 'run'}" in out
+    assert "press Ctrl-C again to end at once" in error
+    steps = read_json(tmp_path / "run" / "summary.json")["metrics"]["steps"]
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step_{steps:012d}"
 
 
 def test_the_best_checkpoint_is_of_the_run_that_went_on_not_of_one_that_was_lost(monkeypatch, tmp_path):
@@ -535,10 +491,9 @@ def test_a_block_tells_of_all_episodes_since_the_last_one_and_of_losses_however_
     assert "no episode has ended" in _block(row, run, Since())
 
 
-@pytest.mark.parametrize("events", [[], pytest.param(["--json-events", "True"], marks=pytest.mark.slow)])
-def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, events):
-    command = [sys.executable, "-m", "shoal", "train-ppo", *SMALL, "--total-timesteps", "640", *events,
-               "--run-dir", str(tmp_path / "run"), "--checkpoint-every", "64"]  # fmt: skip
+def test_a_reader_that_goes_away_ends_the_training_quietly(tmp_path):
+    more = ["--out", str(tmp_path / "run"), "--checkpoint-every", "64"]
+    command = [sys.executable, "-m", "shoal", "train-ppo", *SMALL, "--total-timesteps", "640", *more]
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     assert process.stdout is not None
@@ -546,9 +501,8 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, events):
     assert process.stderr is not None
     said = process.stderr.read().decode()
     process.stderr.close()
-    assert process.wait(60) == 0, said
+    assert process.wait(60) == 1, said
     assert "Traceback" not in said
-    assert read_json(tmp_path / "run" / "summary.json")["metrics"]["steps"] == 640
 
 
 @pytest.mark.slow
@@ -559,7 +513,7 @@ def test_a_reader_that_goes_away_does_not_end_the_training(tmp_path, events):
 def test_runs_killed_thirty_times_end_as_undisturbed_ones(tmp_path, more):
     """By kill -9 or Ctrl-C, at moments drawn from the time that a run takes to start and make some checkpoints."""
     steps = "96000" if more else "400000"
-    common = [*SMALL, "--total-timesteps", steps, "--normalize-obs", "True", "--normalize-reward", "True",
+    common = [*SMALL, "--total-timesteps", steps, "--normalize-obs", "--normalize-reward",
               "--checkpoint-every", "640", *more]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(REPO / "src")}
     chance, kills, ended = np.random.default_rng(0), 0, 0

@@ -354,7 +354,7 @@ def test_the_class_takes_the_preset_that_the_command_takes(tmp_path, caplog):
         assert ppo.preset == "CartPole-v1"
         weights = ppo.learn(1024).agent.state()[0]
     arguments = ["train-ppo", "--seed", "3", "--backend", "serial", "--total-timesteps", "1024", "--eval-every", "0",
-                 "--tensorboard", "False", "--eval-episodes", "1", "--run-dir", str(tmp_path / "run")]  # fmt: skip
+                 "--no-tensorboard", "--eval-episodes", "1", "--run-dir", str(tmp_path / "run")]  # fmt: skip
     assert main(arguments) == 0
     saved = load_checkpoint(tmp_path / "run").weights
     assert {name: value.tobytes() for name, value in saved.items()} == {
@@ -375,7 +375,7 @@ def test_a_config_or_none_leaves_the_preset_out_and_keywords_go_on_top_of_it():
 
 def test_stacked_observations_are_a_flag_that_a_resumed_run_keeps(tmp_path, capsys):
     arguments = ["train-ppo", "--env", "CartPole-v1", "--preset", "none", "--n-envs", "2", "--n-steps", "16",
-                 "--backend", "serial", "--tensorboard", "False", "--eval-episodes", "1", "--frame-stack", "3",
+                 "--backend", "serial", "--no-tensorboard", "--eval-episodes", "1", "--frame-stack", "3",
                  "--total-timesteps", "64", "--run-dir", str(tmp_path / "run")]  # fmt: skip
     assert main(arguments) == 0
     assert load_policy(tmp_path / "run").observation_space.shape == (3, 4)

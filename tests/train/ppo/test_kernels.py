@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -13,8 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.maths.updates import gae
 from shoal.rollout.arrays.spaces import ActionRows
-from shoal.train.ppo.compiled import kernels
-from shoal.train.ppo.compiled.network import NO_MASKS, YIELD, Pace, UpdateBatch, UpdateRates
+from shoal.train.ppo.compiled.network import NO_MASKS, UpdateBatch, UpdateRates
 from shoal.train.ppo.learner import CompiledLearner, TorchLearner
 from shoal.train.ppo.networks import MLPActorCritic
 
@@ -238,113 +235,3 @@ def test_target_kl_stops_both_paths_at_the_same_minibatch():
     ours, theirs = fast.update(batch, rates), slow.update(batch, rates)
     assert 1 < ours.n_minibatches < 80
     assert ours.n_minibatches == theirs.n_minibatches
-
-
-def a_rollout(learner, actions, rows: int, inputs: int, epochs: int, seed: int = 6) -> UpdateBatch:
-    rng = np.random.default_rng(seed)
-    obs, noise, masks = sample(actions, rows, inputs, rng)
-    chosen, logprobs = play(learner, actions, obs, noise, masks)
-    numbers = rng.standard_normal((3, rows)).astype(np.float32)
-    orders = np.stack([rng.permutation(rows) for _ in range(epochs)])
-    return UpdateBatch(obs, chosen, logprobs, *numbers, masks, orders)
-
-
-@pytest.mark.parametrize(("kind", "target_kl"), [("multi", 0.0), ("box", 0.0), ("discrete", 0.006)])
-def test_an_update_that_a_second_thread_helps_with_has_the_same_bytes(monkeypatch, kind, target_kl):
-    helped = []
-    assist = kernels.assist
-    monkeypatch.setattr(Pace, "helped", lambda self: True)
-    monkeypatch.setattr(kernels, "assist", lambda *given: helped.append(True) or assist(*given))
-    found = []
-    for assisted in (False, True):
-        fast, _, actions = learners(SPACES[kind], 5, (64, 48))
-        fast.assisted = assisted
-        batch = a_rollout(fast, actions, 500, 5, epochs=4)
-        rates = UpdateRates(3e-3, 0.2, 0.2, 0.01, 0.5, 0.5, target_kl, True, 1e-5, 64)
-        told = [fast.update(batch, rates) for _ in range(3)]
-        assert (told[0].n_minibatches < 32) == (target_kl > 0)
-        found.append((told, fast.weights.tobytes(), fast.second.tobytes()))
-    assert found[0] == found[1]
-    assert len(helped) == 3
-
-
-def test_a_thread_that_helps_finds_the_critics_gradient_of_the_minibatch_it_took():
-    """The first thread stands still after it has opened minibatch 6: the second of the second of two epochs."""
-    fast, _, actions = learners(SPACES["discrete"], 5, (64, 48))
-    net, batch = fast, a_rollout(fast, actions, 200, 5, epochs=2)
-    rates = UpdateRates(1e-3, 0.2, 0.0, 0.0, 0.5, 0.0, 0.0, True, 1e-5, 64)
-    settings = np.zeros(9, np.float32)
-    settings[kernels.VALUE] = rates.vf_coef
-    stats, gradient, counters = np.zeros(8, np.float32), np.zeros_like(net.weights), np.zeros(64, np.int64)
-    counters[[kernels.AT, kernels.TAKEN, kernels.DONE]] = 6, 5, 5
-    helper = threading.Thread(target=kernels.assist, args=(
-        net.weights, net.critic_at, net.critic, net._activation, batch.orders, 64, batch.obs, batch.returns,
-        batch.values, settings, stats, gradient, counters, YIELD,
-    ))  # fmt: skip
-    helper.start()
-    while counters[kernels.DONE] < 6:
-        pass
-    counters[kernels.OVER] = 1
-    helper.join()
-    assert counters[kernels.TAKEN] == 6
-    rows = torch.from_numpy(batch.orders[1][64:128])
-    network = fast.network
-    loss = (
-        (network.value(torch.from_numpy(batch.obs)[rows]) - torch.from_numpy(batch.returns)[rows]) ** 2
-    ).mean()
-    (0.5 * loss).backward()
-    assert stats[kernels.VALUE_LOSS] == pytest.approx(loss.item(), rel=1e-5)
-    for name, parameter in network.critic.named_parameters():
-        ours = gradient[fast._places[f"critic.{name}"]]
-        np.testing.assert_allclose(ours, parameter.grad.numpy(), atol=1e-5, err_msg=name)
-    assert not gradient[: net.critic_at].any()
-
-
-def test_a_thread_that_helps_ends_with_an_update_that_is_interrupted(monkeypatch):
-    fast, _, actions = learners(SPACES["box"], 5, (64, 48))
-    fast.assisted = True
-    batch = a_rollout(fast, actions, 500, 5, epochs=4)
-    rates = UpdateRates(3e-3, 0.2, 0.2, 0.01, 0.5, 0.5, 0.0, True, 1e-5, 64)
-    start, started = threading.Thread.start, []
-
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        started.append(thread)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        fast.update(batch, rates)
-    assert not started[0].is_alive()
-
-
-def test_an_update_waits_for_the_critics_half_that_another_thread_took():
-    fast, _, actions = learners(SPACES["discrete"], 5, (64, 48))
-    net, batch = fast, a_rollout(fast, actions, 64, 5, epochs=1)
-    stats, counters, told = np.zeros(8, np.float32), np.zeros(64, np.int64), []
-    counters[kernels.TAKEN] = 1
-    waits = threading.Thread(target=lambda: told.append(kernels.update(
-        net.weights, net.first, net.second, 0, net.actor, net.critic, net.critic_at, net._activation, net._groups,
-        net.std_at, batch.orders, 64, batch.obs, batch.actions, np.zeros((0, 0), np.float32), batch.masks,
-        batch.logprobs, batch.advantages, batch.returns, batch.values, np.ones(9, np.float32), net._gradient,
-        net._hidden, net._delta, net._below, net._transposed, stats, counters, YIELD,
-    )))  # fmt: skip
-    waits.start()
-    while counters[kernels.AT] < 1:
-        pass
-    waits.join(0.2)
-    assert waits.is_alive()
-    stats[kernels.VALUE_LOSS] = 7.5
-    counters[kernels.DONE] = 1
-    waits.join()
-    assert told[0][kernels.VALUE_LOSS] == 7.5
-
-
-def test_help_is_asked_for_where_it_is_faster_and_the_other_way_is_tried_now_and_then():
-    for quick in (False, True):
-        pace, asked = Pace(), []
-        for _ in range(310):
-            asked.append(pace.helped())
-            pace.took(asked[-1], 1.0 if asked[-1] == quick else 2.0)
-        assert asked[:2] == [True, False]
-        assert asked[2:].count(not quick) == 9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.rooms.trace import Tracer
+from tests.trace import Tracer
 
 from shoal.train.ppo.ppo import PPO
 
@@ -12,7 +12,7 @@ SMALL = {"n_envs": 2, "n_steps": 8, "batch_size": 8, "hidden": (4,), "backend": 
 
 @pytest.mark.parametrize(
     ("settings", "most"),
-    [({"path": "compiled", "normalize_obs": True}, 7), ({"path": "torch"}, 8), ({"recurrent": "lstm"}, 8)],
+    [({"path": "compiled"}, 6), ({"path": "torch"}, 6), ({"recurrent": "lstm"}, 6)],
 )
 def test_an_update_passes_few_files(tmp_path, settings, most):
     with PPO("CartPole-v1", **SMALL, **settings) as ppo:

@@ -54,7 +54,7 @@ class OpenEnvConfig:
 class OpenEnvEnv(TextEnv[OpenEnvConfig]):
     """An env on an OpenEnv server.
 
-    Envs that `shoal envs serve` serves also tell their actions, validity and success.
+    Envs served by `shoal envs serve` also report their actions, validity and success.
     """
 
     Config = OpenEnvConfig

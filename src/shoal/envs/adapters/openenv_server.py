@@ -142,7 +142,7 @@ class _Answers:
             return JSONResponse(await self._shared.answer(kind, data))
         except Exception as error:  # a border: the client gets whatever an env raises
             refused = isinstance(error, ValueError | ShoalError)
-            return JSONResponse({"detail": _told(error)}, status_code=422 if refused else 500)
+            return JSONResponse({"detail": _message(error)}, status_code=422 if refused else 500)
 
     async def over_websocket(self, socket: Any) -> None:
         """A whole session, with an env of its own."""
@@ -261,10 +261,10 @@ async def _converse(socket: Any, session: Session) -> None:
         except WebSocketDisconnect:
             return
         except Exception as error:  # a border, likewise
-            await socket.send_text(_error(_told(error), "EXECUTION_ERROR"))
+            await socket.send_text(_error(_message(error), "EXECUTION_ERROR"))
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """What went wrong; what is no refusal is logged here too, with its place."""
     if isinstance(error, ValueError | ShoalError):
         return str(error)

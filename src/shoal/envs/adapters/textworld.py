@@ -95,7 +95,7 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
         return Outcome(gained, bool(over), bool(state.won), self._latest != before, known)
 
     def available_actions(self) -> list[str]:
-        """The commands that would do something; a pattern where the game does not tell them (it has no .json)."""
+        """The valid commands; a pattern if the game does not list them (it has no .json)."""
         return ["<command>"] if self._commands is None else list(self._commands)
 
     def observe(self) -> str:

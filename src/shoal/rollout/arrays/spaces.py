@@ -95,8 +95,13 @@ class ObservationRows:
         images = any(leaf.is_image for leaf in self.leaves)
         self.n_numbers = sum(leaf.stop for leaf in self.leaves if not leaf.is_image)
         self.dtype = np.dtype(np.uint8 if images else np.float32)
+        self.choices = np.zeros(self.n_numbers, bool)
+        """`[n_numbers]` which numbers are 0 or 1 for a choice, and no measurements."""
         self._bytes = self.n_numbers * (4 if images else 1)
         self.leaves = _placed(self.leaves, self._bytes)
+        for leaf in self.leaves:
+            if not isinstance(leaf.space, spaces.Box):
+                self.choices[leaf.start : leaf.stop] = True
         self.size = self._bytes + sum(leaf.stop - leaf.start for leaf in self.leaves if leaf.is_image)
         self.is_plain = isinstance(space, spaces.Box) and len(space.shape) == 1
         """Whether `row[:] = observation` is all there is to do."""

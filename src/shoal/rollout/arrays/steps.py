@@ -158,8 +158,8 @@ class SeededEpisodes(gym.Wrapper):
                 observation, _, terminated, truncated, info = self.step(action)
             except Exception as error:
                 raise EnvError(
-                    f"{self._name} failed at step {t} of episode {self.episode - 1}, which was played again and went "
-                    f"well before: {error!r}"
+                    f"{self._name} failed at step {t} of episode {self.episode - 1}, which had succeeded before it "
+                    f"was replayed: {error!r}"
                 ) from error
             if terminated or truncated:
                 break

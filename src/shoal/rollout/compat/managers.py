@@ -1,4 +1,4 @@
-"""Managers: vector environments that take what a model wrote and answer with the next prompts.
+"""Managers: vector environments that take model responses and return the next prompts.
 
 The rules (projection, history, templates) are those of the rest of the room; a manager only keeps, for each
 env, the turns so far. `multi_turn_loop` plays the envs of a manager to the end, as older agent projects do.
@@ -32,7 +32,7 @@ Results = tuple[list[Any], list[float], list[bool], list[dict[str, Any]]]
 
 
 class Observations(TypedDict):
-    """What a batch of agents sees."""
+    """The observations of a batch of agents."""
 
     text: list[str]  # prompts
     image: list[Any] | None  # `[rows, columns, 3]` uint8 each, for envs that show pictures
@@ -89,7 +89,7 @@ class EnvironmentManager(Closing):
                 f"managers make a fresh prompt each turn: mode must be window, got {self.prompt.mode}"
             )
         self._wants_spaces = takes_two(projection_f)
-        self._playing = threading.RLock()  # one step, reset or loop at a time, whoever asks
+        self._playing = threading.RLock()  # one step, reset or loop at a time
         self._past: list[list[PastTurn]] = []
         self._done: list[bool] = []
 
@@ -177,7 +177,7 @@ class EnvironmentManager(Closing):
         return self.projection_f(texts, spaces) if self._wants_spaces else self.projection_f(texts)
 
     def _space(self, words: Sequence[str], lookup: Mapping[str, Any]) -> ActionSpace:
-        """What the projection may choose from; an env that lists no words accepts anything it knows."""
+        """The valid words for the projection; an env that lists none accepts all of its words."""
         del lookup
         return list(words) or None
 
@@ -364,7 +364,7 @@ def multi_turn_loop(
         pool, tag = container.envs, envs.env_name or "env"
         limits = (max_turns, envs.max_turns, envs._ask("max_steps", None)[0])
         if not any(limits):
-            raise ConfigError("these envs have no max_steps of their own: say max_turns")
+            raise ConfigError("these envs have no max_steps of their own: give max_turns")
         role = _ManagersRole(
             tag,
             str(envs._ask("instructions", "")[0]),

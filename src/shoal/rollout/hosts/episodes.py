@@ -221,7 +221,7 @@ class Slot:
 
 
 def in_env(doing: str, call: Callable[[], Any]) -> Any:
-    """Call into an env, so that what it raises is told apart from all else.
+    """Call into an env, and mark what it raises as the env's own.
 
     Raises:
         EnvFailedError: it raised something, be it `SystemExit`, but not Ctrl-C.
@@ -240,7 +240,7 @@ def in_env(doing: str, call: Callable[[], Any]) -> Any:
 
 
 def step_env(episode: Episode, env: Any, action: int | str) -> bool:
-    """Step the env and tell the episode; whether that was the end of it."""
+    """Step the env and record the result; returns whether the episode ended."""
     observation, reward, terminated, truncated, info = check_step_result(env.step(action), "step")
     _refuse_no_text(env, observation)
     episode.observe(observation, reward, terminated, truncated, info)
@@ -248,7 +248,7 @@ def step_env(episode: Episode, env: Any, action: int | str) -> bool:
 
 
 def reset_env(episode: Episode, env: Any) -> None:
-    """Reset the env for an episode, and tell the episode."""
+    """Reset the env and begin the episode."""
     observation, info = check_step_result(env.reset(seed=episode.place.env_seed), "reset")
     _refuse_no_text(env, observation)
     episode.begin(observation, info)

@@ -27,7 +27,7 @@ class HostLostError(WorkerError):
 
 
 class HostsFailedError(WorkerError):
-    """No host can be had: what is left is to be played in sequence."""
+    """No host is available: the remaining episodes are played sequentially."""
 
 
 class Host(Protocol):
@@ -35,7 +35,7 @@ class Host(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether it does not answer any more."""
+        """Whether it no longer answers."""
 
     def tell(self, message: Begin | Reply) -> Awaitable[Event]:
         """What the slot of a message answers.
@@ -48,7 +48,7 @@ class Host(Protocol):
         """Slots whose env does not answer within its time limit, and what it is at."""
 
     def give_up(self, slot: int, why: str) -> None:
-        """Do not wait for an env that hangs: its host is replaced."""
+        """Stop waiting for an env that hangs; its host is replaced."""
 
     async def close_envs(self, seconds: float) -> None:
         """Close the envs, for which so many seconds are waited."""

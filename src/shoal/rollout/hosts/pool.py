@@ -90,7 +90,7 @@ class PoolHost:
     def end(self) -> None:
         """The pool is its owner's."""
 
-    # --- one move of all that were told something
+    # --- one step or reset of all slots that have a message
     def _move(self) -> None:
         said, self._said = self._said, {}
         try:
@@ -172,7 +172,7 @@ class PoolHost:
                 except (WorkerError, EnvError) as error:
                     timeout = isinstance(error, WorkerTimeoutError)
                     known = {"worker_error": str(error), "worker_timeout": timeout}
-                    failed[slot] = _failure(slot, "reset", getattr(error, "told", None) or known, slots)
+                    failed[slot] = _failure(slot, "reset", getattr(error, "details", None) or known, slots)
         for slot, (observation, info) in resets:
             with _noted(slot, failed, "reset"):
                 self._episodes[slot] = self._new(slot)
@@ -190,10 +190,11 @@ class PoolHost:
             try:
                 results = self._pool.step_some(list(now), list(now.values()))
             except WorkerError as error:  # an env failed for which there is no other
-                if not error.told:
+                if not error.details:
                     raise
                 failed |= {
-                    slot: _failure(slot, f"step({now[slot]!r})", error.told, self._episodes) for slot in now
+                    slot: _failure(slot, f"step({now[slot]!r})", error.details, self._episodes)
+                    for slot in now
                 }
                 break
             for (slot, action), (observation, reward, terminated, truncated, info) in zip(

@@ -16,7 +16,7 @@ from shoal.rollout.hosts.sockets import Listener, SocketHost, serve
 
 logger = logging.getLogger(__name__)
 START_SECONDS = 120.0
-"""Within which a process must be there, where nobody limits the making of envs."""
+"""Seconds within which a process must connect, without a `make_timeout`."""
 
 
 class ProcessHosts:
@@ -132,7 +132,7 @@ class ProcessHosts:
 
 
 def _end(process: WorkerProcess) -> str:
-    """See that a process has ended, and say how it did."""
+    """Make sure that a process has ended, and describe its exit."""
     process.wait(0.0 if process.alive() else 1.0)
     code = process.exit_code
     process.kill()
@@ -145,7 +145,7 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def serve_alone(pipe: Any, path: str, key: str, number: int) -> None:
-    """Be a host in a process that has nothing else to do: it ends at once, whatever its envs are at."""
+    """Run a host in a dedicated process; it ends at once, whatever its envs are doing."""
     del pipe
     with contextlib.suppress(ConnectionError):
         serve(path, key, number)

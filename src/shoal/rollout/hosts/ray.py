@@ -136,7 +136,7 @@ class RayHosts:
         self.count = count
         self._setup, self._data = setup, pickled(setup)
         self._ray = connect_ray()
-        # They hold no CPU unless they are told to: else two rollouts that keep theirs would wait for each other's room.
+        # They reserve no CPU by default: two rollouts that keep their actors would wait for each other.
         own = {
             "num_cpus": 0,
             "max_restarts": 0,

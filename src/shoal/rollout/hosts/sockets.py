@@ -158,7 +158,7 @@ class SocketHost(asyncio.Protocol):
         return future
 
     async def overdue(self) -> list[tuple[int, str]]:
-        """What the host says; it is lost if it says nothing for long."""
+        """The host's reply; without one in time it is lost."""
         setup = self._listener.setup
         limit = max(setup.step_timeout or 0.0, setup.make_timeout or 0.0) + MISSED
         self._looked = asyncio.get_running_loop().create_future()
@@ -175,7 +175,7 @@ class SocketHost(asyncio.Protocol):
         self.lose(why, hung=True, slot=slot)
 
     def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:
-        """Do not wait for it any more, and see that its process ends."""
+        """Stop waiting for it, and make sure that its process ends."""
         self._slots.lose(
             why if slot is not None else f"worker process {self.pid} {why}", hung=hung, slot=slot
         )
@@ -213,7 +213,7 @@ class Listener:
         self.key = secrets.token_hex(16)
         self.path = ""
         self.arrived: asyncio.Queue[SocketHost] = asyncio.Queue()
-        """Hosts that have connected, when nobody waits for their number."""
+        """Hosts that have connected before they were expected."""
         self.hosts: set[SocketHost] = set()
         self._expected: dict[int, asyncio.Future[SocketHost]] = {}
         self._data: bytes | None = None

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import DataError, EngineError, needs_extra, reading
+from shoal.rollout.samplers.invariant import is_invariant, make_invariant
 from shoal.rollout.samplers.models import looks_back
 from shoal.rollout.samplers.sampler import (
     Completion,
@@ -74,7 +75,7 @@ class HuggingFaceEngine:
         template_settings: passed to the chat template.
     """
 
-    level: Level = "L1"
+    level: Level
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class HuggingFaceEngine:
         **template_settings: Any,
     ) -> None:
         self.model: nn.Module = model.eval()
+        self.level = "L2" if is_invariant(model) else "L1"
         self.tokenizer = TemplateTokenizer(tokenizer, model=model, **template_settings)
         self.max_batch = max_batch
         self.weights_version = 0
@@ -120,6 +122,7 @@ class HuggingFaceEngine:
         device: str = "cpu",
         dtype: str = "float32",
         cache_tokens: int = 0,
+        batch_invariant: bool = False,
         **options: Any,
     ) -> HuggingFaceEngine:
         """The sampler of a model folder on disk, with `options` of the sampler; nothing is fetched or run.
@@ -129,12 +132,18 @@ class HuggingFaceEngine:
             device: where the network lives.
             dtype: of its weights.
             cache_tokens: see the class; used on CUDA devices only.
+            batch_invariant: compute each token alike whatever else is in the batch.
             **options: of the sampler.
+
+        Raises:
+            ConfigError: the model cannot be made `batch_invariant`, see `make_invariant`.
         """
         folder = Path(folder)
         if not (folder / "config.json").is_file():
             raise DataError(f"{folder} is not a model folder: it has no config.json")
-        model = read_model(folder, dtype=dtype).to(device)
+        model = read_model(folder, dtype=dtype).to(device).eval()
+        if batch_invariant:
+            make_invariant(model)
         slots = cache_tokens if model.device.type == "cuda" else 0
         return cls(model, read_tokenizer(folder), cache_tokens=slots, **options)
 

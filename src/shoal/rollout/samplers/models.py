@@ -40,6 +40,10 @@ KNOWN = {
 }
 
 
+INVARIANT = "shoal_invariant"
+"""The attention of batch-invariant networks (`shoal.rollout.samplers.invariant`), among those of transformers."""
+
+
 def models_folder() -> Path:
     """Where converted models are kept: `$XDG_CACHE_HOME/shoal/models`, usually `~/.cache/shoal/models`."""
     return cache_folder() / "models"

@@ -67,6 +67,7 @@ def _huggingface(config: EngineConfig, words: Sequence[str], seed: int) -> Sampl
     from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 
     options = {"max_batch": config.max_batch, "cache_tokens": config.cache_tokens, **config.template}
+    options["batch_invariant"] = config.batch_invariant
     return HuggingFaceEngine.load(_folder(config), device=config.device, dtype=config.dtype, **options)
 
 
@@ -76,7 +77,7 @@ def _vllm(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
     from shoal.rollout.samplers.vllm import VllmEngine
 
     gpu = config.device.partition(":")[2]
-    options = {"dtype": config.dtype, **config.vllm}
+    options = {"dtype": config.dtype, "batch_invariant": config.batch_invariant, **config.vllm}
     return VllmEngine(folder, gpu=int(gpu) if gpu else None, template=config.template, **options)
 
 

@@ -121,6 +121,10 @@ class EngineConfig:
     """Threads of the network's arithmetic, set by `shoal train`; with 1, log-probs are bit-equal (level L2)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights (huggingface, vllm)."""
+    batch_invariant: bool = False
+    """Compute each token alike whatever else is in the batch (huggingface, and vllm on GPUs): the log-probs of the
+    sampler are then those of the update, bit for bit (huggingface, float32 or bfloat16), and a token does not change
+    with `max_batch` or micro-batches. Slower, see docs/engines.md."""
     train_last_layers: int | None = None
     """Train only that many of the last layers and the final norm (huggingface, without LoRA); None trains all."""
     max_batch: int = 32
@@ -141,3 +145,13 @@ class EngineConfig:
         if self.name not in SAMPLERS:
             raise ConfigError(f"no engine named {self.name!r}.{did_you_mean(self.name, SAMPLERS)}")
         check_settings(self, width=1, layers=1, heads=1, context=1, threads=1, max_batch=1, cache_tokens=0)
+        if self.batch_invariant and self.played_by not in ("huggingface", "vllm"):
+            raise ConfigError(
+                f"engine.batch_invariant=true is of huggingface and vllm, and engine.name={self.name} has "
+                f"no such setting: leave it out"
+            )
+
+    @property
+    def played_by(self) -> str:
+        """What samples: `name`, or with Ray what its replicas are."""
+        return self.replicas.engine if self.name == "ray" else self.name

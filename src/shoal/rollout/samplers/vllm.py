@@ -33,6 +33,7 @@ with needs_extra("the vLLM sampler", "vllm"):
     from vllm.v1.engine.exceptions import EngineDeadError
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_INVARIANT = "VLLM_BATCH_INVARIANT"
 MEMORY = Path("/dev/shm")
 """Where weights are passed on, if there is room for them: files there lie in memory."""
 
@@ -54,6 +55,7 @@ class VllmEngine(ContinuousSampler):
         tokenizer: its tokenizer; the one in the folder if None.
         gpu: the only GPU of this process that vLLM's own processes shall see; all if None.
         template: settings of the chat template.
+        batch_invariant: whether its processes are started with `VLLM_BATCH_INVARIANT=1`, which GPUs alone know.
         **options: of `vllm.AsyncEngineArgs` (`dtype`, `max_model_len`, `gpu_memory_utilization`, `enforce_eager`,
             `enable_lora` and `max_lora_rank` for adapters, …).
     """
@@ -67,12 +69,13 @@ class VllmEngine(ContinuousSampler):
         tokenizer: ChatTokenizer | None = None,
         gpu: int | None = None,
         template: Mapping[str, Any] | None = None,
+        batch_invariant: bool = False,
         **options: Any,
     ) -> None:
         if not (Path(model) / "config.json").is_file():
             raise DataError(f"{model} is not a model folder: it has no config.json")
         super().__init__("shoal-vllm")
-        self._folder, self._gpu = Path(model), gpu
+        self._folder, self._gpu, self._batch_invariant = Path(model), gpu, batch_invariant
         self._options = {"logprobs_mode": "processed_logprobs", "disable_log_stats": True, **options}
         self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were loaded
         self._in_use = InUse()
@@ -89,7 +92,7 @@ class VllmEngine(ContinuousSampler):
         async def start() -> Any:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
-        with _seeing(self._gpu):
+        with _told(self._gpu, self._batch_invariant):
             self.llm = self._loop.run(start())
         self._end = weakref.finalize(self, self.llm.shutdown)
 
@@ -271,18 +274,24 @@ def _folder_for(size: int) -> tempfile.TemporaryDirectory[str]:
 
 
 @contextlib.contextmanager
-def _seeing(gpu: int | None) -> Iterator[None]:
-    """Processes that are started meanwhile see one GPU of those that this one sees; there is no setting for it."""
-    if gpu is None:
-        yield
-        return
-    before = os.environ.get(_VISIBLE)
-    seen = [str(number) for number in range(gpu + 1)] if before is None else before.split(",")
-    os.environ[_VISIBLE] = seen[gpu]
+def _told(gpu: int | None, batch_invariant: bool) -> Iterator[None]:
+    """Processes that are started meanwhile see one GPU of those that this one sees; there is no setting for it.
+
+    Nor is there one for kernels whose results do not depend on the batch.
+    """
+    told = {_INVARIANT: "1"} if batch_invariant else {}
+    if gpu is not None:
+        before = os.environ.get(_VISIBLE)
+        told[_VISIBLE] = (
+            [str(number) for number in range(gpu + 1)] if before is None else before.split(",")
+        )[gpu]
+    changed = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_VISIBLE]
-        else:
-            os.environ[_VISIBLE] = before
+        for name, value in changed.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

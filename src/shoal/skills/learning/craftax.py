@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.errors import needs_extra
+from shoal.skills.learning.network import Bools, Floats, Ints
 from shoal.skills.learning.spec import Features
-from shoal.skills.learning.worlds import Bank, Bools, Floats, Ints
+from shoal.skills.learning.worlds import Bank
 
 ENV_NAMES = {"craftax-classic": "Craftax-Classic-Symbolic-v1", "craftax": "Craftax-Symbolic-v1"}
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -200,9 +201,7 @@ class CraftaxWorld:
         self.features = features_of(name)
         self.n_actions = int(env.action_space(params).n)
         view = VIEWS[name]
-        seen = view.cells + view.behind
-        self.obs_size = seen + view.compass
-        self.former_sizes = (seen,) if name == "craftax-classic" else ()
+        self.obs_size = view.cells + view.behind + view.compass
         held = [*_CLASSIC, *_TOOLS] if name == "craftax-classic" else [*_FULL, *_LEVELS]
         # The inventory stands in front of what ends an observation: 10 numbers in Classic, 38 in Craftax
         # (of whose 16 numbers of inventory the first 13 are features).

@@ -1,7 +1,7 @@
-"""Play what was learned in worlds that nothing has seen: a plan with all skills, its film, and whole episodes.
+"""Play trained experts in unseen worlds: a plan with all skills, its film, and whole episodes.
 
-A plan made beforehand ends where one of its skills fails. In a whole episode a lane plans again from what it has,
-tries something else first where a skill ran out of time, and sees to its `upkeep`, until the agent dies or all is done.
+A fixed plan ends where one of its skills fails. In a whole episode each lane plans again from what it holds, tries
+another goal when a skill runs out of time, and sees to its `upkeep`, until the agent dies or every skill was done.
 """
 
 from __future__ import annotations
@@ -19,23 +19,13 @@ from numpy.typing import NDArray
 from shoal.core.errors import ConfigError, DataError, MissingExtraError, did_you_mean, needs_extra
 from shoal.core.files import write_bytes
 from shoal.core.seeding import stream
-from shoal.skills.learning.spec import (
-    Features,
-    Skill,
-    Step,
-    Store,
-    covering_plan,
-    is_relative,
-    plan_for,
-    shortened,
-    simulate,
-)
-from shoal.skills.learning.trainer import Network, decode
+from shoal.skills.jobs.store import Store
+from shoal.skills.learning.network import Floats, Ints, Network, decode
+from shoal.skills.learning.plan import Step, covering_plan, plan_for, shortened, simulate
+from shoal.skills.learning.spec import Features, Skill, is_relative
 from shoal.skills.learning.worlds import (
     Bank,
     Course,
-    Floats,
-    Ints,
     World,
     act,
     batch_lanes,
@@ -269,13 +259,13 @@ class Memory:
 
 @dataclass
 class Chooser:
-    """Chooses the next skill of a lane: the way to what its upkeep asks for, else that to the next goals."""
+    """Chooses the next skill of a lane: the first of a plan to its upkeep, else of a plan to its next goals."""
 
     skills: Sequence[Skill]
     features: Features
     took: Mapping[str, float] = field(default_factory=dict)  # env steps an application; else the horizon
     worth: Mapping[str, float] | None = None  # of a goal; 0 if it is not named; absent: 1 for each
-    _ways: dict[tuple[Any, ...], list[Step] | None] = field(default_factory=dict)
+    _plans_to: dict[tuple[Any, ...], list[Step] | None] = field(default_factory=dict)
     _plans: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -311,9 +301,9 @@ class Chooser:
         ]
 
     def pressing(self, values: Floats) -> tuple[Ints, Ints]:
-        """`[lanes]` the skill whose upkeep is wanting, of several the one that was named last, and what it is short of.
+        """`[lanes]` the skill whose upkeep condition holds (of several the last listed), and what it is short of.
 
-        Both are -1 where nothing is.
+        Both are -1 where none holds.
         """
         chosen, short = np.full(len(values), -1), np.full(len(values), -1)
         for index, column, amount in self.upkeep:
@@ -322,8 +312,8 @@ class Chooser:
         return chosen, short
 
     def toward(self, goal: int, values: Floats) -> int | None:
-        """The first skill on the way to a goal; None if there is no way. `values` are those of one lane."""
-        way = self._way(goal, self._hands(values))
+        """The first skill of the plan to a goal; None if there is no plan. `values` are those of one lane."""
+        way = self._plan_to(goal, self._hands(values))
         return self.names.index(way[0].skill) if way else None
 
     def choose(self, values: Floats, memory: Memory) -> int | None:
@@ -356,7 +346,7 @@ class Chooser:
             for _ in range(AHEAD):
                 longer: dict[int, tuple[list[Step], tuple[int, ...]]] = {}
                 for goal in left:
-                    if (way := self._way(goal, at)) is not None:
+                    if (way := self._plan_to(goal, at)) is not None:
                         trial = shortened([*steps, *way], self.by_name, self.features, held)
                         if (ends := simulate(trial, self.by_name, self.features, held)) is not None:
                             longer[goal] = trial, tuple(int(ends[name]) for name in self.items)
@@ -376,7 +366,7 @@ class Chooser:
                 done = {step.skill for step in steps}
                 left = [goal for goal in left if self.names[goal] not in done]
             if not steps:  # hands that are full of what a goal gains: to apply it is to have done it
-                ways = [way for goal in goals if (way := self._way(goal, hands))]
+                ways = [way for goal in goals if (way := self._plan_to(goal, hands))]
                 steps = min(ways, key=self._length, default=[])
             self._plans[key] = tuple(
                 self.names.index(step.skill) for step in steps for _ in range(step.count)
@@ -392,17 +382,17 @@ class Chooser:
     def _held(self, hands: tuple[int, ...]) -> dict[str, int]:
         return {item: amount for item, amount in zip(self.items, hands, strict=True) if amount > 0}
 
-    def _way(self, goal: int, hands: tuple[int, ...]) -> list[Step] | None:
-        """The way to a goal; None where there is none."""
+    def _plan_to(self, goal: int, hands: tuple[int, ...]) -> list[Step] | None:
+        """The plan to a goal; None if there is none."""
         key = (goal, hands)
-        if key not in self._ways:
+        if key not in self._plans_to:
             try:
-                self._ways[key] = plan_for(
+                self._plans_to[key] = plan_for(
                     self.names[goal], self.skills, self.features, 1, hands=self._held(hands)
                 )
             except ConfigError:
-                self._ways[key] = None
-        return self._ways[key]
+                self._plans_to[key] = None
+        return self._plans_to[key]
 
 
 def _play(
@@ -420,7 +410,7 @@ def _play(
     had = values > 0
     live, died = np.ones(lanes, np.bool_), np.zeros(lanes, np.bool_)
     at, elapsed, length = np.zeros(lanes, np.int64), np.zeros(lanes, np.int64), np.zeros(lanes, np.int64)
-    serving = np.full(lanes, -1)  # the skill whose upkeep it sees to, or is on its way to
+    serving = np.full(lanes, -1)  # the skill whose upkeep it sees to, or plans to
     keeping = np.full(lanes, -1)  # the feature that this skill is applied for until it is full
     start = values.copy()
     free = live.copy()  # lanes that choose now

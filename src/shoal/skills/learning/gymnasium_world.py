@@ -25,8 +25,9 @@ from gymnasium.spaces import Discrete, flatdim, flatten
 
 from shoal.core.data import check_flags, reward_of
 from shoal.core.errors import ConfigError
+from shoal.skills.learning.network import Bools, Floats, Ints
 from shoal.skills.learning.spec import Features
-from shoal.skills.learning.worlds import Bank, Bools, Floats, Ints
+from shoal.skills.learning.worlds import Bank
 
 MOST_STEPS = 2000  # actions that a state may be away from its reset
 OVER = "shoal:over"  # the array that says whether an env was over, where `freeze` cannot tell

@@ -6,30 +6,27 @@ import contextlib
 import json
 import logging
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
-from http.client import HTTPException, IncompleteRead
 from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.core.files import append_line
 from shoal.core.run_folder import whole_rows
-from shoal.skills.jobs.store import slug
+from shoal.rollout.loops import LoopThread
+from shoal.rollout.samplers.http import HttpClient, RetryPolicy
+from shoal.skills.learning.plan import covering_plan, dependencies, plan_for
 from shoal.skills.learning.spec import (
     Features,
     Skill,
     check_skill,
     check_skills,
-    covering_plan,
-    dependencies,
     load_skills,
     parse_skill,
-    plan_for,
+    slug,
 )
 
 logger = logging.getLogger(__name__)
-MAX_BODY = 1 << 22  # bytes that a server may answer
 MAX_REPLY = 20_000  # characters of a model's reply that are looked at
 
 
@@ -97,7 +94,7 @@ class KnowledgeBase:
 
 
 class LanguageModel:
-    """Asks a chat model behind an OpenAI-compatible server for the next skill.
+    """Asks a chat model behind an OpenAI-compatible server for the next skill; needs the extra "llm".
 
     Its reply is data: the first JSON object in it, checked like a skill from a file. What is wrong with a reply
     is told to the model, `tries` times; then the error is raised. Nothing it writes is run.
@@ -108,10 +105,10 @@ class LanguageModel:
         features: of the world.
         api_key: sent as a bearer token.
         tries: replies asked for per skill.
-        timeout: seconds to wait for one reply.
+        timeout: seconds to wait for one reply; a server that is busy or gone is asked `tries` times.
         examples: skills shown to the model.
         record: a file to which every reply is added, with what became of it; `Replay` proposes from it.
-        patience: seconds before the second try of a request that the server could not answer, doubled each time.
+        patience: seconds before the second request to such a server, doubled each time.
     """
 
     def __init__(
@@ -214,29 +211,13 @@ class LanguageModel:
             "temperature": 0.2,
             "response_format": {"type": "json_object"},
         }
-        request = urllib.request.Request(
-            f"{self.base_url}/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"},
-        )
-        for again in range(self.tries - 1, -1, -1):
-            try:
-                until = time.monotonic() + self.timeout
-                with _opener.open(request, timeout=self.timeout) as response:
-                    answer = json.loads(_whole(response, until))
-                return str(answer["choices"][0]["message"]["content"])
-            except (OSError, HTTPException, ValueError, LookupError, TypeError, RecursionError) as error:
-                status = getattr(error, "code", None)
-                passing = isinstance(error, OSError | HTTPException) and (
-                    status is None or status == 429 or status >= 500
-                )
-                if not again or not passing:
-                    raise EngineError(
-                        f"no reply from {self.base_url}: {type(error).__name__}: {error}"
-                    ) from error
-                logger.warning("%s did not answer (%s); asked again", self.base_url, error)
-                time.sleep(self.patience * 2 ** (self.tries - 1 - again))
-        raise EngineError(f"no reply from {self.base_url}: tries must be at least 1")
+        patience = RetryPolicy(self.timeout, self.tries - 1, self.patience, max(self.patience, 60.0))
+        with LoopThread("proposer") as loop:
+            answer = HttpClient(self.base_url, loop, patience, self.api_key).post("/chat/completions", body)
+        try:
+            return str(answer["choices"][0]["message"]["content"])
+        except (LookupError, TypeError) as error:
+            raise EngineError(f"{self.base_url} returned no chat completion: {str(answer)[:80]}") from error
 
     def _save(self, reply: str, became: Skill | str | None) -> None:
         """Add a reply to the record, durably before it is used."""
@@ -251,20 +232,6 @@ class LanguageModel:
             "skill": spec,
         }
         append_line(self.record, json.dumps(row).encode() + b"\n", durable=True)
-
-
-def _whole(response: Any, until: float) -> bytes:
-    """The body of a reply that is whole, and whole in time, however slowly it comes."""
-    data = b""
-    while part := response.read1(1 << 16):
-        data += part
-        if time.monotonic() > until:
-            raise TimeoutError("the reply did not end in time")
-        if len(data) > MAX_BODY:
-            raise ValueError(f"a reply of more than {MAX_BODY:,} bytes")
-    if response.length:
-        raise IncompleteRead(data, response.length)
-    return data
 
 
 def read_proposals(path: Path | str) -> list[dict[str, Any]]:
@@ -301,16 +268,6 @@ class Replay:
         """The next skill of the record."""
         names = {skill.name for skill in known}
         return next((skill for skill in self.skills if skill.name not in names), None)
-
-
-class _Stay(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection: a key is for the host that was named, not for where that one points to."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Refuse, which makes an HTTPError of it."""
-
-
-_opener = urllib.request.build_opener(_Stay)
 
 
 def first_object(text: str) -> dict[str, Any]:

@@ -1,56 +1,71 @@
-"""Skills as jobs of a graph: what is trained, with which experts, and what becomes of the result.
+"""Trains the skills of one folder: launch, wait, merge, next; what happened is in the store.
 
-`SkillScheduler` says to the runner how a training is laid out, merged and shown; `Frontier` adds skills while others
-train. When things run, end and are given up is the business of `shoal.skills.jobs`.
+This process may die at any moment: trainings go on, and the next scheduler adopts them. One scheduler at a time holds a
+folder; others ask it by writing requests into the store.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from io import BytesIO
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from shoal.core.errors import ConfigError, needs_extra
-from shoal.core.executors import available_memory
-from shoal.core.files import write_bytes, write_json
+from shoal.core.errors import ConfigError, ShoalError, WorkerError
+from shoal.core.run_folder import FolderLock
 from shoal.core.seeding import derive_seed
-from shoal.skills.jobs.runner import (
+from shoal.core.workers import command_lines
+from shoal.skills.jobs.launchers import (
+    Handle,
     Launcher,
     LocalLauncher,
-    Runner,
-    check_limits,
-    condition,
-    is_held,
+    adopting_launcher,
     job_environment,
     make_launcher,
-    put_away,
+    process_handle,
 )
-from shoal.skills.jobs.store import AttemptRow, JobRow
-from shoal.skills.learning.proposers import Proposer
-from shoal.skills.learning.run import (
-    RULES,
+from shoal.skills.jobs.process import DONE, clear_marks, read_failure
+from shoal.skills.jobs.requests import LOCK, STOP
+from shoal.skills.jobs.schedule import Phase, Plan, finished, plan
+from shoal.skills.jobs.store import AttemptRow, End, SkillRow, Status, Store
+from shoal.skills.learning.merge import process_completed_training
+from shoal.skills.learning.merge_rules import RULES
+from shoal.skills.learning.plan import dependencies as plan_dependencies
+from shoal.skills.learning.spec import Skill
+from shoal.skills.learning.trainer import TrainingConfig
+from shoal.skills.learning.training import (
     Run,
-    amounts,
-    export_views,
     prepare_training_run,
-    process_completed_training,
     read_outcome,
     run_folder_of,
-    skill_folder,
-    skill_from_data,
+    skill_of,
     training_plan,
-    with_experts,
 )
-from shoal.skills.learning.spec import Skill, SkillRow, Store
-from shoal.skills.learning.spec import dependencies as plan_dependencies
-from shoal.skills.learning.trainer import TrainingConfig
+from shoal.skills.learning.views import export_state, scheduler_state, with_experts
 from shoal.skills.learning.worlds import check_installed, world_features
 
+logger = logging.getLogger(__name__)
+LOOK = 0.05  # seconds between looks at trainings, and at the store for requests
+ENDING_SECONDS = 60.0  # for which trainings that were killed are waited for
 OnSkill = Callable[[str, dict[str, Any]], None]
 OnEvent = Callable[[dict[str, Any]], None]
+
+
+def check_limits(max_parallel: Any, max_retries: Any, poll_interval: Any, time_limit: Any) -> None:
+    """Refuse limits that no run can have, before anything is made for it."""
+    for name, value, least in (("max_parallel", max_parallel, 1), ("max_retries", max_retries, 0)):
+        if not isinstance(value, Integral) or value < least:
+            raise ConfigError(f"{name} must be a whole number and at least {least}, got {value!r}")
+    for name, value in (("poll_interval", poll_interval), ("time_limit", time_limit)):
+        if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
 
 
 class SkillScheduler:
@@ -59,22 +74,18 @@ class SkillScheduler:
     Args:
         base_dir: the folder; what is in it already is continued.
         max_parallel: trainings at a time, whatever the number of GPUs.
-        poll_interval: most seconds between looks for requests of other processes (`retry`, `cancel`, `stop`), which
-            are made twice a second anyway; trainings that end wake the scheduler at once.
+        poll_interval: seconds between looks at batch jobs of SLURM; other trainings are noticed when they end.
         max_retries: how often a failed training is launched again, from its last checkpoint.
         world: "crafting", "craftax-classic", "craftax", or `module:Class` of your own.
-        launcher: "local", "tmux", "ray", "slurm" or one of your own.
+        launcher: "local", "tmux", "ray", "slurm" or one of your own (`shoal.skills.jobs.launchers.Launcher`).
         merge: rule for experts that several trainings changed.
         seed: run seed.
         config: how skills are trained; another `total_timesteps` than before is the new budget of open skills.
-        analyse: correct specs by what really happened.
+        analyse: correct specs by what evaluation episodes show.
         on_event: called with each durable moment, once it is on disk.
-        available_memory: bytes that can be had; for tests.
-        time_limit: seconds that one launch of a training may take.
+        time_limit: seconds that one launch of a training may take; a training that is adopted begins anew.
         gpu_ids: `CUDA_VISIBLE_DEVICES` of the trainings.
     """
-
-    module = "shoal.skills.learning.run"
 
     def __init__(
         self,
@@ -85,12 +96,11 @@ class SkillScheduler:
         *,
         world: str = "crafting",
         launcher: str | Launcher = "local",
-        merge: str = "auto",
+        merge: str = "most-frames",
         seed: int = 0,
         config: TrainingConfig | None = None,
         analyse: bool = True,
         on_event: OnEvent | None = None,
-        available_memory: Callable[[], int | None] = available_memory,
         time_limit: float | None = None,
         gpu_ids: str | None = None,
     ) -> None:
@@ -100,38 +110,42 @@ class SkillScheduler:
         self.base_dir = Path(base_dir)
         self.features = world_features(world)
         if isinstance(launcher, str):
-            launcher = make_launcher(launcher, slots=max_parallel, folder=self.base_dir)
-        self.base_dir.mkdir(parents=True, exist_ok=True)
-        self.store = Store(self.base_dir)
+            launcher = make_launcher(launcher, slots=max_parallel, folder=self.base_dir, every=poll_interval)
+        self.store = Store(self.base_dir, create=True)
+        self.launcher = launcher
         self.world, self.merge_rule, self.seed, self.analyse = world, merge, seed, analyse
-        self.max_parallel, self.gpu_ids = max_parallel, gpu_ids
+        self.max_parallel, self.max_retries, self.gpu_ids = max_parallel, max_retries, gpu_ids
+        self.time_limit = time_limit
         self.config = config or TrainingConfig()
+        self.stopped = False  # somebody asked for the end before all was done
+        self._lock = FolderLock(self.base_dir / LOCK, "another scheduler")
+        self._running = False
+        self._phase: Phase = "run"
+        self._holders = 0
+        self._woken = threading.Event()
+        self._watched: dict[
+            int, tuple[Launcher, Handle, float]
+        ] = {}  # with their begin on the monotonic clock
+        self._over: dict[int, str] = {}  # how launches ended that the store still has as running
         self._heard: tuple[OnSkill | None, OnSkill | None] = (None, None)
-        self.runner = Runner(
-            self.store, self, launcher, slots=max_parallel, max_retries=max_retries, time_limit=time_limit,
-            poll_interval=poll_interval, on_event=on_event, free_memory=available_memory,
-        )  # fmt: skip
-        self.runner.on_complete = lambda name: self._call(name, 0)
-        self.runner.on_given_up = lambda name: self._call(name, 1)
+        self._on_event, self._told = on_event, self.store.last_event()
 
     # What people call
 
     def add_skill(
         self,
         skill_name: str,
-        skill_data: Mapping[str, Any] | Skill,
+        skill_data: Skill | Mapping[str, Any],
         dependencies: Sequence[str] | None = None,
     ) -> str:
         """Add a skill to train; returns its id, which is the name as used in folders.
 
         Args:
             skill_name: unique, also after it was made fit for a folder.
-            skill_data: a `Skill`, a spec as a dict, or the reference's `{"skill_with_consumption": …}`.
+            skill_data: a `Skill`, or the reference's `{"skill_with_consumption": …}`.
             dependencies: skills that must be completed before; by default those that its plan uses.
         """
-        if isinstance(skill_data, Skill):
-            skill_data = skill_data.as_dict()
-        skill = skill_from_data(skill_name, skill_data, self.features)
+        skill = skill_of(skill_name, skill_data, self.features)
         if dependencies is None:
             rows = {row.name: row for row in self.store.skills()}
             known = rows.pop(skill.name, None)
@@ -140,7 +154,7 @@ class SkillScheduler:
                 known.dependencies if known else plan_dependencies(skill, [*specs, skill], self.features)
             )
         row = self.store.add_skill(skill, dependencies, int(self.config.total_timesteps))
-        self.runner.wake()
+        self._woken.set()
         return row.slug
 
     def set_callbacks(
@@ -163,39 +177,38 @@ class SkillScheduler:
                     f"the budget of {row.name!r} is used up ({row.budget_used} of {row.budget_total} steps)"
                 )
             self.store.update_skill(
-            row.name, status="waiting", reason=None, retries=0, rounds=row.rounds + 1, allotment=allotted,
-            fresh=1,
-        )  # fmt: skip
-        self.runner.wake()
+                row.name, status="waiting", reason=None, retries=0, rounds=row.rounds + 1, allotment=allotted,
+                fresh=1,
+            )  # fmt: skip
+        self._woken.set()
         return allotted
 
     def stop(self, *, wait: bool = True, kill: bool = False) -> None:
         """Launch nothing more; running trainings are merged first, or left to go on, or ended with `kill`."""
-        self.runner.stop("kill" if kill else "drain" if wait else "leave")
+        self._phase = "kill" if kill else "drain" if wait else "leave"
+        self._woken.set()
 
     def hold(self) -> None:
         """Keep `run` from ending, since more skills may come; `release` gives that up."""
-        self.runner.hold()
+        self._holders += 1
 
     def release(self) -> None:
         """Undo one `hold`."""
-        self.runner.release()
+        self._holders -= 1
+        self._woken.set()
 
     def get_status(self, skill_name: str) -> str:
         """The state a skill is in."""
         return self.store.skill(skill_name).status
 
     def get_running_skills(self) -> list[str]:
-        """Names of skills in training or merging."""
-        return [row.name for row in self.store.skills("running", "merging")]
+        """Names of skills in training."""
+        return [row.name for row in self.store.skills("running")]
 
     def get_completed_skills(self) -> dict[str, dict[str, Any]]:
         """`{name: {"expert_idx", "path", …}}` of the completed skills."""
-        return {
-            name: data
-            for name, data in with_experts(self.store).items()
-            if self.get_status(name) == "completed"
-        }
+        completed = {row.name for row in self.store.skills("completed")}
+        return {name: data for name, data in with_experts(self.store).items() if name in completed}
 
     def get_failed_skills(self) -> dict[str, str]:
         """Names of failed, blocked and skipped skills, and why."""
@@ -211,7 +224,11 @@ class SkillScheduler:
         Raises:
             WorkerError: another scheduler is running on this folder, or this one in another thread.
         """
-        self.runner.take()
+        if self._running:
+            raise WorkerError(
+                f"another thread of this process is running {self.base_dir}; stop it or wait for it"
+            )
+        self._lock.take()
 
     def run(self) -> bool:
         """Train until nothing more can be done; True if every skill is completed.
@@ -220,74 +237,161 @@ class SkillScheduler:
             WorkerError: another scheduler is running on this folder.
             MissingExtraError: trainings would run here, where the world cannot be made.
         """
-        self.take()
-        self._remember()
-        if isinstance(self.runner.launcher, LocalLauncher):
-            check_installed(self.world)
-        return self.runner.run()
+        with self._held():
+            self._remember()
+            if isinstance(self.launcher, LocalLauncher):
+                check_installed(self.world)
+            self.store.set_setting(STOP, None)
+            self.stopped = False
+            try:
+                self._recover()
+                while self._step():
+                    pass
+            finally:
+                self.store.set_setting(STOP, None)
+            export_state(self.store, self.max_parallel)
+        return all(row.status == "completed" for row in self.store.skills())
 
     def settle(self, *, kill: bool = False) -> None:
-        """Do what was asked for (`cancel`) in a folder without a scheduler; with `kill` end all trainings."""
-        self.runner.settle(kill=kill)
+        """Do what was asked for (`cancel`) in a folder without a scheduler; with `kill` end all trainings.
+
+        Nothing is launched, and results wait for the next `run`: what becomes of them follows from its options.
+        """
+        with self._held():
+            self._phase = "kill" if kill else "drain"
+            self._recover()
+            self._perform(self._plan(self._phase))
 
     def close(self) -> None:
         """Close the store."""
-        self.runner.lock.release()
-        self.runner.close()
+        self._lock.release()
+        self.store.close()
 
-    # What the runner asks (see `shoal.skills.jobs.runner.Work`)
+    # The loop
 
-    def prepare(self, job: JobRow, *, resume: bool) -> Path:
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        self.take()
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running, self._phase = False, "run"
+            self._watched.clear()
+            self._over.clear()
+            self._lock.release()
+
+    def _step(self) -> bool:
+        """Merge what has ended, do what follows, wait for the next change; False if nothing more will happen."""
+        seen = self.store.changes()
+        for attempt in self.store.attempts(running=True):
+            if (how := self._poll(attempt.id)) is not None:
+                self._ended(attempt, how)
+        asked = self.store.setting(STOP)
+        phase = asked if asked in ("drain", "kill") and self._phase == "run" else self._phase
+        todo = self._plan(phase)
+        self._perform(todo)
+        self._tell()
+        if todo != Plan():
+            return True
+        running = self.store.attempts(running=True)
+        if finished(self.store.skills(), running, phase=phase, growing=self._holders > 0):
+            self.stopped = phase != "run"
+            return False
+        while self.store.changes() == seen and not self._woken.wait(LOOK) and not self._overdue():
+            if any(self._poll(attempt.id) is not None for attempt in running):
+                break
+        self._woken.clear()
+        return True
+
+    def _plan(self, phase: Phase) -> Plan:
+        return plan(
+            self.store.skills(), self.store.attempts(running=True), slots=self.max_parallel, phase=phase,
+            growing=self._holders > 0, overdue=self._overdue(),
+        )  # fmt: skip
+
+    def _perform(self, todo: Plan) -> None:
+        for name, (status, reason) in todo.give_up.items():
+            self._give_up(name, status, reason)
+        for number, end in todo.kill.items():
+            self._kill(self.store.attempt(number), end)
+        for name in todo.launch:
+            self._launch(name)
+
+    def _poll(self, number: int) -> str | None:
+        if number not in self._over and number in self._watched:
+            launcher, handle, _ = self._watched[number]
+            if (how := launcher.poll(handle)) is not None:
+                self._over[number] = how
+        return self._over.get(number)
+
+    def _overdue(self) -> list[int]:
+        limit = math.inf if self.time_limit is None else self.time_limit
+        return [n for n, (*_, began) in self._watched.items() if time.monotonic() - began > limit]
+
+    def _tell(self) -> None:
+        """Pass on the events that became durable since the last time."""
+        if self._on_event is None:
+            return
+        for event in self.store.events(self._told):
+            self._told = event["seq"]
+            self._on_event(
+                {"event": event["kind"], "step": event["seq"], "skill": event["skill"], **event["detail"]}
+            )
+
+    # One training
+
+    def _launch(self, name: str) -> None:
+        """One attempt is on record before its process exists, so that none runs unknown."""
+        row = self.store.skill(name)
+        expert = self.store.assign_expert(name)
+        folder = run_folder_of(self.base_dir, expert, name)
+        number = self.store.begin_attempt(name, folder, row.left if row.budget_total else None)
+        log = (folder / f"training-{number}.log").resolve()
+        command = [
+            sys.executable,
+            "-m",
+            "shoal.skills.learning.run",
+            str(folder.resolve()),
+            "--attempt",
+            str(number),
+        ]
+        session = f"shoal_e{expert}_{row.slug}_{number}"
+        try:
+            self._prepare(row, folder, expert)
+            clear_marks(folder)
+            handle = self.launcher.launch(
+                command, session, job_environment(self.max_parallel, self.gpu_ids), log
+            )
+        except (
+            Exception
+        ) as error:  # of files, programs, clusters: this skill's failure, not the end of the run
+            known = isinstance(error, ShoalError | ValueError)
+            reason = f"cannot be launched: {error if known else f'{type(error).__name__}: {error}'}"
+            self._finish(self.store.attempt(number), "failed", reason, 0 if known else self.max_retries)
+            return
+        self.store.set_handle(number, self.launcher.name, handle, log)
+        self._watched[number] = self.launcher, handle, time.monotonic()
+        export_state(self.store, self.max_parallel)
+        logger.info("training %r, launch %d%s", name, number, "" if row.fresh else " (resumed)")
+
+    def _prepare(self, row: SkillRow, folder: Path, expert: int) -> None:
         """Lay out a training, or find the one to go on with and give it its present budget."""
-        row = self.store.skill(job.name)
-        expert = self.store.assign_expert(row.name)
-        folder = run_folder_of(self.base_dir, expert, row.name)
-        if resume and self._can_resume(folder, row):
+        if not row.fresh and self._can_resume(folder, row):
             Run.open(folder).allow(row.left)
-            return folder
+            return
         experts, skills = with_experts(self.store), [other.spec for other in self.store.skills()]
         if {step.skill for step in training_plan(row.name, skills, self.features)} - {row.name, *experts}:
             # A cheaper way was added since, and is not trained yet: go the way that is.
             skills = [skill for skill in skills if skill.name == row.name or skill.name in experts]
         prepare_training_run(
-            row.name, row.spec.as_dict(), expert, row.dependencies, experts, self.base_dir,
+            row.name, row.spec, expert, row.dependencies, experts, self.base_dir,
             env_name=self.world, skills=skills, seed=self._seed(row),
             store=self.store, config=replace(self.config, total_timesteps=float(max(row.left, 1))),
         )  # fmt: skip
         Run.open(folder).clear_checkpoints()
-        return folder
 
-    def session(self, job: JobRow, attempt: int) -> str:
-        """A name to attach to."""
-        return f"shoal_e{self.store.skill(job.name).expert}_{job.slug}_{attempt}"
-
-    def environment(self) -> Mapping[str, str]:
-        """Threads, memory and devices of a training."""
-        return job_environment(self.max_parallel, self.gpu_ids)
-
-    def examine(self, attempt: AttemptRow) -> None:
-        """Raise unless the result of the training is whole."""
-        read_outcome(self.base_dir / attempt.run_folder, attempt.id)
-
-    def merge(self, attempt: AttemptRow) -> None:
-        """Decide on the heads of the experts and commit."""
-        process_completed_training(
-            self.base_dir / attempt.run_folder, attempt.job, self.store.assign_expert(attempt.job), self.base_dir,
-            merge=self.merge_rule, attempt=attempt.id, store=self.store, analyse=self.analyse, keep_run=True,
-            show=False,
-        )  # fmt: skip
-
-    def tidy(self, attempt: AttemptRow) -> None:
-        """Move the log to the skill's folder and remove the run folder."""
-        kept = self.base_dir / skill_folder(self.store.skill(attempt.job))
-        put_away(self.base_dir / attempt.run_folder, kept, "metrics.jsonl")
-
-    def show(self) -> None:
-        """Bring the folders and files for people up to date."""
-        export_views(self.store)
-        export_state(self.store, self.max_parallel)
-
-    def _can_resume(self, folder: Path, row: JobRow) -> bool:
+    def _can_resume(self, folder: Path, row: SkillRow) -> bool:
         """Whether a training of this skill and seed lies there whole; one that is damaged is laid out anew."""
         try:
             task = Run.open(folder).task()
@@ -295,9 +399,90 @@ class SkillScheduler:
         except (ValueError, FileNotFoundError, LookupError, TypeError, AttributeError, OverflowError):
             return False
 
-    def _seed(self, row: JobRow) -> int:
+    def _seed(self, row: SkillRow) -> int:
         """Continuations draw from streams of their own; retries from the same as the launch they repeat."""
         return self.seed if row.rounds == 0 else derive_seed(self.seed, "continuation", row.rounds)
+
+    def _ended(self, attempt: AttemptRow, how: str) -> None:
+        """A training is over: merge its result, or say why there is none."""
+        folder = self.base_dir / attempt.run_folder
+        try:
+            read_outcome(folder, attempt.id)
+        except Exception as error:  # whatever a training may leave behind: it is no result
+            reason, final = read_failure(folder, attempt.id)
+            self._finish(
+                attempt, "exhausted" if final else "failed", reason or f"{how}; {error}", self.max_retries
+            )
+            return
+        try:
+            self._merge(attempt)
+        except OSError:  # such as a full disk: the result stays, and the next run merges it
+            raise
+        except Exception as error:
+            self._finish(
+                attempt, "failed", f"merge failed: {type(error).__name__}: {error}", self.max_retries
+            )
+            return
+        if how.startswith(("killed", "exit status")) and how != "exit status 0":
+            logger.warning(
+                "%r: launch %d left its result, and then ended: %s", attempt.skill, attempt.id, how
+            )
+        self._forget(attempt)
+        export_state(self.store, self.max_parallel)
+        self._call(attempt.skill, 0)
+
+    def _merge(self, attempt: AttemptRow) -> None:
+        process_completed_training(
+            self.base_dir / attempt.run_folder, attempt.skill, self.store.assign_expert(attempt.skill), self.base_dir,
+            merge=self.merge_rule, attempt=attempt.id, store=self.store, analyse=self.analyse,
+        )  # fmt: skip
+
+    def _kill(self, attempt: AttemptRow, end: End) -> None:
+        """End a training; one that is to be stopped and was faster is left to be merged."""
+        if attempt.id in self._watched:
+            launcher, handle, _ = self._watched[attempt.id]
+            launcher.kill(handle)
+            until = time.monotonic() + ENDING_SECONDS
+            while self._poll(attempt.id) is None:
+                if time.monotonic() > until:
+                    raise WorkerError(
+                        f"launch {attempt.id} still runs {ENDING_SECONDS:g} s after it was killed"
+                    )
+                time.sleep(0.01)
+        if end == "stopped" and (self.base_dir / attempt.run_folder / DONE).exists():
+            return
+        reasons = {"limit": f"ran longer than {self.time_limit} s", "stopped": "stopped"}
+        self._finish(attempt, end, reasons.get(end))
+
+    def _finish(self, attempt: AttemptRow, end: End, reason: str | None = None, max_retries: int = 0) -> None:
+        row = self.store.finish(attempt.id, end, reason, max_retries=max_retries)
+        self._forget(attempt)
+        what = "launch again" if row.status == "waiting" else row.status
+        logger.warning("%r: launch %d %s: %s (%s)", row.name, attempt.id, end, what, reason or end)
+        export_state(self.store, self.max_parallel)
+        if row.status != "waiting":
+            self._call(row.name, 0 if row.status == "completed" else 1)
+
+    def _give_up(self, name: str, status: Status, reason: str | None) -> None:
+        if status == "waiting":
+            self.store.update_skill(name, status=status, reason=reason)
+            return
+        self.store.give_up(name, status, reason)
+        export_state(self.store, self.max_parallel)
+        self._call(name, 1)
+
+    def _forget(self, attempt: AttemptRow) -> None:
+        self._watched.pop(attempt.id, None)
+        self._over.pop(attempt.id, None)
+
+    def _call(self, name: str, which: int) -> None:
+        row = self.store.skill(name)
+        data = {"status": row.status, "reason": row.reason, "expert_idx": row.expert, **row.result}
+        heard = self._heard[which]
+        if heard is not None:
+            heard(name, data)
+
+    # Taking over
 
     def _remember(self) -> None:
         """Keep what later commands need to know; a folder belongs to one world. New budgets become those of skills."""
@@ -313,252 +498,33 @@ class SkillScheduler:
             self.store.set_setting("seed", self.seed)
             self.store.set_setting("total_timesteps", budget)
 
-    def _call(self, name: str, which: int) -> None:
-        row = self.store.skill(name)
-        data = {"status": row.status, "reason": row.reason, "expert_idx": row.expert, **row.result}
-        heard = self._heard[which]
-        if heard is not None:
-            heard(name, data)
-
-
-class Frontier:
-    """Proposes skills in a thread of its own, and sleeps while the frontier is blocked.
-
-    A proposed skill that needs one still in training is queued, and nothing more is proposed until all it needs is
-    completed or given up: what the next proposal should be depends on how that training ends. A proposer that knows
-    all its skills beforehand (`foresees = True`) is not made to wait.
-
-    Args:
-        scheduler: where skills go.
-        proposer: names the skills.
-        max_nodes: most skills in the graph.
-        on_complete: called with a completed skill.
-        on_failed: called with a failed or cancelled one.
-    """
-
-    def __init__(
-        self,
-        scheduler: SkillScheduler,
-        proposer: Proposer,
-        max_nodes: int,
-        on_complete: OnSkill | None = None,
-        on_failed: OnSkill | None = None,
-    ) -> None:
-        self.scheduler, self.proposer, self.max_nodes = scheduler, proposer, max_nodes
-        self.error: BaseException | None = None
-        self._growing = False
-        self.blocked_on: tuple[str, ...] = ()  # skills that proposing waits for
-        self._changed = threading.Condition()
-        self._failures = 0
-        scheduler.set_callbacks(
-            self._passing(on_complete, failed=False), self._passing(on_failed, failed=True)
-        )
-
-    def run(self) -> bool:
-        """Grow and train to the end; True if every skill is completed.
-
-        Raises:
-            WorkerError: another scheduler is running on this folder; nothing was proposed.
-            Exception: what the proposer raised, after all that was queued has been trained.
-        """
-        self.scheduler.take()
-        self.error, self._growing = None, True
-        self.scheduler.hold()
-        thread = threading.Thread(target=self._grow, name="frontier", daemon=True)
-        thread.start()
-        try:
-            finished = self.scheduler.run()
-        finally:
-            with self._changed:
-                self._growing = False  # whatever ended the scheduler, nothing more is proposed
-                self._changed.notify_all()
-            thread.join(timeout=5)
-        if self.error is not None:
-            raise self.error
-        return finished
-
-    def _grow(self) -> None:
-        try:
-            while self._propose():
-                pass
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.scheduler.release()
-
-    def _propose(self) -> bool:
-        """Add one skill, and wait until the frontier is open again; False when there are no more."""
-        rows = self.scheduler.store.skills()
-        if not self._growing or len(rows) >= self.max_nodes:
-            return False
-        known = [row.spec for row in rows]
-        completed = [row.name for row in rows if row.status == "completed"]
-        skill = self.proposer.next_skill(known, completed, self.scheduler.get_failed_skills())
-        if skill is None or not self._growing:
-            return False
-        if skill.name in {one.name for one in known}:  # it would be named for ever
-            raise ConfigError(f"the proposer named {skill.name!r}, which is among the skills already")
-        self.scheduler.add_skill(skill.name, skill)
-        if not getattr(self.proposer, "foresees", False):
-            self._wait_for(self.scheduler.store.skill(skill.name).dependencies)
-        return True
-
-    def _wait_for(self, needed: Sequence[str]) -> None:
-        with self._changed:
-            failures = self._failures
-            while self._growing:
-                statuses = {name: self.scheduler.get_status(name) for name in needed}
-                self.blocked_on = tuple(
-                    n for n, s in statuses.items() if s in ("waiting", "running", "merging")
-                )
-                if not self.blocked_on or self._failures != failures:
-                    self.blocked_on = ()
-                    return
-                self._changed.wait(timeout=1.0)
-
-    def _passing(self, then: OnSkill | None, *, failed: bool) -> OnSkill:
-        def callback(name: str, data: dict[str, Any]) -> None:
-            with self._changed:
-                self._failures += failed
-                self._changed.notify_all()
-            if then is not None:
-                then(name, data)
-
-        return callback
-
-
-# What people see of the graph
-
-
-def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:
-    """What `scheduler_state.json` holds: the layout of the reference, skills under their slug."""
-    skills: dict[str, Any] = {}
-    rows = store.skills()
-    attempts = store.attempts()
-    held = is_held(store.root)
-    for row in rows:
-        last = next((attempt for attempt in reversed(attempts) if attempt.job == row.name), None)
-        handle: Mapping[str, Any] = (last.handle if last else None) or {}
-        skills[row.slug] = {
-            "skill_name": row.name,
-            "skill_data": {
-                "skill_name": row.name,
-                "skill_with_consumption": amounts(row.spec),
-                "spec": row.spec.as_dict(),
-            },
-            "status": row.status,
-            "reason": row.reason,
-            "dependencies": list(row.dependencies),
-            "expert_idx": row.expert,
-            "started_at": row.started,
-            "completed_at": row.ended,
-            "retry_count": row.retries,
-            "run_folder": last.run_folder if last else None,
-            "skill_folder": skill_folder(row) if row.expert is not None else None,
-            "tmux_session": handle.get("session"),
-            "pid": handle.get("pid"),
-            "condition": condition(store, row, held=held),
-            "budget_total": row.budget_total,
-            "budget_remaining": row.budget_total - row.budget_used,
-            "processing_results": row.result,
-        }
-    assignments = {row.name: row.expert for row in rows if row.expert is not None}
-    return {
-        "skills": skills,
-        "max_parallel": max_parallel,
-        "currently_running": [row.slug for row in rows if row.status in ("running", "merging")],
-        "next_expert_idx": max((expert for expert in assignments.values() if expert is not None), default=-1)
-        + 1,
-        "expert_assignments": assignments,
-    }
-
-
-def export_state(store: Store, max_parallel: int) -> None:
-    """Replace `scheduler_state.json` by the present state."""
-    write_json(store.root / "scheduler_state.json", scheduler_state(store, max_parallel))
-
-
-COLOURS = {
-    "waiting": "#d0d7de", "blocked": "#e0c26a", "running": "#79b8ff", "merging": "#b392f0",
-    "completed": "#8ddb8c", "failed": "#f28b82", "skipped": "#c9c9c9",
-}  # fmt: skip
-
-
-def levels(rows: Sequence[SkillRow]) -> dict[str, int]:
-    """How deep each skill lies: one more than the deepest it depends on; circles end at 0."""
-    by_name = {row.name: row for row in rows}
-    depth: dict[str, int] = {}
-    for row in rows:
-        path = [row.name]
-        while path:
-            needs = [name for name in by_name[path[-1]].dependencies if name in by_name and name not in path]
-            if ahead := [name for name in needs if name not in depth]:
-                path.append(ahead[0])
+    def _recover(self) -> None:
+        """Adopt what runs, and finish what a kill interrupted."""
+        for attempt in self.store.attempts(running=True):
+            handle = attempt.handle or self._search(attempt)
+            done = (self.base_dir / attempt.run_folder / DONE).exists()
+            if handle is None and not done:
+                self._finish(attempt, "lost", "the scheduler died while launching it")
+                continue
+            ours = attempt.launcher == self.launcher.name
+            launcher = self.launcher if ours else adopting_launcher(handle or {}, self.base_dir)
+            if handle is None or launcher is None:
+                self._over[attempt.id] = "ended with its scheduler"
             else:
-                name = path.pop()
-                depth[name] = depth.get(name, 1 + max((depth[need] for need in needs), default=-1))
-    return depth
+                self._watched[attempt.id] = launcher, handle, time.monotonic()
+        latest = {attempt.skill: attempt for attempt in self.store.attempts()}
+        for attempt in latest.values():
+            if attempt.outcome == "merged" and (self.base_dir / attempt.run_folder).exists():
+                self._merge(attempt)  # which was committed, and is only put away
 
-
-def draw_graph(store: Store, path: Path) -> None:
-    """The graph of skills above a chart of when each was trained, as a PNG."""
-    with needs_extra("graph.png", "train"):
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    rows = store.skills()
-    depth = levels(rows)
-    columns = max(depth.values(), default=0) + 1
-    figure = Figure(figsize=(max(7.0, 2.2 * columns), 4.5 + 0.28 * len(rows)), layout="constrained")
-    graph, chart = figure.subplots(2, 1, height_ratios=[3, 1 + 0.25 * len(rows)])
-    place: dict[str, tuple[float, float]] = {}
-    for level in range(columns):
-        here = [row for row in rows if depth[row.name] == level]
-        for number, row in enumerate(here):
-            place[row.name] = (float(level), (number + 1) / (len(here) + 1))
-    for row in rows:
-        direct = _direct(row, rows)
-        for name in direct:
-            graph.annotate(
-                "", xy=place[row.name], xytext=place[name], zorder=1,
-                arrowprops={"arrowstyle": "-|>", "color": "#888888", "shrinkA": 44, "shrinkB": 44},
-            )  # fmt: skip
-        success = row.result.get("success")
-        label = row.name + (f"\n{success:.0%} in practice" if success is not None else f"\n{row.status}")
-        box = {"boxstyle": "round,pad=0.4", "facecolor": COLOURS[row.status], "edgecolor": "#444444"}
-        graph.text(*place[row.name], label, ha="center", va="center", fontsize=8, bbox=box, zorder=2)
-    graph.set(xlim=(-0.6, columns - 0.4), ylim=(0, 1))
-    graph.axis("off")
-    graph.set_title(
-        "Skills, each after what it needs; success in practice is from starts that its training made"
-    )
-    _draw_times(chart, store, rows)
-    FigureCanvasAgg(figure)
-    out = BytesIO()
-    figure.savefig(out, format="png", dpi=110)
-    write_bytes(path, out.getvalue())
-
-
-def _direct(row: SkillRow, rows: Sequence[SkillRow]) -> list[str]:
-    """Dependencies that are not reached through another one: fewer arrows, the same order."""
-    by_name = {other.name: other for other in rows}
-    names = [name for name in row.dependencies if name in by_name]
-    return [n for n in names if not any(n in by_name[other].dependencies for other in names if other != n)]
-
-
-def _draw_times(chart: Any, store: Store, rows: Sequence[SkillRow]) -> None:
-    attempts = store.attempts()
-    begin = min((attempt.started for attempt in attempts), default=0.0)
-    for number, row in enumerate(rows):
-        for attempt in attempts:
-            if attempt.job == row.name:
-                end = attempt.ended or attempt.started
-                colour = COLOURS["completed" if attempt.outcome == "merged" else "failed"]
-                chart.barh(
-                    number, end - attempt.started, left=attempt.started - begin, color=colour,
-                    edgecolor="#444444",
-                )  # fmt: skip
-    chart.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=8)
-    chart.invert_yaxis()
-    chart.set_xlabel(
-        "seconds since the first launch; each bar is one launch (green: merged, red: ended otherwise)"
-    )
+    def _search(self, attempt: AttemptRow) -> Handle | None:
+        """The process of a launch that was recorded before its scheduler died."""
+        end = [str((self.base_dir / attempt.run_folder).resolve()), "--attempt", str(attempt.id)]
+        for pid, words in command_lines():
+            if words[-3:] == end and "-m" in words:
+                handle = process_handle(pid)
+                self.store.set_handle(
+                    attempt.id, "local", handle, Path(end[0]) / f"training-{attempt.id}.log"
+                )
+                return handle
+        return None

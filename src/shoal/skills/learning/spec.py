@@ -6,24 +6,33 @@ shrink and are judged relative to where the skill began; tools and achievements 
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-import msgspec
+from msgspec import Meta
 
+from shoal.core.configuration import check_fields, from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.registry import check_name
-from shoal.skills.jobs import store as jobs
-from shoal.skills.jobs.store import AttemptRow, NewVersion, slug
 
 Op = Literal[">=", "<="]
-MAX_SPEC_BYTES = 1 << 20
 MAX_HORIZON = 10_000  # env steps that one application may take
+Count = Annotated[int, Meta(ge=1)]
+Weight = Annotated[float, Meta(ge=-100, le=100)]
+
+
+def slug(name: str) -> str:
+    """A folder and session name for a skill's name; different names have different slugs.
+
+    Letters, digits and `-` stay, a space becomes `_`, anything else `~` and its code, so it can be undone.
+
+    >>> slug("Collect Wood"), slug("Make (Iron) Pickaxe")
+    ('Collect_Wood', 'Make_~28Iron~29_Pickaxe')
+    """
+    check_name("skill", name)
+    return "".join(c if c.isalnum() or c == "-" else "_" if c == " " else f"~{ord(c):02x}" for c in name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ class Predicate:
     """When one application of a skill is done: `feature op count`, relative to its start or absolute."""
 
     feature: str
-    count: int = 1
+    count: Count = 1
     op: Op = ">="
     relative: bool | None = None  # None: relative for counters, absolute for the rest
 
@@ -63,9 +72,9 @@ class Reward:
     The change is signed on purpose: if only increases paid, an agent could spend an item and earn it again.
     """
 
-    weights: Mapping[str, float] = field(default_factory=dict)  # empty: 1 on the feature of `done`
-    bonus: float = 1.0
-    step_cost: float = 0.01
+    weights: Mapping[str, Weight] = field(default_factory=dict)  # empty: 1 on the feature of `done`
+    bonus: Weight = 1.0
+    step_cost: Weight = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +91,8 @@ class Skill:
     consumption: Mapping[str, int] = field(default_factory=dict)
     gain: Mapping[str, int] = field(default_factory=dict)
     reward: Reward = field(default_factory=Reward)
-    horizon: int = 100  # steps that one application may take
-    practice: int = 1
+    horizon: Annotated[int, Meta(ge=1, le=MAX_HORIZON)] = 100  # steps that one application may take
+    practice: Count = 1
     description: str = ""
     upkeep: Mapping[str, int] = field(default_factory=dict)  # playing on, apply it when no more are left
     actions: tuple[str, ...] = ()  # the only ones that a new expert of it takes; empty: any
@@ -103,13 +112,8 @@ class Skill:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The skill as plain JSON types; without upkeep or actions it is as it was before there were any."""
-        data = asdict(self)
-        data["actions"] = list(self.actions)
-        for later in ("upkeep", "actions"):
-            if not data[later]:
-                del data[later]
-        return data
+        """The skill as plain JSON types."""
+        return to_mapping(self)
 
 
 def is_relative(predicate: Predicate, features: Features) -> bool:
@@ -118,23 +122,11 @@ def is_relative(predicate: Predicate, features: Features) -> bool:
 
 
 def parse_skill(data: Mapping[str, Any]) -> Skill:
-    """A skill from plain data, shape checked; what the features allow is `check_skill`'s business."""
-    label = repr(str(data.get("name", "?"))[:80])
-    for kind, where, part in (
-        (Skill, "", data),
-        (Predicate, " in `done`", data.get("done")),
-        (Reward, " in `reward`", data.get("reward")),
-    ):
-        known = [item.name for item in fields(kind)]
-        for key in part if isinstance(part, Mapping) else ():
-            if key not in known:
-                raise ConfigError(
-                    f"skill {label}: unknown field `{key}`{where}.{did_you_mean(str(key), known)}"
-                )
+    """A skill from plain data, each value in its range; what the features allow is `check_skill`'s business."""
     try:
-        return msgspec.convert(dict(data), Skill)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"skill {label}: {error}") from error
+        return from_mapping(Skill, data)
+    except ConfigError as error:
+        raise ConfigError(f"skill {str(data.get('name', '?'))[:80]!r}: {error}") from error
 
 
 def check_skill(skill: Skill, features: Features) -> Skill:
@@ -144,6 +136,10 @@ def check_skill(skill: Skill, features: Features) -> Skill:
         return ConfigError(f"skill {skill.name!r}: {text}")
 
     check_name("skill", skill.name)
+    try:
+        check_fields(skill)
+    except ConfigError as error:
+        raise fail(str(error)) from error
     named = [*skill.speaks_of(), *skill.upkeep]
     for name in named:
         if name not in features.names:
@@ -170,11 +166,6 @@ def check_skill(skill: Skill, features: Features) -> Skill:
     if not skill.gain:
         raise fail("gain is empty: nothing could ever need this skill or see it done")
     done = skill.done
-    if done.count < 1 or skill.practice < 1 or not 1 <= skill.horizon <= MAX_HORIZON:
-        raise fail(
-            f"done.count and practice must be at least 1, horizon in 1..{MAX_HORIZON:,}, got {done.count}, "
-            f"{skill.practice} and {skill.horizon}"
-        )
     for item in skill.gain:
         if skill.practice * skill.gain[item] > features.holds(item):
             raise fail(
@@ -188,11 +179,6 @@ def check_skill(skill: Skill, features: Features) -> Skill:
         )
     if done.op == "<=" and (is_relative(done, features) or done.count >= most):
         raise fail(f"is done before it begins: {done.feature!r} <= {done.count} always holds at its start")
-    values = [*skill.reward.weights.values(), skill.reward.bonus, skill.reward.step_cost]
-    if not all(math.isfinite(value) and abs(value) <= 100 for value in values):
-        raise fail(
-            f"reward weights, bonus and step_cost must be finite and at most 100 in size, got {values}"
-        )
     return skill
 
 
@@ -213,14 +199,10 @@ def load_skills(path: Path | str, features: Features) -> list[Skill]:
     """The skills of a YAML knowledge base, in its order, checked.
 
     Raises:
-        ConfigError: aliases, tags, more than 1 MiB, unknown keys, or a skill that makes no sense.
+        ConfigError: it is not plain YAML, more than 1 MiB, has unknown keys, or a skill that makes no sense.
     """
-    data = read_yaml(Path(path))
-    if (
-        not isinstance(data, dict)
-        or set(data) - {"world", "skills"}
-        or not isinstance(data.get("skills"), list)
-    ):
+    data = read_settings(Path(path))
+    if set(data) - {"world", "skills"} or not isinstance(data.get("skills"), list):
         raise ConfigError(f"{path} must hold an object with 'world' and a list 'skills'")
     world = data.get("world")
     if world is not None and str(world).lower() != features.world.lower():
@@ -228,425 +210,3 @@ def load_skills(path: Path | str, features: Features) -> list[Skill]:
     if not all(isinstance(item, dict) for item in data["skills"]):
         raise ConfigError(f"{path}: each skill must be an object")
     return check_skills([parse_skill(item) for item in data["skills"]], features)
-
-
-def read_yaml(path: Path) -> Any:
-    """Plain YAML data: no tags that make objects, no aliases (a few bytes could become gigabytes)."""
-    import yaml
-
-    text = path.read_bytes()
-    if len(text) > MAX_SPEC_BYTES:
-        raise ConfigError(f"{path} has {len(text)} bytes, at most {MAX_SPEC_BYTES} are read")
-    try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ConfigError(f"{path} uses a YAML alias (*name); write the value out")
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is not plain YAML: {error}") from error
-
-
-# From requirements and gains to a plan: which skills, how often, in which order. A plan is only ever returned after a
-# simulation of it, so that capacity, consumption and order are right.
-
-MAX_STEPS = 500
-MAX_LENGTH = 200_000  # env steps that a plan may take by the horizons of its skills
-MAX_WORK = 20_000  # applications tried while resolving; a graph that needs more is refused
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Apply `skill` `count` times in a row."""
-
-    skill: str
-    count: int
-
-
-def providers(item: str, skills: Iterable[Skill]) -> list[Skill]:
-    """All skills that gain `item`, cheapest first: fewest requirements, then shortest, then in given order."""
-    return sorted(
-        (skill for skill in skills if skill.gain.get(item, 0) > 0),
-        key=lambda skill: (sum(skill.requirements.values()), skill.horizon),
-    )
-
-
-def dependencies(skill: Skill, skills: Sequence[Skill], features: Features | None = None) -> list[str]:
-    """Names of the skills whose experts a training of `skill` needs: those of its plan, in plan order."""
-    steps = plan_for(skill.name, skills, features)
-    return list(dict.fromkeys(step.skill for step in steps if step.skill != skill.name))
-
-
-def plan_for(
-    target: str,
-    skills: Sequence[Skill],
-    features: Features | None = None,
-    times: int | None = None,
-    *,
-    hands: Mapping[str, int] | None = None,
-) -> list[Step]:
-    """The plan that starts with `hands` (empty if absent) and ends with `target` applied `times` (its practice).
-
-    Raises:
-        ConfigError: the target or a required item cannot be had; the message names it, or the cycle.
-    """
-    by_name = {skill.name: skill for skill in skills}
-    if target not in by_name:
-        raise ConfigError(f"no skill named {target!r}.{did_you_mean(target, by_name)}")
-    resolver = _Resolver(skills, features, hands)
-    try:
-        resolver.apply(by_name[target], times or by_name[target].practice, ())
-    except RecursionError:
-        raise ConfigError(
-            f"too many skills follow one after another to {target!r}; join some of them"
-        ) from None
-    return _merge_repeats(resolver.steps, by_name, features, hands)
-
-
-def covering_plan(
-    skills: Sequence[Skill], features: Features | None = None, only: Iterable[str] | None = None
-) -> list[Step]:
-    """A plan in which every skill (or those named in `only`) is applied at least once."""
-    by_name = {skill.name: skill for skill in skills}
-    resolver = _Resolver(skills, features)
-    wanted = list(by_name) if only is None else list(only)
-    for name in sorted(wanted, key=lambda name: len(plan_for(name, skills, features))):
-        if name not in {step.skill for step in resolver.steps}:
-            resolver.apply(by_name[name], 1, ())
-    return _merge_repeats(resolver.steps, by_name, features)
-
-
-def simulate(
-    steps: Iterable[Step],
-    skills: Mapping[str, Skill],
-    features: Features | None = None,
-    hands: Mapping[str, int] | None = None,
-) -> Counter[str] | None:
-    """What is in the hands after the plan, or None if a step could not start or hands would overflow."""
-    hands = Counter(hands or {})
-    for step in steps:
-        skill = skills[step.skill]
-        for item in skill.requirements:
-            if hands[item] < skill.needs(item, step.count):
-                return None
-        if _apply(skill, step.count, hands, features) & (features.counters if features else set()):
-            return None
-    return hands
-
-
-def _apply(skill: Skill, times: int, hands: Counter[str], features: Features | None) -> set[str]:
-    """Change what is in the hands as the skill does, which leaves every place that it does not speak of.
-
-    Returns:
-        What there is more of than can be held.
-    """
-    spilt = set()
-    for item, amount in skill.consumption.items():
-        hands[item] -= amount * times
-    for item, amount in skill.gain.items():
-        hands[item] += amount * times
-        if features and hands[item] > features.holds(item):
-            hands[item] = features.holds(item)
-            spilt.add(item)
-    for place in features.places - skill.speaks_of() if features else ():
-        hands[place] = 0
-    return spilt
-
-
-class _Resolver:
-    """Builds steps backwards from needs, keeping count of what is in the hands."""
-
-    def __init__(
-        self, skills: Sequence[Skill], features: Features | None, hands: Mapping[str, int] | None = None
-    ) -> None:
-        self.skills, self.features = skills, features
-        self.steps: list[Step] = []
-        self.hands: Counter[str] = Counter(hands or {})
-        self.work = self.length = 0
-        self.depths: dict[str, int] = {}
-
-    def apply(self, skill: Skill, times: int, path: tuple[str, ...]) -> None:
-        """Have everything `skill` needs, then apply it."""
-        self.work += 1
-        if self.work > MAX_WORK:
-            raise ConfigError(f"the graph behind {skill.name!r} is too tangled to resolve")
-        if skill.name in path:
-            cycle = " -> ".join([*path[path.index(skill.name) :], skill.name])
-            raise ConfigError(f"skills wait for each other: {cycle}")
-        left = times
-        while left:
-            batch = min(left, self._fits(skill))
-            for _ in range(len(skill.requirements) + 2):
-                # Providing one item may use up another, so ask again until all are there together.
-                if all(self.hands[item] >= skill.needs(item, batch) for item in skill.requirements):
-                    break
-                for item, amount in self._shopping(skill, batch):
-                    self._provide(item, amount, (*path, skill.name))
-            else:
-                raise ConfigError(f"skill {skill.name!r}: its requirements use each other up")
-            self._step(skill, batch)
-            left -= batch
-
-    def _shopping(self, skill: Skill, batch: int) -> list[tuple[str, int]]:
-        """What to see to, in this order: what is only held (tools), since making it usually costs counters; what is
-        used up, also by making the places that the skill asks for; and the places, since fetching leaves them.
-        Where there are places, what takes longest to have comes first: having it may use up the rest.
-        """  # noqa: D205
-        needs = {item: skill.needs(item, batch) for item in skill.requirements}
-        places = needs.keys() & self.features.places if self.features else set()
-        for lost in ({place for place in places if not self.hands[place]}, places):
-            wanted = dict(needs)
-            for maker in (found for place in lost for found in providers(place, self.skills)[:1]):
-                for item in maker.requirements.keys() - places:
-                    both = needs.get(item, 0) + maker.consumption.get(item, 0)
-                    wanted[item] = max(wanted.get(item, 0), both, maker.needs(item, 1))
-            if all(self.hands[item] >= amount for item, amount in wanted.items() if item not in places):
-                break  # nothing is to be fetched, so the places that are there stay
-        depth = self._depth if places else lambda item: 0
-        return sorted(
-            wanted.items(), key=lambda need: (need[0] in places, -skill.held(need[0]), -depth(need[0]))
-        )
-
-    def _depth(self, item: str) -> int:
-        """How many skills after one another it takes to have `item`."""
-        if item not in self.depths:
-            self.depths[item] = 0  # for whom a circle leads back here
-            for maker in providers(item, self.skills)[:1]:
-                self.depths[item] = 1 + max(map(self._depth, maker.requirements), default=0)
-        return self.depths[item]
-
-    def _fits(self, skill: Skill) -> int:
-        """How many applications in a row the hands can hold the requirements for."""
-        limits = [
-            (self._holds(item) - skill.held(item)) // amount for item, amount in skill.consumption.items()
-        ]
-        return max(1, min(limits, default=MAX_STEPS))
-
-    def _provide(self, item: str, amount: int, path: tuple[str, ...]) -> None:
-        if amount > self._holds(item):
-            raise ConfigError(
-                f"{path[-1]!r} needs {amount} {item!r} at once, only {self._holds(item)} can be held"
-            )
-        while self.hands[item] < amount:
-            errors = []
-            saved = list(self.steps), Counter(self.hands), self.length
-            for provider in providers(item, self.skills):
-                missing = amount - self.hands[item]
-                try:
-                    self.apply(provider, -(-missing // provider.gain[item]), path)
-                    break
-                except ConfigError as error:
-                    errors.append(str(error))
-                    self.steps, self.hands, self.length = list(saved[0]), Counter(saved[1]), saved[2]
-            else:
-                reason = "; ".join(errors) or "no skill gains it"
-                raise ConfigError(f"{path[-1]!r} requires {item!r}, which cannot be had: {reason}")
-
-    def _step(self, skill: Skill, times: int) -> None:
-        self.length += skill.horizon * times
-        if self.length > MAX_LENGTH:
-            raise ConfigError(f"the plan for {skill.name!r} may take more than {MAX_LENGTH:,} env steps")
-        _apply(skill, times, self.hands, self.features)
-        self.steps.append(Step(skill.name, times))
-        if len(self.steps) > MAX_STEPS:
-            raise ConfigError(f"the plan for {skill.name!r} has more than {MAX_STEPS} steps")
-
-    def _holds(self, item: str) -> int:
-        return self.features.holds(item) if self.features else 1 << 30
-
-
-def _merge_repeats(
-    steps: list[Step],
-    skills: Mapping[str, Skill],
-    features: Features | None,
-    hands: Mapping[str, int] | None = None,
-) -> list[Step]:
-    """Do at one go what the plan does in several, where a simulation says it may: fewer ways, fewer failures."""
-    merged = True
-    while merged:
-        merged = False
-        for late in range(len(steps) - 1, 0, -1):
-            early = next((i for i in range(late) if steps[i].skill == steps[late].skill), None)
-            if early is None or (features and skills[steps[late].skill].gain.keys() & features.places):
-                continue  # where one stands cannot be had twice
-            joined = Step(steps[late].skill, steps[early].count + steps[late].count)
-            trial = [*steps[:early], joined, *steps[early + 1 : late], *steps[late + 1 :]]
-            if simulate(trial, skills, features, hands) is not None:
-                steps, merged = trial, True
-                break
-    return steps
-
-
-def shortened(
-    steps: list[Step],
-    skills: Mapping[str, Skill],
-    features: Features | None = None,
-    hands: Mapping[str, int] | None = None,
-) -> list[Step]:
-    """A plan without repeats that can be done at one go, and without what nothing after it needs any more.
-
-    Every skill is still applied.
-    """
-    before: list[Step] | None = None
-    while steps != before:  # what is left out may let others come together
-        before = steps
-        steps = _merge_repeats(steps, skills, features, hands)
-        for at in range(len(steps) - 1, -1, -1):
-            twice = sum(step.skill == steps[at].skill for step in steps) > 1
-            for count in range(0 if twice else 1, steps[at].count):
-                less = [Step(steps[at].skill, count)] if count else []
-                trial = [*steps[:at], *less, *steps[at + 1 :]]
-                if simulate(trial, skills, features, hands) is not None:
-                    steps = trial
-                    break
-    return steps
-
-
-# The store of a job graph in the words of skills: a job is a skill, what it makes is an expert's parameters
-
-_COLUMNS = {"spec": "payload", "dependencies": "needs", "expert": "artifact"}
-
-
-@dataclass(frozen=True)
-class SkillRow(jobs.JobRow):
-    """A skill as the store knows it."""
-
-    @cached_property
-    def spec(self) -> Skill:
-        """What the skill is."""
-        return parse_skill(self.payload)
-
-    @property
-    def dependencies(self) -> tuple[str, ...]:
-        """Skills that must be completed before."""
-        return self.needs
-
-    @property
-    def expert(self) -> int | None:
-        """The number of its expert."""
-        return self.artifact
-
-
-@dataclass(frozen=True)
-class VersionRow(jobs.VersionRow):
-    """One version of an expert."""
-
-    @property
-    def expert(self) -> int:
-        """The number of the expert."""
-        return self.artifact
-
-    @property
-    def frames(self) -> int:
-        """Env steps in which the expert acted while learning, over its whole line."""
-        return self.steps
-
-    @property
-    def acted(self) -> int:
-        """Env steps in which it acted in the training that made this version."""
-        return int(self.note.get("acted") or 0)
-
-    @property
-    def wins(self) -> int | None:
-        """Evaluation episodes of its merge that succeeded."""
-        return self.note.get("wins")
-
-    @property
-    def episodes(self) -> int | None:
-        """Evaluation episodes of its merge."""
-        return self.note.get("episodes")
-
-
-def new_version(
-    expert: int,
-    sha256: str,
-    parent: int | None,
-    frames: int,
-    acted: int,
-    kind: str,
-    accepted: bool,
-    rule: str | None = None,
-    wins: int | None = None,
-    episodes: int | None = None,
-) -> NewVersion:
-    """A version of an expert to be committed."""
-    note = {"acted": acted, "wins": wins, "episodes": episodes}
-    return NewVersion(expert, sha256, parent, frames, kind, accepted, rule, note)
-
-
-class Store(jobs.Store):
-    """One folder of skills. Safe to use from several threads and processes."""
-
-    files = "experts"
-    suffix = ".safetensors"
-    noun = "skill"
-    row = SkillRow
-    version_row = VersionRow
-
-    def add_skill(self, skill: Skill, dependencies: Sequence[str], budget: int) -> SkillRow:
-        """Add a waiting skill; adding the same one again changes nothing, another of that name is refused."""
-        self.add(skill.name, skill.as_dict(), dependencies, budget)
-        return self.skill(skill.name)
-
-    def skill(self, name: str) -> SkillRow:
-        """A skill by its name or its slug."""
-        return cast(SkillRow, self.job(name))
-
-    def skills(self, *statuses: str) -> list[SkillRow]:
-        """All skills, or those in one of `statuses`, in the order they were added."""
-        return cast(list[SkillRow], self.jobs(*statuses))
-
-    def update_skill(self, name: str, **columns: Any) -> None:
-        """Change columns of a skill; a new status is an event."""
-        self.update(name, **{_COLUMNS.get(key, key): value for key, value in columns.items()})
-
-    def assign_expert(self, name: str) -> int:
-        """The global expert index of a skill, given at its first launch and kept for good."""
-        return self.number(name)
-
-    # The arguments that the first edition named after skills keep their names.
-
-    def event(self, kind: str, skill: str | None = None, **detail: Any) -> int:  # type: ignore[override]
-        """Append to the log of events."""
-        return super().event(kind, skill, **detail)
-
-    def begin_attempt(self, skill: str, run_folder: Path, budget: int | None = None) -> int:  # type: ignore[override]
-        """Record that a training is about to be launched, before it is."""
-        return super().begin_attempt(skill, run_folder, budget)
-
-    def attempts(self, skill: str | None = None, state: str | None = None) -> list[AttemptRow]:  # type: ignore[override]
-        """Attempts in order, of a skill or in a state."""
-        return super().attempts(skill, state)
-
-    def rollback(self, expert: int, version: int) -> None:  # type: ignore[override]
-        """Make an older version the head again; nothing is lost, and it can be undone the same way."""
-        super().rollback(expert, version)
-
-    def head(self, expert: int) -> VersionRow | None:  # type: ignore[override]
-        """The accepted version of an expert."""
-        return cast(VersionRow | None, super().head(expert))
-
-    def version(self, number: int) -> VersionRow:
-        """A version by its number."""
-        return cast(VersionRow, super().version(number))
-
-    def versions(self, expert: int | None = None) -> list[VersionRow]:  # type: ignore[override]
-        """All versions, or those of an expert, oldest first."""
-        return cast(list[VersionRow], super().versions(expert))
-
-    def commit_training(
-        self,
-        attempt: int,
-        versions: Sequence[NewVersion],
-        expected_heads: Mapping[int, int | None],
-        *,
-        result: Mapping[str, Any],
-        frames: int,
-        peak_memory: int | None = None,
-        spec: Skill | None = None,
-        mark: str | None = None,
-    ) -> bool:
-        """Commit a training and its merge at once; see `commit` of the graph's store."""
-        payload = spec.as_dict() if spec is not None else None
-        return self.commit(
-            attempt, versions, expected_heads, result=result, steps=frames, peak_memory=peak_memory, payload=payload,
-            mark=mark,
-        )  # fmt: skip

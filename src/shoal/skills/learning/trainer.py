@@ -1,129 +1,118 @@
-"""Train one skill: PPO from a bank of start states, the expert of each plan step learning from its own steps.
+"""Train one skill: PPO from a bank of start states; the expert of each plan step learns from its own steps.
 
 A training is a function of (plan, experts, config, seed): killed and resumed from a checkpoint it ends with the
-same bytes, because every update draws from a stream named by its number. The networks stand below it.
+same bytes, because every update draws from a stream named by its number.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError, DataError, did_you_mean, needs_extra, reading
+from shoal.core.configuration import check_fields
+from shoal.core.errors import ConfigError
 from shoal.core.seeding import stream
-from shoal.maths.distributions import log_softmax, sample
-from shoal.maths.initial_weights import orthogonal
-from shoal.maths.updates import clipped_surrogate, gae
-from shoal.skills.learning.spec import MAX_HORIZON, Skill, Step
+from shoal.maths.distributions import sample
+from shoal.maths.updates import gae
+from shoal.skills.learning.network import Adam, Floats, Ints, Network, Shape, arrays_of
+from shoal.skills.learning.plan import Step
+from shoal.skills.learning.spec import MAX_HORIZON, Skill
 from shoal.skills.learning.worlds import (
     Bank,
     Course,
-    Floats,
-    Ints,
     World,
     check_expert,
     fresh_worlds,
     make_world,
     walk,
+    world_kind,
 )
 
 STROLLERS, TURN = 0.75, 0.1
-"""Share of start states from which one strolls, and the chance a step that a stroll takes another direction."""
+"""Share of start states that are left by a random walk, and the probability per step that it turns."""
 Report = Callable[[dict[str, Any]], None]
-_COUNTS = (
-    "total_timesteps", "num_envs", "num_steps", "update_epochs", "num_minibatches", "anneal_frames", "layer_size",
-    "evaluation_episodes", "bank_worlds", "evaluate_every", "checkpoint_every", "practice_horizon",
-)  # fmt: skip
-_SIZES = (
-    "lr", "gamma", "gae_lambda", "clip_eps", "ent_coef", "vf_coef", "max_grad_norm", "success_state_rate",
-    "patience_frames", "min_success", "evaluate_from",
-)  # fmt: skip
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Frames = Annotated[float, msgspec.Meta(ge=1)]
+Size = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
     """How an expert is trained; the defaults are tuned for the crafting world on one core."""
 
-    total_timesteps: float = 5e7
-    """most env steps of one training; it stops earlier when the skill is learned"""
-    num_envs: int = 128
-    """worlds stepped together"""
-    num_steps: int = 32
+    total_timesteps: Frames = 5e7
+    """maximum env steps of one training; it stops earlier when the skill is learned"""
+    num_envs: Count = 128
+    """parallel worlds"""
+    num_steps: Count = 32
     """env steps per world between updates"""
-    update_epochs: int = 3
-    """passes over what was collected"""
-    num_minibatches: int = 4
-    """parts of each pass, with a gradient step each"""
-    lr: float = 1.5e-3
+    update_epochs: Count = 3
+    """passes over each rollout"""
+    num_minibatches: Count = 4
+    """minibatches per pass"""
+    lr: Size = 1.5e-3
     """learning rate of Adam"""
     anneal_lr: bool = True
-    """let the learning rate fall to a tenth over `anneal_frames`"""
-    anneal_frames: float = 8e5
-    """env steps until the learning rate has fallen"""
-    gamma: float = 0.97
-    """discount of a reward per step"""
-    gae_lambda: float = 0.95
-    """of generalised advantage estimation"""
-    clip_eps: float = 0.2
-    """how far the probability ratio of an action may leave 1"""
-    ent_coef: float = 0.01
+    """decay the learning rate to a tenth over `anneal_frames`"""
+    anneal_frames: Frames = 8e5
+    """env steps of the decay"""
+    gamma: Share = 0.97
+    """discount factor"""
+    gae_lambda: Share = 0.95
+    """lambda of generalised advantage estimation"""
+    clip_eps: Size = 0.2
+    """clip range of the probability ratio"""
+    ent_coef: Size = 0.01
     """weight of the entropy bonus"""
-    vf_coef: float = 0.5
-    """weight of the critic's loss"""
-    max_grad_norm: float = 0.5
-    """the gradient's global norm is clipped to this"""
-    layer_size: int = 64
+    vf_coef: Size = 0.5
+    """weight of the value loss"""
+    max_grad_norm: Size = 0.5
+    """maximum norm of the gradient"""
+    layer_size: Count = 64
     """width of both hidden layers"""
-    success_state_rate: float = 0.995
+    success_state_rate: Size = 0.995
     """stop when this share of evaluation episodes succeeds"""
-    patience_frames: float = 1.2e5
+    patience_frames: Size = 1.2e5
     """stop when the evaluation has not improved for this many env steps and `min_success` is reached"""
-    min_success: float = 0.3
-    """a training that ends below this success rate has failed"""
-    evaluation_episodes: int = 512
-    """episodes of an evaluation, in worlds of their own"""
-    bank_worlds: int = 2048
-    """new worlds from which the plan's prefix is played to get start states"""
-    evaluate_every: int = 8
+    min_success: Size = 0.3
+    """minimum success rate of a training that has not failed"""
+    evaluation_episodes: Count = 512
+    """episodes of an evaluation, in unseen worlds"""
+    bank_worlds: Count = 2048
+    """new worlds in which the earlier plan steps are played to get start states"""
+    evaluate_every: Count = 8
     """updates between evaluations, once training episodes succeed often enough"""
-    evaluate_from: float = 0.5
-    """training success from which on every evaluation is made; below it, down to `min_success`, every fifth"""
-    checkpoint_every: int = 8
+    evaluate_from: Size = 0.5
+    """training success from which every evaluation is made; below it, down to `min_success`, every fifth"""
+    checkpoint_every: Count = 8
     """updates between checkpoints"""
     train_deps: Literal["off", "on"] = "off"
-    """let the experts of earlier plan steps go on learning; half of the worlds then start from nothing"""
-    stroll: int = 32
-    """most random steps between the end of a prefix, or a new world, and the start of practice"""
-    practice_horizon: int = MAX_HORIZON
-    """most env steps that one application may take while its expert learns; later it has all that its horizon says"""
+    """keep training the experts of earlier plan steps; half of the worlds then start from their reset"""
+    stroll: Annotated[int, msgspec.Meta(ge=0)] = 32
+    """maximum random steps before practice starts"""
+    practice_horizon: Count = MAX_HORIZON
+    """maximum env steps of one application during training; plans allow all of the skill's horizon"""
 
     def __post_init__(self) -> None:
         """Refuse what no training can be made with."""
-        for name in _COUNTS:
-            if not getattr(self, name) >= 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in _SIZES:
-            most = 1.0 if name in ("gamma", "gae_lambda") else math.inf
-            if not 0 <= getattr(self, name) <= most:
-                raise ConfigError(f"{name} must be in 0..{most:g}, got {getattr(self, name)}")
-        if not math.isfinite(self.total_timesteps):
-            raise ConfigError(f"total_timesteps must be finite, got {self.total_timesteps}")
-        if self.stroll < 0:
-            raise ConfigError(f"stroll must be at least 0, got {self.stroll}")
+        check_fields(self)
         if self.num_envs * self.num_steps < 2 * self.num_minibatches:
             raise ConfigError(
                 f"nothing can be learned from parts of fewer than 2 steps: {self.num_envs} num_envs x {self.num_steps} "
                 f"num_steps are in {self.num_minibatches} num_minibatches"
             )
+
+
+def default_config(world: str) -> TrainingConfig:
+    """Training settings that suit a world."""
+    return TrainingConfig(**world_kind(world).training)
 
 
 @dataclass(frozen=True)
@@ -155,10 +144,9 @@ class Result:
     bank_size: int = 0
 
     def pace(self, count: int) -> float | None:
-        """Env steps that each of `count` applications in a row took, those that failed included; None if all did."""
+        """Env steps per successful application, `count` in a row, failures included; None if all failed."""
         done = count * float(self.episodes.get("success", np.zeros(1)).sum())
-        steps = self.episodes.get("steps")  # absent in a training that was begun by an older edition
-        return None if steps is None or not done else round(float(steps.sum()) / done, 1)
+        return round(float(self.episodes["steps"].sum()) / done, 1) if done else None
 
 
 @dataclass
@@ -201,7 +189,7 @@ class Trainer:
             if net is not None:
                 check_expert(self.world, net.shape, self._skill_of(index))
         self.nets = [
-            net.copy() if net is not None else self._beginner(shape, index)
+            net.copy() if net is not None else self._new_expert(shape, index)
             for index, net in enumerate(task.experts)
         ]
         self.course = self._course(task.plan, task.route)
@@ -221,8 +209,8 @@ class Trainer:
         self.episodes: dict[str, Floats] = {}
         self.losses = (0.0, 0.0, 0.0)  # until the expert has acted
 
-    def _beginner(self, shape: Shape, index: int) -> Network:
-        """A new expert, which takes none but the actions of its skill."""
+    def _new_expert(self, shape: Shape, index: int) -> Network:
+        """A new expert, which takes only the actions of its skill."""
         net = Network.initial(shape, self._stream("init"))
         if allowed := self.task.skills[self._skill_of(index)].actions:
             names = list(self.world.action_names)
@@ -230,7 +218,7 @@ class Trainer:
                 raise ConfigError(
                     f"skill {self._skill_of(index)!r}: {self.task.world} has no actions {sorted(unknown)}, only {names}"
                 )
-            net.never([action for action, name in enumerate(names) if name not in allowed])
+            net.exclude_actions([action for action, name in enumerate(names) if name not in allowed])
         return net
 
     def _skill_of(self, index: int) -> str:
@@ -245,13 +233,13 @@ class Trainer:
         return Course(plan, self.task.skills, self.world.features, route, self.task.config.practice_horizon)
 
     def _masks(self) -> list[Floats]:
-        """Where each expert may learn: not on what its skill does not speak of, so that other things in the
-        hands, which it never met in practice, cannot confuse it later.
-        """  # noqa: D205
+        """1 where each expert may learn, 0 for inputs that its skill does not name: practice never varies them."""
         masks = []
         for index, net in enumerate(self.nets):
             known = self.task.skills[self._skill_of(index)].speaks_of()
-            masks.append(net.listening([c for f, c in self.world.feature_columns.items() if f not in known]))
+            masks.append(
+                net.mask_inputs([c for f, c in self.world.feature_columns.items() if f not in known])
+            )
         return masks
 
     def prepare(self) -> None:
@@ -285,7 +273,7 @@ class Trainer:
         return new.take(np.flatnonzero(self.course.skip(target, values) == self.target))
 
     def _stroll(self, bank: Bank, rng: np.random.Generator) -> Bank:
-        """Walk at random from most states: in a longer plan other skills come before, and end anywhere."""
+        """Walk at random from most states, since in a longer plan other skills come before and end anywhere."""
         parts, lanes, most = [], self.world.lanes, self.task.config.stroll
         for first in range(0, len(bank), lanes):
             rows = np.arange(first, min(first + lanes, len(bank)))
@@ -310,7 +298,7 @@ class Trainer:
         return np.concatenate(out)
 
     def train(self, report: Report, checkpoint: Callable[[Trainer], None]) -> Result:
-        """Practice until learned, or out of patience or budget; `checkpoint(self)` is called between updates."""
+        """Train until learned, or out of patience or budget; `checkpoint(self)` is called between updates."""
         config = self.task.config
         stopped = "budget"
         while self.frames < config.total_timesteps:
@@ -337,7 +325,7 @@ class Trainer:
         )  # fmt: skip
 
     def _worth_evaluating(self) -> float:
-        """The training success below which an evaluation now would be wasted."""
+        """The training success below which no evaluation is made now."""
         if self.update // self.task.config.evaluate_every % 5 == 0:
             return self.task.config.min_success
         return max(
@@ -545,27 +533,17 @@ class Trainer:
         """Continue where `state` was taken, after `prepare`."""
         lanes = self.task.config.num_envs
         self.world.load(Bank(arrays_of("world", arrays)), np.arange(lanes), np.ones(lanes, np.bool_))
-        for index, net in enumerate(self.nets):
-            if (missing := net.flat.size - arrays[f"net/{index}"].size) != 0:
-                # Begun where the world showed less: the expert goes on seeing that much.
-                shape = replace(net.shape, inputs=net.shape.inputs - missing // net.shape.hidden)
-                check_expert(self.world, shape, self._skill_of(index))
-                self.nets[index], self.best[index] = Network(shape), Network(shape)
-                self.adams[index] = Adam(self.nets[index].flat.size)
-        self.masks = self._masks()
-        for index in range(len(self.nets)):
-            self.nets[index].flat[:] = arrays[f"net/{index}"]
-            self.best[index].flat[:] = arrays[f"best/{index}"]
-            self.adams[index].mean[:] = arrays[f"adam/mean/{index}"]
-            self.adams[index].square[:] = arrays[f"adam/square/{index}"]
-            self.adams[index].count = int(plain["adam"][index])
+        for index, (net, adam, best) in enumerate(zip(self.nets, self.adams, self.best, strict=True)):
+            net.flat[:], best.flat[:] = arrays[f"net/{index}"], arrays[f"best/{index}"]
+            adam.mean[:], adam.square[:] = arrays[f"adam/mean/{index}"], arrays[f"adam/square/{index}"]
+            adam.count = int(plain["adam"][index])
         self.episodes = arrays_of("episodes", arrays)
         self.at, self.elapsed = arrays["at"].copy(), arrays["elapsed"].copy()
         self.start, self.acted = arrays["start"].copy(), arrays["acted"].copy()
         self.best_acted = arrays["best_acted"].copy()
         self.update, self.frames = int(plain["update"]), int(plain["frames"])
-        self.walked = int(plain.get("walked", self.walked))
-        self.best_at, self.best_success = int(plain["best_at"]), float(plain["best_success"])
+        self.walked, self.best_at = int(plain["walked"]), int(plain["best_at"])
+        self.best_success = float(plain["best_success"])
         self.recent.extend((int(ended), int(won)) for ended, won in plain["recent"])
         self.begun = True
 
@@ -581,321 +559,3 @@ def _mirrored(net: Network, mirrors: Sequence[tuple[Ints, Ints]], steps: Sequenc
         *(np.concatenate(column) for column in zip(*parts, strict=True)),
         *(np.tile(array, len(parts)) for array in rest),
     ]
-
-
-# The network of one expert and its PPO update, in NumPy: small nets on a CPU need no framework to be fast.
-#
-# All parameters live in one flat vector, with views for the layers, so that Adam and averaging are one line.
-
-Params = dict[str, Floats]
-KEYS = (
-    "torso/0/weight", "torso/0/bias", "torso/1/weight", "torso/1/bias",
-    "actor/weight", "actor/bias", "critic/weight", "critic/bias",
-)  # fmt: skip
-
-
-NEVER = -1e4
-"""The logit of an action that is left out; in float32 its exponential is 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of an expert's network."""
-
-    inputs: int
-    hidden: int
-    actions: int
-
-    @property
-    def layers(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes in the order of the flat vector; the last head is actor and critic side by side."""
-        head = self.actions + 1
-        return (
-            (self.inputs, self.hidden), (self.hidden,), (self.hidden, self.hidden), (self.hidden,),
-            (self.hidden, head), (head,),
-        )  # fmt: skip
-
-
-class Losses(NamedTuple):
-    """Means over a minibatch."""
-
-    policy: float
-    value: float
-    entropy: float
-
-
-class Network:
-    """Two hidden ReLU layers shared by an actor and a critic head."""
-
-    def __init__(self, shape: Shape, flat: Floats | None = None) -> None:
-        self.shape = shape
-        size = sum(int(np.prod(layer)) for layer in shape.layers)
-        self.flat: Floats = np.zeros(size, np.float32) if flat is None else flat
-        self.w0, self.b0, self.w1, self.b1, self.wh, self.bh = _views(self.flat, shape)
-
-    @classmethod
-    def initial(cls, shape: Shape, rng: np.random.Generator) -> Network:
-        """Orthogonal weights; a nearly uniform policy."""
-        net = cls(shape)
-        net.w0[:] = orthogonal(net.w0.shape, 2**0.5, rng)
-        net.w1[:] = orthogonal(net.w1.shape, 2**0.5, rng)
-        net.wh[:, :-1] = orthogonal((shape.hidden, shape.actions), 0.01, rng)
-        net.wh[:, -1:] = orthogonal((shape.hidden, 1), 1.0, rng)
-        return net
-
-    @classmethod
-    def from_params(cls, params: Mapping[str, Floats], name: str = "an expert") -> Network:
-        """The network of an expert, called `name`; a `DataError` says which array it has not as it should be."""
-        if set(params) != set(KEYS):
-            wrong = sorted(set(params) ^ set(KEYS))
-            raise DataError(
-                f"{name} must have exactly the arrays {', '.join(KEYS)}; wrong: {', '.join(wrong)}"
-            )
-        arrays = {key: np.asarray(array) for key, array in params.items()}
-        first, last = arrays["torso/0/weight"].shape, arrays["actor/bias"].shape
-        if (len(first), len(last)) != (2, 1):
-            raise DataError(
-                f"{name}: its first weight must be a matrix and its actor bias a vector, got shapes {first} and {last}"
-            )
-        net = cls(Shape(*first, *last))
-        for key, view in net.views().items():
-            if arrays[key].shape != view.shape:
-                raise DataError(f"{name}: {key!r} must have shape {view.shape}, got {arrays[key].shape}")
-            if arrays[key].dtype.kind != "f":
-                raise DataError(f"{name}: {key!r} must hold numbers as float32 does, got {arrays[key].dtype}")
-            with np.errstate(over="ignore"):
-                view[...] = arrays[key]
-            if not np.isfinite(view).all():
-                raise DataError(
-                    f"{name}: {key!r} has numbers that are not finite, so the training diverged; lower its "
-                    "learning rate"
-                )
-        return net
-
-    def views(self) -> Params:
-        """The layers by name, sharing memory with the network."""
-        arrays = (
-            self.w0, self.b0, self.w1, self.b1,
-            self.wh[:, :-1], self.bh[:-1], self.wh[:, -1:], self.bh[-1:],
-        )  # fmt: skip
-        return dict(zip(KEYS, arrays, strict=True))
-
-    def params(self) -> Params:
-        """The layers by name, copied."""
-        return {key: np.ascontiguousarray(view) for key, view in self.views().items()}
-
-    def listening(self, deaf: Sequence[int]) -> Floats:
-        """A mask of `flat` that is 0 on the weights of the inputs in `deaf`; those weights are set to 0."""
-        mask = np.ones_like(self.flat)
-        _views(mask, self.shape)[0][list(deaf)] = 0
-        self.flat *= mask
-        return mask
-
-    def never(self, actions: Sequence[int]) -> None:
-        """Leave these actions out: their chance is exactly 0, and so is every gradient that could change it."""
-        self.wh[:, list(actions)] = 0
-        self.bh[list(actions)] = NEVER
-
-    def copy(self) -> Network:
-        """The same parameters in memory of their own."""
-        return Network(self.shape, self.flat.copy())
-
-    def forward(self, observations: Floats) -> tuple[Floats, Floats]:
-        """`[B, actions]` log-probabilities and `[B]` values; what a world shows behind the inputs is not seen."""
-        observations = observations[:, : self.shape.inputs]
-        hidden = np.maximum(observations @ self.w0 + self.b0, 0)
-        hidden = np.maximum(hidden @ self.w1 + self.b1, 0)
-        heads = hidden @ self.wh + self.bh
-        return log_softmax(heads[:, :-1]), heads[:, -1]
-
-    def gradient(
-        self,
-        observations: Floats,  # [B, inputs]
-        actions: Ints,  # [B]
-        old_logprobs: Floats,  # [B]
-        advantages: Floats,  # [B]
-        returns: Floats,  # [B]
-        *,
-        clip: float,
-        entropy_coef: float,
-        value_coef: float,
-    ) -> tuple[Floats, Losses]:
-        """Gradient of the clipped PPO loss (arXiv:1707.06347, eq. 7 and 9) with respect to `flat`."""
-        count = len(actions)
-        every = np.arange(count)
-        observations = observations[:, : self.shape.inputs]
-        before0 = observations @ self.w0 + self.b0
-        hidden0 = np.maximum(before0, 0)
-        before1 = hidden0 @ self.w1 + self.b1
-        hidden1 = np.maximum(before1, 0)
-        heads = hidden1 @ self.wh + self.bh
-        logprobs, values = log_softmax(heads[:, :-1]), heads[:, -1]
-        probs = np.exp(logprobs)
-        entropy = -(probs * logprobs).sum(1)
-        surrogate, slope = clipped_surrogate(logprobs[every, actions], old_logprobs, advantages, clip)
-        d_heads = np.empty_like(heads)
-        d_logits = probs * (slope[:, None] + entropy_coef * (logprobs + entropy[:, None]))
-        d_logits[every, actions] -= slope
-        d_heads[:, :-1] = d_logits / count
-        d_heads[:, -1] = 2 * value_coef / count * (values - returns)
-        out = np.empty_like(self.flat)
-        g_w0, g_b0, g_w1, g_b1, g_wh, g_bh = _views(out, self.shape)
-        np.matmul(hidden1.T, d_heads, out=g_wh)
-        g_bh[:] = d_heads.sum(0)
-        d_hidden = (d_heads @ self.wh.T) * (before1 > 0)
-        np.matmul(hidden0.T, d_hidden, out=g_w1)
-        g_b1[:] = d_hidden.sum(0)
-        d_hidden = (d_hidden @ self.w1.T) * (before0 > 0)
-        np.matmul(observations.T, d_hidden, out=g_w0)
-        g_b0[:] = d_hidden.sum(0)
-        losses = Losses(
-            float(-surrogate.mean()), float(((values - returns) ** 2).mean()), float(entropy.mean())
-        )
-        return out, losses
-
-
-class Adam:
-    """Adam (arXiv:1412.6980): moments of a flat vector of float32, and the step that they lead to."""
-
-    def __init__(self, size: int) -> None:
-        self.mean = np.zeros(size, np.float32)
-        self.square = np.zeros(size, np.float32)
-        self.count = 0
-
-    def step(self, flat: Floats, gradient: Floats, lr: float, max_norm: float) -> None:
-        """Move `flat` in place, by a gradient whose norm is clipped to `max_norm`."""
-        norm = float(np.sqrt(np.dot(gradient, gradient)))
-        if norm > max_norm:
-            gradient = gradient * np.float32(max_norm / norm)
-        self.count += 1
-        self.mean += np.float32(0.1) * (gradient - self.mean)
-        self.square += np.float32(0.001) * (gradient * gradient - self.square)
-        rate = np.float32(lr / (1 - 0.9**self.count))
-        spread = np.sqrt(self.square * np.float32(1 / (1 - 0.999**self.count)))
-        flat -= rate * self.mean / (spread + np.float32(1e-5))
-
-
-def _views(flat: Floats, shape: Shape) -> list[Floats]:
-    views, at = [], 0
-    for layer in shape.layers:
-        size = int(np.prod(layer))
-        views.append(flat[at : at + size].reshape(layer))
-        at += size
-    return views
-
-
-Arrays = dict[str, NDArray]
-_MIXTURE_KEY = re.compile(r"expert_(0|[1-9][0-9]*)/(.+)")
-_NOTE = "shoal"  # all metadata under one key: with several, the order in the file, and its sha256, would vary
-
-
-def remap(indices: Iterable[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Global expert indices to contiguous local ones and back, in ascending order.
-
-    >>> remap([50, 0, 10, 5])
-    ({0: 0, 5: 1, 10: 2, 50: 3}, {0: 0, 1: 5, 2: 10, 3: 50})
-    """
-    chosen = sorted(set(indices))
-    if chosen and chosen[0] < 0:
-        raise ValueError(f"expert indices must not be negative, got {chosen[0]}")
-    return {index: local for local, index in enumerate(chosen)}, dict(enumerate(chosen))
-
-
-def build_remapping(
-    dependency_skill_names: Sequence[str],
-    new_skill_global_expert_idx: int,
-    completed_skills: Mapping[str, Mapping[str, Any]],
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Global to local and local to global indices of the experts that a training loads.
-
-    Args:
-        dependency_skill_names: skills whose experts the training needs.
-        new_skill_global_expert_idx: expert of the skill to train.
-        completed_skills: `{name: {"expert_idx": …}}`.
-
-    Raises:
-        ValueError: a dependency that is not among the completed skills.
-
-    >>> done = {"Collect Wood": {"expert_idx": 0}, "Collect Stone": {"expert_idx": 2}}
-    >>> build_remapping(["Collect Wood", "Collect Stone"], 7, done)
-    ({0: 0, 2: 1, 7: 2}, {0: 0, 1: 2, 2: 7})
-    """
-    for name in dependency_skill_names:
-        if name not in completed_skills:
-            raise ValueError(
-                f"dependency {name!r} is not among the completed skills.{did_you_mean(name, completed_skills)}"
-            )
-    needed = [int(completed_skills[name]["expert_idx"]) for name in dependency_skill_names]
-    return remap([*needed, new_skill_global_expert_idx])
-
-
-def join_mixture(experts: Mapping[int, Mapping[str, NDArray]]) -> Arrays:
-    """One flat set of arrays `expert_<local>/<key>` of several experts."""
-    return {
-        f"expert_{local}/{key}": array for local, params in experts.items() for key, array in params.items()
-    }
-
-
-def arrays_of(group: str, arrays: Mapping[str, NDArray]) -> Arrays:
-    """The arrays whose names begin with `group/`, without that."""
-    return {
-        key.removeprefix(f"{group}/"): array for key, array in arrays.items() if key.startswith(f"{group}/")
-    }
-
-
-def split_mixture(arrays: Mapping[str, NDArray]) -> dict[int, Arrays]:
-    """The experts in what `join_mixture` made, by local index."""
-    experts: dict[int, Arrays] = {}
-    for key, array in arrays.items():
-        match = _MIXTURE_KEY.fullmatch(key)
-        if not match:
-            raise DataError(f"{key!r} is not an expert's array; expected expert_<number>/<name>")
-        experts.setdefault(int(match[1]), {})[match[2]] = array
-    return dict(sorted(experts.items()))
-
-
-def average(one: Mapping[str, NDArray], other: Mapping[str, NDArray]) -> Arrays:
-    """The mean of two experts of the same shape."""
-    if {key: array.shape for key, array in one.items()} != {key: array.shape for key, array in other.items()}:
-        raise ValueError("experts of different shapes cannot be averaged")
-    return {key: ((array + other[key]) / 2).astype(array.dtype) for key, array in one.items()}
-
-
-def compare(
-    one: Mapping[str, NDArray], other: Mapping[str, NDArray]
-) -> list[tuple[str, float, float, float]]:
-    """How far each array of two experts lies apart: distance, share of the first's length, angle in degrees."""
-    found = []
-    for name in one:
-        if name not in other or one[name].shape != other[name].shape:
-            raise DataError(f"the two experts differ in shape: {name}")
-        a, b = one[name].astype(np.float64).ravel(), other[name].astype(np.float64).ravel()
-        lengths = float(np.linalg.norm(a)), float(np.linalg.norm(b))
-        cosine = float(a @ b) / (lengths[0] * lengths[1]) if all(lengths) else 1.0
-        distance = float(np.linalg.norm(a - b))
-        angle = math.degrees(math.acos(min(1.0, max(-1.0, cosine))))
-        found.append((name, distance, distance / lengths[0] if lengths[0] else 0.0, angle))
-    return found
-
-
-def encode(arrays: Mapping[str, NDArray], note: Mapping[str, Any] | None = None) -> bytes:
-    """A safetensors file; equal arrays and notes give equal bytes."""
-    data: bytes = _safetensors().save(
-        {key: np.ascontiguousarray(array) for key, array in arrays.items()},
-        metadata={_NOTE: json.dumps(dict(note or {}), sort_keys=True)},
-    )
-    return data
-
-
-def decode(data: bytes, name: str) -> tuple[Arrays, dict[str, Any]]:
-    """Arrays and note of a safetensors file; a `DataError` names the file that is broken."""
-    with reading(name, "is not a safetensors file of shoal"):
-        arrays = _safetensors().load(data)
-        size = int.from_bytes(data[:8], "little")
-        return arrays, json.loads(json.loads(data[8 : 8 + size]).get("__metadata__", {}).get(_NOTE, "{}"))
-
-
-def _safetensors() -> Any:
-    with needs_extra("training skills", "train"):
-        import safetensors.numpy
-    return safetensors.numpy

@@ -19,7 +19,7 @@ from shoal.splitting.readers.formats import (
     ShoalReader,
     looks_like_own_run,
 )
-from shoal.splitting.readers.recordings import FolderReader, Reader
+from shoal.splitting.readers.recordings import MESSAGES, FolderReader, Reader
 from shoal.splitting.readers.records import SUFFIXES, ChatReader, first_record
 
 R = TypeVar("R", bound=Callable[..., Any])
@@ -62,7 +62,7 @@ def find_reader(path: Path | str) -> Reader:
 
 def _kind_of(path: Path) -> str:
     if path.is_dir():
-        if next(path.glob("*/final_messages.json"), None):
+        if (path / MESSAGES).is_file() or next(path.glob(f"*/{MESSAGES}"), None):
             return "folder"
         if next(path.glob("trajectories/*.jsonl"), None) or path.name == "trajectories":
             return "shoal"

@@ -29,15 +29,15 @@ from shoal.splitting.readers.recordings import (
     read_json_file,
     read_text,
     safe_id,
+    short_id,
 )
 from shoal.splitting.readers.records import (
     Record,
     RecordReader,
-    changed,
+    Stamp,
     first_known,
     row_images,
-    short_id,
-    with_index,
+    stamp_of,
 )
 
 
@@ -51,7 +51,8 @@ class ShoalReader:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._places: dict[str, tuple[Path, int, int]] | None = None
+        self._stamps: dict[Path, Stamp] = {}
+        self._places: dict[str, tuple[Path, int, int]] = {}
 
     def ids(self) -> list[str]:
         """`<env>-<iteration>-<group>-<member>` of each finished trajectory; of held-out ones the file stands first."""
@@ -60,15 +61,16 @@ class ShoalReader:
     def read(self, dataset_id: str, path: Path | None = None) -> Recording:
         """The trajectory with this id; `path` names another file or folder that holds it."""
         reader = self if path is None else ShoalReader(path)
-        places = reader._index()
-        if dataset_id not in places:
-            raise DataError(f"{reader.path}: no trajectory {dataset_id!r}.{did_you_mean(dataset_id, places)}")
-        file, line, offset = places[dataset_id]
+        found = reader._places.get(dataset_id)
+        if found is None or stamp_of(found[0]) != reader._stamps.get(found[0]):
+            found = reader._index().get(dataset_id)
+        if found is None:
+            names = reader._places
+            raise DataError(f"{reader.path}: no trajectory {dataset_id!r}.{did_you_mean(dataset_id, names)}")
+        file, line, offset = found
         with file.open("rb") as handle:
             handle.seek(offset)
             trajectory = _decoded(handle.readline(), file, line)
-        if _name_of(trajectory, file, line) != dataset_id:
-            raise changed(file)
         source = f"{file}, {dataset_id}"
         base = file.parent.parent if file.parent.name == "trajectories" else file.parent
         locate = ImageLocator(base)
@@ -95,13 +97,11 @@ class ShoalReader:
             folder=str(base),
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return with_index(self, self._index)
-
     def _index(self) -> dict[str, tuple[Path, int, int]]:
-        if self._places is None:
+        stamps = {file: stamp_of(file) for file in self._files()}
+        if self._stamps != stamps:
             places: dict[str, tuple[Path, int, int]] = {}
-            for file in self._files():
+            for file in stamps:
                 for line, offset, trajectory in _trajectories(file):
                     if trajectory is not None and not (trajectory.status == "ok" and trajectory.turns):
                         continue
@@ -112,7 +112,7 @@ class ShoalReader:
                             "each env a tag of its own"
                         )
                     places[name] = (file, line, offset)
-            self._places = places  # whole: other threads ask meanwhile
+            self._places, self._stamps = places, stamps  # whole: other threads ask meanwhile
         return self._places
 
     def _files(self) -> list[Path]:
@@ -389,9 +389,6 @@ class OSWorldReader:
         return Recording(
             dataset_id, dataset_id, tuple(messages), str(source), reward=reward, folder=str(folder)
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return with_index(self, self.ids)
 
     def _instruction(self, dataset_id: str, folder: Path) -> str:
         if dataset_id in self.instructions:

@@ -6,6 +6,7 @@ What is wrong with a file is a `DataError` with its name; an image that is read 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import re
@@ -14,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import numpy as np
 
 from shoal.core.data import MOST_REWARD
 from shoal.core.errors import DataError, reading
 from shoal.core.files import from_json, read_json, write_bytes
-from shoal.core.registry import check_name
+from shoal.core.registry import SAFE_NAME, check_name
 
 Part = dict[str, str]
 """`{"type": "text", "text": …}` or `{"type": "image", "image": …}`"""
@@ -43,6 +45,14 @@ class Message:
     def parts(self) -> tuple[Part, ...]:
         """The content as parts, also when it was recorded as one string."""
         return ({"type": "text", "text": self.content},) if isinstance(self.content, str) else self.content
+
+    def shown(self, keep: tuple[int, ...] | None) -> tuple[str, ...]:
+        """Where the images are among the parts with these indices (None: all parts)."""
+        if keep is None or not self.images:
+            return self.images
+        places = [index for index, part in enumerate(self.parts) if part["type"] == "image"]
+        image_of = dict(zip(places, self.images, strict=True))
+        return tuple(image_of[index] for index in keep if index in image_of)
 
     @property
     def text(self) -> str:
@@ -139,7 +149,7 @@ def answer_text(content: str, thought: Any, calls: Any, where: str) -> str:
     Args:
         content: what it said.
         thought: its reasoning, where that was recorded apart.
-        calls: OpenAI's `tool_calls`; arguments that are text stay as they were written.
+        calls: OpenAI's `tool_calls`; arguments are an object, or one as JSON text, and none is `{}`.
         where: the message, for errors.
     """
     return _reasoning(thought) + "\n".join([*([content] if content else []), *_written(calls, where)])
@@ -157,10 +167,18 @@ def _written(calls: Any, where: str) -> Iterator[str]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(f"{where}: a tool call needs a function with a name, got {str(call)[:80]}")
         arguments = function.get("arguments")
-        if not isinstance(arguments, str):
-            arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
-        name = json.dumps(function["name"], ensure_ascii=False)
-        yield f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+        if isinstance(arguments, str):
+            arguments = (
+                from_json(arguments, f"{where}: arguments of {function['name']!r}")
+                if arguments.strip()
+                else {}
+            )
+        if not isinstance(arguments, dict | None):
+            raise DataError(
+                f"{where}: arguments of {function['name']!r} must be an object, got {_kind(arguments)}"
+            )
+        named = {"name": function["name"], "arguments": arguments or {}}
+        yield f"<tool_call>\n{json.dumps(named, ensure_ascii=False)}\n</tool_call>"
 
 
 def _part(part: Any, where: str) -> Part:
@@ -291,6 +309,18 @@ def safe_id(name: str) -> str:
         raise DataError(str(error)) from error
 
 
+def short_id(name: str) -> str:
+    """`name` if it is safe in a path, else its safe letters and a digest.
+
+    >>> short_id("task-7"), short_id("2024_me@here.org")
+    ('task-7', '2024_me_here.org-0e2e2b6a')
+    """
+    if SAFE_NAME.fullmatch(name) and not name.endswith((" ", ".")):
+        return name
+    letters = re.sub(r"[^A-Za-z0-9._()-]", "_", name)[:50].lstrip("._(-") or "x"
+    return f"{letters}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+
+
 class ImageLocator:
     """Turns image references into absolute paths or data URLs; never leaves `folder`.
 
@@ -309,7 +339,7 @@ class ImageLocator:
             raise DataError(
                 f"{where}: image {reference[:80]!r} is on the web; download it beside the messages"
             )
-        name = reference.removeprefix("file://")
+        name = unquote(reference.removeprefix("file://")) if reference.startswith("file://") else reference
         if not name.lower().endswith(IMAGE_SUFFIXES):
             name += ".png"
         if "\x00" in name:
@@ -329,13 +359,16 @@ class ImageLocator:
 
 
 # --- the reader of folders
+MESSAGES = "final_messages.json"
+
+
 class FolderReader:
     """`<root>/<id>/final_messages.json` with `task_config.json` and the images beside them.
 
-    The config has `id`, the task, and where known `reward`.
+    The config has `id`, the task (without it the folder's name), and where known `reward`.
 
     Args:
-        root: the folder of trajectory folders.
+        root: the folder of trajectory folders, or one trajectory folder.
         rollout_tokens: also read `data_for_step_<k>` files (see `read_rollout`).
     """
 
@@ -345,23 +378,31 @@ class FolderReader:
 
     def ids(self) -> list[str]:
         """Names of the folders that hold messages, sorted."""
-        return sorted(path.parent.name for path in self.root.glob("*/final_messages.json"))
+        if (self.root / MESSAGES).is_file():
+            return [self._own_id()]
+        return sorted(path.parent.name for path in self.root.glob(f"*/{MESSAGES}"))
+
+    def _own_id(self) -> str:
+        return short_id(self.root.resolve().name)
 
     def read(self, dataset_id: str, path: Path | None = None) -> Recording:
         """The recording in its folder, or in `path` if that is given."""
         folder = path if path is not None else self.root / safe_id(dataset_id)
-        source = folder / "final_messages.json"
+        if path is None and dataset_id == self._own_id() and (self.root / MESSAGES).is_file():
+            folder = self.root
+        source = folder / MESSAGES
         messages = parse_messages(read_json_file(source, folder), str(source), ImageLocator(folder))
         config = read_json_file(folder / "task_config.json", folder)
-        if not isinstance(config, dict) or not isinstance(config.get("id"), str | int):
+        task = config.get("id", folder.resolve().name) if isinstance(config, dict) else None
+        if not isinstance(task, str | int):
             raise DataError(
-                f"{folder / 'task_config.json'} must be an object with 'id', the name of the task"
+                f"{folder / 'task_config.json'} must be an object; its 'id' is the name of the task"
             )
         steps = read_rollout(folder) if self.rollout_tokens else None
         reward = config.get("reward")
         return Recording(
             dataset_id,
-            str(config["id"]),
+            str(task),
             messages,
             str(source),
             reward=None if reward is None else finite_reward(reward, str(folder / "task_config.json")),

@@ -1,7 +1,8 @@
 """Readers of files in which each record is one recording: `.json`, `.jsonl`, `.parquet` and `.tar`.
 
 A reader says only how a record becomes a recording. Files are read one record at a time: an index of names and
-places is made once, and what is kept of a file is the record (of parquet: the row group) that was read last.
+places is made once for each size and time of its files, and what is kept of a file is the record (of parquet: the row
+group) that was read last.
 """
 
 from __future__ import annotations
@@ -9,11 +10,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
-import hashlib
-import os
 import re
 import tarfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +19,6 @@ from typing import Any, ClassVar
 
 from shoal.core.errors import DataError, did_you_mean, needs_extra, reading
 from shoal.core.files import from_json
-from shoal.core.registry import SAFE_NAME
 from shoal.splitting.readers.recordings import (
     ImageLocator,
     Message,
@@ -30,6 +27,7 @@ from shoal.splitting.readers.recordings import (
     parse_messages,
     plain_file,
     safe_id,
+    short_id,
     shortage,
 )
 
@@ -95,7 +93,8 @@ class RecordReader:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._places: dict[str, tuple[Path, Any]] | None = None
+        self._stamps: dict[Path, Stamp] = {}
+        self._places: dict[str, tuple[Path, Any]] = {}
         self._open: tuple[Any, Any] = (None, None)
 
     def recording(self, record: Record) -> Recording:
@@ -124,39 +123,49 @@ class RecordReader:
     def read(self, dataset_id: str, path: Path | None = None) -> Recording:
         """The recording with this id; `path` names another file that holds it."""
         reader = self if path is None else self._elsewhere(path)
-        places = reader._index()
-        if dataset_id not in places:
-            raise DataError(
-                f"{path or self.path}: no recording {dataset_id!r}.{did_you_mean(dataset_id, places)}"
-            )
-        file, place = places[dataset_id]
+        file, place = reader._place(dataset_id)
         value, images = reader._value(file, place)
         source = f"{file}, record {place[0]}"
         return reader.recording(Record(dataset_id, value, source, file, images))
 
     def __getstate__(self) -> dict[str, Any]:
-        return with_index(self, self._index) | {"_open": (None, None)}
+        return vars(self) | {"_open": (None, None)}
 
     def _elsewhere(self, path: Path) -> RecordReader:
         other = copy.copy(self)
-        other.path, other._places, other._open = path, None, (None, None)
+        other.path, other._stamps, other._places, other._open = path, {}, {}, (None, None)
         return other
 
     def _index(self) -> dict[str, tuple[Path, Any]]:
-        if self._places is None:
+        stamps = {file: stamp_of(file) for file in self.files()}
+        if self._stamps != stamps:
             places: dict[str, tuple[Path, Any]] = {}
-            for file in self.files():
+            for file in stamps:
                 for number, (place, value) in enumerate(_places_and_breaks(file, self.columns)):
                     try:
                         own = self.name_of(value)
-                    except DataError:  # reading it says the same, where that is handled
+                    except DataError:  # reading it raises the same
                         own = None
                     name = self.named(own, file, number)
                     if name in places:
-                        raise DataError(f"{file}, record {number}: id {name!r} is taken by {places[name][0]}")
+                        place = DataError(
+                            f"{file}, record {number}: id {name!r} is taken by {places[name][0]}"
+                        )
+                        name = self.named(None, file, number)
                     places[name] = (file, place)
-            self._places = places
+            self._places, self._stamps = places, stamps  # whole: other threads ask meanwhile
         return self._places
+
+    def _place(self, dataset_id: str) -> tuple[Path, Any]:
+        """The file of a recording, and where it is in the file."""
+        found = self._places.get(dataset_id)
+        if found is None or stamp_of(found[0]) != self._stamps.get(found[0]):
+            found = self._index().get(dataset_id)
+        if found is None:
+            raise DataError(
+                f"{self.path}: no recording {dataset_id!r}.{did_you_mean(dataset_id, self._places)}"
+            )
+        return found
 
     def named(self, own: Any, file: Path, number: int) -> str:
         """An id from what a record calls itself: as it is where it is safe in a path, else what is left of it."""
@@ -168,31 +177,22 @@ class RecordReader:
 
     def _value(self, file: Path, place: Any) -> tuple[Any, Mapping[str, bytes]]:
         kind = file.suffix.lower()
-        if place is None:
-            list(_named_places(file, self.columns))  # says what is wrong
-            raise changed(file)
+        if isinstance(place, DataError):
+            raise place
         if kind == ".tar":
             return _tar_record(file, place[1])
         if kind == ".parquet":
-            _, group, inside, then = place
-            footer, rows = self._held(file, group, _row_group)
-            value = (rows.slice(inside, 1).to_pylist() or [{}])[0]
-            now = _row_sum(footer, value, self.columns)
-        elif kind == ".json":
-            number, then = place
-            now, records = self._held(file, 0, lambda file, _: _json_records(file))
-            value = records[number] if now == then else None
-        else:
-            return _line(file, *place), {}
-        if now != then:
-            raise changed(file)
-        return value, {}
+            _, group, inside = place
+            return self._held(file, group, _row_group).slice(inside, 1).to_pylist()[0], {}
+        if kind == ".json":
+            return self._held(file, 0, lambda file, _: _json_records(file))[place[0]], {}
+        return _line(file, *place), {}
 
     def _held(self, file: Path, part: int, load: Callable[[Path, int], Any]) -> Any:
         """A part of a file, kept until another is asked for; other threads ask for others meanwhile."""
-        held = self._open
-        if held[0] != (file, part):
-            held = self._open = ((file, part), load(file, part))
+        key, held = (file, stamp_of(file), part), self._open
+        if held[0] != key:
+            held = self._open = (key, load(file, part))
         return held[1]
 
 
@@ -221,37 +221,21 @@ class ChatReader(RecordReader):
             reward=fields.get("reward"),
         )
 
-    def named(self, own: Any, file: Path, number: int) -> str:
-        """A chat's own id must be safe in a path as it is."""
-        as_it_is = isinstance(own, str | int) and file.suffix.lower() != ".tar"
-        return safe_id(str(own)) if as_it_is else super().named(own, file, number)
+
+Stamp = tuple[int, int]
+"""Size and time of a file: an index of it is made again when one of them has changed."""
 
 
-def with_index(reader: Any, index: Callable[[], Any]) -> dict[str, Any]:
-    """The state of a reader that travels, with its index.
-
-    Workers keep a reader for all of equal state: without the index, also for one made after its files have changed.
-    """
-    with contextlib.suppress(DataError):  # whoever reads there is told
-        index()
-    return dict(vars(reader))
+def stamp_of(file: Path) -> Stamp:
+    """The stamp of a file; a `DataError` if it is missing."""
+    with reading(file, "cannot be read"):
+        about = file.stat()
+    return about.st_size, about.st_mtime_ns
 
 
 def first_known(*names: Any) -> str:
     """The first name that is there: JSON and columns of a table spell one that is not as null, or leave it empty."""
     return next(str(name) for name in names if name is not None and name != "")
-
-
-def short_id(name: str) -> str:
-    """`name` if it is safe in a path, else its safe letters and a digest.
-
-    >>> short_id("task-7"), short_id("2024_me@here.org")
-    ('task-7', '2024_me_here.org-0e2e2b6a')
-    """
-    if SAFE_NAME.fullmatch(name) and not name.endswith((" ", ".")):
-        return name
-    letters = re.sub(r"[^A-Za-z0-9._()-]", "_", name)[:50].lstrip("._(-") or "x"
-    return f"{letters}-{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
 
 
 def image_url(data: bytes, where: str) -> str:
@@ -321,8 +305,7 @@ def _named_places(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, A
     """The place of each record of a file, and enough of the record to name it."""
     kind = file.suffix.lower()
     if kind == ".json":
-        now, records = _json_records(file)
-        yield from (((number, now), value) for number, value in enumerate(records))
+        yield from (((number,), value) for number, value in enumerate(_json_records(file)))
     elif kind == ".parquet":
         yield from _rows(file, columns)
     elif kind == ".tar":
@@ -332,30 +315,23 @@ def _named_places(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, A
 
 
 def _places_and_breaks(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
-    """`_named_places`, and where the file cannot be read on, a record without a place: whoever reads it is told why."""
+    """`_named_places`; where the file cannot be read on, the reason stands in place of a last record."""
     try:
         yield from _named_places(file, columns)
     except DataError as error:
         if fault := shortage(error):
             raise fault from None
-        yield None, None
+        yield error, None
 
 
-def changed(file: Path) -> DataError:
-    """What was found under a name may be another recording now."""
-    return DataError(f"{file} has changed since it was looked at; split when the recording is done")
-
-
-def _json_records(file: Path) -> tuple[int, list[Any]]:
-    """A checksum of the file, and its records."""
-    data = plain_file(file).read_bytes()
-    value = from_json(data, str(file))
+def _json_records(file: Path) -> list[Any]:
+    value = from_json(plain_file(file).read_bytes(), str(file))
     one_chat = isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]
-    return zlib.crc32(data), value if isinstance(value, list) and not one_chat else [value]
+    return value if isinstance(value, list) and not one_chat else [value]
 
 
-def _lines(file: Path) -> Iterator[tuple[tuple[int, int, int], Any]]:
-    """((number, offset, checksum), value) of each line that is not empty."""
+def _lines(file: Path) -> Iterator[tuple[tuple[int, int], Any]]:
+    """((number, offset), value) of each line that is not empty."""
     with _opened(file) as handle:
         offset = number = 0
         for at, line in enumerate(iter(lambda: handle.readline(MOST_OF_RECORD + 1), b""), 1):
@@ -366,18 +342,15 @@ def _lines(file: Path) -> Iterator[tuple[tuple[int, int, int], Any]]:
                     if len(line) > MOST_OF_RECORD:
                         raise
                     value = None  # reading it says what is wrong; the lines behind it are whole
-                yield (number, offset, zlib.crc32(line.strip())), value
+                yield (number, offset), value
                 number += 1
             offset += len(line)
 
 
-def _line(file: Path, number: int, offset: int, then: int) -> Any:
+def _line(file: Path, number: int, offset: int) -> Any:
     with _opened(file) as handle:
         handle.seek(offset)
-        line = handle.readline(MOST_OF_RECORD + 1)
-    if zlib.crc32(line.strip()) != then:
-        raise changed(file)
-    return _parsed(line, f"{file}, record {number}")
+        return _parsed(handle.readline(MOST_OF_RECORD + 1), f"{file}, record {number}")
 
 
 def _opened(file: Path) -> Any:
@@ -401,46 +374,28 @@ def _parquet(file: Path) -> Any:
         return pyarrow.parquet.ParquetFile(plain_file(file, most=None))
 
 
-def _row_group(file: Path, group: int) -> tuple[int, Any]:
-    """The checksum of the file's footer, and a row group of it."""
+def _row_group(file: Path, group: int) -> Any:
     with _parquet(file) as table:
-        if group >= table.num_row_groups:
-            raise changed(file)
-        return _footer(file), table.read_row_group(group)
+        return table.read_row_group(group)
 
 
-def _row_sum(footer: int, row: dict[str, Any], columns: tuple[str, ...]) -> int:
-    """A checksum of a row's place in its file, and of what names it."""
-    return zlib.crc32(repr([row.get(name) for name in columns]).encode("utf-8", "surrogatepass"), footer)
-
-
-def _footer(file: Path) -> int:
-    """A checksum of a parquet file's footer, which tells where all of its columns lie, their least and their most."""
-    with _opened(file) as handle:
-        handle.seek(-8, os.SEEK_END)
-        size = int.from_bytes(handle.read(4), "little")
-        handle.seek(-8 - size, os.SEEK_END)
-        return zlib.crc32(handle.read(size))
-
-
-def _rows(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[tuple[int, int, int, int], Any]]:
-    """((number, row group, row in it, checksum), the named columns) of each row."""
+def _rows(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[tuple[int, int, int], Any]]:
+    """((number, row group, row in it), the named columns) of each row."""
     with _parquet(file) as table:
-        footer = _footer(file)
         there = [name for name in columns if name in table.schema_arrow.names]
         number = 0
         for group in range(table.num_row_groups):
             count = table.metadata.row_group(group).num_rows
             named = table.read_row_group(group, columns=there).to_pylist() if there else [{}] * count
             for inside in range(count):
-                yield (number, group, inside, _row_sum(footer, named[inside], columns)), named[inside]
+                yield (number, group, inside), named[inside]
                 number += 1
 
 
-def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, int, int], ...]], Any]]:
+def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, int], ...]], Any]]:
     """((key, its files), {"id": key}): files whose names are equal up to the first dot are one record.
 
-    A file is (its name behind the key, offset, size, checksum of its header); links and devices are no files.
+    A file is (its name behind the key, offset, size); links and devices are no files.
     """
     try:
         with tarfile.open(plain_file(file, most=None), "r:") as archive:
@@ -455,9 +410,7 @@ def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, i
                     yield (key, tuple(members)), {"id": key}
                     members = []
                 key = at
-                archive.fileobj.seek(member.offset_data - tarfile.BLOCKSIZE)  # type: ignore[union-attr]
-                header = archive.fileobj.read(tarfile.BLOCKSIZE)  # type: ignore[union-attr]
-                members.append((rest, member.offset_data, member.size, zlib.crc32(header)))
+                members.append((rest, member.offset_data, member.size))
             if key is not None:
                 yield (key, tuple(members)), {"id": key}
     except (tarfile.TarError, OSError, EOFError) as error:
@@ -466,16 +419,14 @@ def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, i
         ) from error
 
 
-def _tar_record(file: Path, members: Sequence[tuple[str, int, int, int]]) -> tuple[Any, Mapping[str, bytes]]:
+def _tar_record(file: Path, members: Sequence[tuple[str, int, int]]) -> tuple[Any, Mapping[str, bytes]]:
     """The JSON of a record, and its other files by name."""
     value, images = None, {}
-    if sum(size for _, _, size, _ in members) > MOST_OF_RECORD:
+    if sum(size for _, _, size in members) > MOST_OF_RECORD:
         raise DataError(f"{file}: a record is larger than {MOST_OF_RECORD:,} bytes")
     with _opened(file) as handle:
-        for name, offset, size, header in members:
-            handle.seek(offset - tarfile.BLOCKSIZE)
-            if zlib.crc32(handle.read(tarfile.BLOCKSIZE)) != header:
-                raise changed(file)
+        for name, offset, size in members:
+            handle.seek(offset)
             data = handle.read(size)
             if len(data) != size:
                 raise DataError(f"{file} ends inside {name}; copy it again")
@@ -492,7 +443,7 @@ def first_record(files: Sequence[Path]) -> Any:
     """The first record of files that can be read, or None where there is none."""
     for file in files:
         for place, value in _places_and_breaks(file, ()):
-            if place is None or value is None:  # broken: reading it says why
+            if isinstance(place, DataError) or value is None:
                 continue
             if file.suffix.lower() == ".parquet":
                 with _parquet(file) as table:

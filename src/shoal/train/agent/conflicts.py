@@ -47,6 +47,15 @@ _CONFLICTS: tuple[tuple[Callable[[AgentConfig], Any], str], ...] = (
         "engine.dtype={c.engine.dtype} has no effect on {tiny}: set engine.name=huggingface, or leave it out",
     ),
     (
+        lambda c: (
+            c.engine.batch_invariant
+            and c.engine.played_by == "huggingface"
+            and c.algorithm.precision != "float32"
+        ),
+        "engine.batch_invariant=true makes the update compute as the sampler does, and "
+        "algorithm.precision={c.algorithm.precision} otherwise: leave precision out, and set engine.dtype=bfloat16",
+    ),
+    (
         lambda c: c.algorithm.loss_constant != 1 and c.algorithm.loss_aggregation != "constant",
         "algorithm.loss_constant={c.algorithm.loss_constant} has no effect with loss_aggregation="
         "{c.algorithm.loss_aggregation}: set loss_aggregation to constant, or leave loss_constant out",
@@ -116,10 +125,7 @@ def _estimator(config: AgentConfig) -> Any:
 
 
 def _is_tiny(config: AgentConfig) -> bool:
-    return config.engine.name == "tiny" or (config.engine.name, config.engine.replicas.engine) == (
-        "ray",
-        "tiny",
-    )
+    return config.engine.played_by == "tiny"
 
 
 def refuse_without_signal(config: AgentConfig) -> None:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json
 from shoal.maths.noise import torch_noise
-from shoal.rollout.samplers.models import looks_back, resolve_model
+from shoal.rollout.samplers.models import INVARIANT, looks_back, resolve_model
 from shoal.rollout.samplers.registry import make_engine
 from shoal.rollout.samplers.sampler import of_inner, require_trainable, require_weights
 from shoal.rollout.samplers.settings import EngineConfig
@@ -260,7 +260,7 @@ class HuggingFacePolicy(Policy):
 
         It is tried: two samples with a prefix in one row, and each in a row of its own.
         """
-        if self._implementation not in ("sdpa", "eager") or looks_back(self.module) < math.inf:
+        if self._implementation not in ("sdpa", "eager", INVARIANT) or looks_back(self.module) < math.inf:
             return False
         device = next(self.module.parameters()).device
         apart = torch.tensor([[1, 2, 3, 4, 0], [1, 2, 4, 3, 0]], device=device)  # the last column is not read
@@ -283,7 +283,7 @@ class HuggingFacePolicy(Policy):
     @cached_property
     def costs(self) -> Costs:  # type: ignore[override]
         """See `costs_of`; where attention is not fused its memory grows as its time, so rows stay short."""
-        return costs_of(self.module) if self._implementation == "sdpa" else TINY
+        return costs_of(self.module) if self._implementation in ("sdpa", INVARIANT) else TINY
 
     def reading(
         self, ids: Tensor, lengths: Tensor, begins: Tensor | None, inputs: Inputs
@@ -356,7 +356,7 @@ def _reads(
     first, prefix, end = (begins if begins.ndim == 3 else begins.expand(3, *begins.shape))[:, :, :-1, None]
     seen = (places <= places[:, None]) & (places >= first) | (places >= prefix) & (places < end)
     mask = seen[:, None]
-    if implementation != "sdpa":  # the plain attention adds its mask to the scores
+    if implementation not in ("sdpa", INVARIANT):  # the plain attention adds its mask to the scores
         mask = torch.zeros(mask.shape, device=ids.device).masked_fill(~mask, torch.finfo(torch.float32).min)
     positions = places - (first - (end - prefix))[..., 0]
     if inputs is not None:
@@ -390,14 +390,14 @@ def make_policy(config: EngineConfig, words: Sequence[str], seed: int) -> tuple[
             "update. Train with engine.name=huggingface, or vllm to sample faster (both with "
             "engine.model=FOLDER), and play a server with `shoal rollout`"
         )
-    named = config.replicas.engine if config.name == "ray" else config.name
-    here = "tiny" if named == "tiny" else "huggingface"
+    here = "tiny" if config.played_by == "tiny" else "huggingface"
     if here != "tiny" and config.model is None:
         raise ConfigError(
             f"engine.model must be a model folder or a name that `shoal model get` knows, for "
             f"engine.name={config.name}, got none"
         )
-    local: Any = make_engine(replace(config, name=here), words, seed)
+    invariant = config.batch_invariant and config.played_by == here  # vLLM's order of additions is its own
+    local: Any = make_engine(replace(config, name=here, batch_invariant=invariant), words, seed)
     policy = policy_of(local)
     if isinstance(policy, HuggingFacePolicy) and config.train_last_layers is not None:
         policy.freeze_all_but_last(config.train_last_layers)
@@ -429,6 +429,7 @@ def load_policy(
     options: dict[str, Any] = {}
     if config is not None:
         options = {"max_batch": config.max_batch, "cache_tokens": config.cache_tokens, **config.template}
+        options["batch_invariant"] = config.batch_invariant and config.played_by == "huggingface"
     file, described = folder / "engine.json", dict[str, Any]()
     if file.exists():
         described = read_json(file)
@@ -562,11 +563,16 @@ def training_mode(model: nn.Module, checkpointing: bool, seed: int | None = None
     """
     layers = checkpointed_layers(model) if checkpointing else []
     drops = dropouts(model) if seed is not None else []
+    again = partial(checkpoint, use_reentrant=False)
+    if getattr(getattr(model, "config", None), "_attn_implementation", None) == INVARIANT:
+        from shoal.rollout.samplers.invariant import checkpoint_contexts
+
+        again = partial(again, context_fn=checkpoint_contexts)
     before = [part.gradient_checkpointing for part in layers]
     for part in layers:
         # set here, since the methods of transformers that do it change names between versions
         part.gradient_checkpointing = True  # type: ignore[assignment]
-        part._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)  # type: ignore[assignment]
+        part._gradient_checkpointing_func = again  # type: ignore[assignment]
     switched = [*layers, *drops]
     for part in switched:
         part.training = True  # of this module alone: its parts keep their mode
@@ -618,7 +624,9 @@ def score(
     """
 
     def part(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        scores = scores.float() if temperature in (0.0, 1.0) else scores.float() / temperature
+        scores = scores.float()
+        if temperature not in (0.0, 1.0):  # by a tensor, as samplers do: a GPU multiplies by 1 / a number
+            scores = scores / scores.new_tensor(temperature)
         logprobs = scores.log_softmax(-1)
         known = logprobs.gather(1, targets[:, None])[:, 0]
         with torch.set_grad_enabled(entropy == "trained" and torch.is_grad_enabled()):

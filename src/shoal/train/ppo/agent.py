@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 from torch import nn
 
-from shoal.core.errors import DivergedError, EnvError
+from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.core.seeding import stream
 from shoal.maths.normalizer import ObservationNormalizer, RewardNormalizer
 from shoal.maths.updates import decayed, explained_variance, next_values_of
@@ -40,11 +40,13 @@ class PPOAgent:
         self.learner = make_learner(built, self.action_rows, path=path, device=device, adam_eps=eps)
         self.config, self.n_envs, self.seed = config, n_envs, seed
         self.iteration = 0
+        self.torn = False
+        """Whether an update was ended halfway."""
         n_numbers = self.obs_rows.n_numbers if config.normalize_obs else 0
-        self.obs_norm = ObservationNormalizer(n_numbers) if n_numbers else None
+        self.obs_norm = ObservationNormalizer(n_numbers, self.obs_rows.choices) if n_numbers else None
         self.reward_norm = RewardNormalizer(n_envs, config.gamma) if config.normalize_reward else None
         self.memory: Array | None = None
-        """`[N, S]` what a recurrent policy remembers of its envs."""
+        """`[N, S]` hidden state of a recurrent policy, one row for each env."""
         self.attend(n_envs)
 
     def act(
@@ -71,7 +73,7 @@ class PPOAgent:
         return float(self.learner.values(seen)[0])
 
     def forget(self, i: int) -> None:
-        """An episode begins in env `i`: nothing is remembered of the last one."""
+        """An episode begins in env `i`: its hidden state is reset."""
         if self.memory is not None:
             self.memory[i] = 0
 
@@ -82,14 +84,15 @@ class PPOAgent:
             self.reward_norm.gamma = config.gamma
 
     def broken_off(self, i: int) -> None:
-        """The episode under way in env `i` has no more steps: neither it nor its rewards are remembered."""
+        """The open episode of env `i` is broken off: its hidden state and sum of rewards are reset."""
         self.forget(i)
         if self.reward_norm is not None:
             self.reward_norm.sums[i] = 0.0
 
-    def remembered(self) -> Array | None:
-        """A copy of what is remembered of every env."""
-        return None if self.memory is None else self.memory.copy()
+    def refuse_torn(self) -> None:
+        """Raise a `ConfigError` where a second Ctrl-C ended an update halfway."""
+        if self.torn:
+            raise ConfigError("a second Ctrl-C ended an update halfway: load the last checkpoint to go on")
 
     def alone(self) -> PPOAgent:
         """The same policy for one env of its own, with a memory of its own."""
@@ -99,7 +102,7 @@ class PPOAgent:
         return one
 
     def attend(self, n_envs: int, memory: Array | None = None, sums: Array | None = None) -> None:
-        """Go on with other environments: what is remembered of them and the sums of their rewards, or None."""
+        """Go on with other environments: their hidden states and sums of rewards, or None for zeros."""
         self.n_envs = n_envs
         if isinstance(self.learner, RecurrentLearner):
             self.memory = self.learner.no_memory(n_envs) if memory is None else memory
@@ -139,15 +142,17 @@ class PPOAgent:
             EnvError: NaN or infinity in observations or rewards; nothing was learned from them.
             DivergedError: NaN or infinity in the losses; the weights are those from before.
         """
+        self.refuse_torn()
         check_finite(rollout, self.obs_rows)
-        learned, statistics = self.learner.snapshot(), self._statistics()
+        before, self.torn = self.state(), True
         try:
-            return self._improve(rollout, progress)
-        except BaseException:  # Ctrl-C too: half an update must not be saved
-            self.iteration = -1  # of no moment until all is put back: a second Ctrl-C may come
-            self.learner.restore(learned)
-            self._load_statistics(statistics)
+            metrics = self._improve(rollout, progress)
+        except Exception:
+            self.load_state(*before)
+            self.torn = False
             raise
+        self.torn = False
+        return metrics
 
     def _improve(self, rollout: StepRollout, progress: float) -> dict[str, float]:
         config, learner = self.config, self.learner

@@ -119,6 +119,13 @@ def find_checkpoint(path: Path | str) -> Path:
     raise DataError(f"{path} holds no checkpoint; expected a folder step_… or a folder of them")
 
 
+def holds_policy(path: Path | str) -> bool:
+    """Whether a folder is a checkpoint of PPO, or a run or folder with some."""
+    path = Path(path)
+    found = [path, *list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
+    return any((folder / "policy.json").is_file() for folder in found)
+
+
 def list_checkpoints(root: Path | str) -> list[Path]:
     """The checkpoint folders in `root`, oldest first."""
     root = Path(root)
@@ -154,7 +161,8 @@ def describe_policy(
         normalize_obs: whether it sees normalised numbers.
         env: its name.
         env_kwargs: with which it is made.
-        around: `wrappers`, `atari`, `frame_stack`; those that are nothing are left out.
+        around: `wrappers`, `atari`, `frame_stack`, and `masked`: whether the env gives action masks; what is false is
+            left out.
     """
     own = getattr(network, "module", None)
     told = {
@@ -182,19 +190,10 @@ def check_same(saved: Checkpoint, mine: Checkpoint) -> None:
     wrong = [
         f"{key}: the checkpoint has {saved.policy.get(key)!r}, this run {mine.policy.get(key)!r}"
         for key in SAME
-        if saved.policy.get(key) not in (mine.policy.get(key), _as_before(mine.policy.get(key)))
+        if saved.policy.get(key) != mine.policy.get(key)
     ]
     if wrong := wrong + other_shapes(saved.weights, mine.weights):
         raise ConfigError("the checkpoint belongs to another run:\n  " + "\n  ".join(wrong))
-
-
-def _as_before(told: Any) -> Any:
-    """A space as checkpoints told it that knew no whole numbers but int64."""
-    if isinstance(told, dict) and "spaces" in told:
-        return {**told, "spaces": {key: _as_before(part) for key, part in told["spaces"].items()}}
-    if isinstance(told, dict) and told.get("kind") in ("Discrete", "MultiDiscrete"):
-        return {key: value for key, value in told.items() if key != "dtype"}
-    return told
 
 
 def other_shapes(saved: Arrays, mine: Arrays) -> list[str]:

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from shoal.core.executors import available_cpus
 from shoal.core.workers import StartMethod
 from shoal.rollout.arrays.steps import EnvSlice, StepRollout, VectorSteps
 from shoal.train.ppo.agent import PPOAgent
-from shoal.train.ppo.envs import EnvFactory, EnvFacts
+from shoal.train.ppo.envs import EnvFactory, EnvFacts, make_envs
 from shoal.train.ppo.learner import CompiledLearner
 from shoal.train.ppo.workers import WorkerSteps
 
@@ -165,15 +166,15 @@ class Experience:
     def collect(self, total_timesteps: int | None) -> StepRollout:
         """The next rollout; workers that died are started again, at most three times in a row."""
         n_steps = self.agent.config.n_steps
-        noise, before = self.agent.noise(n_steps), self.agent.remembered()
+        noise, before = self.agent.noise(n_steps), copy(self.agent.memory)
         for attempt in range(MAX_RECOVERIES + 1):
             try:
                 if self.collector is None:
                     self._start(total_timesteps)
                 assert self.collector is not None
-                remembered = self.agent.remembered()  # less that of episodes which could not be played again
+                memory = copy(self.agent.memory)  # less that of episodes which could not be played again
                 rollout = self.collector.collect(self.agent, noise)
-                rollout.memory = remembered
+                rollout.memory = memory
                 return rollout
             except (WorkerDiedError, WorkerTimeoutError) as error:
                 if attempt == MAX_RECOVERIES:
@@ -183,7 +184,7 @@ class Experience:
                     "nothing is lost", RuntimeWarning, stacklevel=3,
                 )  # fmt: skip
                 self.close()
-                self.agent.memory = None if before is None else before.copy()
+                self.agent.memory = copy(before)
             except Exception as error:  # of an env in a worker: a note names it
                 named = [note for note in getattr(error, "__notes__", ()) if note.startswith("env ")]
                 if not named:
@@ -193,9 +194,6 @@ class Experience:
 
     def _start(self, total_timesteps: int | None) -> None:
         self.workers = self._choose_workers(total_timesteps)
-        learner = self.agent.learner
-        if isinstance(learner, CompiledLearner):  # the cores of the workers are free while it learns
-            learner.assisted = min(self.workers, available_cpus()) > 1
         collector = self._make_collector()
         if isinstance(collector, WorkerSteps):
             self.workers = collector.envs.num_envs  # fewer where smaller shares would end no sooner
@@ -213,7 +211,7 @@ class Experience:
             to_env = self.agent.action_rows.to_env
             histories = [to_env(taken[i]) if i in taken else [] for i in range(self.n_envs)]
             now = collector.resume(self.log.started.tolist(), histories)
-            if self.now is not None and self.now.dtype == now.dtype:  # it was float32 with images once
+            if self.now is not None:
                 strangers = [i for i in range(self.n_envs) if not np.array_equal(now[i], self.now[i])]
                 if strangers:
                     logger.warning(
@@ -232,7 +230,7 @@ class Experience:
     def _make_collector(self) -> Collector:
         masked = self.facts.masked
         if self.workers == 0:
-            return EnvSlice([self.factory(i) for i in range(self.n_envs)], masked=masked)
+            return EnvSlice(make_envs(self.factory, 0, self.n_envs, self.facts.tried), masked=masked)
         learner = self.agent.learner
         if isinstance(learner, CompiledLearner):
             return WorkerSteps(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import multiprocessing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta
 
+from shoal.core.configuration import check_fields
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.maths.updates import Decay
 
@@ -20,55 +21,49 @@ Precision = Literal["float32", "bfloat16"]
 Convolutions = Literal["auto", "nature", "impala", "small"]
 
 
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("lr_schedule", "clip_schedule", "ent_schedule"), get_args(Decay)),
-    "activation": get_args(Activation),
-    "recurrent": get_args(Recurrence),
-    "precision": get_args(Precision),
-    "cnn": get_args(Convolutions),
-}
-"""The settings that are words; any other word would be taken for the last of them."""
-
-
-POSITIVE = ("learning_rate", "clip_range", "adam_eps")
 TINY, HUGE = (float(end) for end in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 LARGEST = 2**31 - 1
 """Of counts that take memory for each one."""
+Count = Annotated[int, Meta(ge=1, le=LARGEST)]
+Number = Annotated[float, Meta(ge=-HUGE, le=HUGE)]
+Positive = Annotated[float, Meta(ge=TINY, le=HUGE)]
+NotNegative = Annotated[float, Meta(ge=0, le=HUGE)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True)
 class PPOConfig:
     """How PPO learns; the defaults are those that most libraries share."""
 
-    n_steps: int = 128
+    n_steps: Count = 128
     """Steps of each env in one rollout."""
-    batch_size: int = 256
+    batch_size: Annotated[int, Meta(ge=1)] = 256
     """Samples in one minibatch; the last one of an epoch may be smaller."""
-    n_epochs: int = 4
+    n_epochs: Count = 4
     """Passes over each rollout."""
-    learning_rate: float = 3e-4
-    """Of Adam, at the start of the run."""
+    learning_rate: Positive = 3e-4
+    """Initial learning rate of Adam."""
     lr_schedule: Decay = "constant"
-    """How the learning rate changes over the run: not at all, or down to 0."""
-    gamma: float = 0.99
+    """Schedule of the learning rate over the run: constant, or down to 0."""
+    gamma: Share = 0.99
     """Discount of a reward per step."""
-    gae_lambda: float = 0.95
-    """Of generalised advantage estimation: 0 trusts the critic after one step, 1 only the rewards."""
-    clip_range: float = 0.2
-    """How far the probability ratio of an action may leave 1 before it stops counting."""
+    gae_lambda: Share = 0.95
+    """Lambda of generalised advantage estimation: 0 trusts the critic after one step, 1 only the rewards."""
+    clip_range: Positive = 0.2
+    """Clip range of the probability ratio."""
     clip_schedule: Decay = "constant"
-    """Likewise of the clip range."""
-    clip_range_vf: float = 0.0
+    """Schedule of the clip range."""
+    clip_range_vf: NotNegative = 0.0
     """Clip the change of the value too, by this much; 0 is off. It depends on the scale of returns."""
-    ent_coef: float = 0.0
+    ent_coef: NotNegative = 0.0
     """Weight of the entropy bonus, which keeps the policy exploring."""
     ent_schedule: Decay = "constant"
-    """Likewise of the entropy bonus."""
-    vf_coef: float = 0.5
+    """Schedule of the entropy bonus."""
+    vf_coef: NotNegative = 0.5
     """Weight of the critic's loss."""
-    max_grad_norm: float = 0.5
+    max_grad_norm: NotNegative = 0.5
     """Clip the gradient's global norm; 0 is off."""
-    target_kl: float = 0.0
+    target_kl: NotNegative = 0.0
     """Stop an update when a minibatch's KL exceeds 1.5 times this; 0 is off."""
     normalize_advantage: bool = True
     """Advantages to mean 0 and deviation 1 in each minibatch."""
@@ -76,18 +71,18 @@ class PPOConfig:
     """Observations to mean 0 and deviation 1, clipped to 10; statistics change between rollouts only."""
     normalize_reward: bool = False
     """Rewards by the deviation of their running discounted sum, clipped to 10."""
-    hidden: tuple[int, ...] = (64, 64)
+    hidden: Annotated[tuple[Count, ...], Meta(min_length=1)] = (64, 64)
     """Units of the hidden layers, of the actor and of the critic."""
     activation: Activation = "tanh"
-    """Of the hidden layers."""
-    log_std_init: float = 0.0
-    """Where the log standard deviation of continuous actions starts."""
-    adam_eps: float = 1e-5
+    """Activation of the hidden layers."""
+    log_std_init: Number = 0.0
+    """Initial log standard deviation of continuous actions."""
+    adam_eps: Positive = 1e-5
     """Added to Adam's denominator."""
     recurrent: Recurrence = "none"
-    """A policy that remembers: "lstm" or "gru" behind the hidden layers; trained through whole rollouts."""
-    memory_units: int = 64
-    """Of the recurrent layer."""
+    """Recurrent core behind the hidden layers (lstm, gru), backpropagated through the whole rollout."""
+    memory_units: Count = 64
+    """Units of the recurrent core."""
     cnn: Convolutions = "auto"
     """For images: "nature" (Mnih et al. 2015), "impala" (residual), "small", or by their size."""
     precision: Precision = "float32"
@@ -96,63 +91,13 @@ class PPOConfig:
     """Continuous actions through tanh into their bounds, instead of clipped to them."""
     sde: bool = False
     """State-dependent exploration (gSDE, arXiv:2005.05719) for continuous actions of perceptrons."""
-    sde_every: int = 0
+    sde_every: Annotated[int, Meta(ge=0)] = 0
     """Steps between its draws; 0 for one draw a rollout."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            name, given = field.name, getattr(self, field.name)
-            if isinstance(given, np.generic):  # a checkpoint has no word for it
-                given = given.item()
-            if name == "hidden":
-                given = _units(given)
-            elif name in CHOICES:
-                if given not in CHOICES[name]:
-                    raise ConfigError(f"{name} must be one of {', '.join(CHOICES[name])}, got {given!r}")
-            elif field.type == "bool":
-                if given not in (False, True):
-                    raise ConfigError(f"{name} must be True or False, got {given!r}")
-                given = bool(given)
-            elif field.type == "int":
-                if not isinstance(given, int) or isinstance(given, bool):
-                    raise ConfigError(f"{name} must be of whole numbers, got {given!r}")
-            elif not isinstance(given, int | float) or isinstance(given, bool):
-                raise ConfigError(f"{name} must be a number, got {given!r}")
-            elif not math.isfinite(given):
-                off = "; 0 is off" if name in ("clip_range_vf", "max_grad_norm", "target_kl") else ""
-                raise ConfigError(f"{name} must be finite, got {given}{off}")
-            elif abs(given) > HUGE or (name in POSITIVE and 0 < given < TINY):
-                raise ConfigError(
-                    f"{name} must lie between {TINY:.1e} and {HUGE:.1e} in size (float32), got {given}"
-                )
-            object.__setattr__(self, name, given)
-        for name in ("n_steps", "batch_size", "n_epochs", "memory_units"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("n_steps", "n_epochs", "memory_units"):
-            check_whole(name, getattr(self, name), most=LARGEST)
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        for name in POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("clip_range_vf", "ent_coef", "vf_coef", "max_grad_norm", "target_kl", "sde_every"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-
-
-def _units(given: Any) -> tuple[int, ...]:
-    if isinstance(given, int | float | str) or given is None:
-        raise ConfigError(f"hidden must be a tuple of units, one for each layer, got {given!r}")
-    units = tuple(u.item() if isinstance(u, np.generic) else u for u in given)
-    for unit in units:
-        if not isinstance(unit, int):
-            raise ConfigError(f"hidden must be of whole numbers, got {unit!r}")
-        check_whole("hidden", unit, most=LARGEST)
-    if not units or min(units) < 1:
-        raise ConfigError(f"hidden must name at least one layer of at least one unit, got {units}")
-    return units
+        if isinstance(self.hidden, list | tuple | np.ndarray):
+            object.__setattr__(self, "hidden", tuple(np.asarray(self.hidden, object).tolist()))
+        check_fields(self)
 
 
 BUILT_IN = (

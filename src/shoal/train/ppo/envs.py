@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,19 @@ class EnvFactory:
         if self.squash:
             env = SquashedActions(env)
         return SeededEpisodes(env, self.seed, index, self.stream)
+
+    def rendered(self, index: int = 0) -> SeededEpisodes:
+        """A fresh environment whose `render()` gives pictures.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        try:
+            return self(index, render_mode="rgb_array")
+        except (ShoalError, TypeError) as error:
+            raise ConfigError(
+                f"a video (--record-video, --video) needs an environment with render_mode='rgb_array': {error}"
+            ) from error
 
     def _kwargs(self) -> dict[str, Any]:
         return {**(ATARI_KWARGS if self.atari else {}), **self.kwargs}
@@ -211,9 +225,25 @@ def _lean(spec: EnvSpec) -> EnvSpec:
     return lean
 
 
+def make_envs(factory: EnvFactory, first: int, n: int, tried: Any = None) -> list[SeededEpisodes]:
+    """Envs `first .. first + n` of a run.
+
+    Raises:
+        ConfigError: two of them are one object, or one was made before (`tried`, a weak reference).
+    """
+    envs = [factory(first + i) for i in range(n)]
+    made = {id(env.unwrapped) for env in envs}
+    if len(made) < n or (tried is not None and id(tried()) in made):
+        raise ConfigError(
+            f"{factory.name} returned the same environment object twice; return a new one at each call, as in "
+            "lambda: gymnasium.make('CartPole-v1')"
+        )
+    return envs
+
+
 @dataclass(frozen=True, slots=True)
 class EnvFacts:
-    """What a try of an environment tells."""
+    """What is known of an environment after a few random steps."""
 
     observation_space: gym.Space
     action_space: gym.Space
@@ -221,6 +251,7 @@ class EnvFacts:
     step_seconds: float  # median time of a step
     max_steps: int | None  # its time limit, if it has one
     own_action_space: gym.Space  # of the environment, before actions are squashed into it
+    tried: Any  # a weak reference to the environment itself
 
 
 def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
@@ -264,6 +295,8 @@ def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
         seconds = sorted(times)[len(times) // 2] if times else 0.0
         inner = env.env
         own = inner.env.action_space if isinstance(inner, SquashedActions) else env.action_space
-        return EnvFacts(env.observation_space, env.action_space, masked, seconds, limit, own)
+        return EnvFacts(
+            env.observation_space, env.action_space, masked, seconds, limit, own, weakref.ref(env.unwrapped)
+        )
     finally:
         env.close()

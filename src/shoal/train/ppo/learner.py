@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -141,28 +140,20 @@ class TorchLearner:
         taken, parameters, values = minibatch
         if self.actions.is_discrete:
             groups, masks = self.actions.groups, taken.get("masks")
-            judged = distributions.judge_choices(parameters, taken["actions"], groups, masks)
+            scored = distributions.categorical_logprob(parameters, taken["actions"], groups, masks)
         elif isinstance(self.network, SDEActorCritic):
             mean, features = parameters[:, : self.actions.size], parameters[:, self.actions.size :]
-            judged = distributions.judge_explored(mean, features, self._log_std(), taken["actions"])
+            scored = distributions.gsde_logprob(mean, features, self._log_std(), taken["actions"])
         else:
-            judged = distributions.judge_points(parameters, self._log_std(), taken["actions"])
+            scored = distributions.gaussian_logprob(parameters, self._log_std(), taken["actions"])
         advantages = normalized(taken["advantages"]) if rates.normalize_advantage else taken["advantages"]
-        policy = clipped_policy_loss(judged.logprob, taken["logprobs"], advantages, rates.clip)
+        policy = clipped_policy_loss(scored.logprob, taken["logprobs"], advantages, rates.clip)
         critic = value_loss(values, taken["returns"], taken["values"], rates.value_clip)
-        entropy = judged.entropy.mean()
+        entropy = scored.entropy.mean()
         loss = policy.loss + rates.vf_coef * critic - rates.ent_coef * entropy
         return loss, [
             policy.loss.detach(), critic.detach(), entropy.detach(), policy.approx_kl, policy.clip_fraction
         ]  # fmt: skip
-
-    def snapshot(self) -> Any:
-        """A copy of everything an update changes."""
-        return self.state()
-
-    def restore(self, snapshot: Any) -> None:
-        """Undo the update since `snapshot`."""
-        self.load_state(*snapshot)
 
     def state(self) -> tuple[Arrays, Arrays]:
         """(weights, optimizer moments) by name."""
@@ -206,15 +197,15 @@ class TorchLearner:
 
 
 class RecurrentLearner(TorchLearner):
-    """PPO for a policy that remembers: a minibatch is the whole rollouts of some envs, cut where episodes begin.
+    """PPO for a recurrent policy: a minibatch is the whole rollouts of some envs, cut where episodes begin.
 
-    Gradients go back to the beginning of a rollout; what was remembered there is taken as it was.
+    Gradients go back to the beginning of a rollout; the hidden state there is a constant.
     """
 
     network: RecurrentActorCritic
 
     def no_memory(self, n_envs: int) -> Array:
-        """What is remembered of envs whose episodes begin."""
+        """Hidden states `[N, S]` at the start of an episode."""
         return np.zeros((n_envs, self.network.memory_size), np.float32)
 
     def act_on(
@@ -229,7 +220,7 @@ class RecurrentLearner(TorchLearner):
             memory[:] = after.cpu().numpy()
 
     def value_on(self, memory: Array, obs: Array) -> float:
-        """The value of one observation `[1, D]` after what is remembered, which stays as it is."""
+        """The value of one observation `[1, D]` after this hidden state, which is not changed."""
         with torch.inference_mode():
             return float(self.network.step(self._rows(obs), torch.from_numpy(memory).to(self.device))[1][0])
 

@@ -200,7 +200,7 @@ class RecurrentActorCritic(ActorCritic):
         initialize(self.critic, seed, "critic", last_gain=1.0)
 
     def step(self, rows: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Action parameters `[N, P]`, values `[N]` and what is remembered afterwards `[N, S]`."""
+        """Action parameters `[N, P]`, values `[N]` and hidden states afterwards `[N, S]`."""
         told, memory = self._core(self.encoder(rows)[None], memory)
         return self.actor(told[0]), self.critic(told[0]).squeeze(1), memory
 
@@ -389,7 +389,7 @@ def _impala(picture: Picture) -> Layers:
 def build_network(
     rows: ObservationRows, actions: ActionRows, config: PPOConfig, *, seed: int, network: nn.Module | None = None
 ) -> ActorCritic:  # fmt: skip
-    """The network for these spaces: the user's own, one that remembers, a CNN for images, else a perceptron."""
+    """The network for these spaces: the user's own, a recurrent one, a CNN for images, else a perceptron."""
     if network is not None and config.sde:
         raise ConfigError("sde=True builds a network, but one was given; leave out either")
     if network is not None and config.recurrent != "none":

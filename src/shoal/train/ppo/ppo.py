@@ -5,24 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from shoal.core.data import check_flags, reward_of
-from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, EnvError, reading
+from shoal.core.ctrl_c import CtrlCWaits
+from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, reading
 from shoal.core.executors import Closing
-from shoal.core.seeding import stream
 from shoal.core.workers import StartMethod
 from shoal.envs.catalogue import Wrapper, wrapper_name
-from shoal.rollout.arrays.spaces import AS_FLOAT32
-from shoal.rollout.arrays.steps import SeededEpisodes, mask_of
 from shoal.train.ppo.agent import PPOAgent
 from shoal.train.ppo.checkpoint import (
     Checkpoint,
@@ -32,7 +28,7 @@ from shoal.train.ppo.checkpoint import (
     load_run,
     save_checkpoint,
 )
-from shoal.train.ppo.collect import EpisodeLog, Experience, mean_of
+from shoal.train.ppo.collect import Episode, EpisodeLog, Experience, mean_of
 from shoal.train.ppo.config import (
     LARGEST,
     PPOConfig,
@@ -43,6 +39,7 @@ from shoal.train.ppo.config import (
     read_config,
 )
 from shoal.train.ppo.envs import EnvFactory, EnvSource, try_env
+from shoal.train.ppo.evaluation import Evaluation, evaluate
 from shoal.train.ppo.learner import CompiledLearner
 from shoal.train.ppo.networks import ActorCritic
 from shoal.train.ppo.presets import NO_PRESET, preset_for
@@ -65,6 +62,7 @@ class PPO(Closing):
         env: what `shoal.envs.resolve` takes: a name, `module:Class`, or a function that returns an environment.
         n_envs: how many of them; None for the preset's, else 8.
         seed: of the run; all randomness is derived from it.
+        total_timesteps: length of the run, over which schedules run; None for as much as `learn` was asked for.
         config: how to learn; single settings may also be given by keyword (`learning_rate=1e-3`), on top of it or of
             the preset.
         network: an own `nn.Module` (see `OwnNetwork`); None builds one for the spaces.
@@ -82,12 +80,18 @@ class PPO(Closing):
     """
 
     def __init__(
-        self, env: EnvSource, *, n_envs: int | None = None, seed: int = 0, config: PPOConfig | None = None,
+        self, env: EnvSource, *more: Any, n_envs: int | None = None, seed: int = 0,
+        total_timesteps: int | None = None, config: PPOConfig | None = None,
         network: nn.Module | None = None, backend: str = "auto", num_workers: int | None = None,
         start_method: StartMethod | None = None, device: str = "cpu", path: str = "auto",
         env_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Wrapper] = (), preset: str = "auto",
         atari: bool | None = None, frame_stack: int | None = None, **settings: Any,
     ) -> None:  # fmt: skip
+        if more:
+            raise ConfigError(
+                "PPO takes one argument without a name, the environment, and builds the network for it: "
+                f"PPO({more[0]!r}), got PPO({', '.join(map(repr, (env, *more)))})"
+            )
         tuned = preset_for(env if isinstance(env, str) else "", preset) or NO_PRESET
         n_envs = tuned.n_envs if n_envs is None else n_envs
         check_settings(settings)
@@ -114,8 +118,11 @@ class PPO(Closing):
         )  # fmt: skip
         self.obs_rows, self.action_rows = self.agent.obs_rows, self.agent.action_rows
         self._single_thread = sum(p.numel() for p in self.network.parameters()) < 300_000
+        self.total_timesteps = total_timesteps
+        if total_timesteps is not None:
+            check_whole("total_timesteps", total_timesteps, 1)
+        self._decayed = 0.0  # how far schedules are on their way, from 0 to 1
         self.log = EpisodeLog(n_envs)
-        self._booked = 0  # updates whose rollouts are in the log
         self._experience = Experience(
             self.factory, self.facts, self.agent, self.log, backend=backend, num_workers=num_workers,
             start_method=start_method,
@@ -140,11 +147,15 @@ class PPO(Closing):
         self, total_timesteps: int | None = None, *, num_episodes: int | None = None,
         callback: Callback | None = None,
     ) -> PPO:  # fmt: skip
-        """Train until the run has seen `total_timesteps` env steps or `num_episodes` episodes in all.
+        """Train for `total_timesteps` more env steps, or until `num_episodes` more episodes have ended.
+
+        Schedules run over the `total_timesteps` of the class, or else over all that was asked for so far; a rate that
+        has decayed does not rise again. Ctrl-C waits for the update in progress, after which the run can be saved or go
+        on; a second one ends at once, and then the last checkpoint is what there is.
 
         Args:
-            total_timesteps: env steps of all environments together, those of earlier calls included.
-            num_episodes: finished episodes, likewise.
+            total_timesteps: env steps of all environments together; the last rollout may exceed them.
+            num_episodes: finished episodes.
             callback: gets the metrics after every update; returning False stops.
         """
         for metrics in self.updates(total_timesteps, num_episodes=num_episodes):
@@ -156,28 +167,44 @@ class PPO(Closing):
         self, total_timesteps: int | None = None, *, num_episodes: int | None = None
     ) -> Iterator[Metrics]:
         """`learn`, one update at a time: yields the metrics of each."""
-        if total_timesteps is None and num_episodes is None:
-            raise ConfigError("say how long to train: total_timesteps or num_episodes")
-        for name, given in (("total_timesteps", total_timesteps), ("num_episodes", num_episodes)):
-            if given is not None and not given >= 1:
-                raise ConfigError(f"{name} must be at least 1, got {given}")
-        self._refuse_torn()
-        seconds, first_step = 0.0, self.log.n_steps
+        _check_limits(total_timesteps, num_episodes)
+        steps = None if total_timesteps is None else self.log.n_steps + total_timesteps
+        episodes = None if num_episodes is None else self.log.n_episodes + num_episodes
+        length = (steps, episodes) if self.total_timesteps is None else (self.total_timesteps, None)
+        self._warn_of_decayed(length)
+        yield from self._train(steps, episodes, lambda: max(self._decayed, self.progress(*length)))
+
+    def updates_until(self, total_timesteps: int | None, num_episodes: int | None) -> Iterator[Metrics]:
+        """Train until the run has seen so many env steps, or episodes, in all; schedules run over them."""
+        _check_limits(total_timesteps, num_episodes)
+        yield from self._train(
+            total_timesteps, num_episodes, lambda: self.progress(total_timesteps, num_episodes)
+        )
+
+    def _warn_of_decayed(self, length: tuple[int | None, int | None]) -> None:
+        """Say it where a schedule ended with an earlier call, and so holds its rate in this one."""
+        schedules = ("lr_schedule", "clip_schedule", "ent_schedule")
+        names = [name for name in schedules if getattr(self.config, name) != "constant"]
+        now = self.progress(*length)
+        if names and (now < self._decayed or now == 1.0):
+            logger.warning(
+                "%s: at %.0f%% of its way, where an earlier call of learn ended, and does not rise again; give a run "
+                "that is trained in parts its length: total_timesteps=... of PPO or PPO.load",
+                ", ".join(names), 100 * max(now, self._decayed),
+            )  # fmt: skip
+
+    def _train(
+        self, total_timesteps: int | None, num_episodes: int | None, decayed: Callable[[], float]
+    ) -> Iterator[Metrics]:
+        self.agent.refuse_torn()
+        seconds, first_step, ctrl_c = 0.0, self.log.n_steps, CtrlCWaits()
         while self.progress(total_timesteps, num_episodes) < 1.0:
-            progress = self.progress(total_timesteps, num_episodes)
-            started, remembered = time.perf_counter(), self.agent.remembered()
-            try:
-                with self._threads():
-                    rollout = self._experience.collect(total_timesteps)
-                    metrics = self.agent.improve(rollout, progress)
-                ended = self.log.add(rollout)
-                self._experience.now = rollout.obs[-1]
-            except BaseException:  # the environments went on, the log did not: they are played again from it
-                self.agent.memory = remembered  # first: a second Ctrl-C may cut the closing short
-                self._experience.close()
-                raise
+            self._decayed = decayed()
+            started = time.perf_counter()
+            with ctrl_c:
+                ended, metrics = self._update(total_timesteps)
             seconds += time.perf_counter() - started
-            row = {
+            yield {
                 "iteration": self.agent.iteration,
                 "steps": self.log.n_steps,
                 "episodes": self.log.n_episodes,
@@ -190,8 +217,21 @@ class PPO(Closing):
                 "n_envs": self.n_envs,
                 **metrics,
             }
-            self._booked = self.agent.iteration  # no sooner: what is saved on Ctrl-C has told its row
-            yield row
+            ctrl_c.pass_on()
+
+    def _update(self, total_timesteps: int | None) -> tuple[list[Episode], Metrics]:
+        """Collect, estimate and learn once; the episodes that ended, and the update's metrics."""
+        memory = copy(self.agent.memory)
+        try:
+            with self._threads():
+                rollout = self._experience.collect(total_timesteps)
+                metrics = self.agent.improve(rollout, self._decayed)
+        except BaseException:  # the environments went on, the log did not: they are played again from it
+            self.agent.memory = memory
+            self._experience.close()
+            raise
+        self._experience.now = rollout.obs[-1]
+        return self.log.add(rollout), metrics
 
     def progress(self, total_timesteps: int | None, num_episodes: int | None) -> float:
         """The finished share of the run."""
@@ -200,11 +240,19 @@ class PPO(Closing):
         return min(1.0, max(by_steps, by_episodes))
 
     def evaluate(
-        self, episodes: int = 10, *, deterministic: bool = True, frames: list[Any] | None = None
-    ) -> Evaluation:
-        """Play on a single environment of its own, with seeds of its own; training does not notice."""
-        factory = dataclasses.replace(self.factory, stream="eval")
-        env = factory(0, render_mode="rgb_array") if frames is not None else factory(0)
+        self, episodes: int = 10, *, deterministic: bool = True, frames: list[Any] | None = None,
+        seed: int | None = None,
+    ) -> Evaluation:  # fmt: skip
+        """Play on a single environment of its own, with seeds of its own; training does not notice.
+
+        Args:
+            episodes: how many.
+            deterministic: the likeliest action instead of a drawn one.
+            frames: filled with what the environment renders at every step.
+            seed: of the episodes; the run's own if not given.
+        """
+        factory = dataclasses.replace(self.factory, stream="eval", seed=self.seed if seed is None else seed)
+        env = factory(0) if frames is None else factory.rendered()
         try:
             with self._threads():
                 return evaluate(
@@ -220,26 +268,15 @@ class PPO(Closing):
         too long.
 
         Raises:
-            ConfigError: Ctrl-C came between an update and its books: the last checkpoint is what there is.
+            ConfigError: a second Ctrl-C ended an update halfway: the last checkpoint is what there is.
         """
-        self._refuse_torn()
         if long := self.log.longer_than(REPLAY_LIMIT):
             self._experience.break_off(long)
         return save_checkpoint(checkpoint_folder(root, self.log.n_steps), self.checkpoint(**extra))
 
-    def _refuse_torn(self) -> None:
-        if not self.is_whole:
-            raise ConfigError(
-                "the run was interrupted between an update and its books; load the last checkpoint to go on"
-            )
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether weights and episodes are of one moment; only Ctrl-C at a rare moment makes them differ."""
-        return self._booked == self.agent.iteration
-
     def checkpoint(self, **extra: Any) -> Checkpoint:
         """All of the run, as it would be saved."""
+        self.agent.refuse_torn()
         weights, optimizer, statistics = self.agent.state()
         values, episodes = self.log.state()
         if self._experience.now is not None:
@@ -250,11 +287,12 @@ class PPO(Closing):
             self.facts.observation_space, self.facts.own_action_space, self.network, self.config,
             self.agent.obs_norm is not None, self.factory.name, _plain(self.factory.kwargs),
             wrappers=[wrapper_name(wrapper) for wrapper in self.factory.wrappers], atari=self.factory.atari,
-            frame_stack=self.factory.frame_stack,
+            frame_stack=self.factory.frame_stack, masked=self.facts.masked,
         )  # fmt: skip
         training = {
             "config": dataclasses.asdict(self.config), "seed": self.seed, "n_envs": self.n_envs,
-            "begun": self._experience.collector is not None or self._experience.goes_on, **values, **extra,
+            "begun": self._experience.collector is not None or self._experience.goes_on,
+            "total_timesteps": self.total_timesteps, "decayed": self._decayed, **values, **extra,
         }  # fmt: skip
         if told := [key for key, value in self.factory.kwargs.items() if not _is_json(value)]:
             training["env_kwargs_told"] = told  # as text, which no environment is made with
@@ -265,7 +303,7 @@ class PPO(Closing):
         cls, checkpoint: Path | str, env: EnvSource | None = None, *, network: nn.Module | None = None,
         backend: str = "auto", num_workers: int | None = None, start_method: StartMethod | None = None,
         device: str = "cpu", path: str = "auto", env_kwargs: Mapping[str, Any] | None = None,
-        wrappers: Sequence[Wrapper] | None = None,
+        wrappers: Sequence[Wrapper] | None = None, total_timesteps: int | None = None,
     ) -> PPO:  # fmt: skip
         """Continue the run that `save` wrote, bit for bit.
 
@@ -280,6 +318,7 @@ class PPO(Closing):
             path: "compiled", "torch" or "auto"; only the same one continues bit for bit.
             env_kwargs: those of the run if not given; needed when they are not numbers, text, lists or dicts.
             wrappers: those of the run if not given; needed when they are not of an importable module.
+            total_timesteps: the run's new length, those before included; schedules stand where they are in it.
 
         Raises:
             DataError: the checkpoint is broken.
@@ -299,14 +338,15 @@ class PPO(Closing):
             env_kwargs=env_kwargs if env_kwargs is not None else policy["env_kwargs"],
             wrappers=policy.get("wrappers", ()) if wrappers is None else wrappers, preset="none",
             atari=policy.get("atari", False), frame_stack=policy.get("frame_stack", 0),
+            total_timesteps=total_timesteps or training["total_timesteps"],
         )  # fmt: skip
         check_same(saved, ppo.checkpoint())
         with reading(checkpoint, OTHER_CHECKPOINT):
             ppo.agent.load_state(saved.weights, saved.optimizer, saved.statistics)
             ppo.log.load_state(training, saved.episodes)
+            ppo._decayed = float(training["decayed"]) if total_timesteps is None else 0.0
             if ppo.agent.memory is not None:
                 ppo.agent.memory = saved.episodes["memory"].copy()
-        ppo._booked = ppo.agent.iteration
         ppo._experience.now = saved.episodes.get("now")
         ppo._experience.goes_on = bool(training["begun"])
         return ppo
@@ -329,90 +369,12 @@ class PPO(Closing):
             torch.set_num_threads(before)
 
 
-class Evaluation(NamedTuple):
-    """How a policy did."""
-
-    returns: list[float]
-    lengths: list[int]
-
-    @property
-    def mean(self) -> float:
-        """Mean return."""
-        return float(np.mean(self.returns))
-
-    @property
-    def std(self) -> float:
-        """Population deviation of the returns."""
-        return float(np.std(self.returns))
-
-
-LONGEST_EVALUATION = 100_000
-"""Steps of one episode; an error beyond, since an environment without end would never return."""
-
-
-def evaluate(
-    player: PPOAgent, env: SeededEpisodes, *, episodes: int, deterministic: bool, frames: list[Any] | None
-) -> Evaluation:  # fmt: skip
-    """Play episodes 0, 1, … of `env`'s stream and report their returns.
-
-    Args:
-        player: the policy, for one env.
-        env: a single environment that nothing else uses.
-        episodes: how many.
-        deterministic: the likeliest action instead of a drawn one.
-        frames: filled with what `env.render()` shows, for a video.
-    """
-    check_whole("episodes", episodes, 1)
-    rows, actions = player.obs_rows, player.action_rows
-    obs = np.zeros((1, rows.size), rows.dtype)
-    shape = (1, actions.size)
-    chosen, logprob = np.zeros(shape, actions.dtype), np.zeros(1, np.float32)
-    returns, lengths = [], []
-    for episode in range(episodes):
-        env.episode = episode
-        observation, info = env.reset()
-        player.forget(0)
-        chance = stream(env.seed, env.stream, "actions", episode)
-        total, length, masks = 0.0, 0, np.zeros((1, 0), np.uint8)
-        masked = actions.is_discrete and "action_mask" in info
-        while True:
-            if frames is not None:
-                frames.append(env.render())
-            rows.encode_one(observation, obs[0])
-            if not np.isfinite(rows.numbers(obs)).all():
-                raise EnvError(
-                    f"evaluation episode {episode}, step {length}: the observation must be finite ({AS_FLOAT32})"
-                )
-            if masked:
-                masks = mask_of(info, actions.n_parameters, 0).reshape(1, -1).astype(np.uint8)
-                if any(actions.forbidden(masks)):
-                    raise EnvError(
-                        f"evaluation episode {episode}, step {length}: the action mask allows no action"
-                    )
-            player.act(obs, masks, player.draw(chance, 1), chosen, logprob, deterministic)
-            try:
-                observation, reward, terminated, truncated, info = env.step(actions.to_env(chosen)[0])
-                check_flags(terminated, truncated)
-                paid = reward_of(reward)
-            except Exception as error:  # an env may raise whatever it likes
-                raise EnvError(
-                    f"evaluation failed in episode {episode}, step {length}, action {chosen[0].tolist()}: {error!r}"
-                ) from error
-            if not math.isfinite(paid):
-                raise EnvError(
-                    f"evaluation episode {episode}, step {length}: reward must be finite, got {paid}"
-                )
-            total, length = total + paid, length + 1
-            if terminated or truncated:
-                break
-            if length >= LONGEST_EVALUATION:
-                raise EnvError(
-                    f"evaluation episode {episode} did not end in {LONGEST_EVALUATION} steps; give the "
-                    "environment a time limit (gymnasium.wrappers.TimeLimit)"
-                )
-        returns.append(total)
-        lengths.append(length)
-    return Evaluation(returns, lengths)
+def _check_limits(total_timesteps: int | None, num_episodes: int | None) -> None:
+    if total_timesteps is None and num_episodes is None:
+        raise ConfigError("say how long to train: total_timesteps or num_episodes")
+    for name, given in (("total_timesteps", total_timesteps), ("num_episodes", num_episodes)):
+        if given is not None and not given >= 1:
+            raise ConfigError(f"{name} must be at least 1, got {given}")
 
 
 def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:

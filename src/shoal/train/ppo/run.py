@@ -12,12 +12,13 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import tyro
+from msgspec import Meta
 
-from shoal.core.configuration import as_yaml
+from shoal.core.configuration import as_yaml, check_fields
+from shoal.core.ctrl_c import CtrlCWaits
 from shoal.core.errors import ConfigError, DivergedError, EnvError, WorkerError, needs_extra
 from shoal.core.files import is_whole, read_json, remove_leftovers, replacing, write_text
 from shoal.core.run_folder import FolderLock, RunFolder
@@ -33,24 +34,26 @@ from shoal.train.ppo.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from shoal.train.ppo.config import BUILT_IN, PPOConfig, read_config
-from shoal.train.ppo.ppo import PPO, Metrics
+from shoal.train.ppo.config import BUILT_IN, LARGEST, PPOConfig, read_config
+
+if TYPE_CHECKING:
+    from shoal.train.ppo.ppo import PPO, Metrics
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What `shoal train-ppo` can be told besides the settings of PPO."""
+    """Options of `shoal train-ppo` besides the settings of PPO."""
 
     env: str = "CartPole-v1"
     """A Gymnasium id, module:Id-v0, or module:Class or module:function of your own environment."""
-    env_kwargs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE ...")] = ()
-    """Arguments of the environment; values are JSON or plain text."""
-    wrapper: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="MODULE:NAME")] = ()
-    """Put this around the environment; may be given several times, the first is innermost."""
+    env_kwargs: tuple[str, ...] = ()
+    """Arguments of the environment as key=value; values are JSON or plain text."""
+    wrapper: tuple[str, ...] = ()
+    """Wrapper of the environment; repeatable, the first is innermost."""
     atari: bool = False
-    """Show a game of ale_py as the literature does: grey, 84 x 84, four frames an action."""
-    frame_stack: int = 0
-    """Show the last so many observations as one; 0 for the last alone."""
+    """Standard Atari preprocessing: grey, 84 x 84, four frames an action."""
+    frame_stack: Annotated[int, Meta(ge=0, le=LARGEST)] = 0
+    """Stack this many observations; 0 for no stacking."""
     preset: str = "auto"
     """Tuned settings: "auto" takes those of the env if there are any, "none" takes none, or a name."""
     n_envs: int = 8
@@ -61,14 +64,14 @@ class RunOptions:
     """"serial" in this process, "process" in workers, "auto" measures the environment and chooses."""
     parallel_start_method: StartMethod | None = None
     """How workers start; None for the safe default, forkserver."""
-    total_timesteps: int | None = None
+    total_timesteps: Annotated[int, Meta(ge=1)] | None = None
     """Stop after this many env steps of all envs together."""
-    num_episodes: int | None = None
+    num_episodes: Annotated[int, Meta(ge=1)] | None = None
     """Stop after this many finished episodes."""
     stop_at_reward: float | None = None
     """Stop when the mean reward of the last 100 episodes reaches this."""
     seed: int = 0
-    """Of the run: the same one gives the same weights."""
+    """Random seed of the run."""
     device: str = "cpu"
     """cpu, cuda, mps, or auto."""
     path: str = "auto"
@@ -77,15 +80,15 @@ class RunOptions:
     """Folder of the run; None for runs/ppo-<env>, numbered when taken."""
     checkpoint_dir: str | None = None
     """Folder of its checkpoints; None for <run_dir>/checkpoints."""
-    checkpoint_every: int | None = None
+    checkpoint_every: Annotated[int, Meta(ge=0)] | None = None
     """Env steps between checkpoints; None for a tenth of the run, 0 for only one at the end."""
-    keep_checkpoints: int = 3
+    keep_checkpoints: Annotated[int, Meta(ge=1)] = 3
     """How many of them stay."""
     resume_from: str | None = None
     """Continue exactly from this checkpoint, or the newest one in this folder or run folder."""
-    eval_every: int | None = None
+    eval_every: Annotated[int, Meta(ge=0)] | None = None
     """Env steps between evaluations; None for a tenth of the run, 0 for only one at the end."""
-    eval_episodes: int = 10
+    eval_episodes: Annotated[int, Meta(ge=1)] = 10
     """Episodes of an evaluation, on a single environment of its own."""
     eval_deterministic: bool = True
     """An evaluation takes the likeliest actions; False draws them, as presets of Atari and MiniGrid do."""
@@ -95,7 +98,7 @@ class RunOptions:
     """Write TensorBoard files into the run folder."""
     wandb: str | None = None
     """Log to this Weights & Biases project (needs the package wandb)."""
-    log_every: int = 10
+    log_every: Annotated[int, Meta(ge=1)] = 10
     """Updates between rows of metrics.jsonl."""
 
 
@@ -158,14 +161,7 @@ class PPORun:
         options = self.options
         if options.total_timesteps is None and options.num_episodes is None:
             raise ConfigError("say how long to train: --total-timesteps or --num-episodes")
-        for name in ("total_timesteps", "num_episodes", "log_every", "eval_episodes", "keep_checkpoints"):
-            if (given := getattr(options, name)) is not None and given < 1:
-                raise ConfigError(f"{name} must be at least 1, got {given}")
-        for name in ("checkpoint_every", "eval_every"):
-            if (given := getattr(options, name)) is not None and given < 0:
-                raise ConfigError(f"{name} must not be negative, got {given}")
-        if options.stop_at_reward is not None and not math.isfinite(options.stop_at_reward):
-            raise ConfigError(f"stop_at_reward must be finite, got {options.stop_at_reward}")
+        check_fields(options)
         self.path = Path(options.run_dir or f"runs/ppo-{safe_name(options.env)}")
         self.checkpoints = Path(options.checkpoint_dir or self.path / "checkpoints")
         self._open_things = contextlib.ExitStack()
@@ -193,7 +189,6 @@ class PPORun:
             logger.warning("%s holds no whole checkpoint: that of the next evaluation is kept there", kept)
             best = None
         self._best = -math.inf if best is None else float(best)
-        self._owes_evaluation = bool(self._resumed.get("owes_evaluation"))
         self._last_eval: Metrics = {}
         told, project = dataclasses.asdict(options), options.wandb or ""
         wandb = WandB(self.path, project, told, bool(project), "--wandb")
@@ -241,8 +236,8 @@ class PPORun:
     def rows(self) -> Iterator[Metrics]:
         """Train; yields the metrics of every update, with evaluations where there were any.
 
-        An evaluation that Ctrl-C cut short is done when the run is resumed, and told in the row of its update.
-        On NaN or a failed environment an emergency checkpoint of the last good weights is saved, then the error
+        Ctrl-C waits for the update in progress and its evaluation, then a checkpoint is saved; a second one ends at
+        once. On NaN or a failed environment an emergency checkpoint of the last good weights is saved, then the error
         goes on.
         """
         ppo, options = self.ppo, self.options
@@ -254,49 +249,37 @@ class PPORun:
         write_text(self.path / "config.yaml", as_yaml(settings))
         steps = ppo.log.n_steps
         self.folder.keep_metrics("steps", steps)
-        episodes, status = ppo.log.n_episodes, "completed"
+        episodes = ppo.log.n_episodes
         row: Metrics = {}
-        untold = False
         try:
-            if self._owes_evaluation and (row := self._last_row()):
-                row |= self._evaluate()
-                self._report(row, again=True)
-                yield row
-            updates = ppo.updates(options.total_timesteps, num_episodes=options.num_episodes)
-            for row in () if self._ended else updates:
-                self.trained = untold = True
-                last = self._ended
-                if last or self._is_due(options.eval_every, steps, episodes):
-                    self._owes_evaluation = True
-                    row |= self._evaluate()
-                self._report(row)
-                untold = False
-                if self._is_due(options.checkpoint_every, steps, episodes):
-                    self._save()
-                steps, episodes = ppo.log.n_steps, ppo.log.n_episodes
-                yield row
-                if last:
-                    break
+            with CtrlCWaits() as ctrl_c:
+                updates = ppo.updates_until(options.total_timesteps, options.num_episodes)
+                for row in () if self._ended else updates:
+                    self.trained = True
+                    last = self._ended
+                    if last or self._is_due(options.eval_every, steps, episodes):
+                        row |= self._evaluate()
+                    self._report(row)
+                    if self._is_due(options.checkpoint_every, steps, episodes):
+                        self._save()
+                    steps, episodes = ppo.log.n_steps, ppo.log.n_episodes
+                    yield row
+                    if last:
+                        break
+                    if ctrl_c.came:
+                        self._save()
+                        self._finish(row, "interrupted")
+                        ctrl_c.pass_on()
         except (EnvError, DivergedError, WorkerError) as error:
             self._emergency(error)
             raise
-        except (KeyboardInterrupt, GeneratorExit):
-            status = "interrupted"
-            raise
-        finally:
-            if status == "interrupted":
-                if untold:
-                    self._report(row, again=True)
-                if ppo.is_whole:
-                    self._save()
-                self._finish(row, status)
         if self.trained or not checkpoint_folder(self.checkpoints, ppo.log.n_steps).exists():
             self._save()
         if not self.trained:
             self._evaluate()
         if options.record_video:
             self._record()
-        self._finish(row, status)
+        self._finish(row, "completed")
 
     @property
     def is_done(self) -> bool:
@@ -339,6 +322,8 @@ class PPORun:
         self._open_things.close()
 
     def _make(self) -> PPO:
+        from shoal.train.ppo.ppo import PPO
+
         options = self.options
         self._resumed: dict[str, Any] = {}
         """What the checkpoint says of the training, of a run that goes on."""
@@ -389,20 +374,17 @@ class PPORun:
         if result.mean > self._best:
             folder = checkpoint_folder(self.path / "best", self.ppo.log.n_steps)
             told = {**self._told(), "best": result.mean}
-            told.pop("owes_evaluation", None)
             save_checkpoint(folder, self.ppo.checkpoint(eval_return_mean=result.mean, **told))
             self._best = result.mean
             for other in list_checkpoints(folder.parent):  # a later one is of a future that a killed run lost
                 if other != folder:
                     shutil.rmtree(other, ignore_errors=True)
-        self._owes_evaluation = False  # no sooner: one that Ctrl-C cut short as it was saved is owed
         return dict(self._last_eval)
 
     def _told(self) -> dict[str, Any]:
         """What a checkpoint has to say for its run to go on as it was."""
         best = self._best if math.isfinite(self._best) else None
-        owed = {"owes_evaluation": True} if self._owes_evaluation else {}
-        return {"options": dataclasses.asdict(self.options), "best": best, **owed}
+        return {"options": dataclasses.asdict(self.options), "best": best}
 
     def _save(self) -> Path:
         folder = self.ppo.save(self.checkpoints, **self._told())
@@ -423,26 +405,17 @@ class PPORun:
         except OSError as other:
             logger.error("training stopped, and the last good weights could not be saved: %s", other)
 
-    def _report(self, row: Metrics, *, again: bool = False) -> None:
-        """Add the row of an update if it is wanted; `again` replaces the one of which some may have been reported."""
-        wanted = "eval_return_mean" in row or self._owes_evaluation
-        if wanted or self.ppo.agent.iteration % self.options.log_every == 0:
-            if again:
-                self.folder.keep_metrics("steps", row["steps"], row)
-            else:
-                self.folder.append_metrics(row)
+    def _report(self, row: Metrics) -> None:
+        """Add the row of an update if it is wanted."""
+        if "eval_return_mean" in row or self.ppo.agent.iteration % self.options.log_every == 0:
+            self.folder.append_metrics(row)
             numbers = {f"ppo/{key}": value for key, value in row.items() if math.isfinite(value)}
             for board in self._boards:
                 board.add(numbers, int(row["steps"]))
 
-    def _last_row(self) -> Metrics:
-        """The row of the present step, if it was reported."""
-        rows = [row for row in self.folder.read_metrics() if row["steps"] == self.ppo.log.n_steps]
-        return {key: math.nan if value is None else value for key, value in rows[-1].items()} if rows else {}
-
     def _check_rendering(self) -> None:
         """Refuse to begin a run whose video could not be made at its end."""
-        env = dataclasses.replace(self.ppo.factory, stream="eval")(0, render_mode="rgb_array")
+        env = dataclasses.replace(self.ppo.factory, stream="eval").rendered()
         try:
             env.reset()
             frame: Any = env.render()

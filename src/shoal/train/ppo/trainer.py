@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 from torch import nn
 
+from shoal.core.ctrl_c import CtrlCWaits
 from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, reading
 from shoal.core.seeding import derive_seed, stream
 from shoal.rollout.arrays.steps import EnvSlice, SeededEpisodes, StepRollout, VectorSteps
@@ -31,7 +33,7 @@ from shoal.train.ppo.checkpoint import (
 )
 from shoal.train.ppo.collect import EpisodeLog, mean_of
 from shoal.train.ppo.config import PPOConfig, check_whole, choose_device, read_config
-from shoal.train.ppo.policy import mask_row, observation_row
+from shoal.train.ppo.policy import mask_rows, observation_rows
 
 Array = np.ndarray
 LONGEST_EPISODE = 10_000
@@ -66,8 +68,8 @@ class HasVectorEnv(Protocol):
 class PPOTrainer:
     """Learns a policy from environments that the caller owns.
 
-    A call that fails or is interrupted changes nothing; environments that it was at begin new episodes in the next.
-    Where a second Ctrl-C came while an update was undone, all but `load` is refused.
+    A call that fails changes nothing; its environments begin new episodes in the next call. Ctrl-C waits for the end of
+    an update; a second one ends it halfway, and then all but `load` is refused.
 
     Args:
         network: an `nn.Module` (see `OwnNetwork`), or None for one that fits the spaces.
@@ -99,6 +101,7 @@ class PPOTrainer:
         self._agent: PPOAgent | None = None
         self._spaces: tuple[gym.Space, gym.Space] | None = None
         self._known: dict[int, Known] = {}  # by id of the env
+        self._masked = False  # whether the envs give action masks
         self._selecting: PPOAgent | None = None  # who answers `select_action`, with a memory of its own
         self.log = EpisodeLog(1, replayable=False)  # all episodes, whatever env they came from
         if (observation_space is None) != (action_space is None):
@@ -111,17 +114,14 @@ class PPOTrainer:
         """The policy and its statistics.
 
         Raises:
-            ConfigError: there is none yet, or a second Ctrl-C came while half an update was undone.
+            ConfigError: there is none yet, or a second Ctrl-C ended an update halfway.
         """
         if self._agent is None:
             raise ConfigError(
                 "the trainer knows no spaces yet: train an episode first, or give "
                 "observation_space and action_space"
             )
-        if self._agent.iteration < 0:
-            raise ConfigError(
-                "the trainer was interrupted while half an update was undone; load the last checkpoint to go on"
-            )
+        self._agent.refuse_torn()
         return self._agent
 
     @property
@@ -187,29 +187,32 @@ class PPOTrainer:
     ) -> dict[str, float]:  # fmt: skip
         """A rollout, an update and its metrics.
 
-        What fails in between, Ctrl-C too, leaves these envs within episodes we did not see: they begin new ones.
+        After a failure, or Ctrl-C in a rollout, these envs begin new episodes; Ctrl-C in an update waits for its end.
         """
         known = self._known.pop(id(env), None)
         collector = take(env, known)
         if known is None:
             forget, key = self._known.pop, id(env)
             gone = weakref.ref(env, lambda _: forget(key, None))
+            self._masked = self._masked or collector.masked
             known = Known(collector, EpisodeLog(n_envs, replayable=False), gone, self.num_episodes)
             collector.reset()
         agent = self.agent
         agent.attend(n_envs, known.memory, known.sums)
-        remembered = agent.remembered()
+        memory = copy(agent.memory)
         rollout = collector.collect(agent, agent.noise(n_steps), **how)
-        rollout.memory = remembered
-        ended = known.log.add(rollout)
-        metrics = self.update(rollout)
-        known.memory = agent.memory
-        known.sums = None if agent.reward_norm is None else agent.reward_norm.sums
-        collector.envs = ()
-        self._known[id(env)] = known
-        self.log.n_steps += rollout.rewards.size if rollout.valid is None else int(rollout.valid.sum())
-        self.log.n_episodes += len(ended)
-        self.log.recent.extend(ended)
+        rollout.memory = memory
+        with CtrlCWaits() as ctrl_c:
+            metrics = self.update(rollout)
+            ended = known.log.add(rollout)
+            known.memory = agent.memory
+            known.sums = None if agent.reward_norm is None else agent.reward_norm.sums
+            collector.envs = ()
+            self._known[id(env)] = known
+            self.log.n_steps += rollout.rewards.size if rollout.valid is None else int(rollout.valid.sum())
+            self.log.n_episodes += len(ended)
+            self.log.recent.extend(ended)
+        ctrl_c.pass_on()
         counts = {"n_completed_episodes": len(ended), "n_envs": n_envs}
         counts |= {"episodes": self.log.n_episodes, "steps": self.log.n_steps}
         return {**mean_of(ended), "reward_mean": self.log.mean_reward, **counts, **metrics}
@@ -235,7 +238,9 @@ class PPOTrainer:
         agent, self._selecting.iteration = self._selecting, self.agent.iteration
         if start:
             agent.forget(0)
-        row, masks = observation_row(agent.obs_rows, observation), mask_row(agent.action_rows, mask)
+        if mask is None and self._masked:
+            raise ValueError("the policy is trained with action masks and must act with them: give mask=")
+        row, masks = observation_rows(agent.obs_rows, observation), mask_rows(agent.action_rows, mask)
         actions = np.zeros((1, agent.action_rows.size), agent.action_rows.dtype)
         logprob = np.zeros(1, np.float32)
         chance = stream(self.seed, "select", agent.iteration, draw)
@@ -253,7 +258,9 @@ class PPOTrainer:
         assert act is not None
         weights, optimizer, statistics = agent.state()
         values, _ = self.log.state()
-        policy = describe_policy(obs, act, agent.learner.network, self.config, agent.obs_norm is not None)
+        policy = describe_policy(
+            obs, act, agent.learner.network, self.config, agent.obs_norm is not None, masked=self._masked
+        )
         training = {
             "config": dataclasses.asdict(self.config), "seed": self.seed, "n_envs": agent.n_envs,
             "num_episodes": self.total_episodes, **values,
@@ -279,7 +286,7 @@ class PPOTrainer:
             raise ConfigError("the checkpoint belongs to another network:\n  " + "\n  ".join(wrong))
         with reading(path, OTHER_CHECKPOINT):
             agent.load_state(saved.weights, saved.optimizer, saved.statistics)
-        self._agent, self._spaces = agent, (obs, act)
+        self._agent, self._spaces, self._masked = agent, (obs, act), saved.policy.get("masked", False)
         self.config, self.seed = config, agent.seed
         self.total_episodes = training.get("num_episodes")
         self.log.load_state(training, self.log.state()[1])

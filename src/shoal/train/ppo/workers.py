@@ -21,7 +21,7 @@ from shoal.maths.normalizer import ObservationNormalizer
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
 from shoal.rollout.arrays.steps import EnvSlice, StepPolicy, StepRollout
 from shoal.train.ppo.compiled.network import CompiledNetwork, NetworkShape
-from shoal.train.ppo.envs import EnvFactory, EnvFacts
+from shoal.train.ppo.envs import EnvFactory, EnvFacts, make_envs
 
 Array = np.ndarray
 
@@ -36,7 +36,7 @@ class ShareEnv(gym.Env):
         self, factory: EnvFactory, first: int, n_envs: int, room: int, n_steps: int, shape: NetworkShape,
         masked: bool,
     ) -> None:  # fmt: skip
-        self.slice = EnvSlice([factory(first + i) for i in range(n_envs)], first_index=first, masked=masked)
+        self.slice = EnvSlice(make_envs(factory, first, n_envs), first_index=first, masked=masked)
         self.network = CompiledNetwork(shape)
         self.norm: ObservationNormalizer | None = None
         obs, acts = self.slice.obs_rows, self.slice.action_rows

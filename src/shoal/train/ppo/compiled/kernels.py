@@ -7,9 +7,7 @@ network is `dims`, an int64 array `[inputs, hidden_1, ..., hidden_L, outputs]` w
 multiples of 16; its parameters lie one after the other from an offset on: `W [in, out]` and `b [out]` for each
 hidden layer, then `W [outputs, hidden_L]` and `b [outputs]`. Padded units hold zeros and keep them.
 
-An update is one call: every epoch and minibatch of it, without Python in between. A second thread may take the critic's
-half of a minibatch while the first is at the actor's (`assist`). The halves meet in nothing but Adam, so one thread or
-two give the same bytes.
+An update is one call: every epoch and minibatch of it, without Python in between.
 """
 
 from __future__ import annotations
@@ -31,13 +29,6 @@ _F = np.float32
 LEARNING_RATE, CLIP, VALUE_CLIP, ENTROPY, VALUE, MAX_NORM, TARGET_KL, NORMALIZE, ADAM_EPS = range(9)
 POLICY_LOSS, VALUE_LOSS, ENTROPY_LOSS, KL, CLIPPED, GRADIENT_NORM, UPDATES, FIRST_KL = range(8)
 BETA_1, BETA_2 = 0.9, 0.999
-
-# Where two threads count minibatches: the one they are at, those whose critic somebody took, those whose critic is
-# done, and whether all is over. Each stands in a cache line of its own.
-AT, TAKEN, DONE, OVER, COUNTERS = 0, 16, 32, 48, 64
-PATIENCE = 2000
-"""How often a thread looks at a counter before it lets others have its core."""
-
 
 LANES = 16
 _FLOAT, _INT, _INDEX = ir.FloatType(), ir.IntType(64), ir.IntType(32)
@@ -229,40 +220,6 @@ def dot(typing: Any, n: Any, a: Any, a_at: Any, b: Any, b_at: Any) -> Any:
         return builder.extract_element(value, _INDEX(0))
 
     return signature, generate
-
-
-@intrinsic
-def atomic_load(typing: Any, counters: Any, at: Any) -> Any:
-    """The counter at `at` of an int64 array, and with it all that was written before it was moved there."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(_pointer(context, builder, signature.args[0], *args), "acquire", 8)
-
-    return types.int64(counters, types.int64), generate
-
-
-@intrinsic
-def atomic_step(typing: Any, counters: Any, at: Any, expected: Any) -> Any:
-    """Move a counter from `expected` to the next number; whether it stood there."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
-        moved = builder.cmpxchg(pointer, args[2], builder.add(args[2], _INT(1)), "acq_rel", "acquire")
-        return builder.extract_value(moved, 1)
-
-    return types.boolean(counters, types.int64, types.int64), generate
-
-
-@intrinsic
-def yield_core(typing: Any, address: Any) -> Any:
-    """Call the function without arguments at `address`, the system's own to let other threads run."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = ir.FunctionType(ir.IntType(32), []).as_pointer()
-        builder.call(builder.inttoptr(args[0], function), [])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
 
 
 def _compiled(function: Any) -> Any:
@@ -629,18 +586,6 @@ def gather(obs: Array, rows: Array, x: Array) -> None:
 
 
 @_compiled
-def critic_half(
-    weights: Array, at: int, dims: Array, activation: int, rows: Array, x: Array, returns: Array,
-    old_values: Array, settings: Array, stats: Array, gradient: Array, out: Array, d_out: Array,
-    hidden: Array, delta: Array, below: Array, transposed: Array,
-) -> None:  # fmt: skip
-    """The critic's loss on the rows of a minibatch, and the gradient of its parameters."""
-    forward(weights, at, dims, activation, rows.size, x, 0, hidden, out)
-    value_loss(out, rows.size, rows, returns, old_values, settings, stats, d_out)
-    backward(weights, gradient, at, dims, activation, rows.size, x, hidden, d_out, delta, below, transposed)
-
-
-@_compiled
 def minibatch(orders: Array, batch_size: int, number: int) -> Array:
     """The rows of minibatch `number`, counted from 1 through all epochs."""
     size = orders.shape[1]
@@ -650,47 +595,11 @@ def minibatch(orders: Array, batch_size: int, number: int) -> Array:
 
 
 @_compiled
-def assist(
-    weights: Array, at: int, dims: Array, activation: int, orders: Array, batch_size: int, obs: Array,
-    returns: Array, old_values: Array, settings: Array, stats: Array, gradient: Array, counters: Array,
-    yielder: int,
-) -> None:  # fmt: skip
-    """Do critics' halves of the minibatches of an `update` that runs in another thread, until it is over.
-
-    Whoever comes first takes a half: a thread that gets no core delays nobody.
-    """
-    x = np.empty(batch_size * dims[0], np.float32)
-    out, d_out = np.empty(batch_size, np.float32), np.empty(batch_size, np.float32)
-    widest = dims[1:-1].max()
-    hidden = np.empty(batch_size * dims[1:-1].sum(), np.float32)
-    delta, below = np.empty(batch_size * widest, np.float32), np.empty(batch_size * widest, np.float32)
-    transposed = np.empty(widest * widest, np.float32)
-    known, looks = 0, 0
-    while atomic_load(counters, OVER) == 0:
-        now = atomic_load(counters, AT)
-        if now == known:
-            looks += 1
-            if looks > PATIENCE:
-                yield_core(yielder)
-            continue
-        known, looks = now, 0
-        if atomic_step(counters, TAKEN, now - 1):
-            rows = minibatch(orders, batch_size, now)
-            gather(obs, rows, x)
-            critic_half(
-                weights, at, dims, activation, rows, x, returns, old_values, settings, stats, gradient, out,
-                d_out, hidden, delta, below, transposed,
-            )  # fmt: skip
-            atomic_step(counters, DONE, now - 1)
-
-
-@_compiled
 def update(
     weights: Array, first: Array, second: Array, count: int, actor: Array, critic: Array, critic_at: int,
     activation: int, groups: Array, std_at: int, orders: Array, batch_size: int, obs: Array, choices: Array,
     points: Array, masks: Array, old_logprobs: Array, advantages: Array, returns: Array, old_values: Array,
     settings: Array, gradient: Array, hidden: Array, delta: Array, below: Array, transposed: Array,
-    critic_stats: Array, counters: Array, yielder: int,
 ) -> Array:  # fmt: skip
     """Every epoch (`orders[epochs, B]`) and minibatch; the parameters and Adam's moments change in place."""
     outputs = actor[-1]
@@ -706,8 +615,6 @@ def update(
         rows = minibatch(orders, batch_size, number)
         m = rows.size
         one[:] = 0
-        critic_stats[:] = 0
-        atomic_step(counters, AT, number - 1)
         gather(obs, rows, x)
         normalized(advantages, rows, settings[NORMALIZE] > 0, scaled)
         forward(weights, 0, actor, activation, m, x, 0, hidden, out)
@@ -716,18 +623,11 @@ def update(
         else:
             choices_loss(out, m, rows, groups, choices, masks, old_logprobs, scaled, settings, one, d_out)
         backward(weights, gradient, 0, actor, activation, m, x, hidden, d_out, delta, below, transposed)
-        if atomic_step(counters, TAKEN, number - 1):
-            critic_half(
-                weights, critic_at, critic, activation, rows, x, returns, old_values, settings, critic_stats,
-                gradient, out, d_out, hidden, delta, below, transposed,
-            )  # fmt: skip
-            atomic_step(counters, DONE, number - 1)
-        looks = 0
-        while atomic_load(counters, DONE) != number:
-            looks += 1
-            if looks > PATIENCE:
-                yield_core(yielder)
-        one[VALUE_LOSS] = critic_stats[VALUE_LOSS]
+        forward(weights, critic_at, critic, activation, m, x, 0, hidden, out)
+        value_loss(out, m, rows, returns, old_values, settings, one, d_out)
+        backward(
+            weights, gradient, critic_at, critic, activation, m, x, hidden, d_out, delta, below, transposed
+        )
         if number == 1:
             sums[FIRST_KL] = one[KL]
         if settings[TARGET_KL] > 0 and one[KL] > _F(1.5) * settings[TARGET_KL]:

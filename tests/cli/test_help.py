@@ -1,0 +1,166 @@
+"""Help, completion and options of all commands: most used options first, any order, one line for a mistake."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import command
+from shoal.cli.command import every
+from shoal.cli.main import COMMANDS, main
+
+EVERY = [found for name, entry in COMMANDS.items() for found in every(entry, name)]
+
+
+def said(capsys, *words):
+    assert main([*map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "told"), EVERY, ids=[name for name, _ in EVERY])
+def test_the_help_of_a_command_lists_every_flag_and_its_examples_are_calls(name, told, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    text = said(capsys, *name.split(), "--help")
+    assert f"shoal {name}" in text
+    assert max(map(len, text.splitlines())) <= 100
+    flags = {flag for flag in command.flags_of(told, name)}
+    assert flags <= set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
+    assert {*told.most_used} <= flags
+    assert len(told.most_used) in range(7, 11) or len([flag for flag in flags if flag[:5] != "--no-"]) < 12
+    if told.most_used:  # they stand first
+        assert text.index("Most used options") < text.index("All other options")
+    examples = re.findall(rf"^  shoal {name} (.*?)(?:   .*)?$", told.more, re.MULTILINE)
+    assert examples or f"  shoal {name}" in told.more
+    for example in examples:
+        assert {*re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", example.replace("_", "-"))} <= flags, example
+
+
+HEAVY = "torch transformers ray jax numba scipy matplotlib starlette hydra"
+
+
+@pytest.mark.parametrize("name", ["", "skills", *(name for name, _ in EVERY)])
+def test_help_imports_nothing_heavy(name):
+    script = (
+        "import sys\nfrom shoal.cli.main import main\ncode = main([*sys.argv[1:], '--help'])\n"
+        f"print([name for name in '{HEAVY}'.split() if name in sys.modules], code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *name.split()], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[] 0"
+
+
+def test_booleans_are_flags_with_a_negative_everywhere():
+    for name, told in EVERY:
+        flags = command.flags_of(told, name)
+        assert "--json" not in flags or "--no-json" in flags, name
+    ppo = command.load(COMMANDS["train-ppo"])
+    assert command.parse(ppo, "train-ppo", ["--record-video"]).run.record_video
+    assert not command.parse(ppo, "train-ppo", ["--no-tensorboard"]).run.tensorboard
+
+
+def test_words_and_flags_come_in_any_order():
+    one = command.load(COMMANDS["train"])
+    both = [
+        command.parse(one, "train", shlex.split(words))
+        for words in (
+            "a=1 ~b c=-2 --seed 3 --json",
+            "--seed 3 a=1 --json ~b c=-2",
+            "--seed=3 a=1 ~b --json c=-2",
+        )
+    ]
+    assert both[0] == both[1] == both[2]
+    assert (both[0].overrides, both[0].seed, both[0].json) == (("a=1", "~b", "c=-2"), 3, True)
+    again = command.parse(
+        command.load(COMMANDS["replay"]), "replay", ["--turn", "2", "runs/a", "--pdb", "17"]
+    )
+    assert (again.run, again.episode, again.turn, again.pdb) == (Path("runs/a"), "17", 2, True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["show --episode 1 --best x", "train --sead 1", "replay", "rollout --seed x", "train-ppo --n-envs"],
+)
+def test_words_that_a_command_does_not_take_are_refused_with_status_2(words, capsys):
+    assert main(words.split()) == 2
+    assert "shoal" in capsys.readouterr().err
+
+
+def test_the_help_has_the_defaults_of_the_environment_that_is_named(capsys):
+    def default(*words):
+        text = said(capsys, "train-ppo", *words, "--help")
+        return re.search(r"--learning-rate .*default: ([\d.e-]+)\]", text)[1]
+
+    assert default("--preset", "none") != default("--env", "CartPole-v1")
+
+
+def test_the_commands_of_the_usage_are_the_commands_in_their_order(capsys):
+    text = said(capsys, "--help")
+    assert [name for name in re.findall(r"^│ (\S+) ", text, re.MULTILINE) if name in COMMANDS] == [*COMMANDS]
+    assert "SHOAL_TRACEBACK" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["tra"], "train train-ppo train-recorded"), (["train", "--res"], "--resume"), (["skills", "sta"], "status"),
+        (["skills", "train", "--dry"], "--dry-run"), (["replay", "--pd"], "--pdb"),
+    ],
+)  # fmt: skip
+def test_bash_completes_commands_and_flags(capsys, tmp_path, words, answer):
+    script = tmp_path / "completion.sh"
+    script.write_text(said(capsys, "completion", "bash"))
+    line = f"COMP_WORDS=(shoal {' '.join(words)}); COMP_CWORD={len(words)}; _shoal; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(
+        ["bash", "-c", f"source {script}; {line}"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout.split() == answer.split()
+
+
+def test_zsh_and_fish_have_a_completion_too(capsys):
+    assert "complete -c shoal" in said(capsys, "completion", "fish")
+    assert said(capsys, "completion", "zsh").startswith("#compdef shoal")
+
+
+def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypatch):
+    monkeypatch.setitem(COMMANDS, "train-ppo", ("not_installed", ""))
+    told = said(capsys, "completion", "bash")
+    assert "train-recorded" in told
+    assert "train-ppo" not in told
+
+
+# --- options
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train-ppo --n-envs abc", "--n-envs must be a whole number, got 'abc'"),
+        ("train-ppo --env CartPole-v1 --n-envs=", "--n-envs must be a whole number, got ''"),
+        ("train-ppo --n-envs=1.5", "--n-envs must be a whole number, got '1.5'"),
+        ("train-ppo --n-env 4", "Unknown option: --n-env. Did you mean --n-envs?"),
+        (
+            "train-ppo --recurrent lst",
+            'Invalid value "lst" for --recurrent. Choose from: "none", "lstm", "gru". Did you mean "lstm"?',
+        ),
+        ("train-ppo --n-envs 1e20", "n_envs must be a whole number of 64 bits, got 100000000000000000000"),
+        ("train-ppo --n-envs 1e999999999", "--n-envs must be a whole number, got '1e999999999'"),
+        ("train-ppo --num-workers inf", "--num-workers must be a whole number, got 'inf'"),
+        (
+            "train-ppo --learning-rate fast",
+            'Invalid value for --learning-rate: unable to convert "fast" into float.',
+        ),
+        ("train-ppo --hidden 64 x", "--hidden must be a whole number, got 'x'"),
+        ("skills train --max_nodes x --dry-run", "--max_nodes must be a whole number, got 'x'"),
+        ("rollout --seed x", "--seed must be a whole number, got 'x'"),
+    ],
+)
+def test_an_option_that_is_wrong_is_one_line_of_one_look(words, told, capsys):
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err == f"shoal: {told}\n"
+
+
+def test_whole_numbers_may_be_said_in_powers_of_ten(capsys):
+    assert main(["train", "--seed", "1e3", "--cfg"]) == 0
+    assert "seed: 1000\n" in capsys.readouterr().out
