@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 
 PLAYED = []
+SECOND = threading.Event()
 
 
 def ask(base_url, messages):
@@ -87,24 +88,27 @@ def nonsense(base_url):
 
 
 def asks_late(base_url):
-    """A thread of the first episode asks on when that has ended, and writes down how it is refused."""
+    """A thread of the first episode asks when the second one plays, and writes down how it is answered."""
     ask(base_url, [{"role": "user", "content": "go"}])
     mark = os.path.join(os.environ["MARKS"], "late")
 
     def late():
+        SECOND.wait()
+        code = 200
         try:
-            while True:
-                time.sleep(0.01)
-                ask(base_url, [{"role": "user", "content": "late"}])
+            ask(base_url, [{"role": "user", "content": "late"}])
         except urllib.error.HTTPError as error:
-            with open(f"{mark}.new", "w") as file:
-                file.write(str(error.code))
-            os.rename(f"{mark}.new", mark)
+            code = error.code
+        with open(f"{mark}.new", "w") as file:
+            file.write(str(code))
+        os.rename(f"{mark}.new", mark)
 
     if not PLAYED:
         threading.Thread(target=late, daemon=True).start()
-    while PLAYED and not os.path.exists(mark):
-        time.sleep(0.01)
+    else:
+        SECOND.set()
+        while not os.path.exists(mark):
+            time.sleep(0.01)
     PLAYED.append(0)
     return 1
 
