@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from shoal.core.ports import listening
 from shoal.core.seeding import derive_seed
 from shoal.gateway import server as server_module
 from shoal.gateway.server import MOST_BODY, Gateway, GatewayServer
@@ -183,3 +184,24 @@ def test_256_sessions_at_once_lose_no_call_and_share_no_noise(server, engine):
     assert first.sessions["s7"].calls[0].call == calls["s7"][0]  # as if it had been alone
     assert len({derive_seed(5, "session", name) for name in names}) == 256
     assert len({found[0].response_ids for found in calls.values()}) > 200
+
+
+def test_answers_are_sent_at_once():
+    """asyncio switches Nagle's algorithm off for sockets that name TCP; else a client waits 40 ms for a second part."""
+
+    async def accepted():
+        delayed = asyncio.get_running_loop().create_future()
+
+        def look(_, writer):
+            sock = writer.get_extra_info("socket")
+            delayed.set_result(not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = listening(0)
+        async with await asyncio.start_server(look, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            found = await delayed
+            writer.close()
+            return found
+
+    assert not asyncio.run(accepted())
