@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # `make bench-… QUICK=1`: a first look within two minutes, which changes no file of results.
 HASTE := $(if $(QUICK),--quick)
 
-.PHONY: help setup demo demo-llm test test-slow test-portable test-browser test-gpu check docs settings package wheel-test format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer test-integrations bench-learning
+.PHONY: help setup demo demo-llm test test-slow test-portable test-browser test-gpu check docs settings package wheel-test format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-llm bench-gpu bench-viewer bench-gateway test-integrations bench-learning
 
 help:             ## this list (every bench-… takes QUICK=1: a table within two minutes, nothing is saved)
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -148,6 +148,9 @@ test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.
 bench-viewer: setup  ## the viewer and shoal show on a run of 100,000 episodes
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium
 	$(BIN)/python benchmarks/viewer.py $(HASTE)
+
+bench-gateway: setup  ## what the gateway costs a call, beside a bare Starlette echo
+	$(BIN)/python benchmarks/gateway.py $(HASTE)
 
 bench-learning: setup  ## three seeds of every config that learns, about three CPU hours
 	$(if $(QUICK),,$(BIN)/shoal model get smollm2)

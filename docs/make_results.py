@@ -24,6 +24,7 @@ TITLES = {
     "trl_update": ("One update beside TRL", "bench-update"),
     "environments": ("Grid environments", "bench-envs"),
     "text_envs": ("Text environments", "bench-text-envs"),
+    "gateway": ("What the gateway costs a call", "bench-gateway"),
     "viewer": ("A run of 100,000 episodes in the viewer", "bench-viewer"),
 }
 """Of each file of results its title and the target of the Makefile that writes it."""

@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "runs": ("shoal.cli.runs", "list the runs of a folder"),
     "replay": ("shoal.cli.replay", "replay a recorded episode: check, debug or fork it"),
     "prove": ("shoal.cli.prove", "check that a run is the same on every backend"),
+    "gateway": ("shoal.cli.gateway", "serve a model to agents that use the packages of OpenAI and Anthropic"),
     "export": ("shoal.cli.export", "write the model of a run to a folder of its own"),
     "model": ("shoal.cli.model", "fetch a small language model"),
     "split": ("shoal.cli.split", "turn recorded trajectories into a training batch"),

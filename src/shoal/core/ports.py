@@ -21,7 +21,8 @@ def listening(port: int) -> socket.socket:
     """
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
         raise ConfigError(f"port must be a whole number from 0 to 65535 (0 takes a free one), got {port!r}")
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # asyncio switches Nagle's delay of 40 ms off where a socket names its protocol
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((LOCAL, port))

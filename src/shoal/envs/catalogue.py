@@ -66,6 +66,7 @@ ADAPTERS = {
     "textarena": "shoal.envs.adapters.textarena:TextArenaEnv",
     "textworld": "shoal.envs.adapters.textworld:TextWorldEnv",
     "openenv": "shoal.envs.adapters.openenv:OpenEnvEnv",
+    "program": "shoal.envs.program:ProgramEnv",
 }
 """Other people's envs as text; which one is a setting."""
 

@@ -39,6 +39,7 @@ from shoal.core.errors import (
 from shoal.core.workers import WorkerProcess, describe_exit, dumps
 from shoal.envs.adapters.gymnasium import are_messages
 from shoal.envs.catalogue import BUILT_IN, EnvFn, Source, env_class, name_of, resolve_text
+from shoal.envs.program import ProgramEnv
 from shoal.envs.spaces import free_text, why_not_in
 from shoal.envs.text import MOST_SECONDS, TextEnv
 
@@ -85,7 +86,8 @@ def quick_check(
 ) -> None:
     """Play a few episodes in a process of their own, so that a fault of an env shows before anything else begins.
 
-    It takes at most about ten seconds, unless a single call of the env takes longer; shoal's own envs take none.
+    It takes at most about ten seconds, unless a single call of the env takes longer; shoal's own envs take none. Of a
+    program, which plays by itself, only the tasks are read.
 
     Args:
         env_type: as in `custom_envs`.
@@ -98,6 +100,9 @@ def quick_check(
         ConfigError: the env cannot be made with these settings.
     """
     if env_type in BUILT_IN:
+        return
+    if env_type == "program":
+        ProgramEnv(**(env_config or {})).task(0)
         return
     job = Job(resolve_text(env_type, env_config), name_of(env_type), seeds, quick=True)
     report = run_apart(job, seconds)

@@ -204,11 +204,21 @@ def make_environments(config: Any, *, with_pools: bool = True) -> tuple[Environm
 def make_set(config: EnvironmentConfig, groups: EnvGroups, *, with_pool: bool = True) -> EnvironmentSet:
     """The envs of one side; close its pool when done. Without a pool when workers make envs of their own."""
     tags = groups.group_tags()
+    if with_pool and (programs := program_tags(config.custom_envs, tags)):
+        raise ConfigError(
+            f"custom_envs.{programs[0]}: programs are played beside each other: set "
+            f"agent_proxy.use_parallel_rollout=true"
+        )
     if not with_pool:
         return EnvironmentSet(NoEnvs(), tags, groups.group_size, make_roles(config.custom_envs, tags))
     kinds = [config.custom_envs[tag] for tag in tags for _ in range(groups.group_size)]
     pool = make_pool([resolve_text(kind.env_type, kind.env_config) for kind in kinds], host_of(config))
     return EnvironmentSet(pool, tags, groups.group_size, make_roles(config.custom_envs, tags))
+
+
+def program_tags(custom_envs: Mapping[str, EnvTag], tags: Sequence[str]) -> list[str]:
+    """Those tags whose envs are programs, which ask the model by themselves."""
+    return [tag for tag in dict.fromkeys(tags) if custom_envs[tag].env_type == "program"]
 
 
 def host_of(config: Any) -> VectorConfig:

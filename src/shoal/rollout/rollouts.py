@@ -16,8 +16,9 @@ from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, WorkerError, did_you_mean
 from shoal.core.executors import Closing, available_cpus
 from shoal.envs.catalogue import resolve_text
+from shoal.envs.program import ProgramEnv
 from shoal.rollout.driver import Ahead, Driver, Limits, RolloutReport, report_failures
-from shoal.rollout.factory import make_roles, validate_environment_config
+from shoal.rollout.factory import make_roles, program_tags, validate_environment_config
 from shoal.rollout.failures import FailureLog
 from shoal.rollout.hosts.episodes import Ended, Setup
 from shoal.rollout.hosts.host import (
@@ -30,9 +31,10 @@ from shoal.rollout.hosts.host import (
 from shoal.rollout.journal import Journal
 from shoal.rollout.loops import run_here
 from shoal.rollout.plan import Assignment, assignments_of
+from shoal.rollout.programs import ProgramHosts, Sessions
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.samplers.batching import Asking, SharedLLMInferenceManager, as_sampler
-from shoal.rollout.samplers.sampler import Sampler, Sampling
+from shoal.rollout.samplers.batching import Asked, Asking, SharedLLMInferenceManager, as_sampler
+from shoal.rollout.samplers.sampler import ChatTokenizer, Sampler, Sampling
 from shoal.rollout.settings import Backend, check_jobs, rollout_config
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class ParallelRolloutManager(Closing):
         backend: where episodes are played, see `Backend`; `agent_proxy.parallel.backend` if not given.
         journal: where episodes are written down as they end; those that are there are not played again.
         failures: warns of episodes that fail.
+        sessions: where programs (`env_type: program`) find the model: `shoal.gateway.sessions_of`.
 
     Use it as a context manager, or call `close`, so that hosts end.
     """
@@ -71,6 +74,7 @@ class ParallelRolloutManager(Closing):
         backend: Backend | None = None,
         journal: Journal | None = None,
         failures: FailureLog | None = None,
+        sessions: Callable[[Asked, ChatTokenizer], Sessions] | None = None,
     ) -> None:
         self.config = rollout_config(config)
         proxy = self.config.agent_proxy
@@ -94,6 +98,16 @@ class ParallelRolloutManager(Closing):
         self.tags: tuple[str, ...] = groups.group_tags()
         self.group_size: int = groups.group_size
         kinds = environments.custom_envs
+        programs = program_tags(kinds, self.tags)
+        if programs and len(programs) < len(set(self.tags)):
+            raise ConfigError(
+                f"custom_envs.{programs[0]} is a program, and the other kinds of the {side} side are none: a rollout "
+                f"plays either programs or envs"
+            )
+        if programs and sessions is None:
+            raise ConfigError("programs need a gateway: give ParallelRolloutManager sessions=sessions_of")
+        self._programs = {tag: kinds[tag].env_config for tag in programs}
+        self._sessions = sessions
         self.roles = make_roles(kinds, self.tags, proxy.max_turn)
         self.seed = self.config.seed if seed is None else seed
         self.prompter = Prompter(proxy.prompt, engine.tokenizer)
@@ -212,7 +226,8 @@ class ParallelRolloutManager(Closing):
         ("serial"), by joblib, whose workers are not this rollout's own, with `reset_ahead: false`, or as long as the
         journal may hold what comes next.
         """
-        if self.backend not in AHEAD or not self.settings.reset_ahead or self.journal.count:
+        ahead = self.settings.reset_ahead and self.backend in AHEAD
+        if not ahead or self._programs or self.journal.count:  # a program would ask the model at once
             return
         sampling = sampling or self.config.agent_proxy.sampling()
         assignments = assignments_of(self.seed, iteration, self.tags, self.group_size, first_group, n_groups)
@@ -266,7 +281,7 @@ class ParallelRolloutManager(Closing):
         todo = left(), sampling
         if self._ahead is not None and (self._ahead.assignments, self._ahead.sampling) != todo:
             self._end_hosts()
-        if left() and self.backend != "serial":
+        if left() and (self.backend != "serial" or self._programs):
             try:
                 self._play_on_hosts(left(), sampling, finished, closed)
             except HostsFailedError as error:
@@ -303,6 +318,14 @@ class ParallelRolloutManager(Closing):
         before, self.report = self.report, driver.report
         for name in ("worker_deaths", "replayed_episodes", "batches", "engine_seconds"):
             setattr(driver.report, name, getattr(before, name) + getattr(driver.report, name))
+
+    def _make_hosts(self) -> Hosts:
+        if not self._programs or self._sessions is None:
+            return make_hosts(self.backend, self._setup, self.n_jobs, self.settings.ray_options)
+        programs = {tag: ProgramEnv(**config) for tag, config in self._programs.items()}
+        sessions = self._sessions(self.inference.sampler, self.engine.tokenizer)
+        count = 1 if self.backend == "serial" else self.n_jobs
+        return ProgramHosts(programs, sessions, count, self.settings.env_retries)
 
     def _play_on_hosts(
         self,
@@ -346,7 +369,7 @@ class ParallelRolloutManager(Closing):
     def _own_hosts(self) -> Hosts:
         """The hosts, made when first needed."""
         if self._hosts is None:
-            self._hosts = make_hosts(self.backend, self._setup, self.n_jobs, self.settings.ray_options)
+            self._hosts = self._make_hosts()
         return self._hosts
 
     @property
@@ -354,7 +377,7 @@ class ParallelRolloutManager(Closing):
         settings = self.settings
         return Limits(
             settings.step_timeout, settings.make_timeout, settings.episode_timeout, settings.request_timeout,
-            settings.max_deaths, settings.episodes_at_once,
+            settings.max_deaths, 1 if self._programs else settings.episodes_at_once,
         )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from shoal.core.files import is_whole
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import resolve_text
+from shoal.gateway.programs import sessions_of
 from shoal.rollout.answers import with_room
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import host_of, make_environments, make_roles
@@ -370,7 +371,12 @@ class AgentTrainer(Closing):
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
         if self.config.agent_proxy.use_parallel_rollout:
             manager = ParallelRolloutManager(
-                self.config, self.sampler, side=which, seed=seed, failures=self._failures
+                self.config,
+                self.sampler,
+                side=which,
+                seed=seed,
+                failures=self._failures,
+                sessions=sessions_of,
             )
             return SharedCollector(manager, self.processes, self._in_sync)
         side = self.train_envs if which == "train" else self.val_envs

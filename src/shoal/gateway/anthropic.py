@@ -1,0 +1,125 @@
+"""Anthropic's messages: requests into turns, answers into JSON and streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shoal.gateway.chats import Asked, RefusedError, Said, ToolCall, turns_of, with_tools, written_result
+from shoal.gateway.openai import call_id, check, number, text_of
+from shoal.gateway.sessions import Answer
+from shoal.rollout.samplers.sampler import Sampling
+
+KNOWN = {
+    "model", "messages", "max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "system", "tools",
+    "tool_choice", "metadata", "thinking", "service_tier",
+}  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ({"type": "auto"}, {"type": "none"}),
+    "thinking": ({"type": "disabled"},),
+}
+
+
+def messages(body: Mapping[str, Any], most: int) -> Asked:
+    """A request of the messages API as turns.
+
+    Args:
+        body: the request.
+        most: tokens of an answer, at most.
+    """
+    check(body, KNOWN, NEUTRAL)
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise RefusedError("messages must be a list with at least one message", param="messages")
+    off = body.get("tool_choice") == {"type": "none"}
+    tools = [] if off else [_tool(tool) for tool in body.get("tools") or ()]
+    system = text_of(body.get("system"), "system")
+    if tools:
+        system = with_tools(system, tools)
+    parts = [("system", system)] if system else []
+    parts += (part for place, message in enumerate(given) for part in _message(place, message))
+    stop = body.get("stop_sequences") or ()
+    if not all(isinstance(text, str) and text for text in stop):
+        raise RefusedError("stop_sequences must be a list of texts", param="stop_sequences")
+    sampling = Sampling(
+        min(most, number(body, "max_tokens", int, most, 1, 10**9)), number(body, "temperature", float, 1.0, 0, 2),
+        tuple(stop), top_p=number(body, "top_p", float, 1.0, 1e-9, 1), top_k=number(body, "top_k", int, 0, 0, 10**9),
+    )  # fmt: skip
+    names = tuple(tool["name"] for tool in tools)
+    return Asked(
+        turns_of(parts), sampling, 1, str(body.get("model", "")), bool(body.get("stream")), False, names
+    )
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
+        raise RefusedError("tools: each must have a name and an input_schema", param="tools")
+    return {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
+
+
+def _message(place: int, message: Any) -> Iterator[tuple[str, str]]:
+    param = f"messages[{place}]"
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in ("user", "assistant"):
+        raise RefusedError(f"{param}.role must be user or assistant, got {role!r:.40}", param=param)
+    content = message.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list):
+        raise RefusedError(f"{param}.content must be text or a list of blocks", param=param)
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "text":
+            texts.append(text_of(block.get("text"), param))
+        elif kind == "tool_use" and role == "assistant":
+            calls.append(ToolCall(str(block.get("name")), block.get("input") or {}))
+        elif kind == "tool_result" and role == "user":
+            texts.append(written_result(text_of(block.get("content"), param)))
+        elif kind not in ("thinking", "redacted_thinking"):
+            raise RefusedError(f"{param}: a block of {kind!r:.40} is not served here", param=param)
+    if role == "user":
+        yield "user", "\n".join(texts)
+    else:
+        yield "assistant", Said("".join(texts), tuple(calls)).canonical()
+
+
+def message_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
+    """A message of the assistant."""
+    answer = answers[0]
+    content: list[dict[str, Any]] = []
+    if answer.said.text or not answer.said.calls:
+        content.append({"type": "text", "text": answer.said.text})
+    for place, call in enumerate(answer.said.calls):
+        content.append({"type": "tool_use", "id": f"toolu_{call_id(answer, place)}", "name": call.name,
+                        "input": call.arguments})  # fmt: skip
+    ended = "max_tokens" if answer.completion.finish == "length" else "end_turn"
+    return {
+        "id": f"msg_{session}_{answer.number}", "type": "message", "role": "assistant", "model": asked.model,
+        "content": content, "stop_reason": "tool_use" if answer.said.calls else ended, "stop_sequence": None,
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.completion.token_ids)},
+    }  # fmt: skip
+
+
+def message_stream(answer: Mapping[str, Any]) -> Iterator[bytes]:
+    """A finished message as server-sent events."""
+
+    def event(kind: str, **more: Any) -> bytes:
+        return f"event: {kind}\ndata: {json.dumps({'type': kind, **more})}\n\n".encode()
+
+    begun = {**answer, "content": [], "stop_reason": None, "usage": {**answer["usage"], "output_tokens": 0}}
+    yield event("message_start", message=begun)
+    for place, block in enumerate(answer["content"]):
+        text = block["type"] == "text"
+        empty = {**block, "text": ""} if text else {**block, "input": {}}
+        yield event("content_block_start", index=place, content_block=empty)
+        if text:
+            delta = {"type": "text_delta", "text": block["text"]}
+        else:
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield event("content_block_delta", index=place, delta=delta)
+        yield event("content_block_stop", index=place)
+    last = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+    yield event("message_delta", delta=last, usage={"output_tokens": answer["usage"]["output_tokens"]})
+    yield event("message_stop")

@@ -1,0 +1,149 @@
+"""What a program says and what a model answers, in one form for all wires: turns of text, tools among them.
+
+Tools are written as Hermes and Qwen write them: their schemas in the system message, a call as `<tool_call>` around
+JSON, a result as `<tool_response>` in the user's turn. Two messages that mean the same have the same text here, in
+whatever order a tool's arguments stand, so a program that sends an answer back is recognised.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.core.errors import ShoalError
+from shoal.rollout.samplers.sampler import Message, Sampling
+
+TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+MOST_DEPTH = 64
+"""Of JSON that a model writes."""
+
+
+class RefusedError(ShoalError):
+    """A request that is not served; `status` is that of HTTP, `param` what in the request it is about."""
+
+    def __init__(self, text: str, status: int = 400, param: str | None = None) -> None:
+        super().__init__(text)
+        self.status, self.param = status, param
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function that the model wants to be called."""
+
+    name: str
+    arguments: Any
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a message of the assistant holds: text, and calls of tools."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+
+    def canonical(self) -> str:
+        """The same text for messages that mean the same."""
+        calls = (written_call(call) for call in self.calls)
+        return "\n".join(filter(None, [self.text.strip(), *calls]))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of a program."""
+
+    turns: tuple[tuple[str, str], ...]  # role and text; roles alternate but for a system turn in front
+    sampling: Sampling
+    choices: int = 1
+    model: str = ""
+    stream: bool = False
+    logprobs: bool = False
+    tools: tuple[str, ...] = field(default=())  # their names
+
+    def messages(self) -> list[Message]:
+        """The turns as a tokenizer takes them."""
+        return [{"role": role, "content": text} for role, text in self.turns]  # type: ignore[typeddict-item]
+
+
+def written_call(call: ToolCall) -> str:
+    """A tool call as the model would write it, keys sorted."""
+    value = {"name": call.name, "arguments": call.arguments}
+    return f"<tool_call>\n{json.dumps(value, sort_keys=True, ensure_ascii=False)}\n</tool_call>"
+
+
+def written_result(text: str) -> str:
+    """A tool's result as the model is shown it."""
+    return f"<tool_response>\n{text}\n</tool_response>"
+
+
+def with_tools(system: str, tools: Sequence[Mapping[str, Any]]) -> str:
+    """The system message with the schemas of tools behind it."""
+    schemas = "\n".join(json.dumps(tool, sort_keys=True, ensure_ascii=False) for tool in tools)
+    told = (
+        "# Tools\n\nYou may call one or more functions. Their signatures:\n<tools>\n"
+        + schemas
+        + "\n</tools>\n\n"
+        'For each call return a JSON object in tags:\n<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call>'
+    )
+    return f"{system}\n\n{told}" if system else told
+
+
+def arguments_of(value: Any, param: str) -> Any:
+    """The arguments of a tool call: JSON text or the object itself; nothing is no arguments."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return {}
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (json.JSONDecodeError, RecursionError):
+        raise RefusedError(f"{param} must be JSON, got {value[:80]!r}", param=param) from None
+
+
+def read_answer(text: str, tools: Sequence[str]) -> Said:
+    """What the model wrote, with its calls of known tools taken out of the text.
+
+    A call that is broken, or of a tool that nobody offered, stays text.
+    """
+    if not tools:
+        return Said(text)
+    calls: list[ToolCall] = []
+
+    def take(found: re.Match[str]) -> str:
+        try:
+            value = json.loads(found[1])
+        except (json.JSONDecodeError, RecursionError):
+            return found[0]
+        if not isinstance(value, dict) or value.get("name") not in tools:
+            return found[0]
+        calls.append(ToolCall(str(value["name"]), value.get("arguments", {})))
+        return ""
+
+    left = TOOL_CALL.sub(take, text)
+    return Said(left.strip() if calls else left, tuple(calls))
+
+
+def turns_of(parts: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Messages as turns: those of one side that follow each other become one, and there must be something to answer."""
+    turns: list[tuple[str, str]] = []
+    for role, text in parts:
+        if role == "system" and turns and turns[-1][0] != "system":
+            raise RefusedError("messages: a system message must come before all others", param="messages")
+        if turns and turns[-1][0] == role:
+            turns[-1] = role, f"{turns[-1][1]}\n{text}"
+        else:
+            turns.append((role, text))
+    if not turns or turns[-1][0] != "user":
+        raise RefusedError(
+            "messages: the last message must be of the user or a tool, so that there is something to answer",
+            param="messages",
+        )
+    first = turns[1 if turns[0][0] == "system" else 0 :][:1]
+    if first and first[0][0] != "user":
+        raise RefusedError(
+            "messages: the first message after the system's must be the user's", param="messages"
+        )
+    return tuple(turns)

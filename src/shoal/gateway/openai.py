@@ -1,0 +1,226 @@
+"""OpenAI's chat completions and responses: requests into turns, answers into JSON and streams.
+
+What is not honoured is refused by name; nothing is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shoal.gateway.chats import (
+    Asked,
+    RefusedError,
+    Said,
+    ToolCall,
+    arguments_of,
+    turns_of,
+    with_tools,
+    written_result,
+)
+from shoal.gateway.sessions import Answer
+from shoal.rollout.samplers.sampler import Sampling
+
+CHAT = {
+    "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "n", "stream",
+    "stream_options", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "user", "metadata",
+    "store", "seed", "frequency_penalty", "presence_penalty", "response_format", "safety_identifier",
+    "prompt_cache_key", "service_tier",
+}  # fmt: skip
+"""Parameters of a chat completion that are known; some of them may only have the value that changes nothing."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0), "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "seed": (), "top_logprobs": (0,),
+}  # fmt: skip
+"""Values of parameters that change nothing; others are refused."""
+
+
+def check(body: Mapping[str, Any], known: set[str], neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL) -> None:
+    """Refuse parameters that are not honoured, by name."""
+    for name, value in body.items():
+        if name not in known:
+            raise RefusedError(f"{name}: this parameter is not served here; leave it out", param=name)
+        if name in neutral and value is not None and value not in neutral[name]:
+            allowed = " or ".join(map(repr, neutral[name])) or "nothing"
+            raise RefusedError(f"{name}={value!r:.80} is not served here; it may be {allowed}", param=name)
+
+
+def number(body: Mapping[str, Any], name: str, kind: type, default: Any, low: float, high: float) -> Any:
+    """A number of a request, within its limits."""
+    value = body.get(name)
+    if value is None:
+        return default
+    right = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    if not right or not low <= value <= high:
+        raise RefusedError(
+            f"{name} must be {kind.__name__} in [{low:g}, {high:g}], got {value!r:.80}", param=name
+        )
+    return value
+
+
+def sampling_of(body: Mapping[str, Any], most: int, *names: str) -> Sampling:
+    """How tokens are picked; `names` are the parameters that limit them."""
+    limits = [number(body, name, int, most, 1, 10**9) for name in names]
+    stop = body.get("stop") or ()
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stop):
+        raise RefusedError("stop must be a text or a list of texts", param="stop")
+    return Sampling(
+        min(most, *limits), number(body, "temperature", float, 1.0, 0, 2), stop,
+        top_p=number(body, "top_p", float, 1.0, 1e-9, 1),
+    )  # fmt: skip
+
+
+def text_of(content: Any, param: str) -> str:
+    """The text of a message: text, a list of parts with text, or nothing."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        parts = []
+        for part in content:
+            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                raise RefusedError(f"{param}: only text is served here, got {kind!r}", param=param)
+            parts.append(part["text"])
+        return "".join(parts)
+    raise RefusedError(f"{param} must be text, got {type(content).__name__}", param=param)
+
+
+def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools of a request as `{"name", "description", "parameters"}`; none where they may not be called."""
+    tools = body.get("tools") or []
+    if body.get("tool_choice") == "none":
+        return []
+    found = []
+    for tool in tools if isinstance(tools, list) else [None]:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RefusedError("tools: each must be a function with a name", param="tools")
+        found.append({key: function.get(key) for key in ("name", "description", "parameters")})
+    return found
+
+
+def chat(body: Mapping[str, Any], most: int) -> Asked:
+    """A chat completion as turns.
+
+    Args:
+        body: the request.
+        most: tokens of an answer, at most.
+    """
+    check(body, CHAT)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RefusedError("messages must be a list with at least one message", param="messages")
+    tools = tools_of(body)
+    parts = [part for place, message in enumerate(messages) for part in _chat_message(place, message)]
+    if tools:
+        system = "\n".join(text for role, text in parts if role == "system")
+        parts = [("system", with_tools(system, tools)), *(part for part in parts if part[0] != "system")]
+    return Asked(
+        turns_of(parts), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
+        choices=number(body, "n", int, 1, 1, 128), model=str(body.get("model", "")),
+        stream=bool(body.get("stream")), logprobs=bool(body.get("logprobs")),
+        tools=tuple(tool["name"] for tool in tools),
+    )  # fmt: skip
+
+
+def _chat_message(place: int, message: Any) -> Iterator[tuple[str, str]]:
+    param = f"messages[{place}]"
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role in ("system", "developer"):
+        yield "system", text_of(message.get("content"), f"{param}.content")
+    elif role == "user":
+        yield "user", text_of(message.get("content"), f"{param}.content")
+    elif role == "tool":
+        yield "user", written_result(text_of(message.get("content"), f"{param}.content"))
+    elif role == "assistant":
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping):
+                raise RefusedError(f"{param}.tool_calls: each must be a function", param=param)
+            calls.append(ToolCall(str(function.get("name")), arguments_of(function.get("arguments"), param)))
+        yield "assistant", Said(text_of(message.get("content"), f"{param}.content"), tuple(calls)).canonical()
+    else:
+        raise RefusedError(
+            f"{param}.role must be system, user, assistant or tool, got {role!r:.40}", param=param
+        )
+
+
+# --- answers
+def chat_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
+    """A chat completion."""
+    choices = []
+    for place, answer in enumerate(answers):
+        choice = {
+            "index": place,
+            "message": _message(answer),
+            "finish_reason": _finish(answer),
+            "logprobs": None,
+        }
+        if asked.logprobs:
+            pairs = zip(answer.completion.token_ids, answer.completion.logprobs, strict=True)
+            content: list[dict[str, Any]] = [
+                {"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs
+            ]
+            choice["logprobs"] = {"content": content, "refusal": None}
+        choices.append(choice)
+    written = sum(len(answer.completion.token_ids) for answer in answers)
+    read = answers[0].prompt_tokens
+    usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    known = read - answers[0].new_tokens
+    return {
+        "id": f"chatcmpl-{session}-{answers[0].number}", "object": "chat.completion", "created": int(time.time()),
+        "model": asked.model, "choices": choices,
+        "usage": {**usage, "prompt_tokens_details": {"cached_tokens": known}},
+    }  # fmt: skip
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    said = answer.said
+    found: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
+    if said.calls:
+        found["content"] = said.text or None
+        found["tool_calls"] = [
+            {
+                "id": call_id(answer, place), "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for place, call in enumerate(said.calls)
+        ]  # fmt: skip
+    return found
+
+
+def call_id(answer: Answer, place: int) -> str:
+    """The id of a tool call."""
+    return f"call_{answer.number}_{place}"
+
+
+def _finish(answer: Answer) -> str:
+    return "tool_calls" if answer.said.calls else "length" if answer.completion.finish == "length" else "stop"
+
+
+def chat_stream(asked: Asked, answer: Mapping[str, Any], usage: bool) -> Iterator[bytes]:
+    """A finished chat completion as server-sent events."""
+    head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+
+    def event(**more: Any) -> bytes:
+        return b"data: " + json.dumps({**head, **more}).encode() + b"\n\n"
+
+    for choice in answer["choices"]:
+        message = dict(choice["message"])
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": message["content"] or ""}]
+        for place, call in enumerate(message.get("tool_calls", ())):
+            deltas.append({"tool_calls": [{"index": place, **call}]})
+        for delta in deltas:
+            entry = {"index": choice["index"], "delta": delta, "finish_reason": None, "logprobs": None}
+            yield event(choices=[entry])
+        last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
+        yield event(choices=[{**last, "logprobs": choice["logprobs"]}])
+    if usage:
+        yield event(choices=[], usage=answer["usage"])
+    yield b"data: [DONE]\n\n"

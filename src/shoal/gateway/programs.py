@@ -1,0 +1,91 @@
+"""Sessions of a gateway for the programs of a rollout: it answers in the loop of the driver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.core.ports import listening
+from shoal.gateway.server import Gateway, make_app
+from shoal.gateway.sessions import Session
+from shoal.rollout.programs import Exchanged
+from shoal.rollout.samplers.batching import Asked
+from shoal.rollout.samplers.sampler import ChatTokenizer, Key, Sampling
+
+STARTED_SECONDS = 0.005
+"""Between two looks at whether the server has started."""
+
+
+def sessions_of(sampler: Asked, tokenizer: ChatTokenizer) -> GatewaySessions:
+    """Sessions in front of the sampler of a rollout."""
+    return GatewaySessions(sampler, tokenizer)
+
+
+class GatewaySessions:
+    """Opens a session a program; the server starts with the first one.
+
+    Args:
+        sampler: what answers.
+        tokenizer: of the model.
+    """
+
+    def __init__(self, sampler: Asked, tokenizer: ChatTokenizer) -> None:
+        self._sampler, self._tokenizer = sampler, tokenizer
+        self._starting = asyncio.Lock()
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+        self._base = ""
+        self.gateway: Gateway
+
+    async def open(self, name: str, key: Key, sampling: Sampling, most_calls: int) -> OpenSession:
+        """A session whose noise `key` names, in the place of an older one of that name."""
+        async with self._starting:
+            if self._server is None:
+                await self._start(sampling)
+        self.gateway.sessions.pop(name, None)
+        session = self.gateway.open(name, key, fixed=sampling, most_calls=most_calls)
+        return OpenSession(self.gateway, session, self.gateway.variables(self._base, name))
+
+    async def _start(self, sampling: Sampling) -> None:
+        import uvicorn
+
+        self.gateway = Gateway(
+            self._sampler, self._tokenizer, max_tokens=sampling.max_tokens, by_asking=False
+        )
+        listener = listening(0)
+        self._base = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        config = uvicorn.Config(make_app(self.gateway), log_level="error", access_log=False, lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._serving = asyncio.ensure_future(self._server._serve([listener]))
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(STARTED_SECONDS)
+
+    async def close(self) -> None:
+        """End the server."""
+        if self._server is None or self._serving is None:
+            return
+        self._server.should_exit = self._server.force_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._serving
+        self._server = self._serving = None
+
+
+class OpenSession:
+    """A session of the gateway, as a program's rollout sees it."""
+
+    def __init__(self, gateway: Gateway, session: Session, variables: Mapping[str, str]) -> None:
+        self._gateway, self._session, self.variables = gateway, session, variables
+
+    def close(self) -> Sequence[Exchanged]:
+        """End it; its calls with what was said in them.
+
+        Raises:
+            EngineError: the last call was not answered.
+        """
+        self._gateway.sessions.pop(self._session.name, None)
+        calls = self._session.close()
+        if self._session.failed is not None:
+            raise self._session.failed
+        return [Exchanged(call, recorded.turns[-1][1], recorded.answer) for recorded, call in calls]

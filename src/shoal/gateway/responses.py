@@ -1,0 +1,150 @@
+"""OpenAI's responses: requests into turns, answers into JSON and streams. Nothing is stored for later requests."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shoal.gateway.chats import (
+    Asked,
+    RefusedError,
+    Said,
+    ToolCall,
+    arguments_of,
+    turns_of,
+    with_tools,
+    written_result,
+)
+from shoal.gateway.openai import call_id, check, sampling_of, text_of, tools_of
+from shoal.gateway.sessions import Answer
+
+KNOWN = {
+    "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "tools", "tool_choice",
+    "parallel_tool_calls", "store", "metadata", "user", "include", "truncation", "text", "reasoning",
+    "previous_response_id", "safety_identifier", "prompt_cache_key", "service_tier",
+}  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (), "truncation": ("disabled",), "text": ({"format": {"type": "text"}},),
+    "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,),
+    "include": ([], ["reasoning.encrypted_content"]),
+}  # fmt: skip
+
+
+def response(body: Mapping[str, Any], most: int) -> Asked:
+    """A request of the responses API as turns.
+
+    Args:
+        body: the request.
+        most: tokens of an answer, at most.
+    """
+    check(body, KNOWN, NEUTRAL)
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not items:
+        raise RefusedError("input must be text or a list of items", param="input")
+    tools = tools_of(body)
+    parts = list(_items(items))
+    system = [text_of(body.get("instructions"), "instructions")]
+    system += (text for role, text in parts if role == "system")
+    head = "\n".join(filter(None, system))
+    if tools:
+        head = with_tools(head, tools)
+    rest = [part for part in parts if part[0] != "system"]
+    return Asked(
+        turns_of([("system", head), *rest] if head else rest), sampling_of(body, most, "max_output_tokens"),
+        model=str(body.get("model", "")), stream=bool(body.get("stream")), tools=tuple(tool["name"] for tool in tools),
+    )  # fmt: skip
+
+
+def _items(items: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """Items as messages: what the assistant said and called between two inputs is one message."""
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    for place, item in enumerate(items):
+        param = f"input[{place}]"
+        kind = item.get("type", "message") if isinstance(item, Mapping) else None
+        role = item.get("role") if kind == "message" else None
+        if role == "assistant":
+            texts.append(text_of(item.get("content"), param))
+            continue
+        if kind == "function_call":
+            calls.append(ToolCall(str(item.get("name")), arguments_of(item.get("arguments"), param)))
+            continue
+        if kind == "reasoning":
+            continue
+        if texts or calls:
+            yield "assistant", Said("".join(texts), tuple(calls)).canonical()
+            texts, calls = [], []
+        if role in ("system", "developer"):
+            yield "system", text_of(item.get("content"), param)
+        elif role == "user":
+            yield "user", text_of(item.get("content"), param)
+        elif kind == "function_call_output":
+            yield "user", written_result(text_of(item.get("output"), param))
+        else:
+            raise RefusedError(f"{param}: an item of {kind!r:.40} is not served here", param=param)
+    if texts or calls:
+        yield "assistant", Said("".join(texts), tuple(calls)).canonical()
+
+
+def response_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
+    """A response."""
+    answer = answers[0]
+    name = f"{session}_{answer.number}"
+    output: list[dict[str, Any]] = []
+    if answer.said.text or not answer.said.calls:
+        part = {"type": "output_text", "text": answer.said.text, "annotations": [], "logprobs": []}
+        message = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed"}
+        output.append({**message, "content": [part]})
+    for place, call in enumerate(answer.said.calls):
+        output.append({
+            "type": "function_call", "id": f"fc_{name}_{place}", "call_id": call_id(answer, place), "name": call.name,
+            "arguments": json.dumps(call.arguments, ensure_ascii=False), "status": "completed",
+        })  # fmt: skip
+    cut = answer.completion.finish == "length"
+    read, written = answer.prompt_tokens, len(answer.completion.token_ids)
+    return {
+        "id": f"resp_{name}", "object": "response", "created_at": int(time.time()), "model": asked.model,
+        "status": "incomplete" if cut else "completed", "output": output, "error": None, "instructions": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "metadata": {},
+        "parallel_tool_calls": True, "temperature": asked.sampling.temperature, "tool_choice": "auto", "tools": [],
+        "top_p": asked.sampling.top_p,
+        "usage": {
+            "input_tokens": read, "input_tokens_details": {"cached_tokens": read - answer.new_tokens},
+            "output_tokens": written, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": read + written,
+        },
+    }  # fmt: skip
+
+
+def response_stream(answer: Mapping[str, Any]) -> Iterator[bytes]:
+    """A finished response as server-sent events."""
+    count = 0
+
+    def event(kind: str, **more: Any) -> bytes:
+        nonlocal count
+        count += 1
+        value = {"type": kind, "sequence_number": count - 1, **more}
+        return f"event: {kind}\ndata: {json.dumps(value)}\n\n".encode()
+
+    begun = {**answer, "status": "in_progress", "output": [], "usage": None}
+    yield event("response.created", response=begun)
+    for place, item in enumerate(answer["output"]):
+        where = {"output_index": place, "item_id": item["id"]}
+        if item["type"] == "message":
+            part = item["content"][0]
+            yield event("response.output_item.added", output_index=place, item={**item, "content": []})
+            empty = {**part, "text": ""}
+            yield event("response.content_part.added", **where, content_index=0, part=empty)
+            yield event(
+                "response.output_text.delta", **where, content_index=0, delta=part["text"], logprobs=[]
+            )
+            yield event("response.output_text.done", **where, content_index=0, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **where, content_index=0, part=part)
+        else:
+            yield event("response.output_item.added", output_index=place, item={**item, "arguments": ""})
+            yield event("response.function_call_arguments.delta", **where, delta=item["arguments"])
+            yield event("response.function_call_arguments.done", **where, arguments=item["arguments"])
+        yield event("response.output_item.done", output_index=place, item=item)
+    yield event("response.completed", response=dict(answer))

@@ -1,0 +1,324 @@
+"""The gateway as a server of this machine alone: who knows its secret may ask the model.
+
+Each call is on disk before it is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from shoal.core.errors import EngineError, needs_extra
+from shoal.core.executors import Closing
+from shoal.core.files import append_line
+from shoal.core.ports import listening
+from shoal.core.registry import SAFE_NAME
+from shoal.core.seeding import derive_seed
+from shoal.gateway import anthropic, openai, responses
+from shoal.gateway.chats import Asked, RefusedError
+from shoal.gateway.sessions import Answer, ClosedError, Recorded, Session
+from shoal.rollout.loops import LoopThread
+from shoal.rollout.samplers.sampler import ChatTokenizer, Key
+
+logger = logging.getLogger(__name__)
+MOST_BODY = 16 << 20
+"""Bytes of a request."""
+BODY_SECONDS = 30.0
+"""In which a request must have arrived."""
+LOCAL = ("127.0.0.1", "localhost", "[::1]")
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How a path speaks: requests into turns, answers into JSON and streams."""
+
+    read: Callable[[Mapping[str, Any], int], Asked]
+    write: Callable[[Asked, str, Sequence[Answer]], dict[str, Any]]
+    stream: Callable[[Asked, Mapping[str, Any], Mapping[str, Any]], Iterator[bytes]]
+    error: Callable[[RefusedError], dict[str, Any]]
+
+
+def _openai_error(error: RefusedError) -> dict[str, Any]:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": None}}
+
+
+def _anthropic_error(error: RefusedError) -> dict[str, Any]:
+    kind = "invalid_request_error" if error.status < 500 else "api_error"
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _chat_stream(asked: Asked, answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[bytes]:
+    return openai.chat_stream(asked, answer, bool((body.get("stream_options") or {}).get("include_usage")))
+
+
+WIRES = {
+    "chat/completions": Wire(openai.chat, openai.chat_answer, _chat_stream, _openai_error),
+    "responses": Wire(
+        responses.response, responses.response_answer, lambda _, answer, __: responses.response_stream(answer),
+        _openai_error,
+    ),
+    "messages": Wire(
+        anthropic.messages, anthropic.message_answer, lambda _, answer, __: anthropic.message_stream(answer),
+        _anthropic_error,
+    ),
+}  # fmt: skip
+
+
+class Record:
+    """A file of calls; those that come while others are being written are written together.
+
+    Args:
+        path: of the file, a call a line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def add(self, recorded: Recorded) -> None:
+        """Return when a call is on disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((msgspec.json.encode(recorded) + b"\n", written))
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write())
+        await written
+
+    async def _write(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            try:
+                lines = b"".join(line for line, _ in batch)
+                await asyncio.to_thread(append_line, self._path, lines, durable=True)
+            except OSError as error:
+                for _, written in batch:
+                    if not written.done():
+                        written.set_exception(error)
+            for _, written in batch:
+                if not written.done():
+                    written.set_result(None)
+        self._writing = None
+
+
+class Gateway:
+    """Sessions in front of a sampler.
+
+    Args:
+        sampler: what answers; it has `async sample(request)`.
+        tokenizer: of the model.
+        max_tokens: of an answer, at most.
+        journal: a file in which each call is written down before it is answered; None keeps them in memory alone.
+        seed: of the noise of sessions that begin by being asked.
+        secret: what addresses begin with; drawn if not given.
+        model: its name for programs that name none.
+        by_asking: whether a session begins when it is first asked, or only by `open`.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        tokenizer: ChatTokenizer,
+        *,
+        max_tokens: int = 1024,
+        journal: Path | None = None,
+        seed: int = 0,
+        secret: str | None = None,
+        model: str = "shoal",
+        by_asking: bool = True,
+    ) -> None:
+        self.sampler, self.tokenizer, self.max_tokens = sampler, tokenizer, max_tokens
+        self.seed, self.model, self._by_asking = seed, model, by_asking
+        self._record = None if journal is None else Record(journal)
+        self.secret = secret or secrets.token_urlsafe(24)
+        self.sessions: dict[str, Session] = {}
+
+    def open(self, name: str, key: Key | None = None, **limits: Any) -> Session:
+        """Begin a session.
+
+        Args:
+            name: in the address; letters, digits, `._-`.
+            key: names its noise; by its name alone if not given.
+            **limits: of the session: `fixed`, `most_calls`.
+
+        Raises:
+            RefusedError: there is one of that name.
+        """
+        if not SAFE_NAME.fullmatch(name):
+            raise RefusedError(
+                f"a session's name must match {SAFE_NAME.pattern}, got {name[:80]!r}", status=404
+            )
+        if name in self.sessions:
+            raise RefusedError(f"there is a session {name!r} already", status=409)
+        if key is None:
+            key = Key(self.seed, (derive_seed(self.seed, "session", name),))
+        write = None if self._record is None else self._record.add
+        self.sessions[name] = Session(name, key, self.tokenizer, self.sampler, write, **limits)
+        return self.sessions[name]
+
+    def url(self, base: str, session: str) -> str:
+        """The address of a session, where the gateway answers at `base`."""
+        return f"{base}/{self.secret}/{session}"
+
+    def variables(self, base: str, session: str) -> dict[str, str]:
+        """Environment variables by which SDKs find a session."""
+        address = self.url(base, session)
+        return {
+            "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": "shoal",
+            "ANTHROPIC_BASE_URL": address, "ANTHROPIC_API_KEY": "shoal",
+        }  # fmt: skip
+
+    async def handle(self, path: str, session: str, body: bytes, retried: bool) -> tuple[int, Any]:
+        """The status and the JSON (or the events, as an iterator of bytes) of an answer."""
+        wire = WIRES[path]
+        try:
+            asked, given = self._read(wire, body)
+            answers = await self._known(session).answer(asked, path.encode() + body, retried=retried)
+        except RefusedError as error:
+            return error.status, wire.error(error)
+        except (EngineError, OSError) as error:  # no answer in time, or a full disk
+            return 503, wire.error(RefusedError(str(error), status=503))
+        answer = wire.write(asked, session, answers)
+        return 200, wire.stream(asked, answer, given) if asked.stream else answer
+
+    def _known(self, name: str) -> Session:
+        found = self.sessions.get(name)
+        if found is None and not self._by_asking:
+            raise ClosedError(name)
+        return found or self.open(name)
+
+    def _read(self, wire: Wire, body: bytes) -> tuple[Asked, Mapping[str, Any]]:
+        try:
+            given = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(f"the request is no JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise RefusedError("the request must be a JSON object")
+        asked = wire.read(given, self.max_tokens)
+        return asked if asked.model else replace(asked, model=self.model), given
+
+
+def make_app(gateway: Gateway) -> Any:
+    """The Starlette application of a gateway."""
+    with needs_extra("the gateway", "web"):
+        from starlette.applications import Starlette
+        from starlette.requests import ClientDisconnect, Request
+        from starlette.responses import JSONResponse, Response, StreamingResponse
+        from starlette.routing import Route
+
+    async def read(request: Request) -> bytes:
+        if int(request.headers.get("content-length") or 0) > MOST_BODY:
+            raise RefusedError(f"the request is larger than {MOST_BODY >> 20} MiB", status=413)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > MOST_BODY:
+                        raise RefusedError(f"the request is larger than {MOST_BODY >> 20} MiB", status=413)
+                    parts.append(part)
+        except TimeoutError:
+            raise RefusedError(f"the request did not arrive within {BODY_SECONDS:g} s", status=408) from None
+        return b"".join(parts)
+
+    def refused(request: Request, status: int, text: str) -> Response:
+        wire = WIRES.get(request.path_params.get("path", ""), WIRES["chat/completions"])
+        return JSONResponse(wire.error(RefusedError(text, status=status)), status)
+
+    def guard(request: Request) -> Response | None:
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        name = host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+        if name not in LOCAL or (origin is not None and urlsplit(origin).netloc != host):
+            return refused(request, 403, "this server only answers programs of this machine")
+        if not hmac.compare_digest(request.path_params["secret"].encode(), gateway.secret.encode()):
+            return refused(request, 404, "there is no such address: use the whole one, secret included")
+        return None
+
+    async def ask(request: Request) -> Response:
+        if (answer := guard(request)) is not None:
+            return answer
+        path, session = request.path_params["path"], request.path_params["session"]
+        if path not in WIRES:
+            return refused(request, 404, f"/v1/{path[:80]} is not served; {', '.join(WIRES)} are")
+        try:
+            body = await read(request)
+        except RefusedError as error:
+            return refused(request, error.status, str(error))
+        except ClientDisconnect:
+            return Response(status_code=400)
+        retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        status, found = await gateway.handle(path, session, body, retried)
+        if isinstance(found, dict):
+            return JSONResponse(found, status)
+        return StreamingResponse(found, status, media_type="text/event-stream")
+
+    async def models(request: Request) -> Response:
+        entry = {"id": gateway.model, "object": "model", "created": 0, "owned_by": "shoal"}
+        return guard(request) or JSONResponse({"object": "list", "data": [entry]})
+
+    async def nowhere(request: Request) -> Response:
+        return refused(
+            request, 404, "there is no such address: use the whole one, secret and session included"
+        )
+
+    return Starlette(
+        routes=[
+            Route("/{secret}/{session}/v1/models", models, methods=["GET"]),
+            Route("/{secret}/{session}/v1/{path:path}", ask, methods=["POST"]),
+            Route("/{path:path}", nowhere, methods=["GET", "POST"]),
+        ]
+    )
+
+
+class GatewayServer(Closing):
+    """A gateway that answers on 127.0.0.1 in a thread of its own, as long as it is open.
+
+    Args:
+        gateway: what answers.
+        port: 0 takes a free one.
+    """
+
+    def __init__(self, gateway: Gateway, port: int = 0) -> None:
+        with needs_extra("the gateway", "web"):
+            import uvicorn
+        self.gateway = gateway
+        self._listener = listening(port)
+        self.base = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        config = uvicorn.Config(
+            make_app(gateway), log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=1
+        )  # fmt: skip
+        self._server = uvicorn.Server(config)
+        self._loop = LoopThread("shoal-gateway")
+        self._serving = self._loop.submit(self._server.serve(sockets=[self._listener]))
+
+    def variables(self, session: str) -> dict[str, str]:
+        """Environment variables by which SDKs find a session."""
+        return self.gateway.variables(self.base, session)
+
+    def run(self, work: Any) -> Any:
+        """What a coroutine returns in the thread of the server."""
+        return self._loop.run(work)
+
+    def close(self) -> None:
+        """End the server; may be called twice."""
+        self._server.should_exit = True
+        with contextlib.suppress(Exception):
+            self._serving.result(5)
+        self._loop.close()
+        self._listener.close()

@@ -1,0 +1,232 @@
+"""A session: the calls of one program, as a tree of exact tokens.
+
+A call that goes on from a recorded one reuses its tokens as they are: only what is new is put into the chat template.
+Anything else begins a new root. The noise of an answer is keyed by the session, the prompt and how often that prompt
+was asked before, so programs that ask in parallel get the same answers in any order of arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.core.data import Call
+from shoal.core.errors import EngineError
+from shoal.gateway.chats import Asked, RefusedError, Said, read_answer
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Key, Request
+from shoal.rollout.samplers.sampler import Sampling as Picking
+
+logger = logging.getLogger(__name__)
+Turns = tuple[tuple[str, str], ...]
+
+
+class Answers(Protocol):
+    """What answers."""
+
+    async def sample(self, request: Request) -> Completion:
+        """The completion of a request."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One choice of an answer."""
+
+    number: int
+    said: Said
+    completion: Completion
+    prompt_tokens: int
+    new_tokens: int  # of the prompt, beyond what the parent had
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """A call as it is written down, before it is answered."""
+
+    session: str
+    number: int
+    digest: str  # of the prompt's tokens
+    nth: int  # how often the prompt was asked before
+    call: Call
+    turns: Turns  # what the program sent, as text
+    answer: str  # canonical
+
+
+class ClosedError(RefusedError):
+    """A call after the end of its session."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"session {name!r} has ended", status=409)
+
+
+class Session:
+    """The calls of one program.
+
+    Args:
+        name: of the session.
+        key: seed and path that name its noise.
+        tokenizer: of the model.
+        sampler: what answers.
+        write: writes a recorded call down; it is answered only afterwards.
+        fixed: how tokens are picked, which a program may not change; of its limits the least holds.
+        most_calls: further ones are refused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        key: Key,
+        tokenizer: ChatTokenizer,
+        sampler: Answers,
+        write: Callable[[Recorded], Awaitable[None]] | None = None,
+        *,
+        fixed: Picking | None = None,
+        most_calls: int | None = None,
+    ) -> None:
+        self.name, self.key = name, key
+        self.calls: list[Recorded] = []
+        self.roots = 0
+        """Calls that went on from none before; the first one of a program is one."""
+        self.branches = 0
+        """Calls that went on from one that others had gone on from already."""
+        self.closed = False
+        self.failed: EngineError | None = None
+        """Why the last call was not answered; None once one was."""
+        self._fixed, self._most = fixed, most_calls
+        self._tokenizer, self._sampler, self._write = tokenizer, sampler, write
+        self._ends: dict[Turns, int] = {}  # what a continuation begins with, and its call
+        self._prompts: dict[int, tuple[int, ...]] = {}  # of each call
+        self._children: Counter[int] = Counter()
+        self._asked: Counter[str] = Counter()
+        self._begun = 0
+        self._answers: dict[str, asyncio.Task[list[Answer]]] = {}  # by the digest of the request
+
+    async def answer(self, asked: Asked, body: bytes = b"", *, retried: bool = False) -> list[Answer]:
+        """The choices of an answer; a request that is sent again because its answer was lost gets that one.
+
+        Args:
+            asked: the request.
+            body: its bytes, by which a retry is known.
+            retried: whether the client says that it sent it before.
+        """
+        if self.closed:
+            raise ClosedError(self.name)
+        digest = hashlib.sha256(body).hexdigest()
+        task = self._answers.get(digest) if retried else None
+        if task is None or (task.done() and task.exception() is not None):
+            task = self._answers[digest] = asyncio.ensure_future(self._answer(asked))
+        return await asyncio.shield(task)
+
+    async def _answer(self, asked: Asked) -> list[Answer]:
+        if self._most is not None and self._begun + asked.choices > self._most:
+            raise RefusedError(
+                f"session {self.name!r} has had its {self._most} calls (max_steps)", status=403
+            )
+        self._begun += asked.choices
+        sampling = self._sampling(asked.sampling)
+        prompt, parent = self._prompt(asked.turns)
+        digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
+        first = self._asked[digest]
+        self._asked[digest] += asked.choices
+        if parent is None:
+            self.roots += 1
+        elif self._children[parent]:
+            self.branches += 1
+        if parent is not None:
+            self._children[parent] += 1
+
+        async def one(nth: int) -> Answer:
+            path = (*self.key.path, int(digest, 16) >> 1, nth)
+            request = Request(prompt, Key(self.key.seed, path), sampling)
+            try:
+                completion = await self._sampler.sample(request)
+            except (EngineError, TimeoutError) as error:
+                self._begun -= 1
+                self.failed = error if isinstance(error, EngineError) else EngineError(str(error))
+                raise
+            self.failed = None
+            answer = self._record(asked, prompt, parent, digest, nth, completion)
+            if self._write is not None:
+                await self._write(self.calls[answer.number])
+            return answer
+
+        return list(await asyncio.gather(*(one(first + n) for n in range(asked.choices))))
+
+    def _sampling(self, asked: Picking) -> Picking:
+        """How tokens are picked: as asked, within what the run says."""
+        fixed = self._fixed
+        if fixed is None:
+            return asked
+        for name in ("temperature", "top_p", "top_k"):
+            value, right = getattr(asked, name), getattr(fixed, name)
+            if value not in (right, getattr(Picking(), name)):
+                raise RefusedError(
+                    f"{name}={value}: the run decides it (agent_proxy.{name}={right}): leave it out, or set it so",
+                    param=name,
+                )
+        return replace(fixed, max_tokens=min(fixed.max_tokens, asked.max_tokens), stop=asked.stop)
+
+    def _prompt(self, turns: Turns) -> tuple[tuple[int, ...], int | None]:
+        """The tokens of a prompt, and the call that it goes on from."""
+        parent = self._ends.get(turns[:-1])
+        if parent is not None:
+            recorded = self.calls[parent]
+            before = self._prompts[parent] + recorded.call.response_ids
+            try:
+                message: Any = {"role": "user", "content": turns[-1][1]}
+                return before + self._tokenizer.extend(recorded.call.response_ids, message), parent
+            except EngineError as error:  # the template writes earlier turns anew
+                logger.warning("session %s: each turn is a prompt of its own: %s", self.name, error)
+        messages: Any = [{"role": role, "content": text} for role, text in turns]
+        try:
+            return self._tokenizer.start(messages), None
+        except EngineError as error:
+            raise RefusedError(str(error), param="messages") from error
+
+    def _record(
+        self,
+        asked: Asked,
+        prompt: tuple[int, ...],
+        parent: int | None,
+        digest: str,
+        nth: int,
+        done: Completion,
+    ) -> Answer:
+        if self.closed:
+            raise ClosedError(self.name)
+        if done.finish == "context":
+            raise RefusedError(
+                f"the prompt of {len(prompt)} tokens leaves no room in the context of the model",
+                param="messages",
+            )
+        said = read_answer(self._tokenizer.decode(done.token_ids), asked.tools)
+        known = (
+            0 if parent is None else len(self._prompts[parent]) + len(self.calls[parent].call.response_ids)
+        )
+        call = Call(prompt[known:], parent, done.token_ids, done.logprobs, done.weights_version, done.finish)
+        number = len(self.calls)
+        recorded = Recorded(self.name, number, digest, nth, call, asked.turns, said.canonical())
+        self.calls.append(recorded)
+        self._prompts[number] = prompt
+        self._ends[(*asked.turns, ("assistant", recorded.answer))] = number
+        return Answer(number, said, done, len(prompt), len(prompt) - known)
+
+    def close(self) -> list[tuple[Recorded, Call]]:
+        """End the session; its calls, each behind its parent, in an order that does not depend on who asked first."""
+        self.closed = True
+        order = sorted(self.calls, key=lambda r: (len(self._prompts[r.number]), r.digest, r.nth))
+        ends: dict[tuple[int, ...], int] = {}  # the first call that a prompt may go on from
+        found: list[tuple[Recorded, Call]] = []
+        for recorded in order:
+            call, prompt = recorded.call, self._prompts[recorded.number]
+            known = prompt[: len(prompt) - len(call.new_prompt_ids)]
+            parent = None if call.parent is None else ends[known]
+            ends.setdefault(prompt + call.response_ids, len(found))
+            found.append((recorded, replace(call, parent=parent)))
+        return found

@@ -1,0 +1,368 @@
+"""Episodes that programs play by asking the model themselves; their calls are the record.
+
+A command is a process an episode; a Python function is called in a worker process that plays many. A program that
+dies, hangs or says nonsense is killed with all that it started, and its episode is played once more with the same
+noise, as for any env. Where its calls go is a session, which the caller's factory opens: the gateway, mostly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from shoal.core.data import Call, Status, Trajectory, Turn
+from shoal.core.errors import EngineError, EnvError
+from shoal.core.workers import kill_descendants
+from shoal.envs.program import ProgramEnv
+from shoal.rollout.episode import anchor_of
+from shoal.rollout.functions import FunctionFailedError, FunctionProcess, result_of, start_function
+from shoal.rollout.hosts.episodes import Begin, Ended, Event, Reply
+from shoal.rollout.hosts.host import LocalHosts
+from shoal.rollout.plan import Assignment
+from shoal.rollout.samplers.sampler import Key, Sampling
+
+LAST_WORDS_SECONDS = 1.0
+"""For which the rest of an ended program's output is waited for."""
+
+
+class Exchanged(NamedTuple):
+    """A call of a session, and what was said in it as text."""
+
+    call: Call
+    asked: str
+    answered: str
+
+
+class ProgramSession(Protocol):
+    """Where the calls of one program go."""
+
+    variables: Mapping[str, str]
+    """Environment variables by which the program finds it."""
+
+    def close(self) -> Sequence[Exchanged]:
+        """End it; its calls, each behind its parent, in an order that does not depend on their arrival.
+
+        Raises:
+            EngineError: the model failed to answer one of them.
+        """
+
+
+class Sessions(Protocol):
+    """Opens sessions; all calls of it are made in the loop of the driver."""
+
+    async def open(self, name: str, key: Key, sampling: Sampling, most_calls: int) -> ProgramSession:
+        """A session whose noise `key` names.
+
+        Args:
+            name: of the session, in addresses and files.
+            key: of its noise.
+            sampling: how tokens are picked: the most of an answer, and what programs may not change.
+            most_calls: further ones are refused.
+        """
+
+    async def close(self) -> None:
+        """End all sessions."""
+
+
+class ProgramHosts(LocalHosts):
+    """Hosts of programs, all in the loop of the driver.
+
+    Args:
+        programs: by tag.
+        sessions: where their calls go; they end with the hosts.
+        count: programs at a time.
+        retries: further tries at an episode whose program failed.
+    """
+
+    def __init__(
+        self, programs: Mapping[str, ProgramEnv], sessions: Sessions, count: int, retries: int
+    ) -> None:
+        super().__init__(lambda: ProgramHost(programs, sessions, retries), count)
+        self._sessions = sessions
+
+    async def close(self) -> None:
+        """End the programs, and the sessions."""
+        try:
+            await super().close()
+        finally:
+            await self._sessions.close()
+
+    def pids(self) -> list[int]:
+        """The processes of functions that were started."""
+        return [pid for host in self._hosts.values() for pid in host.pids()]  # type: ignore[attr-defined]
+
+
+class ProgramFailedError(EnvError):
+    """A program that came to no result; `status` is that of its episode."""
+
+    def __init__(self, text: str, status: Status = "env_error") -> None:
+        super().__init__(text)
+        self.status: Status = status
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a program says in its last line."""
+
+    reward: float
+    success: bool = False
+
+
+class ProgramHost:
+    """Plays episodes of programs in processes; it lives in the loop of the driver.
+
+    Args:
+        programs: by tag.
+        sessions: where their calls go.
+        retries: further tries at an episode whose program failed.
+    """
+
+    lost = False
+
+    def __init__(self, programs: Mapping[str, ProgramEnv], sessions: Sessions, retries: int = 1) -> None:
+        self._programs, self._sessions, self._retries = programs, sessions, retries
+        self._tasks: set[asyncio.Task[Event]] = set()
+        self._idle: dict[str, FunctionProcess] = {}  # by tag; they wait for the next episode
+
+    def tell(self, message: Begin | Reply) -> Awaitable[Event]:
+        """The end of an episode that begins."""
+        assert isinstance(message, Begin), "a program asks the model by itself"
+        task: asyncio.Task[Event] = asyncio.ensure_future(self._play(message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _play(self, begin: Begin) -> Event:
+        failed: list[str] = []
+        while True:
+            trajectory = await self._try(begin.assignment, begin.sampling, len(failed))
+            if trajectory.status in ("ok", "engine_error") or len(failed) >= self._retries:
+                return Ended(begin.slot, trajectory, tuple(failed))
+            failed.append(str(trajectory.error))
+
+    async def _try(self, assignment: Assignment, sampling: Sampling, attempt: int) -> Trajectory:
+        """One try at an episode."""
+        place, program = assignment.place, self._programs[assignment.tag]
+        name = f"{place.iteration}-{place.group}-{place.member}-{place.env_seed % 2**32:x}-{attempt}"
+        key = Key(place.seed, (place.iteration, place.group, place.member))
+        session = await self._sessions.open(name, key, sampling, program.config.max_steps)
+        result, status, why = Result(0.0, False), "ok", None
+        exchanged: Sequence[Exchanged] = ()
+        try:
+            task = program.task(place.env_seed)
+            if program.config.function is None:
+                result = await run(program, task, session.variables)
+            else:
+                result = await self._call(assignment.tag, task, session.variables)
+        except ProgramFailedError as error:
+            status, why = error.status, str(error)
+        finally:
+            try:
+                exchanged = session.close()
+            except EngineError as error:
+                status, why = "engine_error", str(error)
+        if status == "ok" and not exchanged:
+            status, why = "env_error", "the program ended without asking the model"
+        turns = [
+            Turn(one.asked, number, one.answered, one.answered, True, 0.0, anchor_of({}, one.asked))
+            for number, one in enumerate(exchanged)
+        ]
+        if turns:
+            last = turns[-1]
+            turns[-1] = Turn(
+                last.observation, last.call, last.response, last.action, True, result.reward, last.anchor
+            )
+        return Trajectory(
+            assignment.tag, place.iteration, place.group, place.member, place.env_seed,
+            tuple(one.call for one in exchanged), tuple(turns), success=result.success, terminated=status == "ok",
+            truncated=False, status=status, error=why,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    async def _call(self, tag: str, task: Mapping[str, Any], variables: Mapping[str, str]) -> Result:
+        """Call a function in a process that waits, or a new one; only after a result it is kept for the next.
+
+        Raises:
+            ProgramFailedError: it failed or was too slow.
+        """
+        config = self._programs[tag].config
+        assert config.function is not None
+        process = self._idle.pop(tag, None)
+        try:
+            async with asyncio.timeout(config.timeout):
+                if process is None:
+                    process = await start_function(config.function, config.folder)
+                    _limit_memory(process.pid, config.memory)
+                result = Result(*await process.call(task, variables))
+            self._idle[tag], process = process, self._idle.pop(tag, None)
+            return result
+        except TimeoutError:
+            raise ProgramFailedError(
+                f"the function did not return within {config.timeout:g} s (timeout)", "timeout"
+            ) from None
+        except FunctionFailedError as error:
+            raise ProgramFailedError(str(error)) from error
+        finally:
+            if process is not None:
+                process.end()
+
+    def pids(self) -> list[int]:
+        """The processes of functions that wait for an episode."""
+        return [process.pid for process in self._idle.values()]
+
+    async def overdue(self) -> list[tuple[int, str]]:
+        """None: each program has a time limit of its own."""
+        return []
+
+    def give_up(self, slot: int, why: str) -> None:
+        """Nothing hangs here."""
+
+    async def close_envs(self, seconds: float) -> None:
+        """End the programs that run."""
+        for task in list(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds)
+
+    def end(self) -> None:
+        """End the processes of functions."""
+        while self._idle:
+            self._idle.popitem()[1].end()
+
+
+async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[str, str]) -> Result:
+    """Run a program on a task, and return what its last line says; it and all that it started are ended then.
+
+    Raises:
+        ProgramFailedError: it cannot be started, failed, was too slow or too loud, or its last line is no result.
+    """
+    config = program.config
+    words = [sys.executable if word == "{python}" else word for word in config.command]
+    with contextlib.ExitStack() as ending:
+        given = ending.enter_context(tempfile.TemporaryFile())
+        given.write(json.dumps(task).encode() + b"\n")
+        given.seek(0)
+        said, errors = Tail(config.output), Tail(1 << 14)
+        ending.callback(said.close)
+        ending.callback(errors.close)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words, stdin=given, stdout=said.writer, stderr=errors.writer, cwd=config.folder,
+                env={**os.environ, **variables}, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise ProgramFailedError(f"{words[0]} cannot be started: {error}") from error
+        reading = [
+            asyncio.ensure_future(said.read(partial(_kill, process))),
+            asyncio.ensure_future(errors.read()),
+        ]
+        try:
+            _limit_memory(process.pid, config.memory)
+            async with asyncio.timeout(config.timeout):
+                code = await process.wait()
+            _kill(process)
+            await asyncio.wait(reading, timeout=LAST_WORDS_SECONDS)
+        except TimeoutError:
+            raise ProgramFailedError(
+                f"the program did not end within {config.timeout:g} s (timeout)", "timeout"
+            ) from None
+        finally:
+            _kill(process)
+            await process.wait()
+            for one in reading:
+                one.cancel()
+    if said.cut:
+        raise ProgramFailedError(f"the program printed more than {config.output} bytes (output)")
+    if code:
+        last = errors.text().splitlines()[-1:] or ["nothing on standard error"]
+        raise ProgramFailedError(f"the program ended with status {code}: {last[0][:300]}")
+    return read_result(said.text())
+
+
+class Tail:
+    """The end of what a process writes into a pipe of its own, which it may leave to others.
+
+    Args:
+        most: bytes that are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.cut = False
+        """Whether there were more."""
+        self._most, self._kept = most, bytearray()
+        reader, self.writer = os.pipe()
+        self._reader = os.fdopen(reader, "rb", 0)
+
+    async def read(self, when_cut: Callable[[], None] = lambda: None) -> None:
+        """Read until all writers have gone; `when_cut` is called when it is too much."""
+        os.close(self.writer)
+        self.writer = -1
+        stream, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), self._reader
+        )
+        try:
+            while part := await stream.read(1 << 16):
+                self._kept += part
+                if len(self._kept) > self._most:
+                    del self._kept[: -self._most]
+                    self.cut = True
+                    when_cut()
+        finally:
+            transport.close()
+
+    def text(self) -> str:
+        """What is kept."""
+        return self._kept.decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Close the pipe."""
+        if self.writer >= 0:
+            os.close(self.writer)
+        self._reader.close()
+
+
+def read_result(said: str) -> Result:
+    """The result in the last line of a program's output.
+
+    >>> read_result('{"reward": 0.5}')
+    Result(reward=0.5, success=False)
+    """
+    last = (said.splitlines() or [""])[-1]
+    try:
+        value = json.loads(last)
+        if isinstance(value, dict):
+            return Result(*result_of(value))
+    except (ValueError, RecursionError):
+        pass
+    raise ProgramFailedError(f'the last line must be JSON such as {{"reward": 1.0}}, got {last[:200]!r}')
+
+
+def _limit_memory(pid: int, mebibytes: int | None) -> None:
+    if mebibytes is None:
+        return
+    try:
+        import resource
+
+        resource.prlimit(pid, resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))  # type: ignore[attr-defined]
+    except (ImportError, AttributeError):
+        raise ProgramFailedError(
+            "memory: this system cannot limit the memory of a process; leave it out"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ProgramFailedError(f"memory: the limit cannot be set: {error}") from error
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """End a program with all that it started."""
+    kill_descendants(process.pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

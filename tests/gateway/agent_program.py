@@ -1,0 +1,46 @@
+"""A program that asks the model a few times and pays by what it said; its first argument says how it misbehaves."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+
+task = json.loads(sys.stdin.readline())
+fault = sys.argv[1] if len(sys.argv) > 1 else ""
+
+
+def ask(messages):
+    body = json.dumps({"messages": messages, "max_tokens": 4}).encode()
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"content-type": "application/json"}
+    )
+    return json.loads(urllib.request.urlopen(request).read())["choices"][0]["message"]["content"]
+
+
+if fault == "silent":
+    sys.stdout.write("\n" + json.dumps({"reward": 1}))
+    sys.exit()
+said, messages = [], []
+for turn in range(3):
+    messages.append({"role": "user", "content": f"{task.get('task', 'go')} {turn}"})
+    said.append(ask(messages))
+    messages.append({"role": "assistant", "content": said[-1]})
+    if fault == "dies" and turn == 1:
+        os.kill(os.getpid(), 9)
+    if fault == "fails":
+        raise RuntimeError("the data set is missing")
+    if fault == "hangs":
+        time.sleep(1000)
+if fault == "leaves":  # a process of its own session, which keeps the output open
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(12)"], start_new_session=True)
+if fault == "loud":
+    sys.stdout.write("\n" + "x" * 3_000_000)
+if fault == "memory":
+    block = bytearray(1 << 30)
+sys.stdout.write(
+    "\n" + "nonsense"
+    if fault == "nonsense"
+    else json.dumps({"reward": sum("a" in text for text in said) / 3})
+)

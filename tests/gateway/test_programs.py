@@ -1,0 +1,216 @@
+"""Programs as environments: each is a process that asks the model by itself."""
+
+import json
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal import ParallelRolloutManager
+from shoal.core.errors import ConfigError
+from shoal.envs.catalogue import make
+from shoal.envs.check import quick_check
+from shoal.gateway.programs import sessions_of
+from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.train.agent.batch import make_samples
+from shoal.train.agent.config import compose_config
+from shoal.train.agent.trainer import AgentTrainer
+
+PROGRAM = Path(__file__).with_name("agent_program.py")
+
+
+def config(where, *overrides, fault="", function="", **settings):
+    """A config of a file of its own, as a user has it."""
+    command = {"command": ["{python}", str(PROGRAM), *([fault] if fault else [])]}
+    called = {"function": f"agent_functions:{function}", "folder": str(PROGRAM.parent)}
+    kind = {"env_type": "program", "env_config": {**(called if function else command), **settings}}
+    groups = {"env_groups": 2, "env_configs": {"tags": ["Agent"]}}
+    values = {
+        "defaults": ["base", "_self_"],
+        "custom_envs": {"FrozenLakeEnv": None, "Agent": kind},
+        "es_manager": {"train": {**groups, "group_size": 3}, "val": groups},
+        "agent_proxy": {"use_parallel_rollout": True, "max_tokens": 6},
+        "warmup": {"steps": 0},
+        "trainer": {"tensorboard": False},
+    }
+    (where / "programs.yaml").write_text(json.dumps(values))
+    return compose_config("programs", list(overrides), where)
+
+
+def play(settings, n_jobs=2):
+    engine = TinyEngine([], TinyShape(32, 1, 2, 1000), seed=1)
+    with ParallelRolloutManager(settings, engine, n_jobs, sessions=sessions_of) as manager:
+        return manager.collect(0)
+
+
+def left_behind():
+    return [p for p in psutil.process_iter(["cmdline"]) if str(PROGRAM) in " ".join(p.info["cmdline"] or ())]
+
+
+def test_programs_are_played_in_groups_and_leave_exact_records(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('"walk"\n"run"\n')
+    played = play(config(tmp_path, tasks="tasks.jsonl", folder=str(tmp_path)))
+    assert [(t.group, t.member, t.status) for t in played] == [
+        (g, m, "ok") for g in range(2) for m in range(3)
+    ]
+    for trajectory in played:
+        assert [call.parent for call in trajectory.calls] == [None, 0, 1]
+        assert [turn.reward for turn in trajectory.turns[:-1]] == [0.0, 0.0]
+        said = sum("a" in turn.response for turn in trajectory.turns)
+        assert trajectory.reward == pytest.approx(said / 3)
+        (sample,) = make_samples(trajectory)  # one chain is one sample
+        assert sum(sample.places >= 0) == trajectory.n_tokens
+    tasks = {(t.group, t.turns[0].observation.split()[0]) for t in played}
+    assert len(tasks) == 2  # a group has one task
+    assert not left_behind()
+
+
+@pytest.mark.parametrize("function", ["", "play", "play_async"])
+@pytest.mark.parametrize("n_jobs", [1, 4])
+def test_the_same_seed_gives_the_same_record_however_many_play_at_once(tmp_path, n_jobs, function):
+    played = play(config(tmp_path, function=function), n_jobs)
+    assert played == play(config(tmp_path, function=function), 2)
+    assert all(trajectory.status == "ok" for trajectory in played)
+    assert len({trajectory.reward for trajectory in played}) > 1
+    if function != "play_async":
+        assert played == play(config(tmp_path), 1)  # a command that plays likewise
+
+
+@pytest.mark.parametrize(
+    ("fault", "settings", "status", "why"),
+    [
+        ("dies", {}, "env_error", "ended with status -9"),
+        ("fails", {}, "env_error", "ended with status 1: RuntimeError: the data set is missing"),
+        ("hangs", {"timeout": 1.5}, "timeout", r"did not end within 1\.5 s"),
+        ("loud", {}, "env_error", "printed more than 1048576 bytes"),
+        ("nonsense", {}, "env_error", "the last line must be JSON"),
+        ("silent", {}, "env_error", "ended without asking the model"),
+        ("", {"max_steps": 2}, "env_error", "HTTP Error 403"),
+        pytest.param("memory", {"memory": 512}, "env_error", "MemoryError",
+                     marks=pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are Linux's")),
+    ],
+)  # fmt: skip
+def test_a_program_that_misbehaves_fails_its_episode_and_leaves_nothing(
+    tmp_path, fault, settings, status, why
+):
+    played = play(
+        config(
+            tmp_path,
+            "agent_proxy.parallel.env_retries=0",
+            "es_manager.train.env_groups=1",
+            fault=fault,
+            **settings,
+        )
+    )
+    for trajectory in played:
+        assert trajectory.status == status
+        assert why.replace("\\", "") in trajectory.error
+    assert not left_behind()
+
+
+def test_an_episode_ends_with_its_program_though_others_keep_its_output_open(tmp_path):
+    settings = config(tmp_path, "es_manager.train.env_groups=1", fault="leaves", timeout=8.0)
+    assert [trajectory.status for trajectory in play(settings, 3)] == ["ok"] * 3
+
+
+def test_a_worker_process_plays_many_episodes_of_a_function_and_ends_with_the_rollout(tmp_path):
+    engine = TinyEngine([], TinyShape(32, 1, 2, 1000), seed=1)
+    settings = config(tmp_path, function="counts")
+    with ParallelRolloutManager(settings, engine, 2, sessions=sessions_of) as manager:
+        rewards = [[t.reward for t in manager.collect(iteration)] for iteration in range(3)]
+        pids = manager.worker_pids()
+        assert len(pids) == 2
+        assert sum(map(len, rewards)) == 18
+        assert max(map(max, rewards)) >= 9  # two processes have played all of them
+    assert not any(map(psutil.pid_exists, pids))
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "why"),
+    [
+        ("raises", "env_error", "KeyError: 'garden' (agent_functions.py"),
+        ("exits", "env_error", "SystemExit: 3"),
+        ("dies", "env_error", "the process of the function exited with code 4"),
+        ("hangs", "timeout", "did not return within 4 s"),
+        ("hangs_async", "timeout", "did not return within 4 s"),
+        ("nonsense", "env_error", "the result must be a reward"),
+        ("missing", "env_error", "has no attribute 'missing'"),
+        ("no_function", "env_error", "agent_functions:no_function is no function"),
+    ],
+)
+def test_a_function_that_misbehaves_fails_its_episode_and_its_process_ends(tmp_path, function, status, why):
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    overrides = "agent_proxy.parallel.env_retries=0", "es_manager.train.env_groups=1"
+    played = play(config(tmp_path, *overrides, function=function, timeout=4.0))
+    for trajectory in played:
+        assert trajectory.status == status
+        assert why in trajectory.error
+    after = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    assert not [p for pid, p in after.items() if pid not in before and "forkserver" not in str(p.cmdline())]
+
+
+def test_an_episode_whose_function_died_is_played_again_as_if_it_had_not(tmp_path, monkeypatch):
+    (tmp_path / "marks").mkdir()
+    monkeypatch.setenv("MARKS", str(tmp_path / "marks"))
+    settings = config(tmp_path, "es_manager.train.group_size=1", function="fails_once")
+    first = play(settings)
+    assert [(t.status, t.reward) for t in first] == [("ok", 1.0)] * 2
+    assert len(list((tmp_path / "marks").iterdir())) == 2
+    assert play(settings) == first
+
+
+def test_calls_that_come_after_the_end_of_an_episode_are_refused_and_in_no_record(tmp_path, monkeypatch):
+    monkeypatch.setenv("MARKS", str(tmp_path))
+    later = play(config(tmp_path, function="asks_late"), 1)[1:]
+    for trajectory in later:
+        assert trajectory.status == "ok"
+        assert [turn.observation for turn in trajectory.turns] == ["go"]
+    assert (tmp_path / "late").read_text() == "409"
+
+
+def test_programs_need_a_parallel_rollout_and_company_of_their_kind(tmp_path):
+    with pytest.raises(ConfigError, match=r"set agent_proxy\.use_parallel_rollout=true"):
+        AgentTrainer(
+            config(tmp_path, "agent_proxy.use_parallel_rollout=false", f"run_dir={tmp_path / 'run'}")
+        )
+    lake = "+custom_envs.Lake={env_type: frozen_lake}"
+    with pytest.raises(ConfigError, match="plays either programs or envs"):
+        play(config(tmp_path, "es_manager.train.env_configs.tags=[Agent,Lake]", lake))
+    with pytest.raises(ConfigError, match="ProgramConfig.command: Expected `array`, got 'ls'"):
+        make("program", command="ls")
+    with pytest.raises(ConfigError, match="give either function"):
+        make("program", command=["ls"], function="a:b")
+    with pytest.raises(ConfigError, match="function must be such as"):
+        make("program", function="agent.py")
+
+
+def test_the_check_before_a_training_reads_the_tasks_of_a_program(tmp_path):
+    quick_check("program", {"function": "a:b"})
+    with pytest.raises(ConfigError, match="tasks: .* must hold a JSON value in each line"):
+        quick_check("program", {"function": "a:b", "tasks": str(tmp_path / "none.jsonl")})
+
+
+def test_a_training_on_a_program_learns_what_it_pays_and_resumes_equal(tmp_path):
+    overrides = [
+        "trainer.iterations=3",
+        "trainer.save_every=1",
+        "algorithm.learning_rate=0.01",
+        "trainer.eval_every=9",
+    ]
+
+    def train(name, *more):
+        with AgentTrainer(config(tmp_path, *overrides, f"run_dir={tmp_path / name}", *more)) as trainer:
+            rows = list(trainer.train())
+            return rows, [p.detach().clone() for p in trainer.policy.module.parameters()]
+
+    rows, weights = train("whole")
+    assert rows[-1]["iteration"] == 3
+    assert sum(row.get("gradient_steps", 0) for row in rows) >= 1
+    assert (
+        max(row.get("logprob_gap_max", 0.0) for row in rows) < 1e-4
+    )  # the tokens are those that were sampled
+    train("half", "trainer.iterations=2")
+    _, resumed = train("half", "resume=true")
+    assert all((a == b).all() for a, b in zip(weights, resumed, strict=True))
+    assert not left_behind()
