@@ -20,7 +20,9 @@ from shoal.envs.spaces import FreeText, own_space
 from shoal.envs.text import Outcome, TextEnv
 from shoal.vector import make_vec
 
-SETTINGS = {"gymnasium": {"id": "CartPole-v1"}, "openenv": {"url": "http://127.0.0.1:9"}}
+SETTINGS = {
+    "gymnasium": {"id": "CartPole-v1"}, "openenv": {"url": "http://127.0.0.1:9"}, "program": {"command": ["true"]},
+}  # fmt: skip
 PACKAGES = {"reasoning_gym": "reasoning_gym", "textarena": "textarena", "textworld": "textworld"}
 
 

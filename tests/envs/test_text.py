@@ -171,9 +171,12 @@ def test_settings_are_checked_by_name(name):
 @pytest.mark.parametrize("name", [*BUILT_IN, *ADAPTERS])
 def test_no_setting_is_nan_infinite_or_more_than_a_reward_can_be(name):
     kind = env_class(name).Config
-    needed = {"gymnasium": {"id": "CartPole-v1"}, "openenv": {"url": "http://127.0.0.1:9"}}.get(name, {})
+    needed = {
+        "gymnasium": {"id": "CartPole-v1"}, "openenv": {"url": "http://127.0.0.1:9"}, "program": {"command": ["true"]},
+    }.get(name, {})  # fmt: skip
     fractions = [item.name for item in dataclasses.fields(kind) if "float" in str(item.type)]
-    assert "invalid_penalty" in fractions
+    assert "invalid_penalty" in fractions or name == "program"
+    assert fractions
     for setting in fractions:
         for value in (np.nan, np.inf, -np.inf, 1e39):
             with pytest.raises(ConfigError, match=rf"\b{setting} must be"):

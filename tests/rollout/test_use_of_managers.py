@@ -8,7 +8,7 @@ import pytest
 from tests.rollout.doubles import CounterEnv, HashEngine, InterruptingEngine, config, with_env
 
 from shoal import envs
-from shoal.core.errors import WorkerError
+from shoal.core.errors import EngineError, WorkerError
 from shoal.rollout.rollouts import ParallelRolloutManager
 
 BACKENDS = ("serial", "threads", "processes")
@@ -70,7 +70,8 @@ def test_closing_ends_a_rollout_that_another_thread_plays_and_leaves_no_worker(c
     manager.close()
     assert time.monotonic() - clock < 30
     thread.join(60)
-    assert isinstance(result["error"], WorkerError)
+    assert isinstance(result["error"], WorkerError | EngineError)
+    assert "closed" in str(result["error"])
     assert not manager.worker_pids()
     for pid in pids:
         with pytest.raises(ProcessLookupError):

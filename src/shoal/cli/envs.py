@@ -147,6 +147,7 @@ _ADAPTER_EXAMPLES = {
     "textarena": "id=FrozenLake-v0",
     "textworld": "quest_length=3",
     "openenv": "url=http://127.0.0.1:8000",
+    "program": "function=my_agent:play",
 }
 
 

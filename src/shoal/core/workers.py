@@ -154,7 +154,10 @@ class WorkerProcess:
             stays = method == "forkserver" or threading.current_thread() is threading.main_thread()
             self._process = context.Process(target=_main, args=(target, theirs, log, taken_over, stays, args))
             try:
-                _start(self._process, method)
+                with _uninterrupted():
+                    _start(self._process, method)
+                    self.pid: int = self._process.pid
+                    self._end = util.Finalize(self, _end, (self._process, self.pid), exitpriority=10)
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     raise
@@ -162,12 +165,10 @@ class WorkerProcess:
             finally:
                 theirs.close()
                 log.close()
-        self.pid: int = self._process.pid
         self.sentinel: int = self._process.sentinel
         self._log = b""
         self._code: int | None = None
         self._closed = False
-        self._end = util.Finalize(self, _end, (self._process, self.pid), exitpriority=10)
 
     @property
     def exit_code(self) -> int | None:
@@ -228,7 +229,6 @@ def _start(process: Any, method: str) -> None:
         try:
             if method == "forkserver":
                 _preload()
-                _run_fork_server()
             process.start()
         finally:
             main.__spec__ = spec
@@ -245,13 +245,15 @@ def _preload() -> None:
         forkserver.set_forkserver_preload(PRELOAD)
 
 
-def _run_fork_server() -> None:
-    """Have the fork server run; Ctrl-C while it imports is not its own, or every later worker would fail."""
-    from multiprocessing import forkserver
-
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits: a process that has begun is known, and the fork server, which imports, does not see it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        forkserver.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

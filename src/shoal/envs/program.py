@@ -56,12 +56,15 @@ class ProgramConfig:
             )
         if self.function is not None and not re.fullmatch(r"[\w.]+:\w+", self.function):
             raise ConfigError(f'function must be such as "agent:play", got {self.function!r}')
-        if self.max_steps < 1 or self.output < 1 or not self.timeout > 0:
-            raise ConfigError("max_steps and output must be at least 1, and timeout positive")
+        for name in ("max_steps", "output"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value}")
+        if not 0 < self.timeout < 1e9:
+            raise ConfigError(f"timeout must be a positive number of seconds, got {self.timeout}")
 
 
 class ProgramEnv(TextEnv[ProgramConfig]):
-    """What is known of a program before it runs."""
+    """An agent program that asks the model by itself, through the gateway."""
 
     Config = ProgramConfig
     instructions = "A program asks."
