@@ -1,7 +1,9 @@
 """Programs as environments: each is a process that asks the model by itself."""
 
 import json
+import os
 import sys
+import uuid
 from pathlib import Path
 
 import psutil
@@ -44,8 +46,20 @@ def play(settings, n_jobs=2):
         return manager.collect(0)
 
 
+@pytest.fixture(autouse=True)
+def mark(monkeypatch):
+    monkeypatch.setenv("SHOAL_TEST_MARK", uuid.uuid4().hex)
+
+
 def left_behind():
-    return [p for p in psutil.process_iter(["cmdline"]) if str(PROGRAM) in " ".join(p.info["cmdline"] or ())]
+    """The programs of this test that live."""
+    mark = os.environ["SHOAL_TEST_MARK"]
+    return [
+        p
+        for p in psutil.process_iter(["cmdline", "environ"])
+        if str(PROGRAM) in " ".join(p.info["cmdline"] or ())
+        and (p.info["environ"] or {}).get("SHOAL_TEST_MARK") == mark
+    ]
 
 
 def test_programs_are_played_in_groups_and_leave_exact_records(tmp_path):
@@ -147,7 +161,9 @@ def test_a_function_that_misbehaves_fails_its_episode_and_its_process_ends(tmp_p
         assert trajectory.status == status
         assert why in trajectory.error
     after = {process.pid: process for process in psutil.Process().children(recursive=True)}
-    assert not [p for pid, p in after.items() if pid not in before and "forkserver" not in str(p.cmdline())]
+    assert not [
+        p for pid, p in after.items() if pid not in before and "multiprocessing" not in str(p.cmdline())
+    ]
 
 
 def test_an_episode_whose_function_died_is_played_again_as_if_it_had_not(tmp_path, monkeypatch):
