@@ -86,7 +86,7 @@ class TrainOptions:
     resume: bool = False
     """go on with what is in the folder"""
     dry_run: bool = False
-    """print what would be trained, and stop"""
+    """print what would be trained, check that it can be, and stop"""
     json_events: bool = False
     """print one JSON line per durable moment instead of a table"""
     json: bool = False
@@ -181,7 +181,7 @@ def train(options: TrainOptions) -> int:
     else:
         proposer = KnowledgeBase(path, features, options.max_nodes, options.target_skill)
     if options.dry_run:
-        return _dry_run(proposer)
+        _print_graph(proposer)
     if options.launcher in ("local", "tmux"):
         check_installed(world)  # before anything is made for it
     if (options.graph_path / "state.db").exists() and not options.resume:
@@ -195,6 +195,8 @@ def train(options: TrainOptions) -> int:
         options.launcher, gpus=options.gpus_per_skill, slots=options.max_parallel_skills,
         folder=options.graph_path, sbatch=options.sbatch, every=options.scheduler_poll_interval,
     )  # fmt: skip
+    if options.dry_run:
+        return 0
     run = RunFolder(
         options.graph_path, "skills train", options.seed, print_json if options.json_events else None
     )
@@ -332,7 +334,7 @@ def _counts(scheduler: SkillScheduler, began: float) -> dict[str, Any]:
     }
 
 
-def _dry_run(proposer: Proposer) -> int:
+def _print_graph(proposer: Proposer) -> None:
     if not isinstance(proposer, KnowledgeBase):
         raise ConfigError("--dry-run shows the knowledge base; a language model proposes as training goes on")
     known = proposer.skills, proposer.features
@@ -340,7 +342,6 @@ def _dry_run(proposer: Proposer) -> int:
         needs = ", ".join(dependencies(skill, *known)) or "nothing"
         plan = " -> ".join(f"{step.skill} x{step.count}" for step in plan_for(skill.name, *known))
         print(f"{skill.name}: needs {needs}; plan {plan}")
-    return 0
 
 
 def _write_config(options: TrainOptions) -> None:

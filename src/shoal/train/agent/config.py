@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from importlib import resources
+from itertools import takewhile
 from operator import getitem
 from pathlib import Path
 from types import ModuleType
@@ -643,6 +644,18 @@ def config_names() -> list[str]:
     """The configs that come with shoal."""
     folder = resources.files("shoal.configs")
     return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+def config_purposes() -> dict[str, str]:
+    """What each of `config_names()` is for: the first sentence of its file."""
+    purposes = {}
+    for name in config_names():
+        lines = (resources.files("shoal.configs") / f"{name}.yaml").read_text("utf-8").splitlines()
+        comment = " ".join(
+            line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("#"), lines)
+        )
+        purposes[name] = comment.partition(". ")[0].rstrip(".")
+    return purposes
 
 
 def refuse_unknown_config(name: str, folder: Path | None = None, further: Sequence[str] = ()) -> None:

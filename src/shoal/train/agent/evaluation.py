@@ -179,12 +179,12 @@ def checkpoint_of(run: Path, which: str) -> Path:
         raise DataError(f"{run} has no checkpoint in {folder}")
     if which == "newest":
         return found[-1]
-    named = [path for path in found if path.name.removeprefix("step-").lstrip("0") == which.lstrip("0")]
-    if not named:
-        raise DataError(
-            f"{run} has no checkpoint {which!r}; there are: {', '.join(path.name for path in found)}"
-        )
-    return named[0]
+    numbers = {path.name.removeprefix("step-").lstrip("0") or "0": path for path in found}
+    wanted = which.removeprefix("step-").lstrip("0") or "0"
+    if wanted not in numbers:
+        kept = f"newest, best, {', '.join(numbers)} (trainer.keep_checkpoints says how many are kept)"
+        raise DataError(f"{run} has no checkpoint {which!r}; it has {kept}")
+    return numbers[wanted]
 
 
 def read_checkpoint(run: Path, which: str, read: Callable[[Path], T]) -> T:
