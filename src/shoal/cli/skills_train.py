@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from shoal.cli.command import Command
 from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings, tracking
 from shoal.cli.output import harmless, program
-from shoal.cli.skills import DEFAULT, resume_command, table
+from shoal.cli.skills import DEFAULT, resume_command, table, training_seconds
 from shoal.core.configuration import read_settings
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
@@ -311,8 +311,9 @@ def _conclude(
                 print(f"{success:7.3f}  {name}")
             print(f"{metrics['chain_success']:7.3f}  of all worlds: the whole chain")
         print(
-            f"{count_of(metrics['skills_completed'], 'skill')} in {metrics['makespan']:.1f} s, "
-            f"{metrics['training_seconds']:.1f} s of training; see {options.graph_path}"
+            f"{count_of(metrics['skills_completed'], 'skill')} in {metrics['makespan']:.1f} s "
+            f"({metrics['training_seconds']:.1f} s of all trainings, {summary['seconds']:.1f} s with the evaluation); "
+            f"see {options.graph_path}"
         )
     if stopped:
         print(f"shoal: stopped; go on with: {resume_command(options.graph_path)}", file=sys.stderr)
@@ -329,7 +330,7 @@ def _counts(scheduler: SkillScheduler, began: float) -> dict[str, Any]:
         "skills_failed": sum(row.status == "failed" for row in rows),
         "skills_blocked": sum(row.status in ("blocked", "skipped") for row in rows),
         "frames": sum(row.budget_used for row in rows),
-        "training_seconds": round(sum((row.result.get("seconds") or 0.0) for row in rows), 3),
+        "training_seconds": round(training_seconds(scheduler.store.attempts(), time.time()), 3),
         "makespan": round(time.monotonic() - began, 3),
     }
 
