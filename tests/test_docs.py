@@ -220,6 +220,13 @@ def test_the_reference_has_every_public_name_with_its_docstring(tmp_path):
         assert getattr(importlib.import_module(module), name).__doc__, f"{place} has no docstring"
 
 
+def test_pictures_of_the_viewer_are_small():
+    pictures = [*(ROOT / "docs" / "pictures").iterdir(), ROOT / "docs" / "images" / "viewer.gif"]
+    assert sum("viewer-" in picture.name for picture in pictures) >= 4
+    for picture in pictures:
+        assert picture.stat().st_size <= 150_000, f"{picture.name}: make it again with fewer colours"
+
+
 SIZES = {"settings.md": 40_000}
 """Bytes of pages that may be longer than others; results have no limit."""
 
