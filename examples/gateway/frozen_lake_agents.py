@@ -1,4 +1,4 @@
-"""The agent of `frozen_lake_openai.py` with OpenAI's Agents SDK, which asks by the responses API."""
+"""The agent of `frozen_lake_openai.py` with OpenAI's Agents SDK."""
 
 import random
 
@@ -24,11 +24,14 @@ async def practise(task, base_url):
 async def walk(base_url, rng, row, column):
     """Run the agent for each move; an answer that is none is replaced by a random one."""
     async with agents.AsyncOpenAI(base_url=base_url, api_key="none") as client:
-        model = agents.OpenAIResponsesModel(model="shoal", openai_client=client)
+        model = agents.OpenAIChatCompletionsModel(model="shoal", openai_client=client)
         walker = agents.Agent(name="Walker", model=model, model_settings=agents.ModelSettings(max_tokens=1))
         for _ in range(8):
             here = "ABCDEFGHIJKLMNOP"[4 * row + column]
-            move = (await agents.Runner.run(walker, here)).final_output
+            try:
+                move = (await agents.Runner.run(walker, here)).final_output
+            except agents.ModelBehaviorError:  # the SDK's word for an empty answer
+                move = ""
             down, right = MOVES[move if move in MOVES else rng.choice("LDRU")]
             row, column = min(3, max(0, row + down)), min(3, max(0, column + right))
             if LAKE[row][column] in "HG":

@@ -3,11 +3,16 @@
 import random
 from typing import TypedDict
 
+import httpx
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 
 LAKE = ["SFFF", "FHFH", "FFFH", "HFFG"]  # start, frozen, hole, goal
 MOVES = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}
+http = {
+    "http_client": httpx.Client(),
+    "http_async_client": httpx.AsyncClient(),
+}  # made once: it takes a while
 
 
 class Walk(TypedDict):
@@ -61,6 +66,6 @@ def practise(task, base_url):
 
 def begin(base_url, rng, row, column):
     """Run the graph from a square."""
-    model = ChatOpenAI(base_url=base_url, api_key="none", model="shoal", max_completion_tokens=1)
+    model = ChatOpenAI(base_url=base_url, api_key="none", model="shoal", max_completion_tokens=1, **http)
     last = walk.invoke({"row": row, "column": column, "steps": 0, "model": model, "rng": rng})
     return float(LAKE[last["row"]][last["column"]] == "G")
