@@ -184,7 +184,7 @@ def group(site: Site, run: Run, name: str) -> Page:
     told = {
         "env": episode.env,
         "iteration": episode.iteration,
-        "env seed": episode.env_seed,
+        "env seed": trajectories[0].env_seed,
         "members": len(members),
         "mean reward": mean,
         "standard deviation": spread,
@@ -296,7 +296,7 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
     told = {
         "env": episode.env,
         "iteration": episode.iteration,
-        "env seed": episode.env_seed,
+        "env seed": trajectory.env_seed,
         "reward": episode.reward,
         "in its group": versus,
         "turns": episode.turns,
