@@ -249,8 +249,8 @@ class EpisodeIndex:
         )  # fmt: skip
 
     # --- asking it
-    def select(self, wanted: Filter | None = None, order: Order = "file") -> Any:
-        """The rows of the table of that kind, in that order."""
+    def _select(self, wanted: Filter | None = None, order: Order = "file") -> tuple[Any, Any]:
+        """All rows, and the places among them of those of that kind, in that order."""
         wanted, table = wanted or Filter(), self._table
         rows = table.rows
         keep = np.ones(len(rows), bool)
@@ -276,19 +276,15 @@ class EpisodeIndex:
         if wanted.text:
             asked = [self._search(name, file, wanted) for name, file in table.files.items()]
             keep &= np.concatenate([np.empty(0, bool), *asked])
-        return self._sorted(rows[keep], ORDERS.get(order, order))
-
-    def _sorted(self, rows: Any, order: str) -> Any:
+        found = np.flatnonzero(keep)
+        order = ORDERS.get(order, order)
         column = order.removeprefix("-")
-        if column == "file":
-            return rows[::-1] if order != column else rows
-        values = rows[column]
-        if column == "env":
-            values = np.argsort(np.argsort(self._envs))[values]  # their order in the alphabet
-        ranks = np.lexsort(
-            (rows["member"], -rows["turns"], values) if column != "group" else (rows["member"], values)
-        )
-        return rows[ranks[::-1] if order != column else ranks]
+        if column != "file":  # which they are in
+            values = rows[column][found]
+            if column == "env":
+                values = np.argsort(np.argsort(self._envs))[values]  # their order in the alphabet
+            found = found[np.lexsort((-rows["turns"][found], values))]
+        return rows, found if order == column else found[::-1]
 
     def _search(self, name: str, file: _File, wanted: Filter) -> Any:
         """Which rows of a file have the text in an observation, a response or an action."""
@@ -308,13 +304,14 @@ class EpisodeIndex:
 
     def count(self, wanted: Filter | None = None) -> int:
         """How many episodes there are of that kind."""
-        return len(self.select(wanted))
+        return len(self._select(wanted)[1])
 
     def episodes(
         self, wanted: Filter | None = None, order: Order = "file", limit: int = 50, offset: int = 0
     ) -> list[Episode]:
         """A page of the episodes of that kind."""
-        return [self._episode(row) for row in self.select(wanted, order)[offset : offset + limit]]
+        rows, found = self._select(wanted, order)
+        return [self._episode(rows[i]) for i in found[offset : offset + limit].tolist()]
 
     def _episode(self, row: Any) -> Episode:
         values = dict(zip(_ROW.names or (), row.tolist(), strict=True))
@@ -354,17 +351,21 @@ class EpisodeIndex:
             order: of the list.
             groups: whether the neighbours are the first episodes of other groups.
         """
-        one, rows = self._row(name), self.select(wanted, order)
+        one, (rows, found) = self._row(name), self._select(wanted, order)
+        team = rows["team"][found]
         if groups:
-            rows = rows[np.sort(np.unique(rows["team"], return_index=True)[1])]
-        at = np.flatnonzero((rows["file"] == one["file"]) & (rows["row"] == one["row"]))
+            firsts = np.sort(np.unique(team, return_index=True)[1])
+            found, team = found[firsts], team[firsts]
+        at = np.flatnonzero((rows["file"][found] == one["file"]) & (rows["row"][found] == one["row"]))
         if groups or not len(at):
-            at = np.flatnonzero(rows["team"] == one["team"])
+            at = np.flatnonzero(team == one["team"])
         if not len(at):
-            return Place(None, len(rows), None, None)
+            return Place(None, len(found), None, None)
         k = int(at[0])
-        before, behind = (self._episode(rows[i]) if 0 <= i < len(rows) else None for i in (k - 1, k + 1))
-        return Place(k, len(rows), before, behind)
+        before, behind = (
+            self._episode(rows[found[i]]) if 0 <= i < len(found) else None for i in (k - 1, k + 1)
+        )
+        return Place(k, len(found), before, behind)
 
     def group_of(self, episode: Episode, limit: int = 64) -> list[Episode]:
         """The episodes that began in the same state in the same rollout, the episode itself among them."""
@@ -376,21 +377,23 @@ class EpisodeIndex:
 
     def outcomes(self, wanted: Filter | None = None) -> dict[Outcome, int]:
         """How many ended how."""
-        counts = np.bincount(self.select(wanted)["outcome"], minlength=len(OUTCOMES))
+        rows, found = self._select(wanted)
+        counts = np.bincount(rows["outcome"][found], minlength=len(OUTCOMES))
         return dict(zip(OUTCOMES, counts.tolist(), strict=True))
 
     def causes(self, wanted: Filter | None = None, limit: int = 12) -> list[tuple[str, int]]:
         """Why episodes broke off, and how often; the most frequent first."""
         counts: Counter[str] = Counter()
-        for end, n in enumerate(np.bincount(self.select(wanted)["end"]).tolist()):
+        rows, found = self._select(wanted)
+        for end, n in enumerate(np.bincount(rows["end"][found]).tolist()):
             if n and (cause := _cause(self._ends[end])) is not None:
                 counts[cause] += n
         return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:limit]
 
     def rewards(self, wanted: Filter | None = None, bins: int = 24) -> list[tuple[float, float, int, int]]:
         """A histogram: from, to, episodes, and how many of them were successes; at most `bins` bars."""
-        rows = self.select(wanted)
-        rewards, won = rows["reward"], rows["outcome"] == 0
+        rows, places = self._select(wanted)
+        rewards, won = rows["reward"][places], rows["outcome"][places] == 0
         values, bar = np.unique(rewards, return_inverse=True)
         if len(values) > bins:  # few enough values have a bar of their own each
             low, high = float(values[0]), float(values[-1])
