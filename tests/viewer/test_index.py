@@ -130,17 +130,19 @@ def test_a_text_is_found_in_what_was_seen_said_and_done(run, index, text, found)
 def test_a_place_in_a_list_has_its_neighbours(index):
     order = [e.name for e in index.episodes(order="worst")]
     for k, name in enumerate(order):
-        place = index.place_of(name, Filter(), "worst")
+        place = index.place_of(index.find(name), Filter(), "worst")
         assert (place.at, place.total) == (k, 5)
         assert place.before is None if k == 0 else place.before.name == order[k - 1]
         assert place.behind is None if k == 4 else place.behind.name == order[k + 1]
     # a member that the list leaves out stands where its group does
-    assert index.place_of("train-000001:0", Filter(outcome="truncated"), "file").at == 0
-    assert index.place_of("train-000001:0", Filter(env="Other"), "file").at is None
+    assert index.place_of(index.find("train-000001:0"), Filter(outcome="truncated"), "file").at == 0
+    assert index.place_of(index.find("train-000001:0"), Filter(env="Other"), "file").at is None
 
 
 def test_neighbours_of_a_group_are_other_groups(index):
-    first = index.place_of("train-000001:1", Filter(file="train-000001.jsonl"), "file", groups=True)
+    first = index.place_of(
+        index.find("train-000001:1"), Filter(file="train-000001.jsonl"), "file", groups=True
+    )
     assert (first.at, first.total, first.before) == (0, 2, None)
     assert first.behind.name == "train-000001:2"
 

@@ -21,8 +21,9 @@ from shoal.cli.view import run_folders
 from shoal.core.data import write_advantages, write_trajectories
 from shoal.core.errors import DataError
 from shoal.core.run_folder import RunFolder
-from shoal.viewer.episode_pages import parting, spelling
+from shoal.viewer.episode_pages import spelling
 from shoal.viewer.export import export
+from shoal.viewer.group_pages import parting
 from shoal.viewer.markup import Html, Series, graph, histogram, join, line_chart, spark, tag, thinned
 from shoal.viewer.pages import Site, compare, overview
 from shoal.viewer.runs import Run, whole_rows
@@ -271,13 +272,13 @@ def test_tokens_are_coloured_by_their_advantage_against_the_largest_of_the_group
         ]
 
     body, tokens = strip_of(0)  # an older run
-    assert "colour by" not in body
+    assert "colours show" not in body
     assert tokens == [(" unknown", "", "")] * 6
     kept = folder / "advantages" / "train-000001.jsonl"
     write_advantages(kept, [[[2.0, 2.0, 2.0], [0.0, -1.0, 1.0]], [[-2.0, -2.0, -0.1]], None])
     assert len(kept.read_text().splitlines()[0]) == len("[2.0,[0.0,-1.0,1.0]]")
     body, tokens = strip_of(0)
-    assert "colour by advantage" in body
+    assert "colours show" in body
     assert all(f">{value}</span>" in body for value in ("-2", "0", "+2"))
     said = ", advantage {:+g}, trained on"
     assert tokens == [

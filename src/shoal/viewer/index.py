@@ -12,9 +12,9 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -61,18 +61,6 @@ class _Episode(msgspec.Struct):
     error: str | None = None
 
 
-class _Said(msgspec.Struct):
-    observation: str
-    response: str
-    action: str | None = None
-
-
-class _Texts(msgspec.Struct):
-    """The fields that a search looks into."""
-
-    turns: list[_Said]
-
-
 @dataclass(frozen=True, slots=True)
 class Episode:
     """What the index knows of an episode."""
@@ -92,6 +80,7 @@ class Episode:
     status: str
     error: str | None
     invalid: int  # turns without a valid action
+    team: int  # the same for all that began in one state in one rollout
 
     @property
     def name(self) -> str:
@@ -115,32 +104,13 @@ class Filter:
     text: str | None = None  # in an observation, a response or an action; a to z match both cases
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where an episode stands in a list; `at` is None where neither it nor its group is in it."""
 
     at: int | None
     total: int
-    before: Episode | None
-    behind: Episode | None
-
-
-class _Numbers(list[Any]):
-    """Values that each have a number, in the order in which they came."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, int] = {}
-
-    def of(self, value: Any) -> int:
-        """The number of a value, a new one if it has none."""
-        if value not in self._known:
-            self.append(value)
-            self._known[value] = len(self) - 1
-        return self._known[value]
-
-    def known(self, value: Any) -> int:
-        """The number of a value; -1 if it has none."""
-        return self._known.get(value, -1)
+    before: Episode | None = None
+    behind: Episode | None = None
 
 
 @dataclass
@@ -151,14 +121,6 @@ class _File:
     rows: Any  # of `_ROW`
     broken: int
     searched: tuple[str, Any] = ("", None)  # the last search: the text, and which rows have it
-
-
-@dataclass(frozen=True)
-class _Table:
-    """All files at one moment, in the order of their names."""
-
-    files: dict[str, _File] = field(default_factory=dict)
-    rows: Any = field(default_factory=lambda: np.empty(0, _ROW))
 
 
 class EpisodeIndex:
@@ -172,12 +134,11 @@ class EpisodeIndex:
         self.folder = Path(run) / "trajectories"
         self.progress = (0, 0)  # bytes read and to read by the refresh that is going on
         self._refreshing = threading.Lock()
-        self._table = _Table()
-        self._names = _Numbers()
-        self._envs = _Numbers()
-        self._ends = _Numbers()
-        self._teams = _Numbers()
-        self._ends.of(("ok", None))
+        self._table: tuple[dict[str, _File], Any] = {}, np.empty(0, _ROW)  # by name, and the rows of all
+        self._names: dict[str, int] = {}  # values to their numbers
+        self._envs: dict[str, int] = {}
+        self._ends: dict[tuple[str, str | None], int] = {("ok", None): 0}
+        self._teams: dict[tuple[Any, ...], int] = {}
 
     def close(self) -> None:
         """Nothing is open between two calls."""
@@ -192,7 +153,7 @@ class EpisodeIndex:
     def refresh(self, only: str | None = None) -> EpisodeIndex:
         """Read the files that are new or changed, all of them or the one of that name; returns itself."""
         with self._refreshing:
-            known = self._table.files
+            known = self._table[0]
             files: dict[str, _File] = {}
             stale: list[tuple[str, os.stat_result]] = []
             for name in self.files():
@@ -209,13 +170,13 @@ class EpisodeIndex:
             if stale or files.keys() != known.keys():
                 ordered = dict(sorted(files.items()))
                 parts = [np.empty(0, _ROW), *(file.rows for file in ordered.values())]
-                self._table = _Table(ordered, np.concatenate(parts))
+                self._table = ordered, np.concatenate(parts)
             self.progress = (0, 0)
         return self
 
     def _read(self, name: str, status: os.stat_result, total: int) -> _File:
         """The lines of a file."""
-        place, numbered = self._names.of(name), _NUMBERED.fullmatch(name)
+        place, numbered = _number_of(name, self._names), _NUMBERED.fullmatch(name)
         found: list[tuple[Any, ...]] = []
         broken = end = 0
         with (self.folder / name).open("rb") as file:
@@ -244,19 +205,18 @@ class EpisodeIndex:
         return (
             shown, e.group, e.member, float(sum(turn.reward for turn in e.turns)), len(e.turns), tokens, outcome,
             sum(not turn.action_is_valid for turn in e.turns),
-            self._envs.of(e.env), self._ends.of((e.status, e.error)),
-            self._teams.of((place, e.iteration, e.env, e.group)),
+            _number_of(e.env, self._envs), _number_of((e.status, e.error), self._ends),
+            _number_of((place, e.iteration, e.env, e.group), self._teams),
         )  # fmt: skip
 
     # --- asking it
     def _select(self, wanted: Filter | None = None, order: Order = "file") -> tuple[Any, Any]:
         """All rows, and the places among them of those of that kind, in that order."""
-        wanted, table = wanted or Filter(), self._table
-        rows = table.rows
+        wanted, (files, rows) = wanted or Filter(), self._table
         keep = np.ones(len(rows), bool)
         for column, value in (
-            ("file", wanted.file and self._names.known(wanted.file)),
-            ("env", wanted.env and self._envs.known(wanted.env)),
+            ("file", wanted.file and self._names.get(wanted.file, -1)),
+            ("env", wanted.env and self._envs.get(wanted.env, -1)),
             ("iteration", wanted.iteration),
             ("group", wanted.group),
             ("outcome", wanted.outcome and OUTCOMES.index(wanted.outcome)),
@@ -270,11 +230,10 @@ class EpisodeIndex:
         if wanted.contains_invalid:
             keep &= rows["invalid"] > 0
         if wanted.cause is not None:
-            keep &= np.isin(
-                rows["end"], [k for k, end in enumerate(self._ends) if _cause(end) == wanted.cause]
-            )
+            of_cause = [number for end, number in self._ends.items() if _cause(end) == wanted.cause]
+            keep &= np.isin(rows["end"], of_cause)
         if wanted.text:
-            asked = [self._search(name, file, wanted) for name, file in table.files.items()]
+            asked = [self._search(name, file, wanted) for name, file in files.items()]
             keep &= np.concatenate([np.empty(0, bool), *asked])
         found = np.flatnonzero(keep)
         order = ORDERS.get(order, order)
@@ -282,7 +241,7 @@ class EpisodeIndex:
         if column != "file":  # which they are in
             values = rows[column][found]
             if column == "env":
-                values = np.argsort(np.argsort(self._envs))[values]  # their order in the alphabet
+                values = np.argsort(np.argsort(list(self._envs)))[values]  # their order in the alphabet
             found = found[np.lexsort((-rows["turns"][found], values))]
         return rows, found if order == column else found[::-1]
 
@@ -311,26 +270,17 @@ class EpisodeIndex:
     ) -> list[Episode]:
         """A page of the episodes of that kind."""
         rows, found = self._select(wanted, order)
-        return [self._episode(rows[i]) for i in found[offset : offset + limit].tolist()]
+        return self._episodes(rows[found[offset : offset + limit]])
 
-    def _episode(self, row: Any) -> Episode:
-        values = dict(zip(_ROW.names or (), row.tolist(), strict=True))
-        status, error = self._ends[values.pop("end")]
-        values |= {"file": self._names[values["file"]], "env": self._envs[values["env"]]}
-        values["outcome"] = OUTCOMES[values["outcome"]]
-        del values["team"]
-        return Episode(**values, status=status, error=error)
-
-    def _row(self, name: str) -> Any:
-        """The row of `FILE:ROW`."""
-        file, _, row = name.rpartition(":")
-        if file and row.isascii() and row.isdecimal() and len(row) < 12:
-            known = self._table.files.get(file if file.endswith(".jsonl") else f"{file}.jsonl")
-            if known is not None and int(row) < len(known.rows):
-                return known.rows[int(row)]
-        raise DataError(
-            f"there is no episode {name!r} in {self.folder}; names are FILE:ROW, such as train-000001:0"
-        )
+    def _episodes(self, rows: Any) -> list[Episode]:
+        names, envs, ends = list(self._names), list(self._envs), list(self._ends)
+        found = []
+        for row in rows.tolist():
+            values = dict(zip(_ROW.names or (), row, strict=True))
+            status, error = ends[values.pop("end")]
+            values |= {"file": names[values["file"]], "env": envs[values["env"]], "status": status}
+            found.append(Episode(**values | {"error": error, "outcome": OUTCOMES[values["outcome"]]}))
+        return found
 
     def find(self, name: str) -> Episode:
         """The episode `FILE:ROW`.
@@ -338,42 +288,40 @@ class EpisodeIndex:
         Raises:
             DataError: there is none of that name.
         """
-        return self._episode(self._row(name))
+        file, _, row = name.rpartition(":")
+        if file and row.isascii() and row.isdecimal() and len(row) < 12:
+            known = self._table[0].get(file if file.endswith(".jsonl") else f"{file}.jsonl")
+            if known is not None and int(row) < len(known.rows):
+                return self._episodes(known.rows[int(row) : int(row) + 1])[0]
+        raise DataError(
+            f"there is no episode {name!r} in {self.folder}; names are FILE:ROW, such as train-000001:0"
+        )
 
-    def place_of(self, name: str, wanted: Filter, order: Order, *, groups: bool = False) -> Place:
-        """Where an episode stands in a list, and what is before and behind it.
+    def place_of(self, episode: Episode, wanted: Filter, order: Order, *, groups: bool = False) -> Place:
+        """Where an episode stands in a list, and what is before and behind it; with `groups`, those of other groups.
 
         Of an episode that is not in the list, its group's first one counts.
-
-        Args:
-            name: of the episode.
-            wanted: which episodes the list holds.
-            order: of the list.
-            groups: whether the neighbours are the first episodes of other groups.
         """
-        one, (rows, found) = self._row(name), self._select(wanted, order)
+        rows, found = self._select(wanted, order)
         team = rows["team"][found]
         if groups:
             firsts = np.sort(np.unique(team, return_index=True)[1])
             found, team = found[firsts], team[firsts]
-        at = np.flatnonzero((rows["file"][found] == one["file"]) & (rows["row"][found] == one["row"]))
+        same_file = rows["file"][found] == self._names[episode.file]
+        at = np.flatnonzero(same_file & (rows["row"][found] == episode.row))
         if groups or not len(at):
-            at = np.flatnonzero(team == one["team"])
+            at = np.flatnonzero(team == episode.team)
         if not len(at):
-            return Place(None, len(found), None, None)
+            return Place(None, len(found))
         k = int(at[0])
-        before, behind = (
-            self._episode(rows[found[i]]) if 0 <= i < len(found) else None for i in (k - 1, k + 1)
-        )
-        return Place(k, len(found), before, behind)
+        around = [self._episodes(rows[found[i : i + 1]]) if i >= 0 else [] for i in (k - 1, k + 1)]
+        return Place(k, len(found), *(one[0] if one else None for one in around))
 
     def group_of(self, episode: Episode, limit: int = 64) -> list[Episode]:
         """The episodes that began in the same state in the same rollout, the episode itself among them."""
-        rows = self._table.rows
-        members = rows[rows["team"] == self._row(episode.name)["team"]]
-        return [
-            self._episode(row) for row in members[np.lexsort((members["row"], members["member"]))][:limit]
-        ]
+        rows = self._table[1]
+        members = rows[rows["team"] == episode.team]
+        return self._episodes(members[np.lexsort((members["row"], members["member"]))][:limit])
 
     def outcomes(self, wanted: Filter | None = None) -> dict[Outcome, int]:
         """How many ended how."""
@@ -385,8 +333,8 @@ class EpisodeIndex:
         """Why episodes broke off, and how often; the most frequent first."""
         counts: Counter[str] = Counter()
         rows, found = self._select(wanted)
-        for end, n in enumerate(np.bincount(rows["end"][found]).tolist()):
-            if n and (cause := _cause(self._ends[end])) is not None:
+        for end, n in zip(list(self._ends), np.bincount(rows["end"][found]).tolist(), strict=False):
+            if n and (cause := _cause(end)) is not None:
                 counts[cause] += n
         return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:limit]
 
@@ -404,7 +352,7 @@ class EpisodeIndex:
     def summary(self) -> list[dict[str, Any]]:
         """Every file with its episodes, means of the whole ones and ends, in the order of names."""
         found = []
-        for name, file in self._table.files.items():
+        for name, file in self._table[0].items():
             whole = file.rows[file.rows["outcome"] != 3]
             found.append(
                 {
@@ -420,7 +368,8 @@ class EpisodeIndex:
 
     def envs(self) -> list[str]:
         """The tags of envs that occur."""
-        return sorted(self._envs[k] for k in np.unique(self._table.rows["env"]).tolist())
+        there = set(np.unique(self._table[1]["env"]).tolist())
+        return sorted(env for env, number in list(self._envs.items()) if number in there)
 
     def read(self, episode: Episode) -> Trajectory:
         """The whole trajectory, from the file itself.
@@ -445,7 +394,7 @@ class EpisodeIndex:
         """
         path, known = (
             self.folder.with_name("advantages") / members[0].file,
-            self._table.files.get(members[0].file),
+            self._table[0].get(members[0].file),
         )
         if known is None or known.broken or not path.is_file():  # of which lines they are is not known
             return None
@@ -478,6 +427,21 @@ def _cause(end: tuple[str, str | None]) -> str | None:
     """Why an episode broke off; None for a whole one."""
     status, error = end
     return None if status == "ok" else status if error is None else f"{status}: {error}"
+
+
+def _number_of(value: Any, known: dict[Any, int]) -> int:
+    """The number of a value, a new one if it has none."""
+    return known.setdefault(value, len(known))
+
+
+class _Said(msgspec.Struct):
+    observation: str
+    response: str
+    action: str | None = None
+
+
+class _Texts(msgspec.Struct):
+    turns: list[_Said]
 
 
 _EPISODE = msgspec.json.Decoder(_Episode)
