@@ -327,7 +327,7 @@ def test_samples_of_a_split_batch_show_what_is_trained(tmp_path, opened):
     ]
     [picture] = re.findall(r"data:image/jpeg;base64,([^\"']+)", page)
     shown = pytest.importorskip("PIL.Image").open(io.BytesIO(base64.b64decode(picture)))
-    assert shown.size == (640, 28)  # of 46 and 2 patches of 14
+    assert shown.size == (644, 28)  # of 46 and 2 patches of 14
     with pytest.raises(DataError, match="sample must be in"):
         page_for(site, "run/0/sample", {"number": "1"})
 

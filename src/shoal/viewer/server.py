@@ -144,7 +144,7 @@ def _page_for(site: Site, path: str, query: dict[str, str]) -> Page:
     if parts[2] == "skill":
         return skill_page(site, run, query.get("name", ""))
     if parts[2] == "sample" and (number := query.get("number", "")).isdecimal() and len(number) < 9:
-        return sample_page(site, run, int(number))
+        return sample_page(site, run, int(number), query.get("points", "recorded"))
     raise DataError("there is no such page")
 
 
