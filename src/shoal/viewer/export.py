@@ -13,7 +13,7 @@ from shoal.viewer.index import Filter
 from shoal.viewer.markup import Html, join, tag
 from shoal.viewer.pages import Site, address_of, not_here
 from shoal.viewer.runs import Run
-from shoal.viewer.server import keys, page_for, static
+from shoal.viewer.server import SCRIPTS, keys, page_for, static
 
 FILES = 12
 """Newest files of episodes whose first page is in the file."""
@@ -53,9 +53,10 @@ def export(runs: Sequence[Run], episodes: int = 60) -> str:
                 **ways,
             )
         )
-    style, script = static("view.css"), static("view.js").replace("</", "<\\/")
+    style, scripts = static("view.css"), [static(name).replace("</", "<\\/") for name in SCRIPTS]
+    sums = " ".join(f"'{_sum(script)}'" for script in scripts)
     policy = (
-        f"default-src 'none'; script-src '{_sum(script)}'; style-src '{_sum(style)}'; img-src data:; base-uri 'none'; "
+        f"default-src 'none'; script-src {sums}; style-src '{_sum(style)}'; img-src data:; base-uri 'none'; "
         "form-action 'none'"
     )
     title = ", ".join(run.name for run in runs)
@@ -67,9 +68,8 @@ def export(runs: Sequence[Run], episodes: int = 60) -> str:
         tag("title", f"{title} · shoal"),
         Html(f"<style>{style}</style>"),
     )
-    body = tag(
-        "body", join(*sections), keys(), Html(f'<script type="module">{script}</script>'), data_static=True
-    )
+    run_scripts = [Html(f'<script type="module">{script}</script>') for script in scripts]
+    body = tag("body", join(*sections), keys(), run_scripts, data_static=True)
     return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
 
 
