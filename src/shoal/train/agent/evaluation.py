@@ -43,7 +43,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
     failures = Counter(t.status for t in trajectories if t.status != "ok")
     row |= {f"failed/{status}": float(count) for status, count in sorted(failures.items())}
-    return row | success_by_kind(whole)
+    return row | score_metrics(trajectories) | success_by_kind(whole)
 
 
 def rejected_answer(trajectories: Sequence[Trajectory], roles: Mapping[str, Role]) -> Rejected | None:
@@ -56,6 +56,21 @@ def rejected_answer(trajectories: Sequence[Trajectory], roles: Mapping[str, Role
     return None
 
 
+def score_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`score/<name>` of each of the `rewards`, its mean over whole episodes, and how many got none of it."""
+    given: dict[str, list[float]] = {}
+    missing = Counter[str]()
+    for trajectory in trajectories:
+        for score in trajectory.scores:
+            values = given.setdefault(f"score/{score.name}", [])
+            if score.value is None:
+                missing[f"score_missing/{score.name}"] += 1
+            elif trajectory.status == "ok":
+                values.append(score.value)
+    means = {name: sum(values) / len(values) for name, values in given.items() if values}
+    return means | {name: float(count) for name, count in missing.items()}
+
+
 def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:
     """`success/<tag>` of each kind of env, where there are several."""
     won, played = Counter(t.env for t in whole if t.success), Counter(t.env for t in whole)
@@ -65,7 +80,7 @@ def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:
 def heldout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """What an evaluation says, as `heldout_…`."""
     metrics = rollout_metrics(trajectories)
-    kinds = [key for key in metrics if key.startswith("success/")]
+    kinds = [key for key in metrics if key.startswith(("success/", "score/", "score_missing/"))]
     wanted = ("success", "reward", "turns", "valid_actions", "failed_episodes", *kinds)
     return {f"heldout_{key}": metrics[key] for key in wanted}
 
