@@ -104,7 +104,6 @@ class TrajectoryCollector:
     def _play(self, episodes: Sequence[Assignment], sampling: Sampling) -> dict[int, Trajectory]:
         played = self.journal.known(episodes, self.engine.weights_version)
         todo = [episode for episode in episodes if episode.index not in played]
-        by_index = {episode.index: episode for episode in todo}
         self.counts = len(played), len(episodes)
 
         def finished(index: int, ended: Ended) -> None:
@@ -113,7 +112,7 @@ class TrajectoryCollector:
             report_failures(self.failures, index, ended)
             if ended.trajectory.status == "ok":
                 self.journal.add(ended.trajectory)
-            judging.ended(by_index[index])
+            judging.ended(index)
 
         sampler = as_sampler(self.engine, Asking(retries=0), inline=True)
         driver = Driver(PoolHosts(self._host), sampler, sampling, finished, own_slots=True)

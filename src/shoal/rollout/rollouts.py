@@ -33,8 +33,8 @@ from shoal.rollout.loops import run_here
 from shoal.rollout.plan import Assignment, assignments_of
 from shoal.rollout.programs import ProgramHosts, Sessions
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.rewards.answers import Answers
 from shoal.rollout.rewards.judge import Judge, Judging
+from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.samplers.batching import Asked, Asking, SharedLLMInferenceManager, as_sampler
 from shoal.rollout.samplers.sampler import ChatTokenizer, Sampler, Sampling
 from shoal.rollout.settings import Backend, check_jobs, rollout_config
@@ -149,14 +149,14 @@ class ParallelRolloutManager(Closing):
         A rollout that another thread plays ends with a `WorkerError`.
         """
         self._closed.set()
+        if self._judge is not None and self._own_judge:
+            self._judge.close()
         alone = self._playing.acquire(timeout=OTHER_ROLLOUT_SECONDS)
         try:
             self._end_hosts()
             if self._inference is not None:
                 self._inference.close()
             self._inference = None
-            if self._judge is not None and self._own_judge:
-                self._judge.close()
         finally:
             self._closed = threading.Event()
             if alone:
@@ -278,17 +278,14 @@ class ParallelRolloutManager(Closing):
         self._results = results = self.journal.known(assignments, self.engine.weights_version)
         self.report = RolloutReport(workers=1 if self.backend == "serial" else self.n_jobs)
 
-        def check() -> None:
-            if closed.is_set():
-                raise WorkerError("the rollout was ended: its manager was closed")
-
         def finished(index: int, ended: Ended) -> None:
             results[index] = ended.trajectory
             report_failures(self.failures, index, ended)
             if ended.trajectory.status == "ok":
                 self.journal.add(ended.trajectory)
-            judging.ended(by_index[index])
-            check()
+            judging.ended(index)
+            if closed.is_set():
+                raise WorkerError("the rollout was ended: its manager was closed")
 
         def left() -> list[Assignment]:
             return [a for a in assignments if a.index not in results]
@@ -296,7 +293,6 @@ class ParallelRolloutManager(Closing):
         todo = left(), sampling
         if self._ahead is not None and (self._ahead.assignments, self._ahead.sampling) != todo:
             self._end_hosts()
-        by_index = {assignment.index: assignment for assignment in assignments}
         with Judging(self._judge, assignments, results, self._task_of) as judging:
             if left() and (self.backend != "serial" or self._programs):
                 try:
@@ -308,7 +304,7 @@ class ParallelRolloutManager(Closing):
                     self._end_hosts()
             if left():
                 self._play_here(left(), sampling, finished)
-            results |= judging.judged(self.failures, check)
+            results |= judging.judged(self.failures)
         self.failures.sum_up()
         self.report.seconds = time.perf_counter() - began
         return [results[assignment.index] for assignment in assignments]

@@ -1,6 +1,9 @@
 """Rewards that score groups after they were played: functions, commands and models."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,8 +17,8 @@ from shoal import envs
 from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError
 from shoal.rollout.collector import collect_with_signal
-from shoal.rollout.rewards.answers import Answers
 from shoal.rollout.rewards.judge import Judge
+from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.rewards.settings import reward
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampling
@@ -88,14 +91,6 @@ def play(*rewards, backend="threads", answers=None, iteration=4, **changes):
 def calm(_counter):
     with ParallelRolloutManager(config(), HashEngine(), backend="serial") as manager:
         return manager.collect(4)
-
-
-def lives(pid):
-    """Whether a process runs; one that has ended may wait for whoever reads its status."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def without_scores(played):
@@ -196,7 +191,10 @@ def returns(value):
         (raises, "reward 'raises': KeyError: 'garden' (test_judge.py:"),
         (returns(lambda e: sys.exit(3)), "reward 'bad': SystemExit: 3"),
         (returns(lambda e: [float("nan")] * len(e)), "reward 'bad': it must give finite numbers, got nan"),
-        (returns(lambda e: [1.0]), "reward 'bad': it must give 2 numbers, one an episode, got 1: [1.0]"),
+        (
+            returns(lambda e: [1.0]),
+            "reward 'bad': it must give a list of 2 numbers, one an episode, got 1: [1.0]",
+        ),
         (returns(lambda e: ["good"] * len(e)), "reward 'bad': it must give finite numbers, got 'good'"),
         (returns(lambda e: "12"), "it must give a list of 2 numbers, one an episode, got '12'"),
         (returns(lambda e: None), "it must give a list of 2 numbers, one an episode, got None"),
@@ -234,20 +232,12 @@ def test_a_function_that_hangs_is_left_behind():
     assert "did not return within 1 s (timeout)" in played[-1].error
 
 
-def test_an_async_function_that_takes_a_task_is_awaited():
-    async def waits(episodes, task):
-        assert task is None  # an env has none
-        return [0.25] * len(episodes)
-
-    assert [episode.reward for episode in play(waits)] == [0.25] * 16
-
-
 @pytest.mark.parametrize(
     ("what", "why"),
     [
         ("fails", "the command exited with code 1: the data are missing"),
         ("nan", "it must give finite numbers, got nan"),
-        ("few", "it must give 2 numbers, one an episode, got 1: [1]"),
+        ("few", "it must give a list of 2 numbers, one an episode, got 1: [1]"),
         ("text", "it must give a list of 2 numbers, one an episode, got 'very good'"),
     ],
 )
@@ -259,7 +249,54 @@ def test_a_command_that_misbehaves_costs_its_episodes(command, what, why):
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(command, tmp_path):
     played = play(command("hangs", tmp_path / "pid", timeout=3.0, retries=0), groups=1)
     assert "did not end within 3 s (timeout)" in played[0].error
-    assert not lives(int((tmp_path / "pid").read_text()))
+    ends(int((tmp_path / "pid").read_text()))
+
+
+JUDGING = """
+import json, sys
+from shoal.core.data import decode_trajectory
+from shoal.rollout.rewards.judge import Judge
+with Judge([json.loads(sys.argv[1])]) as judge:
+    judge.judge([decode_trajectory(sys.stdin.buffer.read())]).result()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_command_outlives_its_run(calm, command, tmp_path, number):
+    mark, hanging = tmp_path / "pid", command("hangs", tmp_path / "pid")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    words = [sys.executable, "-c", JUDGING, json.dumps(hanging)]
+    run = subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        run.stdin.write(encode_trajectory(calm[0]))
+        run.stdin.close()
+        pid = int(until(lambda: mark.exists() and mark.read_text()))
+        run.send_signal(number)
+        assert run.wait(60)
+        ends(pid)
+    finally:
+        run.kill()
+
+
+def until(found):
+    """The first true value of `found`."""
+    for _ in range(600):
+        if value := found():
+            return value
+        time.sleep(0.1)
+    raise AssertionError("it never came")
+
+
+def ends(pid):
+    """A process that was killed is gone in a moment; until its status is read it may be a zombie."""
+
+    def gone():
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    until(gone)
 
 
 def test_a_command_runs_once_for_a_group_that_was_scored(command, tmp_path):
@@ -368,7 +405,7 @@ def test_episodes_are_judged_while_others_are_played():
         ({"name": "env", "prompt": "{answer}"}, "prompt is what a model is asked"),
         ({"model": {"base_url": "http://a", "model": "m"}, "prompt": "{anwser}"}, "Did you mean 'answer'"),
         ({"function": "no_such_module:score"}, "cannot import a reward's function"),
-        ({"function": "json:nothing"}, "must be a function of module json, got None"),
+        ({"function": "json:nothing"}, "'json:nothing' must be a function, got None"),
         ({"name": "env", "concurrency": 0}, "concurrency must be at least 1"),
     ],
 )
@@ -389,7 +426,7 @@ def test_two_rewards_of_one_name_and_a_name_that_is_taken_are_refused():
 def test_answers_survive_a_line_that_was_cut_off(tmp_path):
     Answers(tmp_path).add("a", "1")
     with (tmp_path / "answers.jsonl").open("a") as file:
-        file.write('{"key": "b", "ans')
+        file.write('["b", "tw')
     Answers(tmp_path, rank=1).add("c", "3")
     Answers(tmp_path).add("d", "4")
     known = Answers(tmp_path)

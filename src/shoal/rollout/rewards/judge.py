@@ -6,22 +6,19 @@ It has an event loop in a thread of its own. Results have the order of the plan,
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from typing import Any, Self
 
 from shoal.core.data import MOST_REWARD, Judged, Score, Trajectory
+from shoal.core.errors import WorkerError
 from shoal.core.executors import Closing
 from shoal.rollout.failures import LEFT_OUT, FailureLog
 from shoal.rollout.loops import LoopThread
 from shoal.rollout.plan import Assignment
-from shoal.rollout.rewards.answers import Answers
-from shoal.rollout.rewards.scorers import Scored, Scorer, function_of, scorer_of
+from shoal.rollout.rewards.scorers import Answers, Scored, Scorer, function_of, scorer_of
 from shoal.rollout.rewards.settings import Given, RewardConfig, reward_list
-
-WAIT_SECONDS = 0.5
-"""Between two looks whether the rollout was ended by another thread."""
 
 
 class Judge(Closing):
@@ -46,9 +43,7 @@ class Judge(Closing):
         self._loop: LoopThread | None = None
         self._scorers: list[Scorer] = []
 
-    def judge(
-        self, episodes: Sequence[Trajectory], task: Any = None
-    ) -> concurrent.futures.Future[list[Trajectory]]:
+    def judge(self, episodes: Sequence[Trajectory], task: Any = None) -> Future[list[Trajectory]]:
         """The episodes of one group with their scores, as soon as all rewards have answered.
 
         Those that are not whole stay as they are. One that a reward gives no score has `status` "reward_error".
@@ -59,14 +54,14 @@ class Judge(Closing):
         return self._loop.submit(self._judge(episodes, task))
 
     async def _judge(self, episodes: Sequence[Trajectory], task: Any) -> list[Trajectory]:
-        whole = [episode for episode in episodes if episode.status == "ok" and episode.turns]
-        if not whole:
-            return list(episodes)
-        columns = await asyncio.gather(*(scorer.score(whole, task) for scorer in self._scorers))
-        scores = iter(zip(*columns, strict=True))
-        return [
-            judged(e, self.rewards, next(scores)) if e.status == "ok" and e.turns else e for e in episodes
-        ]
+        whole = [n for n, episode in enumerate(episodes) if episode.status == "ok" and episode.turns]
+        found = list(episodes)
+        if whole:
+            given = [episodes[n] for n in whole]
+            columns = await asyncio.gather(*(scorer.score(given, task) for scorer in self._scorers))
+            for n, scored in zip(whole, zip(*columns, strict=True), strict=True):
+                found[n] = judged(episodes[n], self.rewards, scored)
+        return found
 
     def close(self) -> None:
         """End what runs, with all processes; may be called twice, and it begins anew when it is asked again."""
@@ -79,19 +74,18 @@ class Judge(Closing):
 
 def judged(episode: Trajectory, rewards: Sequence[RewardConfig], scored: Sequence[Scored]) -> Trajectory:
     """An episode with its scores: the env's rewards times the weight of `env`, and all others at the last turn."""
-    scores = tuple(
-        Score(config.name, config.weight, one.value, one.prompt, one.answer)
-        for config, one in zip(rewards, scored, strict=True)
-    )
-    kept = tuple(turn.reward for turn in episode.turns)
-    episode = replace(episode, judged=Judged(kept, scores))
-    for score, one in zip(scores, scored, strict=True):
-        if score.value is None:
-            return replace(episode, status="reward_error", error=f"reward {score.name!r}: {one.why}")
-    of_env = sum(config.weight for config in rewards if config.is_env)
-    others = [s for s, config in zip(scores, rewards, strict=True) if not config.is_env]
-    paid = [reward * of_env for reward in kept]
-    paid[-1] += sum(s.weight * s.value for s in others if s.value is not None)
+    paid, scores = [0.0] * len(episode.turns), []
+    for config, one in zip(rewards, scored, strict=True):
+        scores.append(Score(config.name, config.weight, one.value, one.prompt, one.answer))
+        if config.is_env:
+            paid = [p + config.weight * turn.reward for p, turn in zip(paid, episode.turns, strict=True)]
+        else:
+            paid[-1] += config.weight * (one.value or 0.0)
+    env_rewards = tuple(turn.reward for turn in episode.turns)
+    episode = replace(episode, judged=Judged(env_rewards, tuple(scores)))
+    for config, one in zip(rewards, scored, strict=True):
+        if one.value is None:
+            return replace(episode, status="reward_error", error=f"reward {config.name!r}: {one.why}")
     if not sum(map(abs, paid)) <= MOST_REWARD:
         why = f"the weighted scores must sum to at most {MOST_REWARD:.3g} (float32), got {paid[-1]:.3g}"
         return replace(episode, status="reward_error", error=why)
@@ -117,31 +111,32 @@ class Judging:
         task_of: Callable[[Assignment], Any] = lambda assignment: None,
     ) -> None:
         self._judge, self._results, self._task_of = judge, results, task_of
-        self._groups: dict[tuple[int, ...], list[Assignment]] = {}
-        self._asked: dict[tuple[int, ...], concurrent.futures.Future[list[Trajectory]]] = {}
-        for assignment in assignments if judge is not None else ():
-            self._groups.setdefault(_group(assignment), []).append(assignment)
-        for members in self._groups.values():
-            self._ask(members)
+        self._groups: dict[int, list[Assignment]] = {}  # by the index of each member
+        self._asked: dict[int, Future[list[Trajectory]]] = {}  # by that of the first one
+        groups: dict[tuple[int, ...], list[Assignment]] = {}
+        for one in assignments if judge is not None else ():
+            place = one.place.iteration, one.place.group, one.place.env_seed
+            self._groups[one.index] = groups.setdefault(place, [])
+            self._groups[one.index].append(one)
+        for members in groups.values():
+            self.ended(members[0].index)
 
-    def ended(self, assignment: Assignment) -> None:
-        """An episode is among the results now."""
-        if self._judge is not None:
-            self._ask(self._groups[_group(assignment)])
-
-    def _ask(self, members: Sequence[Assignment]) -> None:
+    def ended(self, index: int) -> None:
+        """An episode may be among the results now; with the last one its group is judged."""
+        members = self._groups.get(index, [])
         if self._judge is not None and all(member.index in self._results for member in members):
             episodes = [self._results[member.index] for member in members]
-            self._asked[_group(members[0])] = self._judge.judge(episodes, self._task_of(members[0]))
+            self._asked[members[0].index] = self._judge.judge(episodes, self._task_of(members[0]))
 
-    def judged(self, failures: FailureLog, check: Callable[[], None] = lambda: None) -> dict[int, Trajectory]:
-        """The episodes of all groups with their scores; `check` is called now and then, and may raise."""
+    def judged(self, failures: FailureLog) -> dict[int, Trajectory]:
+        """The episodes of all groups with their scores."""
         found: dict[int, Trajectory] = {}
-        for group, members in self._groups.items():
-            while not concurrent.futures.wait([self._asked[group]], WAIT_SECONDS).done:
-                check()
-            check()
-            for member, episode in zip(members, self._asked[group].result(), strict=True):
+        for first, asked in sorted(self._asked.items()):
+            try:
+                episodes = asked.result()
+            except CancelledError as error:
+                raise WorkerError("the rollout was ended: its judge was closed") from error
+            for member, episode in zip(self._groups[first], episodes, strict=True):
                 found[member.index] = episode
                 if episode.status == "reward_error":
                     failures.add(f"episode {member.index} of {episode.env}", str(episode.error), LEFT_OUT)
@@ -153,8 +148,3 @@ class Judging:
     def __exit__(self, *exception: object) -> None:
         for asked in self._asked.values():
             asked.cancel()
-
-
-def _group(assignment: Assignment) -> tuple[int, ...]:
-    place = assignment.place
-    return place.iteration, place.group, place.env_seed

@@ -16,25 +16,28 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
 
 from shoal.core.data import Trajectory, reward_of
 from shoal.core.errors import ConfigError, EngineError, EnvError, WorkerDiedError, with_frames
 from shoal.core.executors import OwnThread
+from shoal.core.files import append_line
 from shoal.core.workers import WorkerProcess, describe_exit
 from shoal.envs.actions import last_tag
 from shoal.envs.catalogue import attribute_named
 from shoal.rollout.functions import FunctionFailedError, FunctionProcess
 from shoal.rollout.loops import LoopThread
-from shoal.rollout.rewards.answers import Answers
 from shoal.rollout.rewards.settings import FIELD, PROMPT, REWARDS, JudgeConfig, RewardConfig
 from shoal.rollout.samplers.http import HttpClient, RetryPolicy
 
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 MOST_OUTPUT = 1 << 20
-"""Bytes of a command's output in which its last line is looked for."""
+"""Bytes at the end of a command's output in which its last line is looked for."""
 
 
 class Scored(NamedTuple):
@@ -46,14 +49,36 @@ class Scored(NamedTuple):
     answer: str | None = None
 
 
-class Scorer(Protocol):
-    """Scores the episodes of a group; it lives in one event loop."""
+class Answers:
+    """What models and commands answered, by a digest of what they were asked: who has the file need not ask again.
 
-    async def score(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
-        """A score of each of these whole episodes of one group."""
+    Args:
+        folder: of the run, with `answers.jsonl`; None keeps them in memory.
+        rank: of the process, where several play one run: each writes a file of its own, and reads all.
+        hold: called before each line to check that no other process writes the folder.
+    """
 
-    def close(self) -> None:
-        """End what it started."""
+    def __init__(
+        self, folder: Path | None = None, rank: int = 0, hold: Callable[[], object] = lambda: None
+    ) -> None:
+        self._known: dict[str, str] = {}
+        name = f"answers-{rank}.jsonl" if rank else "answers.jsonl"
+        self._path, self._hold = None if folder is None else folder / name, hold
+        for path in sorted(folder.glob("answers*.jsonl")) if folder is not None else ():
+            for line in path.read_bytes().splitlines():
+                with contextlib.suppress(msgspec.MsgspecError):  # what a kill cut off is asked for again
+                    self._known |= [msgspec.json.decode(line, type=tuple[str, str])]
+
+    def get(self, key: str) -> str | None:
+        """The answer, if it is known."""
+        return self._known.get(key)
+
+    def add(self, key: str, answer: str) -> None:
+        """Record an answer."""
+        self._known[key] = answer
+        if self._path is not None:
+            self._hold()
+            append_line(self._path, msgspec.json.encode([key, answer]) + b"\n")
 
 
 def scorer_of(config: RewardConfig, loop: LoopThread, answers: Answers) -> Scorer:
@@ -63,51 +88,37 @@ def scorer_of(config: RewardConfig, loop: LoopThread, answers: Answers) -> Score
     return CommandScorer(config, answers) if config.command else FunctionScorer(config)
 
 
-def function_of(config: RewardConfig) -> Any:
-    """The function of a reward that is one.
-
-    Raises:
-        ConfigError: it cannot be imported, or is no function.
-    """
-    if config.function is None:
-        return REWARDS[config.name]
-    module, function = attribute_named(config.function, "a reward's function")
-    if not callable(function):
-        raise ConfigError(
-            f"{config.function} must be a function of module {module.__name__}, got {function!r}"
-        )
-    return function
-
-
 def numbers_of(given: Any, count: int) -> list[Scored]:
     """The scores that a function or a command gave for so many episodes.
 
     >>> [scored.value for scored in numbers_of([1, 0.5], 2)]
     [1.0, 0.5]
-    >>> numbers_of([1], 2)[0].why
-    'it must give 2 numbers, one an episode, got 1: [1]'
     """
+    wanted = f"it must give a list of {count} numbers, one an episode"
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-        return [
-            Scored(None, f"it must give a list of {count} numbers, one an episode, got {given!r:.200}")
-        ] * count
+        return [Scored(None, f"{wanted}, got {given!r:.200}")] * count
     values = list(given)
     if len(values) != count:
-        why = f"it must give {count} numbers, one an episode, got {len(values)}: {values!r:.200}"
-        return [Scored(None, why)] * count
+        return [Scored(None, f"{wanted}, got {len(values)}: {values!r:.200}")] * count
     return [_number(value) for value in values]
 
 
 def _number(value: Any) -> Scored:
-    try:
-        number = reward_of(value)
-    except EnvError:
-        number = math.nan
-    return (
-        Scored(number)
-        if math.isfinite(number)
-        else Scored(None, f"it must give finite numbers, got {value!r:.200}")
-    )
+    with contextlib.suppress(EnvError):
+        if math.isfinite(number := reward_of(value)):
+            return Scored(number)
+    return Scored(None, f"it must give finite numbers, got {value!r:.200}")
+
+
+# --- functions
+def function_of(config: RewardConfig) -> Any:
+    """The function of a reward that is one; a `ConfigError` if there is no such function."""
+    if config.function is None:
+        return REWARDS[config.name]
+    _, function = attribute_named(config.function, "a reward's function")
+    if not callable(function):
+        raise ConfigError(f"function {config.function!r} must be a function, got {function!r}")
+    return function
 
 
 class FunctionScorer:
@@ -123,7 +134,7 @@ class FunctionScorer:
         """What the function gives; one that does not return is left behind in its thread."""
         async with self._free:
             thread = self._thread = self._thread or OwnThread("shoal-reward")
-            called = asyncio.wrap_future(thread.submit(partial(self._call, tuple(episodes), task)))
+            called = asyncio.wrap_future(thread.submit(partial(self._call, episodes, task)))
             if (await asyncio.wait([called], timeout=self._seconds))[0]:
                 return called.result()
             self.close()
@@ -132,8 +143,6 @@ class FunctionScorer:
     def _call(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
         try:
             given = self._function(list(episodes), **({"task": task} if self._takes_task else {}))
-            if inspect.isawaitable(given):
-                given = asyncio.run(_awaited(given))
             return numbers_of(given, len(episodes))
         except BaseException as error:  # the user's code may raise anything, `SystemExit` too
             return [Scored(None, with_frames(error))] * len(episodes)
@@ -145,12 +154,9 @@ class FunctionScorer:
         self._thread = None
 
 
-async def _awaited(value: Any) -> Any:
-    return await value
-
-
+# --- commands
 class CommandScorer:
-    """Runs a command for each group, as the child of a worker process that ends it whatever happens to this one."""
+    """Runs a command for each group, as the child of a worker process, which ends it if this process ends."""
 
     def __init__(self, config: RewardConfig, answers: Answers) -> None:
         self._config, self._answers = config, answers
@@ -162,43 +168,42 @@ class CommandScorer:
         """What the last line of its output says."""
         given = json.dumps({"task": task, "episodes": [as_json(episode) for episode in episodes]})
         key = digest_of([self._config.command, given])
-        if (known := self._answers.get(key)) is not None:
-            return numbers_of(_json(known), len(episodes))
+        known, scores = self._answers.get(key), list[Scored]()
         for _ in range(self._config.retries + 1):
             try:
-                async with self._free:
-                    said = await self._run(given)
-                scores = numbers_of(_json(said), len(episodes))
+                said = known or await self._run(given)
+                scores = numbers_of(json.loads(said), len(episodes))
+                if all(scored.value is not None for scored in scores):
+                    if known is None:
+                        self._answers.add(key, said)
+                    break
+            except (ValueError, RecursionError):
+                scores = numbers_of(said, len(episodes))
             except FunctionFailedError as error:
                 scores = [Scored(None, str(error))] * len(episodes)
-            else:
-                if all(scored.value is not None for scored in scores):
-                    self._answers.add(key, said)
-                    break
         return scores
 
     async def _run(self, given: str) -> str:
         """The last line that the command prints."""
-        process = self._idle.pop() if self._idle else None
-        try:
-            async with asyncio.timeout(self._config.timeout):
-                if process is None:  # in a thread, since a start takes a while
-                    worker = await asyncio.to_thread(
-                        WorkerProcess, serve_command, (self._words, self._config.folder)
-                    )
-                    process = FunctionProcess(worker)
-                (said,) = await process.ask(given)
-            self._idle.append(process)
-            process = None
-            return str(said)
-        except WorkerDiedError as error:
-            raise FunctionFailedError(str(error)) from error
-        except TimeoutError:
-            text = f"the command did not end within {self._config.timeout:g} s (timeout)"
-            raise FunctionFailedError(text) from None
-        finally:
-            if process is not None:
-                process.end()
+        async with self._free:
+            process = self._idle.pop() if self._idle else None
+            try:
+                async with asyncio.timeout(self._config.timeout):
+                    if process is None:  # in a thread, since a start takes a while
+                        worker = await asyncio.to_thread(WorkerProcess, serve_command, (self._words,))
+                        process = FunctionProcess(worker)
+                    (said,) = await process.ask(given)
+                self._idle.append(process)
+                process = None
+                return str(said)
+            except WorkerDiedError as error:
+                raise FunctionFailedError(str(error)) from error
+            except TimeoutError:
+                text = f"the command did not end within {self._config.timeout:g} s (timeout)"
+                raise FunctionFailedError(text) from None
+            finally:
+                if process is not None:
+                    process.end()
 
     def close(self) -> None:
         """End the worker processes."""
@@ -206,7 +211,7 @@ class CommandScorer:
             self._idle.pop().end()
 
 
-def serve_command(pipe: Any, words: Sequence[str], folder: str | None) -> None:
+def serve_command(pipe: Any, words: Sequence[str]) -> None:
     """Be the process: run the command on each text, and answer `[last line]`, or with text that says what failed."""
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -214,14 +219,7 @@ def serve_command(pipe: Any, words: Sequence[str], folder: str | None) -> None:
             with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
                 answer: Any
                 try:
-                    done = subprocess.run(
-                        words,
-                        input=f"{given}\n".encode(),
-                        stdout=said,
-                        stderr=errors,
-                        cwd=folder,
-                        check=False,
-                    )
+                    done = subprocess.run(words, input=f"{given}\n".encode(), stdout=said, stderr=errors)
                     answer = [_last_line(said)]
                     if done.returncode:
                         last = _last_line(errors) or "nothing on standard error"
@@ -232,18 +230,9 @@ def serve_command(pipe: Any, words: Sequence[str], folder: str | None) -> None:
 
 
 def _last_line(file: Any) -> str:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - MOST_OUTPUT))
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_OUTPUT))
     text: str = file.read().decode(errors="replace").strip()
     return (text.splitlines() or [""])[-1]
-
-
-def _json(text: str) -> Any:
-    """The value of JSON; text that is none as it is."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def as_json(episode: Trajectory) -> dict[str, Any]:
@@ -255,6 +244,7 @@ def as_json(episode: Trajectory) -> dict[str, Any]:
     }
 
 
+# --- models
 class ModelScorer:
     """Asks a model about each episode; one prompt has one answer, however often it comes."""
 
@@ -263,21 +253,18 @@ class ModelScorer:
         policy = RetryPolicy(config.timeout, backoff=0.5, max_backoff=30.0, patience=model.patience)
         api_key = None
         if model.api_key_env is not None and not (api_key := os.environ.get(model.api_key_env)):
-            raise ConfigError(
-                f"rewards: {config.name}: the environment variable {model.api_key_env} is not set"
-            )
+            raise ConfigError(f"reward {config.name}: the variable {model.api_key_env} is not set")
         self._client = HttpClient(model.base_url, loop, policy, api_key)
         self._free = asyncio.Semaphore(config.concurrency)
         self._asked: dict[str, asyncio.Task[str]] = {}
-        limits = {"lowest": f"{model.lowest:g}", "highest": f"{model.highest:g}"}
-        self._template = config.prompt or FIELD.sub(lambda m: limits.get(m[1], m[0]), PROMPT)
 
     async def score(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
         """What the model answers about each."""
         return list(await asyncio.gather(*(self._judge(episode, task) for episode in episodes)))
 
     async def _judge(self, episode: Trajectory, task: Any) -> Scored:
-        prompt, model = filled(self._template, episode, task), self._model
+        model = self._model
+        prompt = filled(self._config.prompt or PROMPT, episode, task, model)
         body = {
             "model": model.model,
             "messages": [{"role": "user", "content": prompt}],
@@ -293,11 +280,10 @@ class ModelScorer:
                 answer = await asked
             except EngineError as error:
                 return Scored(None, str(error), prompt)
-        value = score_of(answer)
-        if not self._in_range(value):
-            wanted = f"an answer must hold <score>number</score> from {model.lowest:g} to {model.highest:g}"
-            return Scored(None, f"{wanted}, got {answer[-200:]!r}", prompt, answer)
-        return Scored(value, "", prompt, answer)
+        value = self._score_in(answer)
+        wanted = f"the answer must hold <score>number</score> from {model.lowest:g} to {model.highest:g}"
+        why = "" if value is not None else f"{wanted}, got {answer[-200:]!r}"
+        return Scored(value, why, prompt, answer)
 
     async def _ask(self, key: str, body: Mapping[str, Any]) -> str:
         """An answer with a score, or the last one without."""
@@ -307,22 +293,24 @@ class ModelScorer:
             try:
                 answer = plain(reply["choices"][0]["message"]["content"] or "")
             except (AttributeError, LookupError, TypeError) as error:
-                raise EngineError(
-                    f"the reply of {self._client.url} is no chat completion: {reply!s:.200}"
-                ) from error
-            if self._in_range(score_of(answer)):
+                raise EngineError(f"the reply is no chat completion: {reply!s:.200}") from error
+            if self._score_in(answer) is not None:
                 break
         self._answers.add(key, answer)
         return answer
 
-    def _in_range(self, value: float | None) -> bool:
-        return value is not None and self._model.lowest <= value <= self._model.highest
+    def _score_in(self, answer: str) -> float | None:
+        value = score_of(answer)
+        return value if value is not None and self._model.lowest <= value <= self._model.highest else None
 
     def close(self) -> None:
-        """The connections end with the loop."""
+        """Its connections end with the loop."""
 
 
-def filled(template: str, episode: Trajectory, task: Any) -> str:
+Scorer = FunctionScorer | CommandScorer | ModelScorer
+
+
+def filled(template: str, episode: Trajectory, task: Any, model: JudgeConfig) -> str:
     """A prompt about an episode."""
     parts = [f"[observation]\n{turn.observation}\n[answer]\n{turn.response}" for turn in episode.turns]
     values = {
@@ -330,6 +318,8 @@ def filled(template: str, episode: Trajectory, task: Any) -> str:
         "question": episode.turns[0].observation,
         "answer": episode.turns[-1].response,
         "task": task if isinstance(task, str) else json.dumps(task, ensure_ascii=False),
+        "lowest": f"{model.lowest:g}",
+        "highest": f"{model.highest:g}",
     }
     return plain(FIELD.sub(lambda match: values.get(match[1], match[0]), template))
 

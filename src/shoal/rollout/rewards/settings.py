@@ -16,7 +16,7 @@ from shoal.rollout.samplers.settings import check_settings
 F = TypeVar("F", bound=Callable[..., Any])
 ENV = "env"
 """The name of the environment's own reward."""
-FIELDS = ("transcript", "question", "answer", "task")
+FIELDS = ("transcript", "question", "answer", "task", "lowest", "highest")
 """What a prompt may hold in braces."""
 FIELD = re.compile(r"\{([a-z_]+)\}")
 PROMPT = (
@@ -94,13 +94,11 @@ class RewardConfig:
     command: tuple[str, ...] = ()
     """A command and its arguments; `{python}` stands for the Python that runs shoal. It gets the episodes of a group
     as JSON on its standard input, and its last line is a JSON list of scores."""
-    folder: str | None = None
-    """Where the command runs; the current folder if not given."""
     model: JudgeConfig | None = None
     """A model that judges each episode."""
     prompt: str = ""
-    """What the model is asked: `{transcript}`, `{question}` (the first observation), `{answer}` (the last response) and
-    `{task}` (of a program) are filled in. The default asks for a score of the whole episode."""
+    """What the model is asked: `{transcript}`, `{question}` (the first observation), `{answer}` (the last response),
+    `{task}` (of a program), `{lowest}` and `{highest}` are filled in. By default it is asked about all turns."""
     timeout: float = 120.0
     """Seconds of one request, one run of the command or one call of the function."""
     retries: int = 1
@@ -164,17 +162,3 @@ def reward_list(given: Iterable[Given]) -> tuple[RewardConfig, ...]:
         if names.count(name) > 1:
             raise ConfigError(f"rewards: two of them are called {name!r}: give one of them another name")
     return tuple(found)
-
-
-def comparable(rewards: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of the settings of rewards those that change scores: not where a judge runs, or for how long it is waited for."""
-    kept = []
-    for one in rewards:
-        one = {key: one[key] for key in one if key not in ("timeout", "retries", "concurrency")}
-        if one["model"]:
-            model = one["model"]
-            one["model"] = {
-                key: model[key] for key in model if key not in ("base_url", "api_key_env", "patience")
-            }
-        kept.append(one)
-    return kept

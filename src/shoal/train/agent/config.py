@@ -32,7 +32,6 @@ from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
 from shoal.rollout.rewards.settings import RewardConfig
-from shoal.rollout.rewards.settings import comparable as comparable_rewards
 from shoal.rollout.samplers.settings import EngineConfig as EngineConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.agent.advantages import ESTIMATORS, Method
@@ -588,9 +587,12 @@ def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("device", "threads", "vllm", "server"):
         del engine[key]
     engine["replicas"] = {"engine": engine["replicas"]["engine"]}
-    if not (rewards := comparable_rewards(known.pop("rewards", ()))):
-        return known
-    return known | {"rewards": rewards}
+    for reward in (rewards := known.pop("rewards", [])):  # where a judge runs, and how long it is waited for
+        for key in ("timeout", "retries", "concurrency"):
+            del reward[key]
+        for key in ("base_url", "api_key_env", "patience") if reward["model"] else ():
+            del reward["model"][key]
+    return known | {"rewards": rewards} if rewards else known
 
 
 def import_extensions(names: Sequence[str]) -> None:

@@ -58,17 +58,15 @@ def rejected_answer(trajectories: Sequence[Trajectory], roles: Mapping[str, Role
 
 def score_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`score/<name>` of each of the `rewards`, its mean over whole episodes, and how many got none of it."""
-    given: dict[str, list[float]] = {}
-    missing = Counter[str]()
-    for trajectory in trajectories:
-        for score in trajectory.scores:
-            values = given.setdefault(f"score/{score.name}", [])
-            if score.value is None:
-                missing[f"score_missing/{score.name}"] += 1
-            elif trajectory.status == "ok":
-                values.append(score.value)
-    means = {name: sum(values) / len(values) for name, values in given.items() if values}
-    return means | {name: float(count) for name, count in missing.items()}
+    row: dict[str, float] = {}
+    for name in dict.fromkeys(score.name for t in trajectories for score in t.scores):
+        found = [(t.status, score.value) for t in trajectories for score in t.scores if score.name == name]
+        values = [value for status, value in found if status == "ok" and value is not None]
+        if values:
+            row[f"score/{name}"] = math.fsum(values) / len(values)
+        if missing := sum(value is None for _, value in found):
+            row[f"score_missing/{name}"] = float(missing)
+    return row
 
 
 def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:

@@ -30,8 +30,8 @@ from shoal.rollout.episode import Role
 from shoal.rollout.factory import host_of, make_environments, make_roles
 from shoal.rollout.failures import FailureLog
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.rewards.answers import Answers
 from shoal.rollout.rewards.judge import Judge
+from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.rewards.settings import Given, reward_list
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.registry import close_engine
