@@ -181,3 +181,17 @@ def test_every_config_is_listed_with_what_it_is_for(capsys):
     for name in config_names():
         (row,) = [line.split(maxsplit=1) for line in out.splitlines() if line.split()[:1] == [name]]
         assert len(row[1]) > 20
+
+
+def test_each_command_has_one_line_in_the_list_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = re.findall(r"^│ (\S*) +(.*?) *│$", said(capsys, "--help"), re.MULTILINE)
+    assert rows == [(name, about) for name, (_, about) in COMMANDS.items()]
+
+
+def test_examples_and_what_is_said_of_them_fit_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, _ in EVERY:
+        for line in said(capsys, *name.split(), "--help").splitlines():
+            if line.startswith("  shoal "):
+                assert not re.search(r"\S   +\S", line) or len(line) <= 80, line

@@ -118,8 +118,8 @@ def find_checkpoint(path: Path | str) -> Path:
         if found:
             return found[-1]
     raise DataError(
-        f"{path} holds no checkpoint of PPO: expected a run folder of shoal train-ppo, a folder that PPO.save wrote, or a "
-        f"folder step_… in one; got {_what_is(path)}; shoal runs FOLDER lists the runs of a folder"
+        f"{path} holds no checkpoint of PPO: expected a run folder of shoal train-ppo, a folder that PPO.save wrote, "
+        f"or a folder step_… in one; got {_what_is(path)}; shoal runs FOLDER lists the runs of a folder"
     )
 
 
