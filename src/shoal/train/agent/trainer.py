@@ -273,7 +273,8 @@ class AgentTrainer(Closing):
             self.progress.tokens + tokens,
         )
         row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
-        row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, tokens)
+        written = sum(t.n_tokens for t in trajectories if t not in self._journal)
+        row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, written)
         if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
             used = advantages_of(trajectories, learned, samples, self._learner)
             self.records.keep_trajectories(f"train-{iteration + 1:06d}", trajectories, used)
