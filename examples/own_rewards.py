@@ -24,13 +24,13 @@ def alive(episodes):
     return [len(episode.turns) / 20 for episode in episodes]
 
 
-def run(folder: Path, iterations: int = 12) -> list[dict[str, float]]:
+def run(folder: Path, iterations: int = 5) -> list[dict[str, float]]:
     """The metrics of a short training with two rewards: a function, and a program that pays for all four directions."""
     config = compose_config(
         "demo",
         [
             f"run_dir={folder}", f"trainer.iterations={iterations}", "trainer.eval_every=100",
-            "es_manager.train.env_groups=8",
+            "es_manager.train.env_groups=8", "es_manager.val.env_groups=2",
         ],
     )  # fmt: skip
     varied = {"name": "varied", "command": ["{python}", "-c", PROGRAM], "weight": 0.2}
@@ -42,5 +42,8 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
         rows = run(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(temporary) / "run")
     for row in rows:
-        told = {name: round(row[name], 2) for name in ("turns", "reward", "score/alive", "score/varied", "success")}
+        told = {
+            name: round(row[name], 2)
+            for name in ("turns", "reward", "score/alive", "score/varied", "success")
+        }
         print(int(row["iteration"]), *(f"{name} {value}" for name, value in told.items()), sep="   ")
