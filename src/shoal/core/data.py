@@ -182,9 +182,7 @@ class Trajectory:
     status: Status = "ok"
     error: str | None = None  # the cause when `status` is not "ok"
     finish: str | None = None  # "context" where the next prompt did not fit into the context; None otherwise
-    judged: Judged | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # in a run with `rewards`; else it is not in the JSON either
+    judged: Judged | msgspec.UnsetType = msgspec.UNSET  # by `rewards`; without them no part of the JSON
 
     def __post_init__(self) -> None:
         for number, call in enumerate(self.calls):
