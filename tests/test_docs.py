@@ -313,4 +313,4 @@ def test_an_example_whose_packages_are_not_there_says_how_to_install_them(tmp_pa
     env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env.get('PYTHONPATH', '')}"
     done = subprocess.run([sys.executable, example], env=env, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr == 'this example needs datasets: run pip install "shoal[trl]"\n'
+    assert done.stderr == 'this example needs datasets: run pip install ".[trl]"\n'
