@@ -103,7 +103,7 @@ def viewer(run: str) -> None:
                 browser.picture(shot, SIZE[1])
                 image = Image.open(shot).convert("RGB").quantize(64, dither=Image.Dither.NONE)
                 image.save(FOLDER / name, optimize=True)
-                frames.append(image)
+                frames.append(image.convert("RGB").quantize(32, dither=Image.Dither.NONE))
             server.send_signal(signal.SIGINT)
     film = DOCS / "images" / "viewer.gif"
     frames[0].save(film, save_all=True, append_images=frames[1:], duration=2200, loop=0, optimize=True)
