@@ -61,7 +61,7 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     told = {
         "env": episode.env,
         "iteration": episode.iteration,
-        "env seed": trajectory.env_seed,
+        "env seed": str(trajectory.env_seed),
         "reward": episode.reward,
         "in its group": versus,
         "turns": episode.turns,
