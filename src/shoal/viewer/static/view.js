@@ -149,7 +149,7 @@ async function follow() {
     try {
       const answer = await fetch(location.href, { headers: { "x-have": main.dataset.version } });
       const text = answer.status === 200 ? await answer.text() : "";
-      if (text && !pressed) {
+      if (text && !pressed && !main.querySelector("form.changed, form :focus")) {
         const page = new DOMParser().parseFromString(text, "text/html");
         const next = page.getElementById("main");
         const open = [...main.querySelectorAll("details")].map((one) => one.open);
