@@ -60,6 +60,7 @@ docs: setup       ## the site of the documents, into build/site
 
 settings: setup   ## write docs/settings.md, after a change to a setting, its default or its docstring
 	PYTHONPATH=src $(BIN)/python docs/make_settings.py
+	PYTHONPATH=src $(BIN)/python docs/make_metrics.py
 
 package:          ## the wheel and the sdist, into dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .

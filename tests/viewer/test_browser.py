@@ -51,7 +51,7 @@ def demo(tmp_path_factory):
 @contextlib.contextmanager
 def served(*runs, cache):
     words = [sys.executable, "-m", "shoal", "view", *map(str, runs)]
-    env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "XDG_STATE_HOME": str(cache)}
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as process:
         try:
             yield process.stdout.readline().split()[-1]
@@ -144,11 +144,11 @@ def test_the_static_file_opens_from_disk_and_its_links_lead(browser, demo, tmp_p
     )
     assert browser.until(shown) == "runs"
     browser.click(".page.shown a.row-link", "demo")
-    browser.until(f"({shown}) === 'run-0'")
+    browser.until(f"({shown}) === 'run-demo'")
     browser.click(".page.shown a[href*='episodes']")
     browser.until(f"({shown}).toString().includes('episodes')")
-    browser.open(page.as_uri() + "#run-0")  # a deep link
-    assert browser.until(shown) == "run-0"
+    browser.open(page.as_uri() + "#run-demo")  # a deep link
+    assert browser.until(shown) == "run-demo"
     episode_link = "document.querySelector('.page[id*=\"-episode-name\"]').id"
     browser.run(f"location.hash = {episode_link}")
     browser.until("document.querySelectorAll('.page.shown .strip .token').length > 0")

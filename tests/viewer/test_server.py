@@ -1,4 +1,5 @@
 import contextlib
+import html
 import json
 import re
 import shutil
@@ -43,6 +44,11 @@ def make_run(folder, *, seed=1, rows=6):
         ],
     )
     return folder
+
+
+def tables_of(body):
+    """The numbers of the curves of a page."""
+    return json.loads(html.unescape(re.search(r'data-tables="([^"]*)"', body)[1]))
 
 
 @pytest.fixture
@@ -216,8 +222,9 @@ def test_an_unchanged_page_is_not_sent_again_and_a_changed_one_is(client, runs):
         file.write('{"iteration": 6, "success": 0.77777}\n{"iteration": 7, "succ')
     again = get(client, "run/0", headers={"x-have": version})
     assert again.status_code == 200
-    assert "success 0.7778 at 6" in again.text
-    assert "at 7" not in again.text
+    [table] = tables_of(again.text)
+    assert table["axes"]["iteration"] == [0, 1, 2, 3, 4, 5, 6]
+    assert table["curves"]["success"]["y"][-1] == 0.77777
 
 
 @pytest.mark.parametrize("number", ["1" + "0" * 400, "-1" + "0" * 400, "1e308", "-1e308"])
@@ -272,10 +279,12 @@ def test_a_filter_of_the_page_leaves_the_episodes_it_names(client):
 
 
 def test_a_point_leads_to_the_episodes_of_its_iteration(client):
-    assert (
-        f'href="/{TOKEN}/run/0/episodes?file=train-000001.jsonl" aria-label="success 0.1 at 1"'
-        in get(client, "run/0").text
-    )
+    page = get(client, "run/one").text
+    assert tables_of(page)[0]["links"] == {
+        "train": {"1": f"/{TOKEN}/run/one/episodes?file=train-000001.jsonl"},
+        "heldout": {},
+    }
+    assert "Ringed points open the training episodes of iteration 1." in page
 
 
 def test_an_episode_shows_how_to_replay_it(client, runs):
@@ -315,10 +324,11 @@ def test_runs_that_begin_later_are_listed_and_those_that_went_are_not(tmp_path):
 @pytest.mark.parametrize("folder", ["empty", None])
 def test_view_serves_an_empty_page_where_there_are_no_runs(tmp_path, monkeypatch, capsys, folder):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     shown = []
 
-    def serve(app, port, ready):
-        ready("http://here/")
+    def serve(app, port, ready, before):
+        ready("http://here/", 8000)
         shown.append(TestClient(app, base_url="http://127.0.0.1:8000").get(f"/{app.state.token}/").text)
 
     monkeypatch.setattr(server, "serve", serve)

@@ -1,6 +1,7 @@
 """The site on 127.0.0.1: it answers requests that have its token, and only reads.
 
-Every address begins with the token, so links keep it and nothing is stored in the browser. Requests under another host
+Every address begins with the token, so links keep it and nothing is stored in the browser. Token and port are kept for
+each folder of runs in a file that only its user can read, so links last. Requests under another host
 name (DNS rebinding), from another origin, or with a method that writes are refused before anything is looked up.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import os
+import re
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,9 +20,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import MsgspecError
 
-from shoal.core.errors import DataError, MissingExtraError, ShoalError, format_error, needs_extra
+from shoal.core.errors import ConfigError, DataError, MissingExtraError, ShoalError, format_error, needs_extra
 from shoal.core.ports import listening
 from shoal.viewer import pages
 from shoal.viewer.episode_lists import episodes
@@ -44,12 +48,13 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-STATIC = {"view.css": "text/css; charset=utf-8"}
-SCRIPTS = ("view.js", "episodes.js")
-STATIC |= dict.fromkeys(SCRIPTS, "text/javascript; charset=utf-8")
+SCRIPTS = ("view.js", "curves.js", "episodes.js")
+STATIC = {**dict.fromkeys(SCRIPTS, "text/javascript; charset=utf-8"), "view.css": "text/css; charset=utf-8"}
 READING = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, MsgspecError)
 """What a file can raise that says something else than runs write."""
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
+TOKEN = re.compile(r"[A-Za-z0-9_-]{22,200}")
+"""What may be a token: letters of addresses, so many that nobody guesses it."""
 
 
 def static(name: str) -> str:
@@ -59,10 +64,6 @@ def static(name: str) -> str:
 
 def document(page: Page, base: str, version: str = "") -> str:
     """The whole HTML of a page."""
-    trail = [
-        tag("li", tag("a", name, href=link) if link else tag("span", name, aria_current="page"))
-        for name, link in page.trail
-    ]
     ways = [
         tag("link", rel=rel, href=href)
         for rel, href in (("prev", page.previous), ("next", page.next), ("up", page.up))
@@ -78,13 +79,24 @@ def document(page: Page, base: str, version: str = "") -> str:
         [tag("script", Html(""), type="module", src=f"{base}static/{name}") for name in SCRIPTS],
         ways,
     )
+    lost = tag("p", "", id="lost", role="status", hidden=True)
+    body = tag(
+        "body", bar(page), lost, tag("main", page.body, id="main", data_version=version or None), keys()
+    )
+    return "<!doctype html>\n" + tag("html", head, body, lang="en")
+
+
+def bar(page: Page) -> Html:
+    """Where one is, and the buttons of every page."""
+    trail = [
+        tag("li", tag("a", name, href=link) if link else tag("span", name, aria_current="page"))
+        for name, link in page.trail
+    ]
     buttons = [
         tag("button", "theme", type="button", data_do="theme", title="dark or light (t)"),
         tag("button", "keys", type="button", data_do="help", title="what the keys do (?)"),
     ]
-    bar = tag("nav", tag("ol", trail), tag("div", buttons), class_="bar")
-    body = tag("body", bar, tag("main", page.body, id="main", data_version=version or None), keys())
-    return "<!doctype html>\n" + tag("html", head, body, lang="en")
+    return tag("nav", tag("ol", trail), tag("div", buttons), class_="bar")
 
 
 def keys() -> Html:
@@ -283,17 +295,53 @@ def index_in_background(runs: Callable[[], Sequence[Run]], every: float = 2.0) -
     return end
 
 
-def serve(app: Any, port: int, on_ready: Callable[[str], None]) -> None:
+def kept_address(runs: Sequence[Path]) -> Path:
+    """The file that keeps the token and port of these folders, so that links to their pages last."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    name = hashlib.sha256("\n".join(str(path.resolve()) for path in runs).encode()).hexdigest()[:32]
+    return state / "shoal" / "view" / f"{name}.json"
+
+
+def read_address(file: Path) -> tuple[str | None, int]:
+    """The kept token and port; none, and 0, where nothing that can be used is kept."""
+    try:
+        kept = msgspec.json.decode(file.read_bytes(), type=dict[str, str | int])
+    except (OSError, MsgspecError):
+        return None, 0
+    token, port = kept.get("token"), kept.get("port")
+    return (token if isinstance(token, str) and TOKEN.fullmatch(token) else None), port if isinstance(
+        port, int
+    ) else 0
+
+
+def keep_address(file: Path, token: str, port: int) -> None:
+    """Keep them where only the user can read them."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+        out.write(msgspec.json.encode({"token": token, "port": port}))
+    os.replace(part, file)
+
+
+def serve(app: Any, port: int, on_ready: Callable[[str, int], None], before: int = 0) -> None:
     """Answer on 127.0.0.1 until interrupted.
 
     Args:
         app: of `make_app`.
-        port: 0 takes a free one.
-        on_ready: told the whole address.
+        port: 0 takes a free one, `before` if it is free.
+        on_ready: told the whole address, and the port.
+        before: the port of the last time.
     """
     with needs_extra("shoal view", "web"):
         import uvicorn
-    with listening(port) as listener:
-        on_ready(f"http://127.0.0.1:{listener.getsockname()[1]}/{app.state.token}/")
+    try:
+        listener = listening(port or before)
+    except ConfigError:
+        if port:
+            raise
+        listener = listening(0)
+    with listener:
+        taken = listener.getsockname()[1]
+        on_ready(f"http://127.0.0.1:{taken}/{app.state.token}/", taken)
         config = uvicorn.Config(app, log_level="error", access_log=False, server_header=False)
         uvicorn.Server(config).run(sockets=[listener])
