@@ -1,6 +1,7 @@
 """Lists, groups and pages of episodes: what their addresses carry and what they show."""
 
 import re
+from dataclasses import replace
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import pytest
@@ -8,7 +9,7 @@ from tests.records import trajectory_of
 from tests.viewer.test_index import episode, turn
 from tests.viewer.test_server import make_run
 
-from shoal.core.data import Call, Trajectory, Turn, write_advantages, write_trajectories
+from shoal.core.data import Call, Judged, Score, Trajectory, Turn, write_advantages, write_trajectories
 from shoal.envs import make
 from shoal.viewer.episode_pages import call_tree, drawing, key, readable
 from shoal.viewer.export import export
@@ -250,6 +251,21 @@ def test_tool_calls_and_results_are_set_apart_and_indented():
     assert "&lt;b&gt;" in shown
     assert '<span class="tool"><b>tool response</b>\nno JSON</span> end' in shown
     assert readable("plain <b>") == "plain &lt;b&gt;"
+
+
+def test_scores_of_judges_are_shown_with_what_was_asked_and_answered(tmp_path):
+    folder = make_run(tmp_path / "run")
+    scored = Score("clarity", 0.5, 0.75, "Is it <clear>?", "0.75, mostly"), Score("length", 1.0, None)
+    made = replace(episode((0.5,)), judged=Judged((0.0,), scored))
+    write_trajectories(folder / "trajectories" / "train-000001.jsonl", [made])
+    run = Run(folder)
+    run.index.refresh()
+    body = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"}).body
+    assert "2 rewards judged it" in body
+    assert "<b>clarity</b> 0.75, weight 0.5" in body
+    assert "Is it &lt;clear&gt;?" in body
+    assert "0.75, mostly" in body
+    assert "<b>length</b> \N{EN DASH}, weight 1" in body
 
 
 def tree_of(*parents, turns=None):
