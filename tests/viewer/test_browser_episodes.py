@@ -62,6 +62,9 @@ def at_episodes(browser, address, path):
 
 def test_keys_walk_through_a_list_and_back_to_the_line_in_it(browser, address):
     at_episodes(browser, address, "run/0/episodes?file=train-000002.jsonl&order=worst&page=1")
+    assert (
+        browser.run("getComputedStyle(document.querySelector('.histogram .hit')).fill") == "rgba(0, 0, 0, 0)"
+    )
     names = browser.run("[...document.querySelectorAll('a.row-link')].map(a => a.textContent)")
     browser.click("a.row-link", names[47])
     listens = (

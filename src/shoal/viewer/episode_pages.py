@@ -165,7 +165,8 @@ def _turn(
         "summary",
         tag(
             "h2",
-            f"Turn {k + 1}",
+            f"Turn {k + 1} ",
+            tag("small", f"→ {verdict}", class_="folded"),
             tag("small", f"reward {number(turn.reward)}"),
             tag("small", "cut at the limit of tokens") if cut else None,
         ),
@@ -269,18 +270,12 @@ def call_tree(trajectory: Trajectory, spell: Spell | None) -> Html | None:
     plain = len(roots) == 1 or len(roots) == len(calls)  # one chain, or prompts that each begin anew
     if len(of_turn) == len(calls) and plain and not branches:
         return None
-    depth: list[int] = []  # a chain stays at its depth, a branch of it stands one in
-    for one, call in enumerate(calls):
-        parent = call.parent
-        depth.append(0 if parent is None else depth[parent] + (goes_on[parent][0] != one))
-    order: list[int] = []
-    todo = roots[::-1]
-    while todo:
-        order.append(one := todo.pop())
-        todo += goes_on.get(one, [])[::-1]
     lines = []
-    for one in order:
-        call = calls[one]
+    todo = [(one, 0) for one in reversed(roots)]
+    while todo:
+        one, depth = todo.pop()  # a chain stays at its depth, a branch of it stands one in
+        call, behind = calls[one], goes_on.get(one, [])
+        todo += [(k, depth + (k != behind[0])) for k in reversed(behind)]
         begins = None
         if goes_on[call.parent][0] != one:
             begins = "begins anew" if call.parent is None else f"branch of call {call.parent + 1}"
@@ -293,7 +288,7 @@ def call_tree(trajectory: Trajectory, spell: Spell | None) -> Html | None:
             asked = "".join(spell(call.new_prompt_ids[:_CALL]))
             parts += [tag("pre", readable(asked), class_="saw")]
             parts += [tag("pre", readable("".join(spell(call.response_ids))), class_="said")]
-        lines.append(tag("li", tag("details", *parts), class_=f"depth-{min(depth[one], 6)}"))
+        lines.append(tag("li", tag("details", *parts), class_=f"depth-{min(depth, 6)}"))
     kinds = f"{counted(len(roots), 'prompt')} from the start, branches at {counted(branches, 'call')}"
     said = f"{counted(len(calls), 'call')}: {kinds}"
     return tag("details", tag("summary", said), tag("ol", lines, class_="calls"), class_="call-tree")
