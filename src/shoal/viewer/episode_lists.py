@@ -69,7 +69,7 @@ def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     back = site.link(place, **with_(page=at - 1 or None)) if at else None
     forth = site.link(place, **with_(page=at + 1)) if (at + 1) * PAGE < total else None
     pager = tag(
-        "nav",
+        "div",
         tag("a", "← earlier", href=back, rel="prev") if back else None,
         tag("span", f"{at * PAGE + bool(found):,} to {at * PAGE + len(found):,} of {total:,}"),
         tag("a", "later →", href=forth, rel="next") if forth else None,
