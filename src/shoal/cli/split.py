@@ -206,7 +206,6 @@ def _write_page(place: Path, tokenizer: Any) -> None:
     run = Run(place)
     run.spell = lambda ids: [tokenizer.decode([token]) for token in ids]
     write_text(place / "samples.html", export([run], SHOWN))
-    run.index.close()
     print(f"look at {place / 'samples.html'}")
 
 

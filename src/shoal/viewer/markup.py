@@ -157,7 +157,7 @@ def thinned(x: Sequence[float], y: Sequence[float], most: int = MOST_POINTS) -> 
 
 
 def _picture(kind: str, box: str, label: str, *children: Any, **attributes: Any) -> Html:
-    return tag("svg", *children, class_=kind, viewBox=box, **attributes, role="img", aria_label=label)
+    return tag("svg", *children, class_=kind, viewBox=box, **{"role": "img", **attributes}, aria_label=label)
 
 
 def _words(text: str, x: float, y: float, anchor: str = "middle", class_: str | None = None) -> Html:
@@ -212,7 +212,7 @@ def histogram(
         if k % every == 0
     ]
     axes = _axes(frame, ticks(0, frame.y1, 3), along, "reward of an episode")
-    return _picture("chart histogram", "0 0 416 190", "histogram of rewards", axes, drawn)
+    return _picture("chart histogram", "0 0 416 190", "histogram of rewards", axes, drawn, role="group")
 
 
 def spark(values: Sequence[float], limits: tuple[float, float] | None = None) -> Html:
