@@ -64,7 +64,7 @@ def skills_section(site: Site, run: Run) -> Html:
     place = f"{site.place(run)}/skill"
     names = [str(skill["name"]) for skill in skills]
     needs = {str(s["name"]): [str(n) for n in _json(s.get("dependencies"), [])] for s in skills}
-    states = {str(s["name"]): f"{s['status']}{_rate(s)}" for s in skills}
+    states = {str(s["name"]): f"{s['status']}{_rate(s).replace(', ', ', own test ')}" for s in skills}
     links = {name: link for name in names if (link := site.link(place, name=name))}
     now = time.time()
     bars = [
