@@ -21,8 +21,9 @@ from shoal.cli.view import run_folders
 from shoal.core.data import write_advantages, write_trajectories
 from shoal.core.errors import DataError
 from shoal.core.run_folder import RunFolder
-from shoal.viewer.episode_pages import parting, spelling
+from shoal.viewer.episode_pages import spelling
 from shoal.viewer.export import export
+from shoal.viewer.group_pages import parting
 from shoal.viewer.markup import Html, graph, histogram, join, spark, tag, thinned
 from shoal.viewer.pages import Site, compare, overview
 from shoal.viewer.runs import Run, whole_rows
@@ -255,13 +256,13 @@ def test_tokens_are_coloured_by_their_advantage_against_the_largest_of_the_group
         ]
 
     body, tokens = strip_of(0)  # an older run
-    assert "colour by" not in body
+    assert "colours show" not in body
     assert tokens == [(" unknown", "", "")] * 6
     kept = folder / "advantages" / "train-000001.jsonl"
     write_advantages(kept, [[[2.0, 2.0, 2.0], [0.0, -1.0, 1.0]], [[-2.0, -2.0, -0.1]], None])
     assert len(kept.read_text().splitlines()[0]) == len("[2.0,[0.0,-1.0,1.0]]")
     body, tokens = strip_of(0)
-    assert "colour by advantage" in body
+    assert "colours show" in body
     assert all(f">{value}</span>" in body for value in ("-2", "0", "+2"))
     said = ", advantage {:+g}, trained on"
     assert tokens == [
@@ -310,7 +311,7 @@ def test_samples_of_a_split_batch_show_what_is_trained(tmp_path, opened):
     ]
     [picture] = re.findall(r"data:image/jpeg;base64,([^\"']+)", page)
     shown = pytest.importorskip("PIL.Image").open(io.BytesIO(base64.b64decode(picture)))
-    assert shown.size == (640, 28)  # of 46 and 2 patches of 14
+    assert shown.size == (644, 28)  # of 46 and 2 patches of 14
     with pytest.raises(DataError, match="sample must be in"):
         page_for(site, "run/0/sample", {"number": "1"})
 

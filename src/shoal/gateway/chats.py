@@ -7,18 +7,17 @@ whatever order a tool's arguments stand, so a program that sends an answer back 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.errors import ShoalError
 from shoal.rollout.samplers.sampler import Message, Sampling
 
 TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-MOST_DEPTH = 64
-"""Of JSON that a model writes."""
 
 
 class RefusedError(ShoalError):
@@ -47,8 +46,7 @@ class Said:
 
     def canonical(self) -> str:
         """The same text for messages that mean the same."""
-        calls = (written_call(call) for call in self.calls)
-        return "\n".join(filter(None, [self.text.strip(), *calls]))
+        return "\n".join(filter(None, [self.text, *map(written_call, self.calls)]))
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,8 @@ class Asked:
     model: str = ""
     stream: bool = False
     logprobs: bool = False
-    tools: tuple[str, ...] = field(default=())  # their names
+    tools: tuple[str, ...] = ()  # their names
+    usage: bool = False  # whether a stream ends with the count of tokens
 
     def messages(self) -> list[Message]:
         """The turns as a tokenizer takes them."""
@@ -79,8 +78,11 @@ def written_result(text: str) -> str:
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
-def with_tools(system: str, tools: Sequence[Mapping[str, Any]]) -> str:
-    """The system message with the schemas of tools behind it."""
+def with_tools(parts: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Messages with the schemas of tools behind those of the system that come first."""
+    if not tools:
+        return list(parts)
+    system = [text for _, text in itertools.takewhile(lambda part: part[0] == "system", parts)]
     schemas = "\n".join(json.dumps(tool, sort_keys=True, ensure_ascii=False) for tool in tools)
     told = (
         "# Tools\n\nYou may call one or more functions. Their signatures:\n<tools>\n"
@@ -88,7 +90,37 @@ def with_tools(system: str, tools: Sequence[Mapping[str, Any]]) -> str:
         + "\n</tools>\n\n"
         'For each call return a JSON object in tags:\n<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call>'
     )
-    return f"{system}\n\n{told}" if system else told
+    head = "\n".join(system)
+    return [("system", f"{head}\n\n{told}" if head else told), *parts[len(system) :]]
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of JSON that every reader of JSON can read: no NaN, no half of a surrogate pair.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value
+
+
+def listed(value: Any, param: str) -> list[Any]:
+    """A list of a request; nothing is an empty one."""
+    if value is None or isinstance(value, list):
+        return value or []
+    raise RefusedError(f"{param} must be a list, got {value!r:.80}", param=param)
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """A switch of a request; nothing is off."""
+    value = body.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise RefusedError(f"{name} must be true or false, got {value!r:.80}", param=name)
 
 
 def arguments_of(value: Any, param: str) -> Any:
@@ -98,8 +130,8 @@ def arguments_of(value: Any, param: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (json.JSONDecodeError, RecursionError):
+        return from_json(value)
+    except ValueError:
         raise RefusedError(f"{param} must be JSON, got {value[:80]!r}", param=param) from None
 
 
@@ -114,12 +146,15 @@ def read_answer(text: str, tools: Sequence[str]) -> Said:
 
     def take(found: re.Match[str]) -> str:
         try:
-            value = json.loads(found[1])
-        except (json.JSONDecodeError, RecursionError):
+            value = from_json(found[1])
+        except ValueError:
             return found[0]
         if not isinstance(value, dict) or value.get("name") not in tools:
             return found[0]
-        calls.append(ToolCall(str(value["name"]), value.get("arguments", {})))
+        arguments = value.get("arguments") or {}
+        if not isinstance(arguments, dict):
+            return found[0]
+        calls.append(ToolCall(value["name"], arguments))
         return ""
 
     left = TOOL_CALL.sub(take, text)

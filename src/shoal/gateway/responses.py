@@ -13,6 +13,7 @@ from shoal.gateway.chats import (
     Said,
     ToolCall,
     arguments_of,
+    flag,
     turns_of,
     with_tools,
     written_result,
@@ -28,7 +29,7 @@ KNOWN = {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (), "truncation": ("disabled",), "text": ({"format": {"type": "text"}},),
     "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,),
-    "include": ([], ["reasoning.encrypted_content"]),
+    "include": ([], ["reasoning.encrypted_content"]), "reasoning": ({},),
 }  # fmt: skip
 
 
@@ -45,16 +46,11 @@ def response(body: Mapping[str, Any], most: int) -> Asked:
     if not isinstance(items, list) or not items:
         raise RefusedError("input must be text or a list of items", param="input")
     tools = tools_of(body)
-    parts = list(_items(items))
-    system = [text_of(body.get("instructions"), "instructions")]
-    system += (text for role, text in parts if role == "system")
-    head = "\n".join(filter(None, system))
-    if tools:
-        head = with_tools(head, tools)
-    rest = [part for part in parts if part[0] != "system"]
+    told = text_of(body.get("instructions"), "instructions")
+    parts = [*([("system", told)] if told else []), *_items(items)]
     return Asked(
-        turns_of([("system", head), *rest] if head else rest), sampling_of(body, most, "max_output_tokens"),
-        model=str(body.get("model", "")), stream=bool(body.get("stream")), tools=tuple(tool["name"] for tool in tools),
+        turns_of(with_tools(parts, tools)), sampling_of(body, most, "max_output_tokens"),
+        model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tuple(tool["name"] for tool in tools),
     )  # fmt: skip
 
 
@@ -118,7 +114,7 @@ def response_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> di
     }  # fmt: skip
 
 
-def response_stream(answer: Mapping[str, Any]) -> Iterator[bytes]:
+def response_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
     """A finished response as server-sent events."""
     count = 0
 
@@ -147,4 +143,4 @@ def response_stream(answer: Mapping[str, Any]) -> Iterator[bytes]:
             yield event("response.function_call_arguments.delta", **where, delta=item["arguments"])
             yield event("response.function_call_arguments.done", **where, arguments=item["arguments"])
         yield event("response.output_item.done", output_index=place, item=item)
-    yield event("response.completed", response=dict(answer))
+    yield event(f"response.{answer['status']}", response=dict(answer))

@@ -18,6 +18,7 @@ from shoal.rollout.journal import Journal
 from shoal.rollout.loops import run_here
 from shoal.rollout.plan import Assignment, assignments_of, group_numbers, slot_of
 from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.rewards.judge import Judge, Judging
 from shoal.rollout.samplers.batching import Asking, as_sampler
 from shoal.rollout.samplers.sampler import Sampler, Sampling
 
@@ -36,6 +37,7 @@ class TrajectoryCollector:
         env_retries: times an episode starts again after its env failed.
         journal: where episodes are written down as they end; those that are there are not played again.
         failures: warns of episodes that fail.
+        judge: scores each group; the caller closes it.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class TrajectoryCollector:
         env_retries: int = 1,
         journal: Journal | None = None,
         failures: FailureLog | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.envs = envs
         self.tags = tuple(tags)
@@ -60,6 +63,7 @@ class TrajectoryCollector:
         self.seed = seed
         self.journal = journal or Journal()
         self.failures = failures or FailureLog()
+        self._judge = judge
         self.prompter = Prompter(prompt, engine.tokenizer)
         self.report = RolloutReport()
         self._host = PoolHost(envs, self._role_of, self.prompter, env_retries)
@@ -108,11 +112,14 @@ class TrajectoryCollector:
             report_failures(self.failures, index, ended)
             if ended.trajectory.status == "ok":
                 self.journal.add(ended.trajectory)
+            judging.ended(index)
 
         sampler = as_sampler(self.engine, Asking(retries=0), inline=True)
         driver = Driver(PoolHosts(self._host), sampler, sampling, finished, own_slots=True)
-        if todo:
-            run_here(driver.play(todo))
+        with Judging(self._judge, episodes, played) as judging:
+            if todo:
+                run_here(driver.play(todo))
+            played |= judging.judged(self.failures)
         self.report = replace(driver.report, workers=0)
         return played
 

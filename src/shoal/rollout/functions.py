@@ -42,12 +42,21 @@ class FunctionProcess:
         Raises:
             FunctionFailedError: the function raised, returned no reward, or its process died.
         """
+        answer = await self.ask([task, dict(variables)])
+        return answer[0], answer[1]
+
+    async def ask(self, given: Any) -> Any:
+        """What the process answers; after an error it is not used again.
+
+        Raises:
+            FunctionFailedError: it answers with text, which says what failed, or died.
+        """
         pipe, loop = self._process.pipe, asyncio.get_running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
         number = pipe.fileno()
         loop.add_reader(number, _set, arrived)
         try:
-            pipe.send_bytes(json.dumps([task, dict(variables)]).encode())
+            pipe.send_bytes(json.dumps(given).encode())
             await arrived
             answer = json.loads(pipe.recv_bytes())
         except (EOFError, OSError, ValueError):
@@ -58,7 +67,7 @@ class FunctionProcess:
             loop.remove_reader(number)
         if isinstance(answer, str):
             raise FunctionFailedError(answer)
-        return answer[0], answer[1]
+        return answer
 
     def end(self) -> None:
         """Kill it, with all that it started; may be called twice."""

@@ -26,7 +26,10 @@ from msgspec import MsgspecError
 from shoal.core.errors import ConfigError, DataError, MissingExtraError, ShoalError, format_error, needs_extra
 from shoal.core.files import state_folder
 from shoal.core.ports import listening
-from shoal.viewer import episode_pages, pages
+from shoal.viewer import pages
+from shoal.viewer.episode_lists import episodes
+from shoal.viewer.episode_pages import one_episode
+from shoal.viewer.group_pages import group
 from shoal.viewer.markup import Html, tag
 from shoal.viewer.pages import Page, Site, not_here
 from shoal.viewer.runs import FILMS, PICTURES, Run
@@ -36,7 +39,7 @@ from shoal.viewer.split_pages import sample_page
 logger = logging.getLogger(__name__)
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -46,7 +49,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-SCRIPTS = ("view.js", "curves.js")
+SCRIPTS = ("view.js", "curves.js", "episodes.js")
 STATIC = {**dict.fromkeys(SCRIPTS, "text/javascript; charset=utf-8"), "view.css": "text/css; charset=utf-8"}
 READING = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, MsgspecError)
 """What a file can raise that says something else than runs write."""
@@ -102,8 +105,9 @@ def keys() -> Html:
     known = (
         ("j k", "next, previous line"),
         ("Enter", "open it"),
-        ("n p", "next, previous page, episode or group"),
-        ("u", "up"),
+        ("n p", "next, previous of the list: episode, group or page"),
+        ("u", "up to the list"),
+        ("f v", "fold all turns, short turns"),
         ("h", "all runs"),
         ("t", "dark or light"),
         ("a", "tokens by advantage or by probability"),
@@ -145,18 +149,15 @@ def _page_for(site: Site, path: str, query: dict[str, str]) -> Page:
     if len(parts) == 2:
         return pages.overview(site, run)
     if parts[2] == "episodes":
-        return episode_pages.episodes(site, run, query)
+        return episodes(site, run, query)
     if parts[2] == "episode":
-        turn = query.get("turn", "")
-        return episode_pages.one_episode(
-            site, run, query.get("name", ""), int(turn) if turn.isdecimal() and len(turn) < 9 else None
-        )
+        return one_episode(site, run, query)
     if parts[2] == "group":
-        return episode_pages.group(site, run, query.get("name", ""))
+        return group(site, run, query)
     if parts[2] == "skill":
         return skill_page(site, run, query.get("name", ""))
     if parts[2] == "sample" and (number := query.get("number", "")).isdecimal() and len(number) < 9:
-        return sample_page(site, run, int(number))
+        return sample_page(site, run, int(number), query.get("points", "recorded"))
     raise DataError("there is no such page")
 
 
