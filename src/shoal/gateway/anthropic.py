@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.gateway.chats import Asked, RefusedError, Said, ToolCall, turns_of, with_tools, written_result
+from shoal.envs.actions import ToolCall
+from shoal.gateway.chats import Asked, RefusedError, Said, turns_of
 from shoal.gateway.openai import call_id, check, number, text_of
 from shoal.gateway.sessions import Answer
 from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.tools.calls import with_tools, written_result
 
 KNOWN = {
     "model", "messages", "max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "system", "tools",

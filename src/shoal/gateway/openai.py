@@ -10,18 +10,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.gateway.chats import (
-    Asked,
-    RefusedError,
-    Said,
-    ToolCall,
-    arguments_of,
-    turns_of,
-    with_tools,
-    written_result,
-)
+from shoal.envs.actions import ToolCall
+from shoal.gateway.chats import Asked, RefusedError, Said, arguments_of, turns_of
 from shoal.gateway.sessions import Answer
 from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.tools.calls import with_tools, written_result
 
 CHAT = {
     "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "n", "stream",

@@ -7,18 +7,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.gateway.chats import (
-    Asked,
-    RefusedError,
-    Said,
-    ToolCall,
-    arguments_of,
-    turns_of,
-    with_tools,
-    written_result,
-)
+from shoal.envs.actions import ToolCall
+from shoal.gateway.chats import Asked, RefusedError, Said, arguments_of, turns_of
 from shoal.gateway.openai import call_id, check, sampling_of, text_of, tools_of
 from shoal.gateway.sessions import Answer
+from shoal.rollout.tools.calls import with_tools, written_result
 
 KNOWN = {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "tools", "tool_choice",

@@ -20,6 +20,7 @@ from shoal.rollout.plan import Assignment, assignments_of, group_numbers, slot_o
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.batching import Asking, as_sampler
 from shoal.rollout.samplers.sampler import Sampler, Sampling
+from shoal.rollout.tools.toolbox import Toolbox
 
 
 class TrajectoryCollector:
@@ -36,6 +37,7 @@ class TrajectoryCollector:
         env_retries: times an episode starts again after its env failed.
         journal: where episodes are written down as they end; those that are there are not played again.
         failures: warns of episodes that fail.
+        toolbox: the tools that the model may call; the caller closes it.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class TrajectoryCollector:
         env_retries: int = 1,
         journal: Journal | None = None,
         failures: FailureLog | None = None,
+        toolbox: Toolbox | None = None,
     ) -> None:
         self.envs = envs
+        self._toolbox = toolbox
         self.tags = tuple(tags)
         self.roles = dict(roles)
         self.group_size = group_size
@@ -60,7 +64,8 @@ class TrajectoryCollector:
         self.seed = seed
         self.journal = journal or Journal()
         self.failures = failures or FailureLog()
-        self.prompter = Prompter(prompt, engine.tokenizer)
+        tokenizer = engine.tokenizer if toolbox is None else toolbox.chat(engine.tokenizer)
+        self.prompter = Prompter(prompt, tokenizer)
         self.report = RolloutReport()
         self._host = PoolHost(envs, self._role_of, self.prompter, env_retries)
         self._playing = threading.Lock()  # its envs play one rollout at a time
@@ -68,6 +73,7 @@ class TrajectoryCollector:
 
     def close(self) -> None:
         """End the envs and their workers."""
+        self._host.end()
         self.envs.close()
 
     def collect(
@@ -110,7 +116,9 @@ class TrajectoryCollector:
                 self.journal.add(ended.trajectory)
 
         sampler = as_sampler(self.engine, Asking(retries=0), inline=True)
-        driver = Driver(PoolHosts(self._host), sampler, sampling, finished, own_slots=True)
+        driver = Driver(
+            PoolHosts(self._host), sampler, sampling, finished, toolbox=self._toolbox, own_slots=True
+        )
         if todo:
             run_here(driver.play(todo))
         self.report = replace(driver.report, workers=0)

@@ -36,6 +36,7 @@ from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.batching import Asked, Asking, SharedLLMInferenceManager, as_sampler
 from shoal.rollout.samplers.sampler import ChatTokenizer, Sampler, Sampling
 from shoal.rollout.settings import Backend, check_jobs, rollout_config
+from shoal.rollout.tools.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
 AHEAD = ("threads", "processes", "ray")
@@ -59,6 +60,8 @@ class ParallelRolloutManager(Closing):
         journal: where episodes are written down as they end; those that are there are not played again.
         failures: warns of episodes that fail.
         sessions: where programs (`env_type: program`) find the model: `shoal.gateway.sessions_of`.
+        tools: what the model may call, see `Toolbox`, which may be one that is open: the caller closes it;
+            `agent_proxy.tools` if not given.
 
     Use it as a context manager, or call `close`, so that hosts end.
     """
@@ -75,6 +78,7 @@ class ParallelRolloutManager(Closing):
         journal: Journal | None = None,
         failures: FailureLog | None = None,
         sessions: Callable[[Asked, ChatTokenizer], Sessions] | None = None,
+        tools: Sequence[Any] | Toolbox | None = None,
     ) -> None:
         self.config = rollout_config(config)
         proxy = self.config.agent_proxy
@@ -110,7 +114,11 @@ class ParallelRolloutManager(Closing):
         self._sessions = sessions
         self.roles = make_roles(kinds, self.tags, proxy.max_turn)
         self.seed = self.config.seed if seed is None else seed
-        self.prompter = Prompter(proxy.prompt, engine.tokenizer)
+        given = proxy.tools if tools is None else tools
+        self._own_toolbox = not isinstance(given, Toolbox)
+        self.toolbox = given if isinstance(given, Toolbox) else Toolbox(given, proxy.max_tool_turns)
+        tokenizer = self.toolbox.chat(engine.tokenizer)
+        self.prompter = Prompter(proxy.prompt, tokenizer)
         self.report = RolloutReport()
         self.journal = journal or Journal()
         self.failures = failures or FailureLog()
@@ -120,7 +128,7 @@ class ParallelRolloutManager(Closing):
             {tag: resolve_text(kinds[tag].env_type, kinds[tag].env_config) for tag in self.roles},
             self.roles,
             proxy.prompt,
-            engine.tokenizer,
+            tokenizer,
             self.settings.env_retries,
             self.settings.step_timeout,
             self.settings.make_timeout,
@@ -146,6 +154,8 @@ class ParallelRolloutManager(Closing):
             if self._inference is not None:
                 self._inference.close()
             self._inference = None
+            if self._own_toolbox:
+                self.toolbox.close()
         finally:
             self._closed = threading.Event()
             if alone:
@@ -302,7 +312,8 @@ class ParallelRolloutManager(Closing):
         asking = Asking(retries=self.settings.engine_retries)
         sampler = as_sampler(self.engine, asking, inline=True)
         hosts = self._here = self._here or LocalHosts(partial(InlineHost, self._setup))
-        driver = Driver(hosts, sampler, sampling, finished, Limits(episodes_at_once=1))
+        limits = Limits(episodes_at_once=1)
+        driver = Driver(hosts, sampler, sampling, finished, limits, toolbox=self.toolbox)
 
         async def play() -> None:
             try:
@@ -338,8 +349,9 @@ class ParallelRolloutManager(Closing):
         settings, inference, hosts = self.settings, self.inference, self._own_hosts()
         news = queue.SimpleQueue[tuple[int, Ended] | None]()
         driver = Driver(
-            hosts, inference.sampler, sampling, lambda *item: news.put(item), self._limits, self.failures
-        )
+            hosts, inference.sampler, sampling, lambda *item: news.put(item), self._limits, self.failures,
+            self.toolbox,
+        )  # fmt: skip
         self._count(driver)
 
         ahead, self._ahead = self._ahead, None

@@ -16,6 +16,7 @@ from shoal.rollout.failures import FailureLog
 from shoal.rollout.filters import filter_rollouts
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampler, Sampling
+from shoal.rollout.tools.toolbox import Toolbox
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.distributed import Processes
 
@@ -58,13 +59,14 @@ def lockstep_collector(
     sampler: Sampler,
     seed: int,
     failures: FailureLog | None = None,
+    toolbox: Toolbox | None = None,
 ) -> TrajectoryCollector:
     """Plays the envs of one side in this process."""
     proxy, tags = config.agent_proxy, side.tags
     roles, retries = make_roles(config.custom_envs, tags, proxy.max_turn), proxy.parallel.env_retries
     return TrajectoryCollector(
         side.pool, tags, roles, side.group_size, sampler, proxy.prompt, seed, env_retries=retries,
-        failures=failures,
+        failures=failures, toolbox=toolbox,
     )  # fmt: skip
 
 
