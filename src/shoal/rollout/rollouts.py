@@ -108,6 +108,10 @@ class ParallelRolloutManager(Closing):
                 f"custom_envs.{programs[0]} is a program, and the other kinds of the {side} side are none: a rollout "
                 f"plays either programs or envs"
             )
+        if programs and (proxy.tools if tools is None else tools):
+            raise ConfigError(
+                f"custom_envs.{programs[0]}: a program calls its own tools: leave agent_proxy.tools out"
+            )
         if programs and sessions is None:
             raise ConfigError("programs need a gateway: give ParallelRolloutManager sessions=sessions_of")
         self._programs = {tag: kinds[tag].env_config for tag in programs}

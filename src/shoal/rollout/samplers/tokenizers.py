@@ -204,8 +204,9 @@ class TemplateTokenizer:
         if len(results) not in self._results:
             roles = ("user", "assistant", *["tool"] * len(results))
             behind = self._render(roles).split("\ue0001\ue001")[1]
-            quoted = '\\"\ue0000' in self._written([{"role": "user", "content": "u"}, {"role": "assistant",
-                     "content": "a"}, _message("tool", '"\ue0000\ue001')])  # fmt: skip
+            asked: list[Any] = [{"role": role, "content": role} for role in roles[:2]]
+            probe = self._written([*asked, {"role": "tool", "content": '"\ue000'}])
+            quoted = '\\"\ue000' in probe
             self._results[len(results)] = self._cut(behind, ANY), quoted
         parts, quoted = self._results[len(results)]
         if quoted:  # the template writes them as JSON strings
@@ -262,7 +263,7 @@ class TemplateTokenizer:
 
         how = {"tokenize": False, **settings, **self._settings}
         try:
-            return str(self._own.apply_chat_template(list(messages), **how))
+            return str(self._own.apply_chat_template(list(map(_whole, messages)), **how))
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise EngineError(
@@ -271,7 +272,7 @@ class TemplateTokenizer:
             ) from error
 
     def _render(self, roles: Sequence[str]) -> str:
-        chat = [_message(role, f"\ue000{place}\ue001") for place, role in enumerate(roles)]
+        chat = [{"role": role, "content": f"\ue000{place}\ue001"} for place, role in enumerate(roles)]
         text = self._written(chat, add_generation_prompt=True)
         marks = [int(number) for number in _MARK.findall(text)]
         if marks != list(range(len(roles))):
@@ -326,10 +327,9 @@ class TemplateTokenizer:
         return frozenset(marks)
 
 
-def _message(role: str, content: str) -> dict[str, str]:
+def _whole(message: Any) -> Any:
     """A message as templates take it; those of Mistral want to know the call of a result."""
-    known = {"tool_call_id": "call00000", "name": "tool"} if role == "tool" else {}
-    return {"role": role, "content": content, **known}
+    return {**message, "tool_call_id": "call00000", "name": "tool"} if message["role"] == "tool" else message
 
 
 def ends_of_model(model: Any) -> tuple[int, ...]:
