@@ -131,6 +131,9 @@ class McpServer:
         """End it; may be called twice."""
         if self._task is not None:
             await self._stop(self._task)
+        if self._said is not None:
+            self._said.close()
+            self._said = None
 
     # --- the connection, which lives in a task of its own
     async def _connected(self) -> tuple[Any, asyncio.Task[None]]:
