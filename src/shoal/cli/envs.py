@@ -265,7 +265,7 @@ def _play_it(command: PlayCommand) -> int:
             return 0
         if said == "h" and hasattr(env, "solution"):
             hint = env.expert_action()
-            console.print(f"hint: {harmless(hint)}" if hint else "hint: this position is lost; q quits")
+            console.print(f"hint: {harmless(str(hint))}" if hint else "hint: this position is lost; q quits")
             continue
         action = env.projection.action_of(said)
         _, reward, terminated, truncated, info = env.step(env.invalid_action if action is None else action)
