@@ -139,7 +139,7 @@ def test_points_arrive_while_a_run_goes_on(browser, tmp_path):
 
 
 def test_the_static_file_opens_from_disk_and_its_links_lead(browser, demo, tmp_path):
-    run = Run(demo, tmp_path / "cache")
+    run = Run(demo)
     run.index.refresh()
     page = tmp_path / "out.html"
     page.write_text(export([run], 12))

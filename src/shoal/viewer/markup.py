@@ -72,6 +72,11 @@ def join(*children: Any) -> Html:
     return Html("".join(parts))
 
 
+def fold(title: str, *inside: Any, **attributes: Any) -> Html:
+    """What is seen once its title is clicked."""
+    return tag("details", tag("summary", title), *inside, **attributes)
+
+
 def _is_safe(address: str) -> bool:
     """Whether an address is of this page, this site, or a picture."""
     pictures = tuple(f"data:image/{kind};" for kind in ("png", "jpeg", "gif", "webp", "bmp"))
@@ -157,7 +162,8 @@ def thinned(x: Sequence[float], y: Sequence[float], most: int = MOST_POINTS) -> 
 
 
 def _picture(kind: str, box: str, label: str, *children: Any, **attributes: Any) -> Html:
-    return tag("svg", *children, class_=kind, viewBox=box, **attributes, role="img", aria_label=label)
+    role = "img" if kind == "timeline" else "group"  # of links
+    return tag("svg", *children, class_=kind, viewBox=box, **attributes, role=role, aria_label=label)
 
 
 def _words(text: str, x: float, y: float, anchor: str = "middle", class_: str | None = None) -> Html:

@@ -91,6 +91,7 @@ document.addEventListener("click", (event) => {
   if (picture) enlarge(picture);
 });
 document.addEventListener("input", (event) => {
+  event.target.closest("form")?.classList.add("changed"); // a page that follows its run leaves it as it is
   if (!event.target.matches(".player input")) return;
   stop();
   showTurn(Number(event.target.value));
