@@ -116,7 +116,8 @@ def test_a_group_shows_the_member_that_one_came_from_under_its_head(browser, add
     inside = """(() => {
       const head = document.querySelector('th.chosen').getBoundingClientRect();
       const box = document.querySelector('.sides').getBoundingClientRect();
-      return head.left >= box.left && head.left < box.right - 100;
+      const turn = document.querySelector('table.group thead th').getBoundingClientRect();
+      return head.left >= turn.right - 1 && head.left < box.right - 100;
     })()"""
     browser.until(inside)
     assert browser.run("document.querySelector('th.chosen a').textContent") == "11"

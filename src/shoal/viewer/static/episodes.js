@@ -59,7 +59,8 @@ function prepare() {
   const head = page().querySelector("table.group th.chosen");
   if (head) {
     const box = head.closest(".sides");
-    box.scrollLeft = head.offsetLeft - box.querySelector("thead th").offsetWidth - 8;
+    const edge = box.querySelector("thead th").getBoundingClientRect().right; // of the column that stays
+    box.scrollLeft += head.getBoundingClientRect().left - edge - 8;
   }
   const hash = decodeURIComponent(location.hash.slice(1));
   if (hash) document.getElementById(hash)?.closest("tr")?.classList.add("at");
