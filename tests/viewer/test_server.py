@@ -284,6 +284,7 @@ def test_a_point_leads_to_the_episodes_of_its_iteration(client):
 def test_an_episode_shows_how_to_replay_it(client, runs):
     shown = get(client, "run/0/episode?name=train-000001:0").text
     assert f"shoal replay {runs[0].path} train-000001:0" in shown
+    assert f">{2**63}<" in shown  # the seed of the env, as code takes it
 
 
 def test_runs_that_begin_later_are_listed_and_those_that_went_are_not(tmp_path):

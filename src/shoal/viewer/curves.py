@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.core.run_folder import is_number
-from shoal.viewer.markup import Html, counted, number, tag, thinned
+from shoal.viewer.markup import Html, counted, fold, number, tag, thinned
 from shoal.viewer.runs import metric_names, points
 
 Rows = Sequence[Mapping[str, Any]]
@@ -39,13 +39,8 @@ PANELS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 AXES = {"agent": ("iteration", "tokens", "seconds"), "ppo": ("steps", "iteration", "seconds")}
 """What can be on the x axis."""
 SHARES = (
-    "success",
-    "heldout_success",
-    "valid_actions",
-    "heldout_valid_actions",
-    "groups_with_signal",
-    "truncated",
-)
+    "success", "heldout_success", "valid_actions", "heldout_valid_actions", "groups_with_signal", "truncated",
+)  # fmt: skip
 """Metrics whose panels reach from 0 to 1."""
 
 
@@ -53,17 +48,13 @@ class Line(NamedTuple):
     """One curve of a panel."""
 
     name: str  # of the metric
-    table: int = 0  # which of the section's tables holds it
-    label: str | None = None  # in the legend; None: the name
+    label: str  # in the legend
     colour: int = 0
+    table: int = 0  # which of the section's tables holds it
 
 
 def table(
-    rows: Rows,
-    axes: Sequence[str],
-    names: Sequence[str],
-    name: str = "",
-    links: Mapping[str, Mapping[int, str]] | None = None,
+    rows: Rows, axes: Sequence[str], names: Sequence[str], name: str = "", links: Links | None = None
 ) -> dict[str, Any]:
     """The numbers of a run as a page holds them: whole columns for the x axes, for each metric the rows that it has.
 
@@ -94,66 +85,39 @@ def _short(value: Any) -> Any:
     return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
+TOOLS = Html(
+    '<label>smoothing <input type="range" min="0" max="0.95" step="0.05" value="0" data-set="smooth"></label>'
+    '<label><input type="checkbox" data-set="log"> log scale</label>'
+    '<button type="button" data-do="unzoom" hidden>whole range</button>'
+    '<button type="button" data-do="csv" title="download the points of all curves">CSV</button>'
+    "<small>Drag across a panel to zoom; a double click ends it. A click on a name hides its curve.</small>"
+)
+
+
 def section(
     title: str, name: str, tables: Sequence[Mapping[str, Any]], *parts: Any, said: str | None = None
 ) -> Html:
     """A section of panels over `tables`, with what changes them all; `name` is that of the section in links."""
-    axes = [
-        axis for axis in tables[0]["axes"] if any(any(v is not None for v in t["axes"][axis]) for t in tables)
-    ]
+    axes = [axis for axis in tables[0]["axes"] if any(set(one["axes"][axis]) - {None} for one in tables)]
     options = [tag("option", axis.replace("seconds", "time (seconds)"), value=axis) for axis in axes]
-    tools = tag(
-        "div",
-        tag("label", "x axis ", tag("select", options, data_set="axis")) if len(axes) > 1 else None,
-        tag(
-            "label",
-            "smoothing ",
-            tag("input", type="range", min=0, max=0.95, step=0.05, value=0, data_set="smooth"),
-        ),
-        tag("label", tag("input", type="checkbox", data_set="log"), " log scale"),
-        tag("button", "whole range", type="button", data_do="unzoom", hidden=True),
-        tag("button", "CSV", type="button", data_do="csv", title="download the points of all curves"),
-        tag(
-            "small", "Drag across a panel to zoom; a double click ends it. A click on a name hides its curve."
-        ),
-        class_="tools",
-    )
+    choice = tag("label", "x axis ", tag("select", options, data_set="axis")) if len(axes) > 1 else None
     hint = tag("p", said, class_="hint") if said else None
+    inside = (tag("h2", title), hint, tag("div", choice, TOOLS, class_="tools"), *parts)
     held = msgspec.json.encode(tables).decode()
-    return tag("section", tag("h2", title), hint, tools, *parts, id=name, class_="curves", data_tables=held)
+    return tag("section", *inside, id=name, class_="curves", data_tables=held)
 
 
 def figure(title: str, lines: Sequence[Line], kind: str = "", *, shares: bool = False) -> Html:
     """One panel: its title, what its metrics mean, a legend whose names hide their curves."""
     told = {line.name: said for line in lines if (said := meaning(kind, line.name))}
     words = [tag("p", tag("b", name), ": ", text) for name, text in told.items()]
-    legend = [
-        tag(
-            "button",
-            line.label or line.name,
-            type="button",
-            data_curve=line.label or line.name,
-            class_=f"key s{line.colour % 8}",
-            aria_pressed="true",
-        )
-        for line in lines
-    ]
-    caption = tag(
-        "figcaption",
-        tag("b", title),
-        tag("details", tag("summary", "?", title="what it means"), words, class_="meaning")
-        if words
-        else None,
-        tag("button", "PNG", type="button", data_do="png", title="download this panel as a picture"),
-        tag("span", legend, class_="legend"),
-    )
-    drawn = [
-        {"name": line.name, "table": line.table, "label": line.label or line.name, "colour": line.colour % 8}
-        for line in lines
-    ]
-    return tag(
-        "figure", caption, data_lines=msgspec.json.encode(drawn).decode(), data_title=title, data_share=shares
-    )
+    names = [(line.label, f"key s{line.colour % 8}") for line in lines]
+    legend = [tag("button", name, type="button", data_curve=name, class_=style) for name, style in names]
+    png = tag("button", "PNG", type="button", data_do="png", title="download this panel as a picture")
+    meant = fold("?", words, class_="meaning") if words else None
+    caption = tag("figcaption", tag("b", title), meant, png, tag("span", legend, class_="legend"))
+    drawn = msgspec.json.encode([line._asdict() for line in lines]).decode()
+    return tag("figure", caption, data_lines=drawn, data_title=title, data_share=shares)
 
 
 def of_a_run(kind: str, rows: Rows, x: str, links: Links, said: str | None) -> Html:
@@ -161,17 +125,11 @@ def of_a_run(kind: str, rows: Rows, x: str, links: Links, said: str | None) -> H
     names = [name for name in metric_names(rows) if name != x]
     if not any(points(rows, x, name)[0] for name in names):
         return tag("section", tag("h2", "Curves"), tag("p", "no metrics yet", class_="empty"), id="curves")
-    panels = [
-        figure(
-            title,
-            [Line(name, colour=k) for k, name in enumerate(shown) if name in names],
-            kind,
-            shares=set(shown) <= set(SHARES),
-        )
-        for title, shown in PANELS.get(kind, ())
-        if set(shown) & set(names)
-    ]
-    first = {name for _, shown in PANELS.get(kind, ()) for name in shown}
+    panels, first = [], set()
+    for title, shown in PANELS.get(kind, ()):
+        first |= set(shown)
+        lines = [Line(name, name, colour) for colour, name in enumerate(shown) if name in names]
+        panels += [figure(title, lines, kind, shares=set(shown) <= set(SHARES))] if lines else []
     groups: dict[str, list[str]] = {heading: [] for heading in _sentences().get(kind, {})}
     constants = []
     for name in names:
@@ -179,30 +137,18 @@ def of_a_run(kind: str, rows: Rows, x: str, links: Links, said: str | None) -> H
         if name in first:
             continue
         if len(values) == 1:
-            constants.append((name, values.pop()))
+            said_of_it = tag("dd", tag("b", number(values.pop())), " ", meaning(kind, name))
+            constants.append(tag("div", tag("dt", name), said_of_it))
         else:
             groups.setdefault(_heading(kind, name), []).append(name)
-    more = [
-        tag(
-            "details",
-            tag("summary", f"{heading}: {counted(len(inside), 'further metric')}"),
-            tag("div", [figure(name, [Line(name)], kind) for name in inside], class_="panels small"),
-        )
-        for heading, inside in groups.items()
-        if inside
-    ]
+    more = []
+    for heading, inside in groups.items():
+        drawn = [figure(name, [Line(name, name)], kind) for name in inside]
+        title = f"{heading}: {counted(len(inside), 'further metric')}"
+        more += [fold(title, tag("div", drawn, class_="panels small"))] if inside else []
     if constants:
-        listed = [
-            tag("div", tag("dt", name), tag("dd", tag("b", number(value)), " ", meaning(kind, name) or ""))
-            for name, value in constants
-        ]
-        more.append(
-            tag(
-                "details",
-                tag("summary", f"{counted(len(constants), 'constant')} or single values"),
-                tag("dl", listed, class_="constants"),
-            )
-        )
+        title = f"{counted(len(constants), 'constant')} or single values"
+        more.append(fold(title, tag("dl", constants, class_="constants")))
     held = table(rows, AXES.get(kind, (x,)), names, links=links)
     return section("Curves", "curves", [held], tag("div", panels, class_="panels"), more, said=said)
 

@@ -93,7 +93,7 @@ def group(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     told = {
         "env": episode.env,
         "iteration": episode.iteration,
-        "env seed": trajectories[0].env_seed,
+        "env seed": str(trajectories[0].env_seed),
         "members": len(members),
         "mean reward": mean,
         "standard deviation": spread,

@@ -72,6 +72,11 @@ def join(*children: Any) -> Html:
     return Html("".join(parts))
 
 
+def fold(title: str, *inside: Any, **attributes: Any) -> Html:
+    """What is seen once its title is clicked."""
+    return tag("details", tag("summary", title), *inside, **attributes)
+
+
 def _is_safe(address: str) -> bool:
     """Whether an address is of this page, this site, or a picture."""
     pictures = tuple(f"data:image/{kind};" for kind in ("png", "jpeg", "gif", "webp", "bmp"))
@@ -157,7 +162,8 @@ def thinned(x: Sequence[float], y: Sequence[float], most: int = MOST_POINTS) -> 
 
 
 def _picture(kind: str, box: str, label: str, *children: Any, **attributes: Any) -> Html:
-    return tag("svg", *children, class_=kind, viewBox=box, **{"role": "img", **attributes}, aria_label=label)
+    role = "img" if kind == "timeline" else "group"  # of links
+    return tag("svg", *children, class_=kind, viewBox=box, **attributes, role=role, aria_label=label)
 
 
 def _words(text: str, x: float, y: float, anchor: str = "middle", class_: str | None = None) -> Html:
@@ -212,7 +218,7 @@ def histogram(
         if k % every == 0
     ]
     axes = _axes(frame, ticks(0, frame.y1, 3), along, "reward of an episode")
-    return _picture("chart histogram", "0 0 416 190", "histogram of rewards", axes, drawn, role="group")
+    return _picture("chart histogram", "0 0 416 190", "histogram of rewards", axes, drawn)
 
 
 def spark(values: Sequence[float], limits: tuple[float, float] | None = None) -> Html:

@@ -24,7 +24,7 @@ from shoal.core.run_folder import is_number
 from shoal.train.advice import Advice, advise
 from shoal.viewer import curves
 from shoal.viewer.curves import AXES, PANELS, SHARES, Line
-from shoal.viewer.markup import NONE, Html, counted, join, number, spark, tag
+from shoal.viewer.markup import NONE, Html, counted, fold, join, number, spark, tag
 from shoal.viewer.runs import PICTURES, Run, points
 
 MOST_SETTINGS = 10_000
@@ -200,70 +200,57 @@ def command(words: Sequence[str]) -> Html:
 def home(site: Site) -> Page:
     """Every run with its state, progress, result and small curve, the one written last first."""
     runs = sorted(site.runs, key=lambda run: run.written() or 0.0, reverse=True)
-    lines = [_line_of(site, run) for run in runs]
-    if not lines:
+    if not runs:
         empty = tag("p", "There are no runs yet. A run that begins in this folder appears here.")
         return Page("Runs", tag("section", tag("h1", "Runs"), empty), (("runs", None),))
-    heads = ("", "run", "kind", "state", "env", "result", "", "advice", "seed", "written", "took")
-    head = [
-        tag("th", tag("button", name, type="button", data_sort=k) if name else None)
-        for k, name in enumerate(heads)
-    ]
-    rows = [
-        tag(
-            "tr",
-            [
-                tag("td", shown, data_value=value, data_name=name or None)
-                for name, (shown, value) in zip(heads, line, strict=True)
-            ],
+    head = [tag("th", tag("button", name, type="button", data_sort=k)) for k, name in enumerate(COLUMNS)]
+    rows = []
+    for run in runs:
+        cells = zip(COLUMNS, _cells(site, run), strict=True)
+        rows.append(
+            tag("tr", [tag("td", shown, data_value=value, data_name=name) for name, (shown, value) in cells])
         )
-        for line in lines
-    ]
     kinds = [run.kind for run in runs if run.kind in PANELS]
     can_compare = len(kinds) > len(set(kinds))
     tools = tag(
         "div",
         tag("input", type="search", id="find", placeholder="search runs", aria_label="search runs"),
-        can_compare and anchor(site, "Compare", "compare", class_="button") if site.link("compare") else None,
+        can_compare and anchor(site, "Compare", "compare", class_="button"),
         can_compare and site.only is None and tag("small", "those that are ticked, or all"),
         class_="tools",
     )
     listed = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_="runs")
-    return Page(
-        "Runs", tag("section", tag("h1", "Runs"), tools, tag("div", listed, class_="wide")), (("runs", None),)
-    )
+    body = tag("section", tag("h1", "Runs"), tools, tag("div", listed, class_="wide"))
+    return Page("Runs", body, (("runs", None),))
 
 
-def _line_of(site: Site, run: Run) -> list[tuple[Any, Any]]:
-    """The cells of a run, each with what it is sorted by."""
+COLUMNS = ("run", "kind", "state", "env", "result", "curve", "advice", "seed", "written", "took")
+
+
+def _cells(site: Site, run: Run) -> list[tuple[Any, Any]]:
+    """The cells of a run in the list, each with what it is sorted by."""
     rows, status, written, took = run.rows(), run.status(), run.written(), run.seconds()
-    name, values = headline(run)
+    found = ((name, points(rows, run.x, name)[1]) for name in HEADLINES)
+    name, values = next(((name, values) for name, values in found if values), (None, []))
     worst = advise(rows, run.config())[:1]
     word = tag("span", worst[0].title, class_=f"advice-word {worst[0].level}") if worst else NONE
     tick = tag("input", type="checkbox", data_run=site.name(run), aria_label=f"compare {run.name}")
     env, seed = _envs(run.config()) or NONE, run.seed()
-    shown = number(values[-1]) if values else NONE
-    result = join(tag("b", shown), " ", tag("small", name)) if name else _counted_result(run)
-    ahead = _ahead(run) if status == "running" else None
+    result = join(tag("b", number(values[-1])), " ", tag("small", name)) if values else _counted_result(run)
+    ahead = tag("small", ", ".join(_ahead(run).values())) if status == "running" else None
+    can_be_ticked = site.only is None and run.kind in PANELS
     return [
-        (tick if site.only is None and run.kind in PANELS else "", None),
-        (tag("span", anchor(site, run.name, site.place(run), class_="row-link"), title=run.path), run.name),
+        (join(can_be_ticked and tick, anchor(site, run.name, site.place(run), class_="row-link")), run.name),
         (run.kind, run.kind),
-        (join(state(status), ahead and tag("small", ", ".join(filter(None, ahead.values())))), status),
+        (join(state(status), ahead), status),
         (env, env),
         (result, values[-1] if values else None),
         (spark(values, (0.0, 1.0) if name in SHARES else None), None),
         (word, worst[0].title if worst else ""),
-        (_value(seed) if seed is not None else NONE, seed),
+        (str(seed) if seed is not None else NONE, seed),
         (clock(written), written),
         (duration(took), took),
     ]
-
-
-def headline(run: Run) -> tuple[str | None, list[float]]:
-    """The metric that says how well an agent or a policy does, and its values so far."""
-    found = ((name, points(run.rows(), run.x, name)[1]) for name in HEADLINES)
-    return next(((name, values) for name, values in found if values), (None, []))
 
 
 def _counted_result(run: Run) -> str:
@@ -274,17 +261,15 @@ def _counted_result(run: Run) -> str:
     return f"{done} of {counted(len(skills), 'skill')}" if skills else NONE
 
 
-def _ahead(run: Run) -> dict[str, str | None]:
+def _ahead(run: Run) -> dict[str, str]:
     """How far a running run is, what is left, and when its last row came."""
-    progress, row = run.progress(), run.written("metrics.jsonl")
-    done, total, left = progress or (None, None, None)
-    return {
-        "progress": f"{run.x.removesuffix('s') if run.x == 'iteration' else run.x} {number(done)} of {number(total)}"
-        if progress
-        else None,
-        "time left": f"about {duration(left)} left" if left is not None else None,
-        "last row": f"last row at {clock(row, '%H:%M:%S')}" if row else None,
-    }
+    told = {}
+    if progress := run.progress():
+        done, total, left = progress
+        told["progress"] = f"{run.x} {number(done)} of {number(total)}"
+        told |= {"time left": f"about {duration(left)} left"} if left is not None else {}
+    row = run.written("metrics.jsonl")
+    return told | ({"last row": f"last row at {clock(row, '%H:%M:%S')}"} if row else {})
 
 
 def clock(when: float | None, shown: str = "%Y-%m-%d %H:%M") -> str:
@@ -322,7 +307,7 @@ def overview(site: Site, run: Run) -> Page:
     versions = summary.get("versions")
     told = {
         "kind": run.kind,
-        "seed": run.seed(),
+        "seed": None if run.seed() is None else str(run.seed()),
         "env": _envs(config),
         **(_ahead(run) if run.status() == "running" else {}),
         "rows": len(rows) or None,
@@ -432,24 +417,11 @@ def files_section(site: Site, run: Run) -> Html:
         )
         for row in reversed(summary[-200:])
     ]
-    heads = (
-        "file",
-        "episodes",
-        "mean reward",
-        "solved",
-        "errors",
-        *(["unreadable lines"] if is_broken else []),
-    )
+    heads = ("file", "episodes", "mean reward", "solved", "errors", *["unreadable lines"] * is_broken)
     every = anchor(site, "All episodes", place, class_="button")
-    older = rows[NEWEST:]
-    fold = (
-        tag("details", tag("summary", f"{counted(len(older), 'older file')}"), table(heads, older))
-        if older
-        else None
-    )
-    return tag(
-        "section", tag("h2", "Episodes"), reading, every, table(heads, rows[:NEWEST]), fold, id="episodes"
-    )
+    newest, older = table(heads, rows[:NEWEST]), rows[NEWEST:]
+    more = fold(counted(len(older), "older file"), table(heads, older)) if older else None
+    return tag("section", tag("h2", "Episodes"), reading, every, newest, more, id="episodes")
 
 
 def _settings(run: Run, summary: Mapping[str, Any]) -> Html:
@@ -466,8 +438,8 @@ def _settings(run: Run, summary: Mapping[str, Any]) -> Html:
     ]
     return tag(
         "section",
-        tag("details", tag("summary", "Settings"), tag("pre", text)) if text else None,
-        tag("details", tag("summary", "Summary"), table(("metric", "value"), numbers)) if numbers else None,
+        fold("Settings", tag("pre", text, tabindex=0)) if text else None,
+        fold("Summary", table(("metric", "value"), numbers)) if numbers else None,
     )
 
 
@@ -512,7 +484,7 @@ def _compared(runs: Sequence[Run], kind: str) -> Html:
         for metric in metrics
         if (
             lines := [
-                Line(metric, k, _team_name(teams[k]), k)
+                Line(metric, _team_name(teams[k]), k, k)
                 for k, one in enumerate(tables)
                 if metric in one["curves"]
             ]
@@ -600,10 +572,10 @@ def _differences(teams: Sequence[Sequence[Run]]) -> Html | None:
         )
         return join(table(heads, found[:MOST_DIFFERENCES]), cut and tag("p", cut, class_="hint"))
 
-    fold = tag("summary", f"{counted(len(some), 'setting')} that only some of the runs have")
+    title = f"{counted(len(some), 'setting')} that only some of the runs have"
     return join(
         tag("h2", "Settings that differ"),
         tag("p", f"No settings are known of {', '.join(without)}.", class_="hint") if without else None,
         listed(everywhere) if everywhere else None,
-        tag("details", fold, listed(some), open=not everywhere) if some else None,
+        fold(title, listed(some), open=not everywhere) if some else None,
     )

@@ -24,6 +24,7 @@ import msgspec
 from msgspec import MsgspecError
 
 from shoal.core.errors import ConfigError, DataError, MissingExtraError, ShoalError, format_error, needs_extra
+from shoal.core.files import state_folder
 from shoal.core.ports import listening
 from shoal.viewer import pages
 from shoal.viewer.episode_lists import episodes
@@ -297,9 +298,8 @@ def index_in_background(runs: Callable[[], Sequence[Run]], every: float = 2.0) -
 
 def kept_address(runs: Sequence[Path]) -> Path:
     """The file that keeps the token and port of these folders, so that links to their pages last."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
     name = hashlib.sha256("\n".join(str(path.resolve()) for path in runs).encode()).hexdigest()[:32]
-    return state / "shoal" / "view" / f"{name}.json"
+    return state_folder() / "view" / f"{name}.json"
 
 
 def read_address(file: Path) -> tuple[str | None, int]:

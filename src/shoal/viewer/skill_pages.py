@@ -12,7 +12,7 @@ from shoal.core.run_folder import latest, whole_rows
 from shoal.skills.learning.spec import slug
 from shoal.viewer import curves
 from shoal.viewer.curves import Line
-from shoal.viewer.markup import NONE, Html, counted, graph, join, tag, timeline
+from shoal.viewer.markup import NONE, Html, counted, fold, graph, join, tag, timeline
 from shoal.viewer.pages import Page, Site, anchor, duration, facts, media, state, table
 from shoal.viewer.runs import Run
 
@@ -64,7 +64,7 @@ def skills_section(site: Site, run: Run) -> Html:
     place = f"{site.place(run)}/skill"
     names = [str(skill["name"]) for skill in skills]
     needs = {str(s["name"]): [str(n) for n in _json(s.get("dependencies"), [])] for s in skills}
-    states = {str(s["name"]): f"{s['status']}{_rate(s)}" for s in skills}
+    states = {str(s["name"]): f"{s['status']}{_rate(s).replace(', ', ', own test ')}" for s in skills}
     links = {name: link for name in names if (link := site.link(place, name=name))}
     now = time.time()
     bars = [
@@ -116,8 +116,7 @@ def _events(events: list[Row]) -> Html | None:
         (f"{float(e['time']) - first:.1f} s", str(e["kind"]), e["skill"] or "", str(e["detail"] or "")[:300])
         for e in events
     ]
-    listed = table(("at", "event", "skill", "detail"), rows)
-    return tag("section", tag("details", tag("summary", counted(len(rows), "event")), listed))
+    return tag("section", fold(counted(len(rows), "event"), table(("at", "event", "skill", "detail"), rows)))
 
 
 def skill_page(site: Site, run: Run, name: str) -> Page:
@@ -181,7 +180,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
             table(of_version, version_rows) if versions else none_yet,
         ),
         tag("section", tag("h2", "Trainings"), table(of_attempt, attempt_rows)),
-        tag("section", tag("h2", "Specification"), tag("pre", spec)),
+        tag("section", tag("h2", "Specification"), tag("pre", spec, tabindex=0)),
     )
     place = site.place(run)
     names = [str(s["name"]) for s in tables["skill"]]
@@ -199,7 +198,7 @@ def _curves(rows: list[Row]) -> Html | None:
     renamed = [{**row, "env steps": row["step"], "seconds": row.get("wall")} for row in rows]
     held = curves.table(renamed, ("env steps", "seconds"), names)
     panels = [
-        curves.figure(f"{name} of the episodes of each update", [Line(name)], shares=name == "success")
+        curves.figure(f"{name} of the episodes of each update", [Line(name, name)], shares=name == "success")
         for name in names
     ]
     return curves.section("Training", "curves", [held], tag("div", panels, class_="panels"))

@@ -86,7 +86,7 @@ function draw(figure) {
       return p.link ? shape("a", { href: p.link, class: "kept", tabindex: -1, "aria-label": said }, mark) : mark;
     });
     const banded = line.points.some((p) => p.low !== p.high);
-    return shape("g", { class: `series s${line.colour}` },
+    return shape("g", { class: `series s${line.colour % 8}` },
       ...(banded ? [shape("polygon", { class: "band", points: [...path("high"), ...path("low").reverse()].join(" ") })] : []),
       shape("polyline", { class: view.smooth ? "line faint" : "line", points: path("y").join(" ") }),
       ...(view.smooth ? [shape("polyline", { class: "line", points: path("smooth").join(" ") })] : []), ...marks);
@@ -128,7 +128,7 @@ function hover(section, x) {
     const values = plot.lines.flatMap((line) => {
       const near = closest(line.points.map((p) => p.x), x);
       const point = line.points.find((p) => p.x === near && Math.abs(plot.toX(near) - at) < 12);
-      return point ? [shape("tspan", { class: `s${line.colour}` }, `  ${line.label} ${short(plot.view.smooth ? point.smooth : point.y)}`)] : [];
+      return point ? [shape("tspan", { class: `s${line.colour % 8}` }, `  ${line.label} ${short(plot.view.smooth ? point.smooth : point.y)}`)] : [];
     });
     const text = figure.group.querySelector("text");
     figure.group.setAttribute("transform", `translate(${at})`);
