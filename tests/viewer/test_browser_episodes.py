@@ -139,6 +139,14 @@ def test_turns_are_played_and_folded(browser, address):
     assert browser.run("document.querySelector('.player output').textContent") == "turn 7 of 7"
     assert browser.run("document.querySelector('.stage').textContent") == "→ Left"
     assert browser.run("document.querySelector('.turn.chosen').id") == "turn-7"
+    anew = """fetch(location.href).then(answer => answer.text()).then(text => {
+      const page = new DOMParser().parseFromString(text, 'text/html');
+      const main = document.getElementById('main');
+      main.replaceChildren(...page.getElementById('main').childNodes);
+      main.dispatchEvent(new CustomEvent('followed', {bubbles: true}));
+    })"""
+    browser.run(anew)  # as a page that follows its run does
+    assert browser.run("document.querySelector('.player output').textContent") == "turn 7 of 7"
     browser.click("button", "play")  # from the start, since it stood at the end
     browser.until("document.querySelector('.player output').textContent === 'turn 3 of 7'")
     browser.click("button", "stop")
