@@ -163,8 +163,9 @@ document.addEventListener("pointerup", (event) => {
   const { figure, from, begin } = drag;
   const to = xAt(figure, event);
   drag = null;
-  if (Math.abs(event.clientX - begin) > 8 && to !== from) figure.plot.view.zoom = [from, to].sort((a, b) => a - b);
-  if (figure.plot.view.zoom) drawAll();
+  if (Math.abs(event.clientX - begin) < 8 || to === from) return;
+  figure.plot.view.zoom = [from, to].sort((a, b) => a - b);
+  drawAll();
 });
 document.addEventListener("dragstart", (event) => { if (figureOf(event)) event.preventDefault(); });
 document.addEventListener("dblclick", (event) => {
