@@ -41,7 +41,7 @@ test-portable: setup  ## on Linux what other systems run: spawn and pipes
 
 test-browser: setup  ## the viewer in a headless Chromium (installed from Debian's packages if missing)
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium
-	$(BIN)/python -m pytest tests/viewer/test_browser.py -m browser --timeout 300
+	$(BIN)/python -m pytest tests/viewer -m browser --timeout 300
 
 test-gpu:         ## the tests that need a GPU, with $(PYTHON)
 	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/rollout/samplers/test_gpu.py tests/rollout/samplers/test_invariant.py tests/train/agent/test_determinism.py -p no:cacheprovider

@@ -125,6 +125,10 @@ def paints(
 ) -> None:
     """First paints of the pages of a run."""
     browser.size(1280)
+    whole = f"document.querySelector('.pager').textContent.includes('of {episodes:,}')"
+    browser.open(f"{address}run/0/episodes")
+    while not browser.run(whole):  # the index is being made
+        browser.open(f"{address}run/0/episodes")
     add("first paint", "ideal: a page of nothing", paint(browser, f"{address}nothing", runs))
     name = f"train-{FILES // 2:06d}:{episodes // FILES // 2}"
     for what, path in (

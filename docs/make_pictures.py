@@ -5,6 +5,7 @@ Without RUN the pictures of environments. With a run of the demo, such as runs/d
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -84,7 +85,8 @@ def viewer(run: str) -> None:
     with tempfile.TemporaryDirectory() as folder, Browser() as browser:
         shot = Path(folder) / "shot.png"
         words = [sys.executable, "-m", "shoal", "view", run]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        env = os.environ | {"XDG_STATE_HOME": folder}
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as server:
             assert server.stdout is not None
             home = server.stdout.readline().split()[-1]
             browser.size(*SIZE)
@@ -99,9 +101,9 @@ def viewer(run: str) -> None:
                 browser.run("window.scrollTo(0, 0)")
                 browser.run(f"document.querySelectorAll('code').forEach(code => {{ {shorter} }})")
                 browser.picture(shot, SIZE[1])
-                image = Image.open(shot).convert("RGB").quantize(96, dither=Image.Dither.NONE)
+                image = Image.open(shot).convert("RGB").quantize(64, dither=Image.Dither.NONE)
                 image.save(FOLDER / name, optimize=True)
-                frames.append(image)
+                frames.append(image.convert("RGB").quantize(32, dither=Image.Dither.NONE))
             server.send_signal(signal.SIGINT)
     film = DOCS / "images" / "viewer.gif"
     frames[0].save(film, save_all=True, append_images=frames[1:], duration=2200, loop=0, optimize=True)

@@ -181,3 +181,17 @@ def test_every_config_is_listed_with_what_it_is_for(capsys):
     for name in config_names():
         (row,) = [line.split(maxsplit=1) for line in out.splitlines() if line.split()[:1] == [name]]
         assert len(row[1]) > 20
+
+
+def test_each_command_has_one_line_in_the_list_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = re.findall(r"^│ (\S*) +(.*?) *│$", said(capsys, "--help"), re.MULTILINE)
+    assert rows == [(name, about) for name, (_, about) in COMMANDS.items()]
+
+
+def test_what_is_said_of_an_example_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, told in EVERY:
+        text = said(capsys, *name.split(), "--help")
+        for about in re.findall(r"^  shoal .*\S {2,}(\S.*)$", told.more, re.MULTILINE):
+            assert about in text  # in one line

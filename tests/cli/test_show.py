@@ -1,4 +1,3 @@
-import contextlib
 import json
 import logging
 import os
@@ -103,8 +102,8 @@ def test_a_pipe_among_the_files_of_a_run_is_not_waited_for(run, capsys, name):
     assert main(["runs", str(run.parent)]) == 0
     assert "1 run in" in capsys.readouterr().out
     assert main(["show", str(run)]) == (2 if name == "summary.json" else 0)
-    with contextlib.closing(EpisodeIndex(run)) as index:
-        assert index.advantages(index.refresh().episodes()[:1]) is None
+    index = EpisodeIndex(run).refresh()
+    assert index.advantages(index.episodes()[:1]) is None
 
 
 @pytest.mark.parametrize("summary", [[], {"metrics": None}, {"metrics": [1]}])

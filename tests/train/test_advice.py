@@ -81,6 +81,11 @@ def test_a_run_that_stays_where_it_began_is_told_so_with_what_to_change():
         assert (told.level, told.metric, told.title) == ("warn", name, "Nothing has been learned so far")
         assert "was 0.299 in the first quarter of 40 rows and is 0.299 in the last" in told.text
         assert "raise the learning rate (it is 1e-07) tenfold" in told.text
+        for kl in ({"kl_to_rollout": 1e-6, "gradient_steps": 4}, {"approx_kl": 1e-6, "n_minibatches": 8}):
+            (told,) = advise(rows(40, **still, **kl))
+            assert f"{next(iter(kl))} is 1e-06 an update" in told.text
+        (told,) = advise(rows(40, **still, kl_to_rollout=0.0, gradient_steps=1))  # 0 by its definition
+        assert "The policy moves" in told.text
         (told,) = advise(rows(40, **still, approx_kl=0.01), None, None, "runs/a")
         assert "shoal view runs/a" in told.text
         assert titles(rows(16, **still)) == []  # too short to tell

@@ -34,16 +34,13 @@ FIXTURES = Path(__file__).with_name("fixtures")
 
 
 @pytest.fixture
-def opened(tmp_path):
-    with contextlib.ExitStack() as ending:
+def opened():
+    def open_run(folder):
+        run = Run(folder)
+        run.index.refresh()
+        return run
 
-        def open_run(folder):
-            run = Run(folder, tmp_path / "cache")
-            ending.callback(run.index.close)
-            run.index.refresh()
-            return run
-
-        yield open_run
+    return open_run
 
 
 # --- markup

@@ -480,15 +480,19 @@ def _play(options: EvalOptions, engine: Any, run: Any, plan: _Plan, journal: Jou
     """The episodes."""
     from shoal.rollout.collector import TrajectoryCollector
     from shoal.rollout.factory import make_roles, make_set
+    from shoal.rollout.tools.toolbox import Toolbox
 
     made = make_set(plan.envs, plan.envs.es_manager.val)
     proxy, max_turn = run.agent_proxy, plan.settings["agent_proxy"]["max_turn"]
     roles = make_roles(plan.envs.custom_envs, made.tags, max_turn)
-    collector = TrajectoryCollector(
-        made.pool, made.tags, roles, 1, engine, proxy.prompt, plan.seed,
-        env_retries=proxy.parallel.env_retries, journal=journal,
-    )  # fmt: skip
+    toolbox = Toolbox(proxy.tools, proxy.max_tool_turns)
     try:
+        if options.out is not None:
+            toolbox.write(options.out)
+        collector = TrajectoryCollector(
+            made.pool, made.tags, roles, 1, engine, proxy.prompt, plan.seed,
+            env_retries=proxy.parallel.env_retries, journal=journal, toolbox=toolbox,
+        )  # fmt: skip
         played: list[Any] = []
         with Progress("playing", sys.stderr) as progress:
             progress.doing = lambda: (
@@ -500,6 +504,7 @@ def _play(options: EvalOptions, engine: Any, run: Any, plan: _Plan, journal: Jou
                 progress.at(done / options.episodes, f"{done}/{options.episodes} episodes")
         return played[: options.episodes]
     finally:
+        toolbox.close()
         made.pool.close()
 
 

@@ -38,6 +38,7 @@ from shoal.viewer.markup import number
 
 if TYPE_CHECKING:
     from shoal.rollout.journal import Journal
+    from shoal.rollout.tools.toolbox import Toolbox
 
 MORE = """\
 examples:
@@ -71,7 +72,7 @@ class RolloutOptions(AgentOptions):
     iteration: int = 0
     """Iteration index (part of the seeds)."""
     compare: bool = False
-    """Play sequentially and in parallel, and compare times, episodes and metrics."""
+    """Play sequentially, in parallel, and with a worker that is killed, and compare times, episodes and metrics."""
 
 
 def rollout(options: RolloutOptions) -> int:
@@ -108,8 +109,10 @@ def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> 
     from shoal.rollout.rollouts import ParallelRolloutManager
 
     with Progress("loading the engine", sys.stderr, bar=False):
-        config, folder, engine, journal = prepare(config, options, ending)
-    with ParallelRolloutManager(config, engine, backend=options.backend, journal=journal) as manager:
+        config, folder, engine, journal, tools = prepare(config, options, ending)
+    with ParallelRolloutManager(
+        config, engine, backend=options.backend, journal=journal, tools=tools
+    ) as manager:
         with Progress("playing", sys.stderr, bar=False) as progress:
             progress.doing = lambda: "playing, {} of {} episodes".format(*manager.counts)
             trajectories = manager.collect(options.iteration)
@@ -135,20 +138,23 @@ def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> 
 
 def prepare(
     config: Any, options: RolloutOptions, ending: contextlib.ExitStack
-) -> tuple[Any, RunFolder, Any, Journal]:
-    """The config with a number of `max_tokens`, the run folder that has it, the engine and what was played before."""
+) -> tuple[Any, RunFolder, Any, Journal, Toolbox]:
+    """The config with a number of `max_tokens`, its run folder, the engine, what was played before, and the tools."""
     from shoal.core.configuration import as_yaml, to_mapping
     from shoal.core.files import write_folder, write_text
     from shoal.rollout.answers import with_room
     from shoal.rollout.factory import make_roles
     from shoal.rollout.journal import Journal
     from shoal.rollout.prompts import Prompter
+    from shoal.rollout.tools.toolbox import Toolbox
     from shoal.train.agent.evaluation import read_checkpoint
     from shoal.train.agent.policy import policy_of
 
+    toolbox = ending.enter_context(Toolbox(config.agent_proxy.tools, config.agent_proxy.max_tool_turns))
+
     def read(source: Path | None) -> tuple[str, Any]:
         weights = weights_at(config.engine.model if source is None else source)
-        return weights, engine_for(config, source, ending)
+        return weights, engine_for(config, source, ending, toolbox)
 
     run = options.source
     if run is not None and not run.is_dir():
@@ -162,20 +168,21 @@ def prepare(
     elif engine.weights_version:  # a sampler's own weights, of which the settings say nothing
         weights += f" version {engine.weights_version}"
     if config.agent_proxy.max_tokens == "auto":
-        prompter = Prompter(config.agent_proxy.prompt, engine.tokenizer)
+        prompter = Prompter(config.agent_proxy.prompt, toolbox.chat(engine.tokenizer))
         roles = make_roles(config.custom_envs, config.es_manager.train.group_tags())
         config = replace(config, agent_proxy=with_room(config.agent_proxy, roles, prompter))
     folder = ending.enter_context(RunFolder(config.run_dir, "rollout", config.seed))
     asked = {"iteration": options.iteration, "settings": playing_settings(to_mapping(config))}
     journal = Journal() if options.compare else journal_of(folder, weights, asked)
     write_text(folder.path / "config.yaml", as_yaml(to_mapping(config)))
+    toolbox.write(folder.path)
     if config.engine.name == "tiny":
         with write_folder(folder.path / "engine") as new:
             policy_of(engine).save(new)
-    return config, folder, engine, journal
+    return config, folder, engine, journal, toolbox
 
 
-def engine_for(config: Any, folder: Path | None, ending: contextlib.ExitStack) -> Any:
+def engine_for(config: Any, folder: Path | None, ending: contextlib.ExitStack, toolbox: Toolbox) -> Any:
     """The engine in a folder, or a fresh one as the config says; `ending` closes it."""
     import torch
 
@@ -188,7 +195,7 @@ def engine_for(config: Any, folder: Path | None, ending: contextlib.ExitStack) -
         hide_loading()
     if folder is not None:
         return load_engine(folder, device=config.engine.device, config=config.engine)
-    engine = make_engine(config.engine, words_of(config), config.seed)
+    engine = make_engine(config.engine, words_of(config, list(toolbox.tools.values())), config.seed)
     ending.callback(close_engine, engine)
     return engine
 
@@ -234,7 +241,7 @@ def compare_with_sequential(config: Any, options: RolloutOptions, ending: contex
     from shoal.rollout.rollouts import ParallelRolloutManager
     from shoal.rollout.verify import compare
 
-    config, folder, engine, _ = prepare(config, options, ending)
+    config, folder, engine, _, tools = prepare(config, options, ending)
     level = engine.level
     rows: list[list[str]] = []
     notes: list[str] = []
@@ -254,12 +261,12 @@ def compare_with_sequential(config: Any, options: RolloutOptions, ending: contex
         ])  # fmt: skip
 
     with Progress("playing sequentially", sys.stderr, bar=False) as progress:
-        with ParallelRolloutManager(config, engine, backend="serial") as manager:
+        with ParallelRolloutManager(config, engine, backend="serial", tools=tools) as manager:
             reference, sequential = manager.collect(options.iteration), manager.report.seconds
         write_trajectories(folder.path / "trajectories" / "rollout.jsonl", reference)
         add("sequential", reference, sequential)
-        progress.doing = lambda: "playing on parallel workers"
-        with ParallelRolloutManager(config, engine, backend=options.backend) as manager:
+        progress.doing = lambda: "playing on parallel workers, once with one that is killed"
+        with ParallelRolloutManager(config, engine, backend=options.backend, tools=tools) as manager:
             manager.collect(options.iteration + 1)  # workers start and import: not what is compared
             add("parallel", manager.collect(options.iteration), manager.report.seconds)
             parallel, deaths = manager.report.seconds, 0

@@ -98,10 +98,9 @@ def show(options: ShowOptions) -> None:
         if options.episode is not None or options.best or options.worst or options.prompt:
             raise DataError(f"{options.run} recorded no episodes: there is no trajectories/*.jsonl in it")
         return
-    with contextlib.closing(EpisodeIndex(options.run)) as index:
-        index.refresh(file.name)
-        episode = pick_episode(index, file, options.episode, best=options.best, worst=options.worst)
-        total, trajectory = index.count(Filter(file=file.name)), index.read(episode)
+    index = EpisodeIndex(options.run).refresh(file.name)
+    episode = pick_episode(index, file, options.episode, best=options.best, worst=options.worst)
+    total, trajectory = index.count(Filter(file=file.name)), index.read(episode)
     decode = None
     if options.prompt:
         from shoal.testing.replay import Replay

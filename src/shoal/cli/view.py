@@ -61,8 +61,6 @@ def view(options: ViewOptions) -> int:
     with contextlib.ExitStack() as ending:
         if options.export is not None:
             runs = [Run(folder) for folder in run_folders(options.runs)]
-            for run in runs:
-                ending.callback(run.index.close)
             return _export(runs, options.export, options.episodes)
         from shoal.viewer import server
 
@@ -84,7 +82,6 @@ def view(options: ViewOptions) -> int:
         app = server.make_app([], options.token or token, find)
         site = app.state.site
         site.look()
-        ending.callback(lambda: [run.index.close() for run in site.known])
         ending.callback(server.index_in_background(lambda: site.runs))
 
         def ready(address: str, port: int) -> None:

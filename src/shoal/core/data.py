@@ -133,8 +133,23 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolUse:
+    """A call of a tool in a response, and what came of it."""
+
+    name: str
+    arguments: Any  # a mapping of names to JSON values; what the model wrote, where that was none
+    result: str = ""
+    error: str | None = None  # what the model was told instead of a result
+
+    @property
+    def shown(self) -> str:
+        """What the model was shown."""
+        return self.result if self.error is None else f"Error: {self.error}"
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn with the env: observation, actions, reward."""
+    """One turn with the env: observation, actions, reward; or with tools, where the env is not stepped."""
 
     observation: str
     call: int  # the number of the episode's call whose response this is
@@ -144,6 +159,7 @@ class Turn:
     reward: float
     anchor: str  # equal for equal env states within a group (GiGPO)
     image: str | None = None  # what the agent saw beside the text: a data URL or the path of a file
+    tools: tuple[ToolUse, ...] = ()  # calls in the response, in order; the next turn observes their results
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +198,7 @@ class Trajectory:
     status: Status = "ok"
     error: str | None = None  # the cause when `status` is not "ok"
     finish: str | None = None  # "context" where the next prompt did not fit into the context; None otherwise
-    judged: Judged | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # in a run with `rewards`; else it is not in the JSON either
+    judged: Judged | msgspec.UnsetType = msgspec.UNSET  # by `rewards`; without them no part of the JSON
 
     def __post_init__(self) -> None:
         for number, call in enumerate(self.calls):

@@ -82,6 +82,10 @@ class DataError(ShoalError, ValueError):
     """A file or record that is broken, altered, or not safe to read."""
 
 
+MOST_NAMES = 100
+"""Of known names in a message; a folder may hold thousands of recordings."""
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
     """An error that says which name came, and which was probably meant.
 
@@ -96,7 +100,8 @@ def did_you_mean(name: str, known: Iterable[str], path: str = "") -> str:
     names = sorted(known)
     close = difflib.get_close_matches(str(name), names, n=1)
     guess = f" Did you mean {path + close[0]!r}?" if close else ""
-    return f"{guess} Known: {', '.join(names) or '(none)'}"
+    more = f", … ({len(names) - MOST_NAMES} more)" if len(names) > MOST_NAMES else ""
+    return f"{guess} Known: {', '.join(names[:MOST_NAMES]) or '(none)'}{more}"
 
 
 def missing_extra(feature: str, extra: str) -> MissingExtraError:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from shoal.core.errors import ConfigError
 
@@ -25,11 +25,29 @@ _THOUGHT_THEN_ANSWER = re.compile(r"</think>\s*<answer>")
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool that the model wants to be called."""
+
+    name: str
+    arguments: Any  # a mapping of names to JSON values; what the model wrote, where that is none
+    error: str | None = None  # why it cannot be called as the model wrote it
+
+
+@dataclass(frozen=True, slots=True)
 class Projected:
-    """The actions found in one response; `valid` is False when nothing usable came."""
+    """What was found in one response: actions, or calls of tools; `valid` is False when nothing usable came."""
 
     actions: tuple[int | str, ...]
     valid: bool
+    calls: tuple[ToolCall, ...] = ()
+    """Where there are some, there are no actions: the model waits for the results."""
+
+
+class Reader(Protocol):
+    """Reads what a model wrote; a `Projection` is one, and so is what reads calls of tools before it."""
+
+    def __call__(self, text: str, /) -> Projected:
+        """The actions or calls in a response; never raises, whatever the text."""
 
 
 @dataclass(frozen=True)
@@ -150,29 +168,54 @@ class Projection:
         return dict(sorted(words.items(), key=lambda item: order.get(item[0], 4)))
 
 
-def last_tag(text: str, tags: tuple[str, ...] = ("action",)) -> str | None:
-    """The content of the last complete tag outside thoughts, or None; linear in the length of the text.
+class Tagged(NamedTuple):
+    """The content of a complete tag, and where the tag begins and ends in the text."""
 
-    >>> last_tag("<think>not <action>up</action></think> <action>down</action>")
-    'down'
+    content: str
+    start: int
+    end: int
+
+
+def complete_tags(text: str, tags: tuple[str, ...], *, literal: bool = False) -> list[Tagged]:
+    """The complete tags outside thoughts, in order; linear in the length of the text, of which the end is read.
+
+    Args:
+        text: what a model wrote.
+        tags: their names.
+        literal: whether tags inside one of them are its text, those of thoughts too.
     """
-    text = text[-MAX_TEXT:]
-    found: str | None = None
-    opened: tuple[str, int] | None = None
+    skipped = max(0, len(text) - MAX_TEXT)
+    text = text[skipped:]
+    found: list[Tagged] = []
+    opened: tuple[str, int, int] | None = None
     thinking = False
     for match in _tag_pattern(tags).finditer(text):
         slash, name = match[1], match[2].lower()
+        if literal and opened is not None and (name, slash) != (opened[0], "/"):
+            continue
         if name == "think":
             if slash and not thinking:  # it was opened before this text began
-                found = None
+                found.clear()
             thinking, opened = not slash, None
         elif thinking:
             continue
         elif not slash:
-            opened = name, match.end()
+            opened = name, match.start(), match.end()
         elif opened is not None and opened[0] == name:
-            found, opened = text[opened[1] : match.start()], None
+            content = text[opened[2] : match.start()]
+            found.append(Tagged(content, skipped + opened[1], skipped + match.end()))
+            opened = None
     return found
+
+
+def last_tag(text: str, tags: tuple[str, ...] = ("action",)) -> str | None:
+    """The content of the last complete tag outside thoughts, or None.
+
+    >>> last_tag("<think>not <action>up</action></think> <action>down</action>")
+    'down'
+    """
+    found = complete_tags(text, tags)
+    return found[-1].content if found else None
 
 
 @lru_cache(maxsize=64)

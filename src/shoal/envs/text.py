@@ -28,7 +28,7 @@ from shoal.core.configuration import convert_fields
 from shoal.core.data import MOST_REWARD, check_flags, reward_of
 from shoal.core.errors import ConfigError, EnvError, owner, place_of
 from shoal.core.seeding import stream
-from shoal.envs.actions import Projection
+from shoal.envs.actions import Projection, ToolCall
 from shoal.envs.spaces import ANY_TEXT, FreeText, free_text, own_space, why_not_in
 
 Action = int | str
@@ -180,15 +180,19 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         """The words that the projection accepts in the present state."""
         return self.projection.words()
 
-    def expert_action(self) -> str | None:
+    def expert_action(self) -> str | tuple[ToolCall | str, ...] | None:
         """The action of an expert, which knows the answer, in words that the projection reads.
 
-        None where the env has no expert, or where nothing leads to success any more.
+        For agents with tools also the calls that lead to it, and the action behind them. None where the env has no
+        expert, or where nothing leads to success any more.
         """
         return None
 
-    def random_action(self, rng: np.random.Generator) -> str | None:
-        """A uniformly random valid action, as the projection reads it; None for free text without a rule."""
+    def random_action(self, rng: np.random.Generator) -> str | tuple[ToolCall | str, ...] | None:
+        """A uniformly random valid action, as the projection reads it; None for free text without a rule.
+
+        For agents with tools there may be calls before it.
+        """
         words = self.available_actions() if self.projection.lookup else []
         return words[int(rng.integers(len(words)))] if words else None
 

@@ -6,20 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.gateway.chats import (
-    Asked,
-    RefusedError,
-    Said,
-    ToolCall,
-    flag,
-    listed,
-    turns_of,
-    with_tools,
-    written_result,
-)
+from shoal.envs.actions import ToolCall
+from shoal.gateway.chats import Asked, RefusedError, Said, flag, listed, turns_of, with_schemas
 from shoal.gateway.openai import call_id, check, number, text_of
 from shoal.gateway.sessions import Answer
 from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.tools.calls import written_result
 
 KNOWN = {
     "model", "messages", "max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "system", "tools",
@@ -57,7 +49,7 @@ def messages(body: Mapping[str, Any], most: int) -> Asked:
     )  # fmt: skip
     names = tuple(tool["name"] for tool in tools)
     return Asked(
-        turns_of(with_tools(parts, tools)),
+        turns_of(with_schemas(parts, tools)),
         sampling,
         1,
         str(body.get("model", "")),

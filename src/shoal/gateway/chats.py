@@ -1,23 +1,21 @@
 """What a program says and what a model answers, in one form for all wires: turns of text, tools among them.
 
-Tools are written as Hermes and Qwen write them: their schemas in the system message, a call as `<tool_call>` around
-JSON, a result as `<tool_response>` in the user's turn. Two messages that mean the same have the same text here, in
-whatever order a tool's arguments stand, so a program that sends an answer back is recognised.
+Tools are written as Hermes and Qwen write them, see `shoal.rollout.tools.calls`. Two messages that mean the same have
+the same text here, in whatever order a tool's arguments stand, so a program that sends an answer back is recognised.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.errors import ShoalError
+from shoal.envs.actions import ToolCall
 from shoal.rollout.samplers.sampler import Message, Sampling
-
-TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+from shoal.rollout.tools.calls import tagged_calls, with_tools, written_call
 
 
 class RefusedError(ShoalError):
@@ -26,15 +24,6 @@ class RefusedError(ShoalError):
     def __init__(self, text: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(text)
         self.status, self.param = status, param
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A function that the model wants to be called."""
-
-    name: str
-    arguments: Any
-    id: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,31 +56,14 @@ class Asked:
         return [{"role": role, "content": text} for role, text in self.turns]  # type: ignore[typeddict-item]
 
 
-def written_call(call: ToolCall) -> str:
-    """A tool call as the model would write it, keys sorted."""
-    value = {"name": call.name, "arguments": call.arguments}
-    return f"<tool_call>\n{json.dumps(value, sort_keys=True, ensure_ascii=False)}\n</tool_call>"
-
-
-def written_result(text: str) -> str:
-    """A tool's result as the model is shown it."""
-    return f"<tool_response>\n{text}\n</tool_response>"
-
-
-def with_tools(parts: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def with_schemas(
+    parts: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str]]:
     """Messages with the schemas of tools behind those of the system that come first."""
     if not tools:
         return list(parts)
     system = [text for _, text in itertools.takewhile(lambda part: part[0] == "system", parts)]
-    schemas = "\n".join(json.dumps(tool, sort_keys=True, ensure_ascii=False) for tool in tools)
-    told = (
-        "# Tools\n\nYou may call one or more functions. Their signatures:\n<tools>\n"
-        + schemas
-        + "\n</tools>\n\n"
-        'For each call return a JSON object in tags:\n<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call>'
-    )
-    head = "\n".join(system)
-    return [("system", f"{head}\n\n{told}" if head else told), *parts[len(system) :]]
+    return [("system", with_tools("\n".join(system), tools)), *parts[len(system) :]]
 
 
 def from_json(text: str | bytes) -> Any:
@@ -143,21 +115,13 @@ def read_answer(text: str, tools: Sequence[str]) -> Said:
     if not tools:
         return Said(text)
     calls: list[ToolCall] = []
-
-    def take(found: re.Match[str]) -> str:
-        try:
-            value = from_json(found[1])
-        except ValueError:
-            return found[0]
-        if not isinstance(value, dict) or value.get("name") not in tools:
-            return found[0]
-        arguments = value.get("arguments") or {}
-        if not isinstance(arguments, dict):
-            return found[0]
-        calls.append(ToolCall(value["name"], arguments))
-        return ""
-
-    left = TOOL_CALL.sub(take, text)
+    parts, end = [], 0
+    for found in tagged_calls(text):
+        if found.call.error is None and found.call.name in tools:
+            parts.append(text[end : found.start])
+            calls.append(found.call)
+            end = found.end
+    left = "".join([*parts, text[end:]])
     return Said(left.strip() if calls else left, tuple(calls))
 
 

@@ -10,20 +10,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.gateway.chats import (
-    Asked,
-    RefusedError,
-    Said,
-    ToolCall,
-    arguments_of,
-    flag,
-    listed,
-    turns_of,
-    with_tools,
-    written_result,
-)
+from shoal.envs.actions import ToolCall
+from shoal.gateway.chats import Asked, RefusedError, Said, arguments_of, flag, listed, turns_of, with_schemas
 from shoal.gateway.sessions import Answer
 from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.tools.calls import written_result
 
 CHAT = {
     "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "n", "stream",
@@ -122,7 +113,7 @@ def chat(body: Mapping[str, Any], most: int) -> Asked:
         raise RefusedError("stream_options must be an object", param="stream_options")
     parts = [part for place, message in enumerate(messages) for part in _chat_message(place, message)]
     return Asked(
-        turns_of(with_tools(parts, tools)), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
+        turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
         choices=number(body, "n", int, 1, 1, 128), model=str(body.get("model", "")),
         stream=flag(body, "stream"), logprobs=flag(body, "logprobs"),
         tools=tuple(tool["name"] for tool in tools), usage=flag(options, "include_usage"),

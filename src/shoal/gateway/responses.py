@@ -7,19 +7,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shoal.gateway.chats import (
-    Asked,
-    RefusedError,
-    Said,
-    ToolCall,
-    arguments_of,
-    flag,
-    turns_of,
-    with_tools,
-    written_result,
-)
+from shoal.envs.actions import ToolCall
+from shoal.gateway.chats import Asked, RefusedError, Said, arguments_of, flag, turns_of, with_schemas
 from shoal.gateway.openai import call_id, check, sampling_of, text_of, tools_of
 from shoal.gateway.sessions import Answer
+from shoal.rollout.tools.calls import written_result
 
 KNOWN = {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "tools", "tool_choice",
@@ -49,7 +41,7 @@ def response(body: Mapping[str, Any], most: int) -> Asked:
     told = text_of(body.get("instructions"), "instructions")
     parts = [*([("system", told)] if told else []), *_items(items)]
     return Asked(
-        turns_of(with_tools(parts, tools)), sampling_of(body, most, "max_output_tokens"),
+        turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_output_tokens"),
         model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tuple(tool["name"] for tool in tools),
     )  # fmt: skip
 

@@ -83,6 +83,10 @@ class ShoalAgentLoop(AgentLoopBase):
         self.settings = bridge_config(OmegaConf.to_container(given, resolve=True))
         require_whole_episodes(self.settings)
         proxy = self.settings.agent_proxy
+        if proxy.tools:
+            raise ConfigError(
+                "agent_proxy.tools: verl's agent loop does not call them; train with `shoal train`"
+            )
         self._limit = int(self.rollout_config.response_length)
         self._tokens = TemplateTokenizer(self.tokenizer, **dict(self.apply_chat_template_kwargs))
         self._prompter = Prompter(proxy.prompt, self._tokens)

@@ -16,6 +16,7 @@ from shoal.core.data import check_step_result, info_of
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import stream
 from shoal.envs import TextEnv
+from shoal.envs.actions import ToolCall
 from shoal.rollout.answers import answer_ids
 from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.prompts import Prompter
@@ -87,7 +88,7 @@ class Coach:
         self.weights_version = 0
         self._roles = dict(roles)
         self._at: dict[int, tuple[EpisodeId, str]] = {}
-        self._answers: dict[int, tuple[str, bool, bytes]] = {}
+        self._answers: dict[int, tuple[list[str | ToolCall], bool, bytes]] = {}
         self.learned: dict[int, list[bool]] = {}
         """Of each env, which turns of its episode are learned from."""
         self.rng: dict[int, bytes] = {}
@@ -120,7 +121,8 @@ class Coach:
     def _hear(self, i: int, info: Mapping[str, Any]) -> None:
         if ANSWER not in info:
             return
-        self._answers[i] = word, _, _ = info[ANSWER]
+        word, learned, rng = info[ANSWER]
+        self._answers[i] = list(word) if isinstance(word, tuple | list) else [word], learned, rng
         if word is None:
             raise ConfigError(
                 f"warm-up on random play needs an env that draws random actions, and {self._at[i][1]!r} takes "
@@ -140,10 +142,15 @@ class Coach:
         nothing = Completion((), (), "context")  # the episode ends here
         if request.key.path[-1] == MAX_EPISODE_TURNS:
             return nothing
-        word, learned, self.rng[i] = self._answers[i]
+        words, learned, self.rng[i] = self._answers[i]
+        word = words.pop(0) if len(words) > 1 else words[0]
         role = self._roles[self._at[i][1]]
         prompt = self._prompter.variant(role.prompt).config
-        answer = answer_ids(word, role, prompt, self._sampling, self.tokenizer)
+        if isinstance(word, ToolCall):
+            tools: Any = self.tokenizer
+            answer = tools.encode(tools.written(word)) + tools.end_ids[:1]
+        else:
+            answer = answer_ids(word, role, prompt, self._sampling, self.tokenizer)
         context = self._context
         if context is not None and len(request.prompt_ids) + len(answer) > context:
             return nothing  # later turns do not fit either

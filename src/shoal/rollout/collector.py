@@ -21,6 +21,7 @@ from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.rewards.judge import Judge, Judging
 from shoal.rollout.samplers.batching import Asking, as_sampler
 from shoal.rollout.samplers.sampler import Sampler, Sampling
+from shoal.rollout.tools.toolbox import Toolbox
 
 
 class TrajectoryCollector:
@@ -38,6 +39,7 @@ class TrajectoryCollector:
         journal: where episodes are written down as they end; those that are there are not played again.
         failures: warns of episodes that fail.
         judge: scores each group; the caller closes it.
+        toolbox: the tools that the model may call; the caller closes it.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class TrajectoryCollector:
         journal: Journal | None = None,
         failures: FailureLog | None = None,
         judge: Judge | None = None,
+        toolbox: Toolbox | None = None,
     ) -> None:
         self.envs = envs
+        self._toolbox = toolbox
         self.tags = tuple(tags)
         self.roles = dict(roles)
         self.group_size = group_size
@@ -64,7 +68,8 @@ class TrajectoryCollector:
         self.journal = journal or Journal()
         self.failures = failures or FailureLog()
         self._judge = judge
-        self.prompter = Prompter(prompt, engine.tokenizer)
+        tokenizer = engine.tokenizer if toolbox is None else toolbox.chat(engine.tokenizer)
+        self.prompter = Prompter(prompt, tokenizer)
         self.report = RolloutReport()
         self._host = PoolHost(envs, self._role_of, self.prompter, env_retries)
         self._playing = threading.Lock()  # its envs play one rollout at a time
@@ -72,6 +77,7 @@ class TrajectoryCollector:
 
     def close(self) -> None:
         """End the envs and their workers."""
+        self._host.end()
         self.envs.close()
 
     def collect(
@@ -115,7 +121,9 @@ class TrajectoryCollector:
             judging.ended(index)
 
         sampler = as_sampler(self.engine, Asking(retries=0), inline=True)
-        driver = Driver(PoolHosts(self._host), sampler, sampling, finished, own_slots=True)
+        driver = Driver(
+            PoolHosts(self._host), sampler, sampling, finished, toolbox=self._toolbox, own_slots=True
+        )
         with Judging(self._judge, episodes, played) as judging:
             if todo:
                 run_here(driver.play(todo))

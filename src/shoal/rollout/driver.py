@@ -19,11 +19,13 @@ from typing import Any
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, WorkerError
 from shoal.rollout.failures import LEFT_OUT, PLAYED_AGAIN, FailureLog
-from shoal.rollout.hosts.episodes import Answer, Ask, Begin, Ended, Event, Refused, Reply
+from shoal.rollout.hosts.episodes import Answer, Begin, Ended, Event, Refused, Reply, Use, Used
 from shoal.rollout.hosts.host import Host, HostLostError, Hosts, HostsFailedError
 from shoal.rollout.plan import Assignment
 from shoal.rollout.samplers.batching import Asked, within
 from shoal.rollout.samplers.sampler import Request, Sampling
+from shoal.rollout.tools.mcp import ToolsFailedError
+from shoal.rollout.tools.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
@@ -159,6 +161,7 @@ class Driver:
         finished: called with the index of an episode, and how it ended, as soon as it has.
         limits: how long is waited.
         failures: hears of hosts that are lost.
+        toolbox: the tools that run beside the driver.
         own_slots: whether each episode has a slot of its own, that of its index.
     """
 
@@ -170,9 +173,11 @@ class Driver:
         finished: Callable[[int, Ended], None],
         limits: Limits = Limits(),
         failures: FailureLog | None = None,
+        toolbox: Toolbox | None = None,
         *,
         own_slots: bool = False,
     ) -> None:
+        self._toolbox = toolbox
         self.report = RolloutReport(workers=hosts.count)
         self._hosts, self._sampler, self._sampling = hosts, sampler, sampling
         self._finished, self._limits, self._failures = finished, limits, failures or FailureLog()
@@ -393,8 +398,11 @@ class Driver:
             job.begun = None
             if asked is None or host.lost:
                 asked = host.tell(Begin(slot, job.assignment, sampling))
-            event = await asked
-            while isinstance(event, Ask):
+            event, version = await asked, 0
+            while not isinstance(event, Ended):
+                if isinstance(event, Use):
+                    event = await host.tell(await self._use(job.assignment, event, version))
+                    continue
                 prompt = context + event.new_ids if event.goes_on else event.new_ids
                 request = Request(prompt, place.key(event.turn), sampling, event.images)
                 reply: Reply
@@ -408,11 +416,32 @@ class Driver:
                         status: Status = "timeout" if isinstance(error, TimeoutError) else "engine_error"
                         reply = Refused(slot, status, str(error))
                 if isinstance(reply, Answer):
-                    context = prompt + reply.completion.token_ids
+                    context, version = prompt + reply.completion.token_ids, reply.completion.weights_version
                 event = await host.tell(reply)
         finally:
             self._sampler.playing -= 1
         self._end(job, event)
+
+    async def _use(self, assignment: Assignment, event: Use, version: int) -> Reply:
+        """What came of calls of tools."""
+        assert self._toolbox is not None, "there are no tools"
+        place = assignment.place
+        try:
+            uses = await self._toolbox.use(
+                event.calls,
+                (
+                    assignment.tag,
+                    place.iteration,
+                    place.group,
+                    place.member,
+                    place.env_seed,
+                    version,
+                    event.turn,
+                ),
+            )
+        except ToolsFailedError as error:
+            return Refused(event.slot, "env_error", str(error))
+        return Used(event.slot, uses)
 
     def _end(self, job: _Job, event: Ended) -> None:
         if self._over.done():  # the rollout was broken off

@@ -9,13 +9,24 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shoal.core.data import MOST_REWARD, Call, Status, Trajectory, Turn, check_flags, info_of, reward_of
+from shoal.core.data import (
+    MOST_REWARD,
+    Call,
+    Status,
+    ToolUse,
+    Trajectory,
+    Turn,
+    check_flags,
+    info_of,
+    reward_of,
+)
 from shoal.core.errors import EngineError, EnvError, format_error
-from shoal.envs.actions import Projected, Projection
+from shoal.envs.actions import Projected, Projection, ToolCall
 from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene, first_difference
 from shoal.rollout.samplers.sampler import Completion, Key, Message, Request, Sampling
@@ -69,7 +80,10 @@ class Question(NamedTuple):
 
 
 class Episode:
-    """From reset to the end; `begin`, then `request`/`respond`/`observe` in turn until `over`."""
+    """From reset to the end; `begin`, then `request`/`respond`/`observe` in turn until `over`.
+
+    Where `respond` leaves `calls` there are no actions: `use` takes what came of them, and `end_turn` ends the turn.
+    """
 
     def __init__(self, place: EpisodeId, role: Role, prompter: Prompter, sampling: Sampling) -> None:
         self.place = place
@@ -80,6 +94,7 @@ class Episode:
         self._calls: list[Call] = []
         self._turns: list[Turn] = []
         self._past: list[PastTurn] = []
+        self._used: tuple[ToolUse, ...] = ()  # of the turn before
         self._before: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._chat: list[Message] = []
         self._images: tuple[str, ...] = ()
@@ -100,12 +115,19 @@ class Episode:
         role, prompter, shown = self.role, self._prompter, self._image is not None
         words = self._words or role.projection.words()
         scene = Scene(role.instructions, self._text, words, self._past, role.max_turns, int(shown))
-        self._prompt = prompter.prompt(scene, self._before)
         before = () if self._before is None else self._before[0] + self._before[1]
+        if self._used:
+            assert self._before is not None
+            self._prompt = before + prompter.tools.extend_results(self._before[1], self._used)
+        else:
+            self._prompt = prompter.prompt(scene, self._before)
         self._known = len(before) if before and self._prompt[: len(before)] == before else 0
         if prompter.config.mode == "append":
-            self._check_append(prompter.message(scene))
-        if prompter.shows_images:
+            said: Message = {"role": "user", "content": prompter.message(scene)}
+            self._check_append(prompter.tools.messages(self._used) if self._used else [said])
+        if self._used:
+            pass  # the pictures are those of the turn before
+        elif prompter.shows_images:
             shown_before = self._images if prompter.config.mode == "append" else ()
             self._images = shown_before if self._image is None else (*shown_before, self._image)
         elif self._image is not None and not self._text:
@@ -132,6 +154,7 @@ class Episode:
         """
         if completion.finish == "context":
             self._truncated = self.over = self._full = True
+            self._projected = Projected((), False)
             return []
         self._completion = completion
         try:
@@ -142,10 +165,30 @@ class Episode:
                 f"{str(completion.token_ids)[:200]}"
             ) from error
         self._response = self._prompter.config.response(written)
-        self._projected = self.role.project(self._response, self._words)
-        self._reward, self._valid, self._shown = 0.0, self._projected.valid, self._text
+        read, tools = partial(self.role.project, words=self._words), self._prompter.tools
+        self._projected = read(self._response) if tools is None else tools.read(self._response, read)
+        self._reward, self._valid = 0.0, self._projected.valid
+        self._shown = self._text_before = self._text
         self._anchor_before, self._image_before = self._anchor, self._image
+        if self._used:
+            self._shown = "\n".join(use.shown for use in self._used)
+            self._anchor_before = _key((self._anchor, self._shown))
+        self._used = ()
         return list(self._projected.actions)
+
+    @property
+    def turn(self) -> int:
+        """The number of the present turn."""
+        return len(self._turns)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools in the last response."""
+        return self._projected.calls
+
+    def use(self, uses: Sequence[ToolUse]) -> None:
+        """Record what came of the calls of this turn, in their order."""
+        self._used = tuple(uses)
 
     def observe(self, observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
         """Record the result of one action of this turn.
@@ -175,8 +218,10 @@ class Episode:
         """Record the turn, and check whether the episode is over."""
         if self.over:  # there was no room for another turn
             return
-        completion, actions = self._completion, self._projected.actions
+        completion, actions, used = self._completion, self._projected.actions, self._used
         words = ", ".join(self.role.word(action) for action in actions) if self._projected.valid else "(none)"
+        if used and self._projected.valid:
+            words = ", ".join(f"call {use.name}" for use in used)
         parent = len(self._calls) - 1 if self._known else None
         self._calls.append(
             Call(
@@ -198,13 +243,17 @@ class Episode:
                 reward=self._reward,
                 anchor=self._anchor_before,
                 image=self._image_before,
+                tools=used,
             )
         )
         self._chat.append({"role": "assistant", "content": self._response})
-        self._past.append(PastTurn(self._shown, self._response, words, self._reward))
         self._before = (self._prompt, completion.token_ids)
-        if not (self._terminated or self._truncated) and len(self._turns) >= self.role.max_turns:
-            self._truncated = True
+        if used:
+            self._truncated = len(self._turns) - len(self._past) >= self._prompter.tools.max_turns
+        else:
+            self._past.append(PastTurn(self._text_before, self._response, words, self._reward))
+            if not (self._terminated or self._truncated) and len(self._past) >= self.role.max_turns:
+                self._truncated = True
         self.over = self._terminated or self._truncated
 
     def trajectory(self, status: Status = "ok", error: str | None = None) -> Trajectory:
@@ -226,9 +275,9 @@ class Episode:
             finish="context" if self._full else None,
         )
 
-    def _check_append(self, text: str) -> None:
+    def _check_append(self, messages: Sequence[Message]) -> None:
         """The prompt must begin with every token of the turn before, and with nothing else."""
-        self._chat.append({"role": "user", "content": text})
+        self._chat += messages
         if self._before is None:
             return
         known = self._before[0] + self._before[1]

@@ -22,6 +22,8 @@ from shoal.rollout.hosts.episodes import CLOSE_SECONDS, close_all
 from shoal.rollout.hosts.pool import EnvPool
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.settings import check_settings
+from shoal.rollout.tools.chat import tool_words
+from shoal.rollout.tools.functions import Tool
 from shoal.vector import make_vec
 from shoal.vector.make import BackendName as Backend
 from shoal.vector.vector_env import VectorPool
@@ -263,11 +265,16 @@ def make_roles(
     return roles
 
 
-def words_of(config: Any) -> list[str]:
-    """The words for actions of all envs that a run plays, of which an untrained tiny engine makes tokens."""
+def words_of(config: Any, tools: Sequence[Tool] = ()) -> list[str]:
+    """The words for actions and calls of all that a run plays, of which an untrained tiny engine makes tokens."""
     tags = {*config.es_manager.train.group_tags(), *config.es_manager.val.group_tags()}
     roles = make_roles(config.custom_envs, sorted(tags), config.agent_proxy.max_turn)
-    return sorted({word for role in roles.values() for word in role.projection.words()})
+    return words_of_roles(roles, tools)
+
+
+def words_of_roles(roles: Mapping[str, Role], tools: Sequence[Tool] = ()) -> list[str]:
+    """The words for actions of these roles, and pieces of calls of these tools."""
+    return sorted({word for role in roles.values() for word in role.projection.words()}) + tool_words(tools)
 
 
 def part_of(kind: type[C], config: Any) -> C:

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from shoal.core.data import MOST_REWARD
 from shoal.core.errors import ShoalError, WorkerDiedError, with_frames
 from shoal.core.workers import WorkerProcess, describe_exit
@@ -145,8 +147,11 @@ def result_of(value: Any) -> tuple[float, bool]:
         ValueError: it is no result.
     """
     named = value if isinstance(value, Mapping) else {"reward": value}
-    given = named.get("reward")
-    if not isinstance(given, numbers.Real) or isinstance(given, bool) or not abs(float(given)) <= MOST_REWARD:
+    given: Any = named.get("reward")
+    success = named.get("success")
+    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    if not (is_number and abs(given) <= MOST_REWARD):
         raise ValueError(f'the result must be a reward or such as {{"reward": 1.0}}, got {value!r:.200}')
-    reward = float(given)
-    return reward, bool(named.get("success", reward >= 1))
+    if not isinstance(success, numbers.Real | np.bool_ | None):
+        raise ValueError(f"success must be true or false, got {success!r:.200}")
+    return float(given), bool(given >= 1 if success is None else success)

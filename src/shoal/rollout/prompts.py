@@ -105,6 +105,13 @@ class Prompter:
     def __init__(self, config: PromptConfig, tokenizer: ChatTokenizer) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.tools: Any = tokenizer if hasattr(tokenizer, "extend_results") else None
+        """What shows tools and reads calls of them, a `ToolChat`; None where there are none."""
+        if self.tools is not None and (config.prefill or config.closing):
+            raise ConfigError(
+                "tools work without prompt.prefill and prompt.closing, which say how each answer begins and ends: "
+                "set both to ''"
+            )
         self.shows_images = bool(getattr(tokenizer, "takes_images", False))
         self._start = lru_cache(maxsize=4096)(self._tokenize)
         self._variants: dict[str, Prompter] = {}

@@ -38,6 +38,7 @@ from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.samplers.batching import Asked, Asking, SharedLLMInferenceManager, as_sampler
 from shoal.rollout.samplers.sampler import ChatTokenizer, Sampler, Sampling
 from shoal.rollout.settings import Backend, check_jobs, rollout_config
+from shoal.rollout.tools.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
 AHEAD = ("threads", "processes", "ray")
@@ -63,6 +64,8 @@ class ParallelRolloutManager(Closing):
         sessions: where programs (`env_type: program`) find the model: `shoal.gateway.sessions_of`.
         judge: scores each group; the caller closes it. If not given, one is made of `config.rewards`, whose answers
             are kept beside the journal.
+        tools: what the model may call, see `Toolbox`, which may be one that is open: the caller closes it;
+            `agent_proxy.tools` if not given.
 
     Use it as a context manager, or call `close`, so that hosts end.
     """
@@ -80,6 +83,7 @@ class ParallelRolloutManager(Closing):
         failures: FailureLog | None = None,
         sessions: Callable[[Asked, ChatTokenizer], Sessions] | None = None,
         judge: Judge | None = None,
+        tools: Sequence[Any] | Toolbox | None = None,
     ) -> None:
         self.config = rollout_config(config)
         proxy = self.config.agent_proxy
@@ -109,13 +113,21 @@ class ParallelRolloutManager(Closing):
                 f"custom_envs.{programs[0]} is a program, and the other kinds of the {side} side are none: a rollout "
                 f"plays either programs or envs"
             )
+        if programs and (proxy.tools if tools is None else tools):
+            raise ConfigError(
+                f"custom_envs.{programs[0]}: a program calls its own tools: leave agent_proxy.tools out"
+            )
         if programs and sessions is None:
             raise ConfigError("programs need a gateway: give ParallelRolloutManager sessions=sessions_of")
         self._programs = {tag: ProgramEnv(**kinds[tag].env_config) for tag in programs}
         self._sessions = sessions
         self.roles = make_roles(kinds, self.tags, proxy.max_turn)
         self.seed = self.config.seed if seed is None else seed
-        self.prompter = Prompter(proxy.prompt, engine.tokenizer)
+        given = proxy.tools if tools is None else tools
+        self._own_toolbox = not isinstance(given, Toolbox)
+        self.toolbox = given if isinstance(given, Toolbox) else Toolbox(given, proxy.max_tool_turns)
+        tokenizer = self.toolbox.chat(engine.tokenizer)
+        self.prompter = Prompter(proxy.prompt, tokenizer)
         self.report = RolloutReport()
         self.journal = journal or Journal()
         self.failures = failures or FailureLog()
@@ -129,7 +141,7 @@ class ParallelRolloutManager(Closing):
             {tag: resolve_text(kinds[tag].env_type, kinds[tag].env_config) for tag in self.roles},
             self.roles,
             proxy.prompt,
-            engine.tokenizer,
+            tokenizer,
             self.settings.env_retries,
             self.settings.step_timeout,
             self.settings.make_timeout,
@@ -157,6 +169,8 @@ class ParallelRolloutManager(Closing):
             if self._inference is not None:
                 self._inference.close()
             self._inference = None
+            if self._own_toolbox:
+                self.toolbox.close()
         finally:
             self._closed = threading.Event()
             if alone:
@@ -316,7 +330,8 @@ class ParallelRolloutManager(Closing):
         asking = Asking(retries=self.settings.engine_retries)
         sampler = as_sampler(self.engine, asking, inline=True)
         hosts = self._here = self._here or LocalHosts(partial(InlineHost, self._setup))
-        driver = Driver(hosts, sampler, sampling, finished, Limits(episodes_at_once=1))
+        limits = Limits(episodes_at_once=1)
+        driver = Driver(hosts, sampler, sampling, finished, limits, toolbox=self.toolbox)
 
         async def play() -> None:
             try:
@@ -356,8 +371,9 @@ class ParallelRolloutManager(Closing):
         settings, inference, hosts = self.settings, self.inference, self._own_hosts()
         news = queue.SimpleQueue[tuple[int, Ended] | None]()
         driver = Driver(
-            hosts, inference.sampler, sampling, lambda *item: news.put(item), self._limits, self.failures
-        )
+            hosts, inference.sampler, sampling, lambda *item: news.put(item), self._limits, self.failures,
+            self.toolbox,
+        )  # fmt: skip
         self._count(driver)
 
         ahead, self._ahead = self._ahead, None

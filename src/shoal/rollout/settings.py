@@ -15,6 +15,8 @@ from shoal.rollout.rewards.settings import RewardConfig
 from shoal.rollout.samplers.batching import Schedule
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.samplers.settings import check_settings
+from shoal.rollout.tools.chat import MAX_TURNS
+from shoal.rollout.tools.toolbox import ToolConfig
 
 Backend = Literal["auto", "serial", "threads", "processes", "loky", "threading", "multiprocessing", "ray"]
 """Where episodes are played: the caller's thread, threads, processes, tasks of joblib, or Ray actors."""
@@ -85,6 +87,10 @@ class RolloutSettings:
     stop: tuple[str, ...] = ("</action>",)
     """Texts after which a response ends."""
     prompt: PromptConfig = PromptConfig()
+    tools: tuple[str | ToolConfig, ...] = ()
+    """What the model may call: functions (`module:name`), MCP servers, or the record of a run."""
+    max_tool_turns: int = MAX_TURNS
+    """Answers with calls of tools in an episode, at most, beside its turns; behind the last it is truncated."""
     use_parallel_rollout: bool = False
     """Play episodes on workers that make their own envs, with one shared engine."""
     parallel_n_jobs: int = -1
@@ -93,7 +99,7 @@ class RolloutSettings:
 
     def __post_init__(self) -> None:
         check_jobs(self.parallel_n_jobs, "parallel_n_jobs")
-        check_settings(self, max_turn=1)
+        check_settings(self, max_turn=1, max_tool_turns=1)
         try:
             Sampling(
                 1 if self.max_tokens == "auto" else self.max_tokens,

@@ -73,7 +73,7 @@ def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = Fal
                 return found(what, _at(a, at), _at(b, at), number, at)
         if said.finish != answered.finish:
             return found("finish", said.finish, answered.finish, number)
-        for name in ("response", "action", "action_is_valid", "reward", "anchor"):
+        for name in ("response", "action", "action_is_valid", "tools", "reward", "anchor"):
             if getattr(left, name) != getattr(right, name):
                 return found(name, getattr(left, name), getattr(right, name), number)
         if said.weights_version != answered.weights_version:

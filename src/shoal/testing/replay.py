@@ -9,22 +9,25 @@ from __future__ import annotations
 import difflib
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.core.data import Trajectory, read_trajectories
+from shoal.core.data import ToolUse, Trajectory, read_trajectories
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.core.executors import Closing
 from shoal.core.seeding import derive_seed
+from shoal.envs.actions import ToolCall
 from shoal.envs.catalogue import resolve_text
 from shoal.envs.text import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import make_roles, words_of
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
+from shoal.rollout.tools.chat import ToolChat
+from shoal.rollout.tools.toolbox import recorded_tools
 from shoal.rollout.verify import Difference, difference_of, same_turn
 from shoal.testing.recorded_runs import Recording, agent_config_of, recordings_of
 
@@ -106,6 +109,7 @@ class Replay(Closing):
             raise DataError(f"{run} has no config.yaml, which says what its episodes were played with")
         self.run, self.config, self.sampler = run, agent_config_of(run), sampler
         self.device = device or self.config.engine.device
+        self.tools = recorded_tools(run)
         self._ending = ExitStack()
         self._loaded: dict[Path, Any] = {}
 
@@ -136,6 +140,8 @@ class Replay(Closing):
         record = found.trajectory.as_played  # its scores are in the record
         role = self._role(record.env)
         sampler, tokenizer, source = self._source(found)
+        if self.tools:
+            tokenizer = ToolChat(tokenizer, self.tools, self.config.agent_proxy.max_tool_turns)
         if fork is not None and sampler is None:
             raise ConfigError(
                 f"nothing can play on after the fork, since the weights that wrote {found.name} are not in {self.run}: "
@@ -150,7 +156,7 @@ class Replay(Closing):
         writer = _Writer(record, role, tokenizer, sampler, fork, prompt)
         env = resolve_text(*self._kind(record.env))()
         try:
-            self._loop(env, episode, writer, step or _plain_step, told, record if exact else None)
+            self._loop(env, episode, writer, step or _plain_step, told, record, exact=exact)
         except BdbQuit:
             raise
         except Exception as error:  # whatever an env raises now: once it did not
@@ -168,9 +174,10 @@ class Replay(Closing):
 
     def _loop(
         self, env: Any, episode: Episode, writer: _Writer, step: Step, told: Callable[[Trajectory], None],
-        record: Trajectory | None,
+        record_of: Trajectory, *, exact: bool,
     ) -> None:  # fmt: skip
-        """The plain loop: no workers, no batches, one env."""
+        """The plain loop: no workers, no batches, one env, and the results of tools from the record."""
+        record = record_of if exact else None
         observation, info = env.reset(seed=episode.place.env_seed)
         episode.begin(observation, info)
         number = 0
@@ -180,7 +187,10 @@ class Replay(Closing):
             completion = writer.answer(number, request)
             if completion is None:  # the record ends here, and the env would go on
                 return
-            for action in episode.respond(completion):
+            actions = episode.respond(completion)
+            if episode.calls:
+                episode.use(_recorded_uses(record_of, number, episode.calls))
+            for action in actions:
                 observation, reward, terminated, truncated, info = step(number, env, action)
                 episode.observe(observation, reward, terminated, truncated, info)
                 if terminated or truncated:
@@ -292,10 +302,21 @@ class Replay(Closing):
             named = engine.server.tokenizer
             return ChatCodec() if named is None else load_tokenizer(named, **engine.template)
         if engine.name == "tiny" or (engine.name == "ray" and engine.replicas.engine == "tiny"):
-            return TinyTokenizer(words_of(self.config))
+            return TinyTokenizer(words_of(self.config, self.tools))
         if engine.model is None:
             raise DataError(f"{self.run}/config.yaml names no model whose tokenizer could read the record")
         return load_tokenizer(engine.model, **engine.template)
+
+
+def _recorded_uses(record: Trajectory, number: int, calls: Sequence[ToolCall]) -> tuple[ToolUse, ...]:
+    """The recorded results of the calls of a turn (from 1)."""
+    uses = record.turns[number - 1].tools if number <= len(record.turns) else ()
+    if [(use.name, use.arguments) for use in uses] != [(call.name, call.arguments) for call in calls]:
+        names = ", ".join(call.name for call in calls)
+        raise EngineError(
+            f"turn {number} calls {names}, of which the record has no result: no tool is called here"
+        )
+    return uses
 
 
 def _without_versions(trajectory: Trajectory) -> Trajectory:

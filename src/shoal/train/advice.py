@@ -302,11 +302,14 @@ def _flat(rows: Rows, known: Known) -> Iterator[Advice]:
         chance = 2 * math.sqrt((variance(quarters[0]) + variance(other)) / size)
         if abs(mean(other) - first) > chance:
             return
-    moved, rate = _recent(rows, "approx_kl"), _recent(rows, "learning_rate")
+    kl = "approx_kl" if _values(rows, "approx_kl") else "kl_to_rollout"
+    steps = _recent(rows, "gradient_steps") or _recent(rows, "n_minibatches")
+    moved = None if steps == 1 else _recent(rows, kl)  # measured before the step, so of a single one it is 0
+    rate = _recent(rows, "learning_rate")
     used = "" if rate is None else f" (it is {rate:.2g})"
     if moved is not None and moved < 1e-4:
         remedy = (
-            f"The policy hardly moves (approx_kl is {moved:.1g} an update; 0.01 is usual): raise the learning rate"
+            f"The policy hardly moves ({kl} is {moved:.1g} an update; 0.01 is usual): raise the learning rate"
             f"{used} tenfold, or take more gradient steps an update."
         )
     else:

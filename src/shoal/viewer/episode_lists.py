@@ -69,7 +69,7 @@ def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     back = site.link(place, **with_(page=at - 1 or None)) if at else None
     forth = site.link(place, **with_(page=at + 1)) if (at + 1) * PAGE < total else None
     pager = tag(
-        "nav",
+        "div",
         tag("a", "← earlier", href=back, rel="prev") if back else None,
         tag("span", f"{at * PAGE + bool(found):,} to {at * PAGE + len(found):,} of {total:,}"),
         tag("a", "later →", href=forth, rel="next") if forth else None,
@@ -80,7 +80,7 @@ def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     whys = (tag("h2", "Why they broke off"), tag("ul", lines, class_="causes")) if causes else None
     rewards = tag("figure", tag("figcaption", tag("b", "Rewards")), drawn)
     body = join(
-        tag("header", tag("h1", "Episodes"), _chosen(site, place, query)),
+        tag("header", tag("h1", f"Episodes of {wanted.file}" if wanted.file else "Episodes")),
         tag("p", f"reading episodes: {done / todo:.0%}", class_="hint") if todo else None,
         _form(site, run, place, query, order, [cause for cause, _ in causes]) if site.only is None else None,
         tag("div", rewards, tag("div", ends, whys), class_="split"),
@@ -109,11 +109,6 @@ def _form(
     envs, reasons = run.index.envs(), dict.fromkeys([*causes, *filter(None, [query.get("cause")])])
     any_ = {"": "any"}
     orders = {name: name for name in ORDERS} | ({} if order in ORDERS else {order: f"by {order}"})
-    bounds = [
-        tag("input", type="hidden", name=name, value=query[name])
-        for name in ("reward_from", "reward_to")
-        if name in query
-    ]
     files = [tag("option", value=name) for name in reversed(run.index.files()[-200:])]
     return tag(
         "form",
@@ -127,6 +122,8 @@ def _form(
         else None,
         field("iteration", "iteration"),
         field("group", "group"),
+        field("reward from", "reward_from", step="any"),
+        field("to", "reward_to", step="any"),
         field("file", "file", "text", list="files"),
         tag("datalist", files, id="files"),
         tag(
@@ -136,7 +133,6 @@ def _form(
             class_="tick",
         ),
         choice("order", "order", orders, order),
-        bounds,
         tag("button", "show", type="submit"),
         anchor(site, "all", place, class_="button"),
         method="get",
@@ -144,17 +140,6 @@ def _form(
         role="search",
         class_="filters",
     )
-
-
-def _chosen(site: Site, place: str, query: Mapping[str, str]) -> Html | None:
-    """The filters that hold, each with a link that drops it."""
-    chips = []
-    for key in _FILTERS:
-        if key in query:
-            rest = {k: v for k, v in query.items() if k not in (key, "page")}
-            named = f"{key.replace('_', ' ')}: {query[key][:80]} ✕"
-            chips.append(anchor(site, named, place, class_="chip chosen", **rest))
-    return tag("p", chips, class_="chips") if chips else None
 
 
 def _table(site: Site, run: Run, found: Sequence[Episode], query: Mapping[str, str], order: str) -> Html:

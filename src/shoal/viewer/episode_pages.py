@@ -61,7 +61,7 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     told = {
         "env": episode.env,
         "iteration": episode.iteration,
-        "env seed": trajectory.env_seed,
+        "env seed": str(trajectory.env_seed),
         "reward": episode.reward,
         "in its group": versus,
         "turns": episode.turns,
@@ -87,6 +87,7 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
         key(largest if known else None) if has_colours else None,
         tag("p", "No update learned from this episode.", class_="hint") if used is False else None,
         _overview(site, trajectory.turns) if len(turns) >= LONG else None,
+        scores(trajectory),
         call_tree(trajectory, spell),
     )
     nothing = tag("p", "This episode has no turns.", class_="empty") if not turns else None
@@ -164,7 +165,8 @@ def _turn(
         "summary",
         tag(
             "h2",
-            f"Turn {k + 1}",
+            f"Turn {k + 1} ",
+            tag("small", f"→ {verdict}", class_="folded"),
             tag("small", f"reward {number(turn.reward)}"),
             tag("small", "cut at the limit of tokens") if cut else None,
         ),
@@ -177,7 +179,7 @@ def _turn(
         tag("pre", marked(turn.response.strip("\n"), turn.action_is_valid), class_="said"),
         tokens,
         did,
-        _further(turn),
+        _tools(turn),
     )
     return tag(
         "article",
@@ -187,20 +189,27 @@ def _turn(
     )
 
 
-_SHOWN = ("observation", "call", "response", "action", "action_is_valid", "reward", "anchor", "image")
-"""Fields of a turn that have a place of their own on the page."""
+def _tools(turn: Turn) -> Html:
+    """The tools that a turn called, with what came of each."""
+    shown = []
+    for use in getattr(turn, "tools", ()):
+        came = use.result if use.error is None else tag("span", f"Error: {use.error}", class_="failed")
+        shown.append(tag("pre", tag("b", use.name), " ", _indented(use.arguments), "\n", came, class_="tool"))
+    return join(shown)
 
 
-def _further(turn: Turn) -> Html | None:
-    """What else a turn records, such as its tools or scores, by the names of the fields."""
-    more = {name: getattr(turn, name) for name in Turn.__dataclass_fields__ if name not in _SHOWN}
-    lines = [
-        (name.replace("_", " "), value) for name, value in more.items() if value not in (None, (), {}, "")
-    ]
-    return join([tag("p", tag("small", name), tag("pre", _pretty(value))) for name, value in lines]) or None
+def scores(trajectory: Trajectory) -> Html | None:
+    """What each of the run's rewards says of the episode, and what a judge was asked and answered."""
+    parts: list[Html] = []
+    for score in trajectory.scores:
+        parts.append(tag("p", tag("b", score.name), f" {number(score.value)}, weight {number(score.weight)}"))
+        asked = (("asked", score.prompt), ("answered", score.answer))
+        parts += [tag("pre", tag("b", f"{word}\n"), text) for word, text in asked if text]
+    total = f"{counted(len(trajectory.scores), 'reward')} judged it"
+    return tag("details", tag("summary", total), parts) if parts else None
 
 
-def _pretty(value: Any) -> str:
+def _indented(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False, default=str)
 
 
@@ -225,7 +234,7 @@ def readable(text: str) -> Html:
     for match in _TOOL.finditer(text):
         inside = match[2]
         with contextlib.suppress(ValueError, RecursionError):
-            inside = json.dumps(json.loads(inside), indent=1, ensure_ascii=False)
+            inside = _indented(json.loads(inside))
         said = tag("b", match[1].replace("_", " ")), "\n", inside
         parts += [text[end : match.start()], tag("span", *said, class_="tool")]
         end = match.end()
@@ -261,18 +270,12 @@ def call_tree(trajectory: Trajectory, spell: Spell | None) -> Html | None:
     plain = len(roots) == 1 or len(roots) == len(calls)  # one chain, or prompts that each begin anew
     if len(of_turn) == len(calls) and plain and not branches:
         return None
-    depth: list[int] = []  # a chain stays at its depth, a branch of it stands one in
-    for one, call in enumerate(calls):
-        parent = call.parent
-        depth.append(0 if parent is None else depth[parent] + (goes_on[parent][0] != one))
-    order: list[int] = []
-    todo = roots[::-1]
-    while todo:
-        order.append(one := todo.pop())
-        todo += goes_on.get(one, [])[::-1]
     lines = []
-    for one in order:
-        call = calls[one]
+    todo = [(one, 0) for one in reversed(roots)]
+    while todo:
+        one, depth = todo.pop()  # a chain stays at its depth, a branch of it stands one in
+        call, behind = calls[one], goes_on.get(one, [])
+        todo += [(k, depth + (k != behind[0])) for k in reversed(behind)]
         begins = None
         if goes_on[call.parent][0] != one:
             begins = "begins anew" if call.parent is None else f"branch of call {call.parent + 1}"
@@ -285,7 +288,7 @@ def call_tree(trajectory: Trajectory, spell: Spell | None) -> Html | None:
             asked = "".join(spell(call.new_prompt_ids[:_CALL]))
             parts += [tag("pre", readable(asked), class_="saw")]
             parts += [tag("pre", readable("".join(spell(call.response_ids))), class_="said")]
-        lines.append(tag("li", tag("details", *parts), class_=f"depth-{min(depth[one], 6)}"))
+        lines.append(tag("li", tag("details", *parts), class_=f"depth-{min(depth, 6)}"))
     kinds = f"{counted(len(roots), 'prompt')} from the start, branches at {counted(branches, 'call')}"
     said = f"{counted(len(calls), 'call')}: {kinds}"
     return tag("details", tag("summary", said), tag("ol", lines, class_="calls"), class_="call-tree")

@@ -62,32 +62,25 @@ def kinds_of(columns: Sequence[Column]) -> list[list[str]]:
 
     The state is the observations up to there; of equally frequent actions that of the higher reward counts as most.
     """
-    numbers: dict[Any, int] = {}
     states: list[int] = [0] * len(columns)
     kinds = []
     for k in range(max((len(c.trajectory.turns) for c in columns), default=0)):
-        turns = [c.trajectory.turns[k] if k < len(c.trajectory.turns) else None for c in columns]
-        states = [
-            numbers.setdefault((state, turn.observation), len(numbers) + 1) if turn else 0
-            for state, turn in zip(states, turns, strict=True)
-        ]
+        turns = _turns_at(k, columns)
+        states = [hash((s, t.observation)) if t else -1 for s, t in zip(states, turns, strict=True)]
         acts: dict[int, Counter[Any]] = {}
         for state, turn, column in zip(states, turns, columns, strict=True):
-            if turn:
-                acts.setdefault(state, Counter())[_act(turn)] += len(column.members)
-        kinds.append(
-            [
-                "gone"
-                if turn is None
-                else "alone"
-                if states.count(state) == 1
-                else "as-most"
-                if acts[state].most_common(1)[0][0] == _act(turn)
-                else "other"
-                for state, turn in zip(states, turns, strict=True)
-            ]
-        )
+            acts.setdefault(state, Counter())[turn and _act(turn)] += len(column.members)
+        line = []
+        for state, turn in zip(states, turns, strict=True):
+            usual = acts[state].most_common(1)[0][0]
+            same = "as-most" if turn and usual == _act(turn) else "other"
+            line.append("gone" if turn is None else same if states.count(state) > 1 else "alone")
+        kinds.append(line)
     return kinds
+
+
+def _turns_at(k: int, columns: Sequence[Column]) -> list[Turn | None]:
+    return [c.trajectory.turns[k] if k < len(c.trajectory.turns) else None for c in columns]
 
 
 def group(site: Site, run: Run, query: Mapping[str, str]) -> Page:
@@ -100,7 +93,7 @@ def group(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     told = {
         "env": episode.env,
         "iteration": episode.iteration,
-        "env seed": trajectories[0].env_seed,
+        "env seed": str(trajectories[0].env_seed),
         "members": len(members),
         "mean reward": mean,
         "standard deviation": spread,
@@ -148,7 +141,7 @@ def _head(
 def _row(k: int, columns: Sequence[Column], kinds: Sequence[str], part: int | None) -> Html:
     """One turn of all members: a cell for all until they part, then one each."""
     head = tag("th", str(k + 1), tag("small", "they part here") if k == part else None, scope="row")
-    turns = [c.trajectory.turns[k] if k < len(c.trajectory.turns) else None for c in columns]
+    turns = _turns_at(k, columns)
     if part is None or k < part:
         same = tag("small", "the same in all")
         return tag("tr", head, [tag("td", _cell(turns[0]), same, colspan=len(turns), class_="same")])

@@ -130,7 +130,7 @@ class EpisodeIndex:
         run: the folder.
     """
 
-    def __init__(self, run: Path | str, cache: Path | None = None) -> None:
+    def __init__(self, run: Path | str) -> None:
         self.folder = Path(run) / "trajectories"
         self.progress = (0, 0)  # bytes read and to read by the refresh that is going on
         self._refreshing = threading.Lock()
@@ -139,9 +139,6 @@ class EpisodeIndex:
         self._envs: dict[str, int] = {}
         self._ends: dict[tuple[str, str | None], int] = {("ok", None): 0}
         self._teams: dict[tuple[Any, ...], int] = {}
-
-    def close(self) -> None:
-        """Nothing is open between two calls."""
 
     # --- bringing it up to date
     def files(self) -> list[str]:

@@ -247,7 +247,7 @@ def _cells(site: Site, run: Run) -> list[tuple[Any, Any]]:
         (result, values[-1] if values else None),
         (spark(values, (0.0, 1.0) if name in SHARES else None), None),
         (word, worst[0].title if worst else ""),
-        (_value(seed) if seed is not None else NONE, seed),
+        (str(seed) if seed is not None else NONE, seed),
         (clock(written), written),
         (duration(took), took),
     ]
@@ -307,7 +307,7 @@ def overview(site: Site, run: Run) -> Page:
     versions = summary.get("versions")
     told = {
         "kind": run.kind,
-        "seed": run.seed(),
+        "seed": None if run.seed() is None else str(run.seed()),
         "env": _envs(config),
         **(_ahead(run) if run.status() == "running" else {}),
         "rows": len(rows) or None,

@@ -35,14 +35,9 @@ _LARGEST = 64 * 2**20
 
 
 class Run:
-    """One run folder. Safe to use from several threads.
+    """One run folder. Safe to use from several threads."""
 
-    Args:
-        path: the folder.
-        cache: where the index of its episodes is kept.
-    """
-
-    def __init__(self, path: Path | str, cache: Path | None = None) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise DataError(
@@ -50,7 +45,7 @@ class Run:
             )
         self.name = self.path.resolve().name
         self.word = re.sub(r"[^A-Za-z0-9._-]+", "-", self.name)  # of its name, as a part of an address
-        self.index = EpisodeIndex(self.path, cache)
+        self.index = EpisodeIndex(self.path)
         self.spell: Callable[[Sequence[int]], list[str]] | None = None
         """The text of each token id of a batch, by whoever has its tokenizer; None: that of Qwen is tried."""
         self._known: dict[str, tuple[Any, Any]] = {}

@@ -123,6 +123,7 @@ def sample_page(site: Site, run: Run, index: int, scale: str = "recorded") -> Pa
             else tag("button", jump, type="button", data_do="jump"),
             tag("a", "next →", href=after, class_="button", rel="next") if after else None,
             class_="steps",
+            aria_label="samples",
         ),
         tag(
             "p",
@@ -134,7 +135,7 @@ def sample_page(site: Site, run: Run, index: int, scale: str = "recorded") -> Pa
         if any(said for _, said in pictures)
         else None,
         blocks,
-        tag("details", tag("summary", "messages as they were cut"), tag("pre", messages)),
+        tag("details", tag("summary", "messages as they were cut"), tag("pre", messages, tabindex="0")),
     )
     ways = before, after, site.link(place)
     return site.page(run, f"Sample {index}", body, (f"sample {index}", None), ways=ways)

@@ -318,11 +318,12 @@ def test_429_and_5xx_cost_time_and_no_episode(server):
 
 def test_a_judge_that_stays_away_longer_than_its_patience_costs_the_episodes(server):
     server.faults = [503] * 1000
-    played = play(model(server, model={"patience": 1.0}), groups=1)
-    assert [episode.status for episode in played] == ["reward_error"] * 2
-    assert "HTTP 503" in played[0].error
-    assert played[0].scores[0].value is None
-    assert played[0].scores[0].prompt
+    played = play(model(server, model={"patience": 1.0}, concurrency=1))
+    assert [episode.status for episode in played] == ["reward_error"] * 16
+    assert "HTTP 503" in "".join(episode.error for episode in played)
+    assert "has answered nothing for 1 s" in "".join(episode.error for episode in played)
+    assert len(server.seen) < 16  # those that waited behind the first ones do not wait again
+    assert all(episode.scores[0].value is None and episode.scores[0].prompt for episode in played)
 
 
 def test_a_refusal_is_not_asked_again(server):

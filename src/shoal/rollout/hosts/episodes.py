@@ -21,13 +21,15 @@ from typing import Any
 import msgspec
 from gymnasium.spaces import Text
 
-from shoal.core.data import Status, Trajectory, check_step_result, refuse_no_text
+from shoal.core.data import Status, ToolUse, Trajectory, check_step_result, refuse_no_text
 from shoal.core.errors import EngineError, format_error, where_it_hangs, with_frames
 from shoal.core.executors import OwnThread
+from shoal.envs.actions import ToolCall
 from shoal.rollout.episode import Episode, Role
 from shoal.rollout.plan import Assignment
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Sampling
+from shoal.rollout.tools.functions import FunctionRunner, filled
 
 MAKE = "make"
 CLOSE_SECONDS = 10.0
@@ -74,8 +76,15 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     completion: Completion
 
 
+class Used(msgspec.Struct, frozen=True, array_like=True, tag="used"):
+    """What came of the calls of the last `Use` of a slot, in their order."""
+
+    slot: int
+    uses: tuple[ToolUse, ...]
+
+
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """The model said nothing: the episode of this slot ends here."""
+    """The model said nothing, or tools are gone: the episode of this slot ends here."""
 
     slot: int
     status: Status
@@ -93,6 +102,14 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     images: tuple[str, ...] = ()
 
 
+class Use(msgspec.Struct, frozen=True, array_like=True, tag="use"):
+    """An episode waits for tools that run beside the driver."""
+
+    slot: int
+    turn: int
+    calls: tuple[ToolCall, ...]
+
+
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """An episode is over; `failed` says what its tries before this record failed with."""
 
@@ -101,8 +118,8 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     failed: tuple[str, ...] = ()
 
 
-Event = Ask | Ended
-Reply = Answer | Refused
+Event = Ask | Use | Ended
+Reply = Answer | Used | Refused
 
 
 class EnvFailedError(Exception):
@@ -110,7 +127,7 @@ class EnvFailedError(Exception):
 
 
 class _RefusedError(Exception):
-    """The model said nothing."""
+    """The model said nothing, or tools are gone."""
 
 
 # --- one episode after another
@@ -120,7 +137,8 @@ class Slot:
     def __init__(self, number: int, setup: Setup, prompter: Prompter) -> None:
         self.number, self._setup, self._prompter = number, setup, prompter
         self._envs: dict[str, Any] = {}
-        self._story: Generator[Ask, Reply, Ended] | None = None
+        self._functions = FunctionRunner()
+        self._story: Generator[Ask | Use, Reply, Ended] | None = None
         self._inside: tuple[str, float, int] | None = None
 
     def handle(self, message: Begin | Reply) -> Event:
@@ -141,6 +159,7 @@ class Slot:
         if self._story is not None:
             self._story.close()
             self._story = None
+        self._functions.end()
         while self._envs:
             self._close(self._envs.popitem()[1])
 
@@ -158,7 +177,7 @@ class Slot:
         return f"{doing} failed: no answer within {seconds:g} s{where} ({limit})"
 
     # --- the story of an episode
-    def _play(self, assignment: Assignment, sampling: Sampling) -> Generator[Ask, Reply, Ended]:
+    def _play(self, assignment: Assignment, sampling: Sampling) -> Generator[Ask | Use, Reply, Ended]:
         """An episode up to its end; once more in a fresh env after its env failed."""
         setup, failed = self._setup, list[str]()
         while True:
@@ -168,7 +187,7 @@ class Slot:
                 return Ended(self.number, episode.trajectory(status, why), tuple(failed))
             failed.append(str(why))
 
-    def _try(self, tag: str, episode: Episode) -> Generator[Ask, Reply, tuple[Status, str | None]]:
+    def _try(self, tag: str, episode: Episode) -> Generator[Ask | Use, Reply, tuple[Status, str | None]]:
         """One try at an episode; how it ended."""
         try:
             env = self._envs.pop(tag, None)
@@ -196,16 +215,24 @@ class Slot:
             return "engine_error", str(error) if isinstance(error, EngineError) else format_error(error)
         return "ok", None
 
-    def _turns(self, episode: Episode, env: Any) -> Generator[Ask, Reply, None]:
+    def _turns(self, episode: Episode, env: Any) -> Generator[Ask | Use, Reply, None]:
         while not episode.over:
             turn, new_ids, goes_on, images = episode.question()
             reply = yield Ask(self.number, turn, new_ids, goes_on, images)
             if isinstance(reply, Refused):
                 raise _RefusedError(reply.status, reply.error)
+            assert isinstance(reply, Answer), "an answer was asked for"
             for action in episode.respond(reply.completion):
                 step = partial(step_env, episode, env, action)
                 if self._in_env(f"step({action!r})", step):
                     break
+            if episode.calls:
+                uses, left = self._functions.run_all(self._prompter.tools.tools, episode.calls)
+                came = (yield Use(self.number, turn, left)) if left else Used(self.number, ())
+                if isinstance(came, Refused):
+                    raise _RefusedError(came.status, came.error)
+                assert isinstance(came, Used), "results were asked for"
+                episode.use(filled(uses, came.uses))
             episode.end_turn()
 
     def _in_env(self, doing: str, call: Callable[[], Any]) -> Any:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from shoal.core.data import Status
+from shoal.core.data import Status, ToolUse
 from shoal.core.errors import (
     EngineError,
     EnvError,
@@ -17,9 +17,10 @@ from shoal.core.errors import (
     with_frames,
 )
 from shoal.rollout.episode import Episode, Role
-from shoal.rollout.hosts.episodes import Ask, Begin, Ended, Event, Refused, Reply
+from shoal.rollout.hosts.episodes import Ask, Begin, Ended, Event, Refused, Reply, Use, Used
 from shoal.rollout.hosts.host import Host
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.tools.functions import FunctionRunner, filled
 
 Reset = tuple[str, dict[str, Any]]
 Step = tuple[str, float, bool, bool, dict[str, Any]]
@@ -67,6 +68,8 @@ class PoolHost:
         self._begun: dict[int, Begin] = {}
         self._episodes: dict[int, Episode] = {}
         self._tries: dict[int, list[str]] = {}
+        self._functions = FunctionRunner()
+        self._uses: dict[int, list[ToolUse | None]] = {}  # of slots that wait for tools beside the driver
 
     def tell(self, message: Begin | Reply) -> Awaitable[Event]:
         """The slot's answer, after those of all that is said in this turn of the loop."""
@@ -89,6 +92,7 @@ class PoolHost:
 
     def end(self) -> None:
         """The pool is its owner's."""
+        self._functions.end()
 
     # --- one step or reset of all slots that have a message
     def _move(self) -> None:
@@ -116,12 +120,15 @@ class PoolHost:
                 fresh.append(slot)
             elif isinstance(message, Refused):
                 failed[slot] = Failed(message.status, message.error)
+            elif isinstance(message, Used):
+                self._episodes[slot].use(filled(self._uses.pop(slot), message.uses))
+                actions[slot] = []
             else:
                 with _noted(slot, failed):
                     actions[slot] = self._episodes[slot].respond(message.completion)
+        events: dict[int, Event] = self._use(said, actions)
         self._act(actions, failed)
-        events: dict[int, Event] = {}
-        ready = [slot for slot in said if slot not in fresh]
+        ready = [slot for slot in said if slot not in fresh and slot not in events]
         while ready or fresh:
             self._begin(fresh, failed)
             again = []
@@ -133,6 +140,24 @@ class PoolHost:
                     events[slot] = event
             ready, fresh, failed = [], again, {}
         return events
+
+    def _use(
+        self, said: Mapping[int, Begin | Reply], actions: dict[int, list[int | str]]
+    ) -> dict[int, Event]:
+        """Call what tools run here; slots that wait for others act later."""
+        waiting: dict[int, Event] = {}
+        for slot in [
+            slot for slot in actions if self._episodes[slot].calls and not isinstance(said[slot], Used)
+        ]:
+            episode = self._episodes[slot]
+            uses, left = self._functions.run_all(self._prompter.tools.tools, episode.calls)
+            if left:
+                self._uses[slot] = uses
+                waiting[slot] = Use(slot, episode.turn, left)
+                del actions[slot]
+            else:
+                episode.use(filled(uses, ()))
+        return waiting
 
     def _event(self, slot: int, failed: dict[int, Failed]) -> Event | None:
         """What a slot asks, or how its episode ended; None where it is to be played again."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from shoal.core.executors import connect_ray
-from shoal.rollout.hosts.episodes import Answer, Ask, Begin, Ended, Event, Refused, Reply, Setup, SlotThreads
+from shoal.rollout.hosts.episodes import Begin, Event, Reply, Setup, SlotThreads
 from shoal.rollout.hosts.host import Host, HostsFailedError, OpenSlots
 from shoal.rollout.hosts.processes import ProcessHosts
 from shoal.rollout.hosts.sockets import MISSED, encode, pickled, unpickled
@@ -17,8 +17,8 @@ from shoal.rollout.hosts.sockets import MISSED, encode, pickled, unpickled
 MOST_CALLS = 100_000
 ROOM_SECONDS = 30.0
 """For which room is waited for that one episode alone needs."""
-_to_host = msgspec.msgpack.Decoder(Begin | Answer | Refused)
-_to_driver = msgspec.msgpack.Decoder(Ask | Ended)
+_to_host = msgspec.msgpack.Decoder(Begin | Reply)
+_to_driver = msgspec.msgpack.Decoder(Event)
 
 
 class _Actor:

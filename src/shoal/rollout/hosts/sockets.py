@@ -22,7 +22,7 @@ import msgspec
 
 from shoal.core.errors import ConfigError
 from shoal.core.workers import dumps
-from shoal.rollout.hosts.episodes import Answer, Ask, Begin, Ended, Event, Refused, Reply, Setup, SlotThreads
+from shoal.rollout.hosts.episodes import Begin, Event, Reply, Setup, SlotThreads
 from shoal.rollout.hosts.host import OpenSlots
 
 _LENGTH = struct.Struct("<I")
@@ -61,8 +61,8 @@ class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 
 
 encode = msgspec.msgpack.Encoder().encode
-_to_host = msgspec.msgpack.Decoder(Begin | Answer | Refused | Look | CloseEnvs)
-_to_driver = msgspec.msgpack.Decoder(Hello | Ask | Ended | Overdue | Closed)
+_to_host = msgspec.msgpack.Decoder(Begin | Reply | Look | CloseEnvs)
+_to_driver = msgspec.msgpack.Decoder(Hello | Event | Overdue | Closed)
 
 
 def framed(data: bytes) -> bytes:
@@ -125,14 +125,14 @@ class SocketHost(asyncio.Protocol):
         """The other side is gone."""
         self.lose(self.ended())
 
-    def _hear(self, message: Hello | Ask | Ended | Overdue | Closed) -> None:
+    def _hear(self, message: Hello | Event | Overdue | Closed) -> None:
         if not self._known:
             if not (isinstance(message, Hello) and secrets.compare_digest(message.key, self._listener.key)):
                 self._transport.close()
                 return
             self._known, self.pid, self.number = True, message.pid, message.number
             self._listener.connected(self)
-        elif isinstance(message, Ask | Ended):
+        elif isinstance(message, Event):
             self._slots.settle(message)
         elif isinstance(message, Overdue) and self._looked is not None and not self._looked.done():
             self._looked.set_result(list(message.slots))
@@ -293,7 +293,7 @@ def serve(path: str, key: str, number: int) -> None:
         connection.connect(path)
         lock = threading.Lock()
 
-        def send(message: Hello | Ask | Ended | Overdue | Closed) -> None:
+        def send(message: Hello | Event | Overdue | Closed) -> None:
             data = framed(encode(message))
             with lock, contextlib.suppress(OSError):  # the driver is gone, which the loop below sees
                 connection.sendall(data)

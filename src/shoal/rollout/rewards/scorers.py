@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -257,6 +258,7 @@ class ModelScorer:
         self._client = HttpClient(model.base_url, loop, policy, api_key)
         self._free = asyncio.Semaphore(config.concurrency)
         self._asked: dict[str, asyncio.Task[str]] = {}
+        self._heard = -math.inf  # when it last answered
 
     async def score(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
         """What the model answers about each."""
@@ -287,9 +289,17 @@ class ModelScorer:
 
     async def _ask(self, key: str, body: Mapping[str, Any]) -> str:
         """An answer with a score, or the last one without."""
+        began, patience = time.monotonic(), self._model.patience
         for _ in range(self._config.retries + 1):
             async with self._free:
+                if (
+                    time.monotonic() - max(began, self._heard) > patience
+                ):  # others have asked in vain meanwhile
+                    raise EngineError(
+                        f"{self._client.url} has answered nothing for {patience:g} s (patience)"
+                    )
                 reply = await self._client.request("POST", "/chat/completions", body, key)
+                self._heard = time.monotonic()
             try:
                 answer = plain(reply["choices"][0]["message"]["content"] or "")
             except (AttributeError, LookupError, TypeError) as error:

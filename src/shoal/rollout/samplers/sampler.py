@@ -36,7 +36,7 @@ NO_NUMBERS = "must have finite log-probabilities of at most 0"
 class Message(TypedDict):
     """One message of a chat."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
     images: NotRequired[int]  # pictures shown before the content; only samplers that take images see them
 

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import re
 import string
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from shoal.core.errors import DataError, EngineError, needs_extra, reading
+from shoal.core.errors import ConfigError, DataError, EngineError, needs_extra, reading
 from shoal.core.files import read_json
+from shoal.envs.actions import ToolCall
 from shoal.rollout.prompts import first_difference
 from shoal.rollout.samplers.sampler import Message
+from shoal.rollout.tools.calls import Grammar, read_calls
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
 ANY = "\ufdd1"
@@ -87,6 +90,9 @@ class TemplateTokenizer:
             raise EngineError("this tokenizer has no chat template: use a model made for chat, or set one")
         self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer), ends_of_model(model))
 
+    grammar: Grammar | None = None
+    """In which it calls tools, where it knows some."""
+
     def _begin(self, tokenizer: Any, settings: dict[str, Any], own: Any, ends: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
         self._settings, self._ends = settings, ends
@@ -95,16 +101,21 @@ class TemplateTokenizer:
         self._marks = self._marks_of_turns()
         self._starts: dict[tuple[str, ...], list[_Part]] = {}
         self._between: list[_Part] | None = None
+        self._results: dict[
+            int, tuple[list[_Part], bool]
+        ] = {}  # by their number, and whether they are quoted
         asked = self._written([{"role": "user", "content": "\ue0000\ue001"}], add_generation_prompt=True)
         self._header = self._before(ANY + asked.split("\ue001")[-1])
         self.end_ids = self._end_of_turn()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"tokenizer": self.tokenizer, "settings": self._settings, "ends": self._ends}
+        own = {"tokenizer": self.tokenizer, "settings": self._settings, "ends": self._ends}
+        return own | {"grammar": self.grammar}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # what was unpickled is nobody else's
         self._begin(state["tokenizer"], state["settings"], state["tokenizer"], state["ends"])
+        self.grammar = state["grammar"]
 
     @property
     def size(self) -> int:
@@ -145,9 +156,62 @@ class TemplateTokenizer:
         """
         if self._between is None:
             self._between = self._cut(self._continuation(), ANY)
-        ids = self._join(self._between, ["", "", message["content"]])
+        return self._behind(response_ids, self._join(self._between, ["", "", message["content"]]))
+
+    def _behind(self, response_ids: tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
+        """What goes on from a response, which may hold the end of its turn already."""
         ended = response_ids[-1:] and response_ids[-1] in self.end_ids and ids[0] in self.end_ids
         return ids[1:] if ended else ids
+
+    # --- tools
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateTokenizer | None:
+        """One whose template writes these tools; None where it writes none, or calls in a form that is not read here.
+
+        Args:
+            tools: name, description and parameters (JSON Schema) of each.
+
+        Raises:
+            ConfigError: a control token of the model stands in what a tool says of itself.
+        """
+        for tool in tools:
+            text = json.dumps(tool, ensure_ascii=False)
+            if self._ids(text) != self._ids(text, split_special_tokens=True):
+                raise ConfigError(
+                    f"the description of the tool {tool['name']} holds a control token of this model: leave it out"
+                )
+        twin = TemplateTokenizer.__new__(TemplateTokenizer)
+        listed = [{"type": "function", "function": dict(tool)} for tool in tools]
+        user: Any = {"role": "user", "content": "\ue0000\ue001"}
+        call = {"name": tools[0]["name"], "arguments": {"x": "1"}}
+        function = {"id": "call00000", "type": "function", "function": call}
+        answer: Any = {"role": "assistant", "content": "", "tool_calls": [function]}
+        try:
+            twin._begin(
+                self.tokenizer, {**self._settings, "tools": listed}, copy.deepcopy(self.tokenizer), self._ends
+            )
+            asked, whole = twin.render([user]), twin._written([user, answer])
+        except EngineError:
+            return None
+        behind = whole[len(asked) if whole.startswith(asked) else first_difference(whole, asked) :]
+        said = twin.decode(twin._control(behind))
+        wanted = [ToolCall(call["name"], call["arguments"])]
+        read = (kind for kind in get_args(Grammar) if read_calls(said, kind) == wanted)
+        twin.grammar = next(read, None)
+        return twin if twin.grammar and all(tool["name"] in asked for tool in tools) else None
+
+    def extend_tools(self, response_ids: tuple[int, ...], results: Sequence[str]) -> tuple[int, ...]:
+        """The end of the response's turn, the results of its calls in order, and the next assistant header."""
+        if len(results) not in self._results:
+            roles = ("user", "assistant", *["tool"] * len(results))
+            behind = self._render(roles).split("\ue0001\ue001")[1]
+            asked: list[Any] = [{"role": role, "content": role} for role in roles[:2]]
+            probe = self._written([*asked, {"role": "tool", "content": '"\ue000'}])
+            quoted = '\\"\ue000' in probe
+            self._results[len(results)] = self._cut(behind, ANY), quoted
+        parts, quoted = self._results[len(results)]
+        if quoted:  # the template writes them as JSON strings
+            results = [json.dumps(text, ensure_ascii=False)[1:-1] for text in results]
+        return self._behind(response_ids, self._join(parts, ["", "", *results]))
 
     def render(self, messages: Sequence[Message]) -> str:
         """The chat as the template writes it, contents and all, up to where the assistant begins."""
@@ -199,7 +263,7 @@ class TemplateTokenizer:
 
         how = {"tokenize": False, **settings, **self._settings}
         try:
-            return str(self._own.apply_chat_template(list(messages), **how))
+            return str(self._own.apply_chat_template(list(map(_whole, messages)), **how))
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise EngineError(
@@ -263,6 +327,11 @@ class TemplateTokenizer:
         return frozenset(marks)
 
 
+def _whole(message: Any) -> Any:
+    """A message as templates take it; those of Mistral want to know the call of a result."""
+    return {**message, "tool_call_id": "call00000", "name": "tool"} if message["role"] == "tool" else message
+
+
 def ends_of_model(model: Any) -> tuple[int, ...]:
     """The tokens that end an answer by the settings of a model of `transformers`; none of None."""
     settings = (getattr(model, name, None) for name in ("generation_config", "config"))
@@ -297,6 +366,8 @@ class TinyTokenizer:
     """
 
     end_ids = (END,)
+    brief = True
+    """What is written for it must be short: each letter is a token."""
 
     def __init__(self, words: Sequence[str] = ()) -> None:
         self.words = tuple(dict.fromkeys(word for word in words if len(word) > 1))

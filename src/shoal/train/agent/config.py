@@ -531,6 +531,8 @@ def engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     if "agent_proxy.prompt.prefill" in found and _at(values, "agent_proxy.prompt.mode") == "append":
         del found["agent_proxy.prompt.prefill"]  # which append mode has not
         found["agent_proxy.prompt.later"] = "{observation}"  # the chat shows the rest
+    if _at(values, "agent_proxy.tools"):
+        found.pop("agent_proxy.prompt.prefill", None)  # an answer may be a call
     if (_at(values, "algorithm.filter_groups.max_num_gen_batches") or 1) > 1:
         found.pop("algorithm.filter_groups.enable", None)  # dynamic sampling filters
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from shoal.core.executors import connect_ray
 from shoal.core.files import verify_folder, write_folder
 from shoal.maths.updates import decayed
 from shoal.rollout.episode import Role
+from shoal.rollout.factory import words_of_roles
 from shoal.rollout.samplers.registry import close_engine
 from shoal.rollout.samplers.settings import ReplicaConfig
+from shoal.rollout.tools.functions import Tool
 from shoal.train.agent.config import AgentConfig, Algorithm
 from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.policy import Around, Critic, Policy, make_policy, trained_parameters
@@ -23,9 +26,11 @@ from shoal.train.agent.update import MasterAdamW
 from shoal.train.agent.weights import gather
 
 
-def make_networked(config: AgentConfig, roles: dict[str, Role], processes: Processes) -> tuple[Policy, Any]:
+def make_networked(
+    config: AgentConfig, roles: dict[str, Role], processes: Processes, tools: Sequence[Tool] = ()
+) -> tuple[Policy, Any]:
     """The policy of a config on this process's device, with adapters if they are what is trained, and its sampler."""
-    words = sorted({word for role in roles.values() for word in role.projection.words()})
+    words = words_of_roles(roles, tools)
     if config.engine.name == "ray" and processes.count > 1:
         refuse_without_room(config.engine.replicas, processes)
     engine = replace(config.engine, device=processes.device(config.engine.device))

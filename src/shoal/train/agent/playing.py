@@ -17,6 +17,7 @@ from shoal.rollout.filters import filter_rollouts
 from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampler, Sampling
+from shoal.rollout.tools.toolbox import Toolbox
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.distributed import Processes
 
@@ -60,13 +61,14 @@ def lockstep_collector(
     seed: int,
     failures: FailureLog | None = None,
     judge: Judge | None = None,
+    toolbox: Toolbox | None = None,
 ) -> TrajectoryCollector:
     """Plays the envs of one side in this process."""
     proxy, tags = config.agent_proxy, side.tags
     roles, retries = make_roles(config.custom_envs, tags, proxy.max_turn), proxy.parallel.env_retries
     return TrajectoryCollector(
         side.pool, tags, roles, side.group_size, sampler, proxy.prompt, seed, env_retries=retries,
-        failures=failures, judge=judge,
+        failures=failures, judge=judge, toolbox=toolbox,
     )  # fmt: skip
 
 

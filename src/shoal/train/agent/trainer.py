@@ -36,6 +36,7 @@ from shoal.rollout.rewards.settings import Given, reward_list
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.registry import close_engine
 from shoal.rollout.samplers.sampler import Sampler
+from shoal.rollout.tools.toolbox import Toolbox
 from shoal.train.advice import Rejected
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
@@ -86,6 +87,7 @@ class AgentTrainer(Closing):
         policy: what is trained, in the place of the one that `config.engine` names; the sampler's own if not given.
         sampler: what writes, in the place of the one that `config.engine` names; the caller closes it.
         rewards: in the place of `config.rewards`: settings, names, or functions.
+        tools: what the model may call, in the place of `config.agent_proxy.tools`; functions may stand among them.
 
     Use it as a context manager, or call `close`, so that env workers end, and engines that sample elsewhere.
     """
@@ -98,6 +100,7 @@ class AgentTrainer(Closing):
         policy: Policy | None = None,
         sampler: Sampler | None = None,
         rewards: Iterable[Given] | None = None,
+        tools: Sequence[Any] | None = None,
     ) -> None:
         if policy is not None and sampler is None:
             raise ConfigError(
@@ -118,7 +121,7 @@ class AgentTrainer(Closing):
         sharded = config.trainer.sharding == "full"
         self.processes = Processes.join(config.engine.device, sharded=sharded)
         with ExitStack() as started:  # what has begun ends if the rest cannot
-            self._begin(config, on_event, started, policy, sampler)
+            self._begin(config, on_event, started, policy, sampler, tools)
             self._end = started.pop_all()
 
     def _begin(
@@ -128,7 +131,11 @@ class AgentTrainer(Closing):
         begun: ExitStack,
         policy: Policy | None,
         sampler: Any,
+        tools: Sequence[Any] | None,
     ) -> None:
+        given = config.agent_proxy.tools if tools is None else tools
+        self.toolbox = Toolbox(given, config.agent_proxy.max_tool_turns)
+        begun.callback(self.toolbox.close)
         parallel = config.agent_proxy.use_parallel_rollout
         self.train_envs, self.val_envs = make_environments(config, with_pools=not parallel)
         begun.callback(self.train_envs.pool.close)
@@ -137,7 +144,7 @@ class AgentTrainer(Closing):
         exact = config.engine.deterministic
         if sampler is None:
             applies(exact, config.engine.device)  # so that cuBLAS knows it when it begins
-            policy, sampler = make_networked(config, roles, self.processes)
+            policy, sampler = make_networked(config, roles, self.processes, list(self.toolbox.tools.values()))
             begun.callback(close_engine, sampler)
         policy = policy_of(sampler) if policy is None else policy
         refuse_stranger(sampler, policy)
@@ -154,7 +161,7 @@ class AgentTrainer(Closing):
                 "algorithm.gradient_checkpointing=true has no effect on this model, whose layers cannot be computed "
                 "twice: leave it out"
             )
-        self._prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
+        self._prompter = Prompter(config.agent_proxy.prompt, self.toolbox.chat(policy.tokenizer))
         config = replace(config, agent_proxy=with_room(config.agent_proxy, roles, self._prompter))
         batching = safe_batching(policy, algorithm.batching)
         if algorithm.teacher:
@@ -162,15 +169,20 @@ class AgentTrainer(Closing):
             batching = safe_batching(teacher, batching, "the teacher")
         algorithm = replace(algorithm, batching=batching)
         self.config = config = replace(config, algorithm=algorithm)
-        of_teacher = {"teacher_sha256": weights_sha256(teacher.module)} if teacher else {}
-        self._settings = config.comparable() | of_teacher
+        also: dict[str, Any] = {"teacher_sha256": weights_sha256(teacher.module)} if teacher else {}
+        if self.toolbox.tools:
+            also["tools"] = self.toolbox.schemas
+        self._settings = config.comparable() | also
         self.records = Records(config, on_event, writes=self.processes.first)
         begun.callback(self.records.close)
         kept = self.records.folder.path / "reference"
         self.policy, self.critic, self._reference = make_networks(config, policy, kept, self.processes)
         self.optimizer = make_optimizer(config, self.policy, self.critic)
         self._sync = WeightSync(self.policy, sampler)
-        reference, budget = self._reference, token_budget(config, self.train_envs.tags)
+        reference, budget = (
+            self._reference,
+            token_budget(config, self.train_envs.tags, with_tools=bool(self.toolbox.tools)),
+        )
         self._learner = Learner(
             self.policy, self.optimizer, algorithm, config.agent_proxy, self.critic,
             reference.policy if reference else None, teacher, config.seed, self.processes, budget,
@@ -273,7 +285,8 @@ class AgentTrainer(Closing):
             self.progress.tokens + tokens,
         )
         row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
-        row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, tokens)
+        written = sum(t.n_tokens for t in trajectories if t not in self._journal)
+        row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, written)
         if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
             used = advantages_of(trajectories, learned, samples, self._learner)
             self.records.keep_trajectories(f"train-{iteration + 1:06d}", trajectories, used)
@@ -312,12 +325,22 @@ class AgentTrainer(Closing):
     # --- beginnings and ends
     def _start(self) -> dict[str, Any]:
         self.processes.together(self.records.begin)
+        if self.processes.first:
+            self.toolbox.write(self.records.folder.path)
         self._doing = "a probe of the model's answers", self._collector
         steps, probed = warmup_steps(self.config, self._collector, self.train_envs.roles)
         row: dict[str, Any] = {"iteration": 0, **probed}
         self._doing = f"warm-up, 0 of {steps} steps", None
         config = replace(self.config, warmup=replace(self.config.warmup, steps=steps))
-        warming = warmed_up(config, self.policy, self.train_envs.roles, self.processes, self._failures)
+        warming = warmed_up(
+            config,
+            self.policy,
+            self.train_envs.roles,
+            self.processes,
+            self._failures,
+            self._prompter,
+            self.toolbox,
+        )
         with deterministic(self._deterministic):
             for done, loss in enumerate(warming, start=1):
                 self._doing = f"warm-up, {done} of {steps} steps", None
@@ -389,10 +412,13 @@ class AgentTrainer(Closing):
                 failures=self._failures,
                 sessions=sessions_of,
                 judge=self._judge,
+                tools=self.toolbox,
             )
             return SharedCollector(manager, self.processes, self._in_sync)
         side = self.train_envs if which == "train" else self.val_envs
-        collector = lockstep_collector(self.config, side, self.sampler, seed, self._failures, self._judge)
+        collector = lockstep_collector(
+            self.config, side, self.sampler, seed, self._failures, self._judge, self.toolbox
+        )
         return SharedCollector(collector, self.processes, self._in_sync)
 
     @contextmanager
@@ -404,17 +430,21 @@ class AgentTrainer(Closing):
             yield
 
 
-def token_budget(config: AgentConfig, tags: Sequence[str]) -> int:
-    """Tokens that the model may write in a sample: in a turn, or in append mode in an episode of the longest env."""
+def token_budget(config: AgentConfig, tags: Sequence[str], *, with_tools: bool) -> int:
+    """Tokens that the model may write in a sample: in a turn, or in append mode in an episode of the longest env.
+
+    Turns with calls of tools come before.
+    """
     proxy, turns = config.agent_proxy, 1
     if proxy.prompt.mode == "append":
         turns = max(role.max_turns for role in make_roles(config.custom_envs, tags, proxy.max_turn).values())
-    return proxy.token_limit * turns
+    return proxy.token_limit * (turns + proxy.max_tool_turns * with_tools)
 
 
 def warmed_up(
-    config: AgentConfig, policy: Policy, roles: dict[str, Role], processes: Processes, failures: FailureLog
-) -> Iterator[float]:
+    config: AgentConfig, policy: Policy, roles: dict[str, Role], processes: Processes, failures: FailureLog,
+    prompter: Prompter, toolbox: Toolbox,
+) -> Iterator[float]:  # fmt: skip
     """The supervised steps of a config, which every process takes; yields the loss of each."""
     if not config.warmup.steps:
         return
@@ -422,9 +452,8 @@ def warmed_up(
     makers = {tag: resolve_text(kind.env_type, kind.env_config) for tag, kind in kinds.items()}
     tokens = config.algorithm.micro_batch_tokens
     share = 1 / processes.count if processes.sharded else 1.0
-    prompter = Prompter(config.agent_proxy.prompt, policy.tokenizer)
     vector = host_of(config)
     yield from warm_up(
         policy, makers, roles, prompter, config.warmup, tokens, config.seed, share, vector, failures,
-        config.agent_proxy.sampling(),
+        config.agent_proxy.sampling(), toolbox,
     )  # fmt: skip

@@ -29,6 +29,7 @@ from shoal.rollout.factory import VectorConfig, make_pool
 from shoal.rollout.failures import FailureLog
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.tools.toolbox import Toolbox
 from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batches
 from shoal.train.agent.config import AgentConfig, Warmup
 from shoal.train.agent.playing import SharedCollector, refuse_all_failed
@@ -105,16 +106,20 @@ def warm_up(
     vector: VectorConfig | None = None,
     failures: FailureLog | None = None,
     sampling: Sampling = PLAIN,
+    toolbox: Toolbox | None = None,
 ) -> Iterator[float]:
     """Train `policy` on random or expert play of the envs; yields the loss of each step (nats a token).
 
     `share` is this process's part of a gradient that several compute alike and sum; `vector` says where the envs
-    live, worker processes if not given; `failures` warns of episodes that fail; `sampling` says how answers end.
+    live, worker processes if not given; `failures` warns of episodes that fail; `sampling` says how answers end;
+    `toolbox` has the tools that the envs' answers call.
     """
     steps = config.steps
     if steps == "auto":
         raise ConfigError("warmup.steps=auto must be a number by now: see warmup_steps")
-    plays_of = warmup_samples(policy, makers, roles, prompter, config, seed, vector, failures, sampling)
+    plays_of = warmup_samples(
+        policy, makers, roles, prompter, config, seed, vector, failures, sampling, toolbox
+    )
     with plays_of as plays:
         parameters = trained_parameters(policy.module)
         optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
@@ -163,6 +168,7 @@ def warmup_samples(
     vector: VectorConfig | None = None,
     failures: FailureLog | None = None,
     sampling: Sampling = PLAIN,
+    toolbox: Toolbox | None = None,
 ) -> Iterator[list[Iterator[Sample]]]:
     """For each kind of env, by the alphabet, what is learned from: samples without end, of one episode after another.
 
@@ -176,7 +182,9 @@ def warmup_samples(
     coached = [partial(CoachedEnv, makers[tag], seed, tag, *expert) for tag in tags for _ in range(each)]
     pool = make_pool(coached, vector or VectorConfig())
     coach = Coach(pool, roles, prompter, sampling, policy.context)
-    collector = TrajectoryCollector(coach, tags, roles, each, coach, prompter.config, seed, failures=failures)
+    collector = TrajectoryCollector(
+        coach, tags, roles, each, coach, prompter.config, seed, failures=failures, toolbox=toolbox
+    )
     try:
         yield [
             _play(collector, coach, roles[tag], range(k * each, (k + 1) * each), seed, policy)

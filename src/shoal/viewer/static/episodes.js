@@ -59,7 +59,7 @@ function prepare() {
   const head = page().querySelector("table.group th.chosen");
   if (head) {
     const box = head.closest(".sides");
-    box.scrollLeft = head.offsetLeft - box.querySelector("thead th").offsetWidth - 8;
+    box.scrollLeft = head.offsetLeft - box.offsetLeft - box.querySelector("thead th").offsetWidth - 8;
   }
   const hash = decodeURIComponent(location.hash.slice(1));
   if (hash) document.getElementById(hash)?.closest("tr")?.classList.add("at");
@@ -91,6 +91,7 @@ document.addEventListener("click", (event) => {
   if (picture) enlarge(picture);
 });
 document.addEventListener("input", (event) => {
+  event.target.closest("form")?.classList.add("changed"); // a page that follows its run leaves it as it is
   if (!event.target.matches(".player input")) return;
   stop();
   showTurn(Number(event.target.value));

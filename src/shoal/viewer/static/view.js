@@ -172,7 +172,7 @@ async function follow() {
       const answer = await fetch(location.href, { headers: { "x-have": main.dataset.version }, signal: AbortSignal.timeout(20000) });
       const text = answer.status === 200 ? await answer.text() : "";
       lost(answer.status === 403 ? "This address is not valid any more: use the one that shoal view printed." : "");
-      if (text && !pressed) {
+      if (text && !pressed && !main.querySelector("form.changed, form :focus")) {
         const page = new DOMParser().parseFromString(text, "text/html");
         const next = page.getElementById("main");
         const open = [...main.querySelectorAll("details")].map((one) => one.open);

@@ -1,0 +1,170 @@
+"""How calls of tools stand in text: the grammars that models write them in, and the texts around them.
+
+What a model writes is data: it is read as JSON within limits, and whatever is wrong with a call becomes its `error`,
+which the model is told.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from shoal.envs.actions import MAX_TEXT, ToolCall, complete_tags
+
+Grammar = Literal["tags", "json"]
+"""`tags`: each call is JSON in `<tool_call>` (Hermes, Qwen); `json`: the whole answer is (Llama, Mistral)."""
+MOST_CALLS = 16
+"""Of one answer."""
+MOST_DEPTH = 32
+"""Of the arguments of a call."""
+_OPEN = re.compile(r"<tool_call>", re.IGNORECASE | re.ASCII)
+_BETWEEN = re.compile(r"[\s;,]*")
+
+
+class Found(NamedTuple):
+    """A call, and where it begins and ends in the text."""
+
+    call: ToolCall
+    start: int
+    end: int
+
+
+def read_calls(text: str, grammar: Grammar) -> list[ToolCall]:
+    """The calls in an answer, outside thoughts, in order; those beyond `MOST_CALLS` have an error."""
+    calls = [found.call for found in tagged_calls(text)] if grammar == "tags" else _bare_calls(text)
+    if grammar == "tags" and not calls and _cut_off(text):
+        calls = [ToolCall("", text[-80:], "a call must end with </tool_call>")]
+    few = f"at most {MOST_CALLS} calls are made in one answer"
+    return [
+        call if place < MOST_CALLS else ToolCall(call.name, call.arguments, few)
+        for place, call in enumerate(calls[: 2 * MOST_CALLS])
+    ]
+
+
+def tagged_calls(text: str) -> list[Found]:
+    """The calls in `<tool_call>` outside thoughts, and where they stand.
+
+    >>> [found.call] = tagged_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    >>> found.call
+    ToolCall(name='add', arguments={'a': 1}, error=None)
+    """
+    return [
+        Found(_call_in(content), start, end)
+        for content, start, end in complete_tags(text, ("tool_call",), literal=True)
+    ]
+
+
+def _cut_off(text: str) -> bool:
+    """Whether the text behind all thoughts opens a call that does not end."""
+    said = text[-MAX_TEXT:].rpartition("</think>")[2]
+    return "<think>" not in said and _OPEN.search(said) is not None
+
+
+def _bare_calls(text: str) -> list[ToolCall]:
+    """The calls of an answer that is nothing but JSON, one object or list behind the other."""
+    said = text[-MAX_TEXT:].rpartition("</think>")[2].strip()
+    if not said.startswith(("{", "[")):
+        return []
+    calls: list[ToolCall] = []
+    at = 0
+    while at < len(said):
+        try:
+            value, at = _DECODER.raw_decode(said, at)
+        except (ValueError, RecursionError) as error:
+            broken = ToolCall("", said[at : at + 500], f"a call must be JSON: {_short(error)}")
+            return [*calls, broken] if calls or '"name"' in said else []
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(one, dict) and "name" in one for one in values):
+            return calls
+        calls += map(_call_of, values)
+        at = _BETWEEN.match(said, at).end()  # type: ignore[union-attr]
+    return calls
+
+
+def _call_in(content: str) -> ToolCall:
+    try:
+        return _call_of(_DECODER.decode(content))
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", content.strip()[:500], f"a call must be JSON: {_short(error)}")
+
+
+def _call_of(value: Any) -> ToolCall:
+    """A call from what its JSON says; its arguments may be JSON text, and stand under another name."""
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str):
+        text = json.dumps(value, ensure_ascii=True)[:500]
+        return ToolCall("", text, 'a call must be such as {"name": "...", "arguments": {...}}')
+    given = value.get("arguments", value.get("parameters"))
+    if isinstance(given, str) and given.strip():
+        try:
+            given = _DECODER.decode(given)
+        except (ValueError, RecursionError):
+            return ToolCall(_plain(name), _plain(given)[:500], "the arguments must be a JSON object")
+    arguments = given if given or isinstance(given, bool | int | float) else {}
+    error = None
+    if not isinstance(arguments, dict):
+        error = f"the arguments must be a JSON object, got {json.dumps(arguments)[:80]}"
+    elif _depth(arguments) > MOST_DEPTH:
+        arguments, error = {}, f"the arguments must be nested at most {MOST_DEPTH} deep"
+    elif _plain(text := json.dumps(value, ensure_ascii=False)) != text:
+        arguments, error = {}, "the arguments hold half a character (a lone surrogate)"
+    return ToolCall(_plain(name), arguments, error)
+
+
+def _whole(digits: str) -> int:
+    number = int(digits)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"a whole number must have 64 bits, got {digits[:30]}")
+    return number
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError(f"{digits[:30]} is no finite number")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+
+
+def _depth(value: Any, depth: int = 0) -> int:
+    if depth > MOST_DEPTH or not isinstance(value, dict | list):
+        return depth
+    inside = value.values() if isinstance(value, dict) else value
+    return max((_depth(item, depth + 1) for item in inside), default=depth + 1)
+
+
+def _short(error: BaseException) -> str:
+    return "it is nested too deep" if isinstance(error, RecursionError) else str(error)[:120]
+
+
+def _plain(text: str) -> str:
+    """The text without half characters, which can neither be tokenized nor recorded."""
+    return text.encode("utf-8", "replace").decode()
+
+
+# --- the texts around them, where a model's own template has none
+def written_call(call: ToolCall) -> str:
+    """A tool call as the model would write it, keys sorted."""
+    value = {"name": call.name, "arguments": call.arguments}
+    return f"<tool_call>\n{json.dumps(value, sort_keys=True, ensure_ascii=False)}\n</tool_call>"
+
+
+def written_result(text: str) -> str:
+    """A tool's result as the model is shown it."""
+    return f"<tool_response>\n{text}\n</tool_response>"
+
+
+def with_tools(system: str, tools: Sequence[Mapping[str, Any]]) -> str:
+    """The system message with the schemas of tools behind it."""
+    schemas = "\n".join(json.dumps(tool, sort_keys=True, ensure_ascii=False) for tool in tools)
+    told = (
+        "# Tools\n\nYou may call one or more functions. Their signatures:\n<tools>\n"
+        + schemas
+        + "\n</tools>\n\n"
+        'For each call return a JSON object in tags:\n<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call>'
+    )
+    return f"{system}\n\n{told}" if system else told

@@ -1,0 +1,206 @@
+"""Typed Python functions as tools: the signature and the docstring are the schema, arguments are checked against it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any
+
+import msgspec
+
+from shoal.core.data import ToolUse
+from shoal.core.errors import ConfigError, format_error
+from shoal.core.executors import OwnThread
+from shoal.envs.actions import ToolCall
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}\Z", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool as a model is told of it."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]  # JSON Schema of an object
+    timeout: float = 10.0  # seconds of one call
+    max_chars: int = 4096  # of a result; the rest is cut
+    function: Callable[..., Any] | None = None
+    """Its arguments are checked against its signature; None of a server's, which checks them itself."""
+    in_hosts: bool = False
+    """Whether the function runs where episodes are played; other tools run beside the driver."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What is recorded of it, and put into prompts."""
+        return {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+
+    def problem(self, arguments: Mapping[str, Any]) -> str | None:
+        """What is wrong with these arguments."""
+        try:
+            self.converted(arguments)
+        except (msgspec.ValidationError, ValueError) as error:
+            return str(error).replace(" - at `$.", " - at `").replace(" - at `$`", "")
+        return None
+
+    def converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the types of the function, and those alone that were given."""
+        if self.function is None:
+            return dict(arguments)
+        whole: Any = msgspec.convert(dict(arguments), _checks(self.function))
+        return {name: getattr(whole, name) for name in arguments}
+
+    def result(self, value: Any) -> str:
+        """What a tool returned as text: JSON if it is none, cut to `max_chars`."""
+        text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
+        text = text.encode("utf-8", "replace").decode()
+        if len(text) > self.max_chars:
+            text = f"{text[: self.max_chars]}… (cut: {len(text)} characters)"
+        return text
+
+
+def function_tool(function: Callable[..., Any], timeout: float, max_chars: int) -> Tool:
+    """A typed function as a tool.
+
+    Raises:
+        ConfigError: a parameter without a type, or with one that JSON has not; it names function and parameter.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    if not NAME.match(name):
+        raise ConfigError(f"a tool must be a function with a name, got {function!r:.80}: use def")
+    try:
+        (_,), parts = msgspec.json.schema_components([_checks(function)])
+    except (NameError, TypeError, ValueError) as error:
+        raise ConfigError(f"tool {name}: {error}; use types that JSON has, or dataclasses of them") from error
+    schema = {key: value for key, value in parts.pop(name).items() if key != "title"}
+    schema.pop("additionalProperties", None)
+    if parts:
+        schema["$defs"] = parts
+    description, _ = _docstring(inspect.getdoc(function) or "")
+    in_hosts = not inspect.iscoroutinefunction(function)
+    return Tool(name, description, schema, timeout, max_chars, function, in_hosts)
+
+
+@lru_cache(maxsize=256)
+def _checks(function: Callable[..., Any]) -> type:
+    """A struct with the parameters of a function, which its arguments must fit.
+
+    Raises:
+        TypeError: a parameter without a type or name, or a type that msgspec does not know.
+    """
+    _, notes = _docstring(inspect.getdoc(function) or "")
+    fields: list[Any] = []
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"{parameter} cannot be given by name: list the parameters")
+        if parameter.annotation is parameter.empty:
+            raise TypeError(f"parameter {parameter.name} has no type")
+        kind = parameter.annotation
+        if note := notes.get(parameter.name):
+            kind = Annotated[kind, msgspec.Meta(description=note)]
+        default = () if parameter.default is parameter.empty else (parameter.default,)
+        fields.append((parameter.name, kind, *default))
+    return msgspec.defstruct(function.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+
+
+def named_function(name: str) -> Callable[..., Any]:
+    """The function `module:name`; found as any import.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon or not module or not attribute:
+        raise ConfigError(f"a tool is named as module:function, got {name!r}")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise ConfigError(f"the tool {name} cannot be imported: {format_error(error)}") from error
+    if not callable(function):
+        raise ConfigError(f"the tool {name} must be a function, got {function!r:.80}")
+    return function  # type: ignore[no-any-return]
+
+
+def _docstring(text: str) -> tuple[str, dict[str, str]]:
+    """What a docstring says before `Args:`, and of each parameter there (Google's form)."""
+    head, _, rest = text.partition("\nArgs:\n")
+    notes: dict[str, str] = {}
+    last = ""
+    for line in rest.splitlines():
+        if found := re.match(r"    (\w+)(?: \([^)]*\))?: (.*)", line):
+            last = found[1]
+            notes[last] = found[2].strip()
+        elif line.startswith("     ") and last:
+            notes[last] += f" {line.strip()}"
+        elif line.strip():
+            break
+    head = re.split(r"\n(?:Returns|Raises|Yields|Example|Examples):\n", head)[0]
+    return " ".join(head.split()), notes
+
+
+class FunctionRunner:
+    """Runs functions in a thread, each call within its time; a thread in which one hangs is left behind."""
+
+    def __init__(self) -> None:
+        self._thread: OwnThread | None = None
+
+    def run_all(
+        self, tools: Mapping[str, Tool], calls: Sequence[ToolCall]
+    ) -> tuple[list[ToolUse | None], tuple[ToolCall, ...]]:
+        """What came of calls, one after the other; None of those that run beside the driver, and these calls."""
+        uses: list[ToolUse | None] = []
+        left: list[ToolCall] = []
+        for call in calls:
+            if call.error is not None:
+                uses.append(ToolUse(call.name, call.arguments, error=call.error))
+            elif tools[call.name].in_hosts:
+                uses.append(self._run(tools[call.name], call))
+            else:
+                uses.append(None)
+                left.append(call)
+        return uses, tuple(left)
+
+    def _run(self, tool: Tool, call: ToolCall) -> ToolUse:
+        assert tool.function is not None
+        if self._thread is None:
+            self._thread = OwnThread("shoal-tool")
+        running = self._thread.submit(lambda: tool.result(tool.function(**tool.converted(call.arguments))))  # type: ignore[misc]
+        try:
+            return ToolUse(call.name, call.arguments, running.result(tool.timeout))
+        except TimeoutError:
+            if not running.done():
+                self._thread.end()
+                self._thread = None
+                return ToolUse(call.name, call.arguments, error=late(tool))
+            error: BaseException = running.exception() or TimeoutError()
+        except BaseException as raised:
+            if isinstance(raised, KeyboardInterrupt) and not running.done():  # of this thread
+                raise
+            error = raised
+        return ToolUse(call.name, call.arguments, error=failed(error))
+
+    def end(self) -> None:
+        """End the thread after what it is at."""
+        if self._thread is not None:
+            self._thread.end()
+        self._thread = None
+
+
+def filled(uses: Sequence[ToolUse | None], rest: Sequence[ToolUse]) -> list[ToolUse]:
+    """The results with the rest of them in the places of None, in order."""
+    others = iter(rest)
+    return [next(others) if use is None else use for use in uses]
+
+
+def late(tool: Tool) -> str:
+    """What a model is told of a tool that was too slow."""
+    return f"{tool.name} did not answer within {tool.timeout:g} s"
+
+
+def failed(error: BaseException) -> str:
+    """What a model is told of a tool that raised."""
+    return format_error(error)[:500]

@@ -1,0 +1,265 @@
+"""The tools of a run: opened once, called beside the driver, and recorded so that a run repeats without them.
+
+Functions run in the hosts, where episodes are played. Functions that are `async`, and MCP servers, run here, in threads
+of their own with an event loop each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shoal.core.configuration import from_mapping
+from shoal.core.data import ToolUse, Trajectory, read_trajectories
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.executors import Closing
+from shoal.core.files import read_json, write_bytes
+from shoal.envs.actions import ToolCall
+from shoal.rollout.loops import LoopThread
+from shoal.rollout.samplers.sampler import ChatTokenizer
+from shoal.rollout.samplers.settings import check_settings
+from shoal.rollout.tools.chat import MAX_TURNS, ToolChat
+from shoal.rollout.tools.functions import NAME, Tool, failed, function_tool, late, named_function
+from shoal.rollout.tools.mcp import STOP_SECONDS, McpConfig, McpServer, ToolsFailedError
+
+FILE = "tools.json"
+"""Of a run folder: what the model was told of its tools."""
+GRACE_SECONDS = 1.0
+"""After which the loop of a function that does not let go of it is left behind."""
+_Place = tuple[str, int, int, int, int, int, int]
+"""Env, iteration, group, member, env seed, version of the weights, and turn."""
+
+
+@dataclass(frozen=True)
+class ToolConfig:
+    """One tool, or all of a server: `function`, `mcp` or `recorded`."""
+
+    function: str | None = None
+    """A typed Python function, `module:name`."""
+    mcp: McpConfig | None = None
+    """A server of the Model Context Protocol."""
+    recorded: str | None = None
+    """A run folder: its tools, whose results come from its trajectories; nothing is called."""
+    timeout: float = 10.0
+    """Seconds of one call; then the model is told that the tool did not answer."""
+    max_chars: int = 4096
+    """Of a result; the rest is cut."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, ["timeout"], max_chars=1)
+        if sum(source is not None for source in (self.function, self.mcp, self.recorded)) != 1:
+            raise ConfigError(
+                "a tool must be module:function, or have one of function, mcp and recorded; got "
+                f"{msgspec.to_builtins(self)}"
+            )
+
+
+class Toolbox(Closing):
+    """The tools of a run.
+
+    Args:
+        items: `ToolConfig`s, mappings of their fields, names of functions (`module:name`), and functions.
+        max_turns: responses with calls in an episode, at most.
+
+    Raises:
+        ConfigError: a tool that cannot be, or two of one name.
+        ToolsFailedError: a server does not start.
+    """
+
+    def __init__(self, items: Sequence[Any], max_turns: int = MAX_TURNS) -> None:
+        self._max_turns = max_turns
+        self.tools: dict[str, Tool] = {}
+        self._servers: dict[str, McpServer] = {}  # by the names of their tools
+        self._answers: dict[_Place, tuple[ToolUse, ...]] | None = None
+        self._functions: LoopThread | None = None
+        self._mcp: LoopThread | None = None
+        try:
+            for item in items:
+                self._add(item)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, item: Any) -> None:
+        if callable(item):
+            config, found = (
+                ToolConfig("given"),
+                [function_tool(item, ToolConfig.timeout, ToolConfig.max_chars)],
+            )
+        else:
+            config = _config_of(item)
+            found = self._found(config)
+        for tool in found:
+            if not NAME.match(tool.name):
+                raise ConfigError(f"the name of a tool must match {NAME.pattern}, got {tool.name!r:.80}")
+            if tool.name in self.tools:
+                raise ConfigError(f"there are two tools named {tool.name!r}: rename one, or set mcp.names")
+            self.tools[tool.name] = tool
+        if config.recorded is not None and (len(self.tools) > len(found) or self._answers is not None):
+            raise ConfigError("recorded: it must be the only entry of tools, since a record has all results")
+        if config.recorded is not None:
+            self._answers = _answers_of(Path(config.recorded))
+
+    def _found(self, config: ToolConfig) -> list[Tool]:
+        if config.function is not None:
+            return [function_tool(named_function(config.function), config.timeout, config.max_chars)]
+        if config.recorded is not None:
+            return recorded_tools(Path(config.recorded))
+        assert config.mcp is not None
+        self._mcp = self._mcp or LoopThread("shoal-mcp")
+        server, listed = self._mcp.run(_started(config.mcp))
+        self._servers |= {tool.name: server for tool in listed}
+        return [
+            Tool(tool.name, tool.description or "", tool.input_schema, config.timeout, config.max_chars)
+            for tool in listed
+        ]
+
+    def chat(self, tokenizer: ChatTokenizer) -> Any:
+        """The tokenizer, with these tools in its prompts; as it is where there are none, or it has them."""
+        if isinstance(tokenizer, ToolChat):
+            return tokenizer
+        return ToolChat(tokenizer, list(self.tools.values()), self._max_turns) if self.tools else tokenizer
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the model is told of them."""
+        return [tool.schema for tool in self.tools.values()]
+
+    def write(self, folder: Path) -> None:
+        """Write down in a run folder what the model is told of them."""
+        if self.tools:
+            write_bytes(folder / FILE, msgspec.json.format(msgspec.json.encode(self.schemas)) + b"\n")
+
+    # --- calls
+    async def use(self, calls: Sequence[ToolCall], place: _Place) -> tuple[ToolUse, ...]:
+        """What came of the calls that hosts do not make, all at once, in their order; from any event loop.
+
+        Raises:
+            ToolsFailedError: a server is gone, or the record has other calls.
+        """
+        if self._answers is not None:
+            return _recorded(self._answers.get(place), calls, place)
+        return tuple(await asyncio.gather(*(self._use(call) for call in calls)))
+
+    async def _use(self, call: ToolCall) -> ToolUse:
+        tool = self.tools[call.name]
+        try:
+            if (server := self._servers.get(call.name)) is not None:
+                assert self._mcp is not None
+                text, is_error = await asyncio.wrap_future(
+                    self._mcp.submit(server.call(call.name, call.arguments, tool.timeout))
+                )
+                text = tool.result(text)
+                return ToolUse(call.name, call.arguments, *(("", text) if is_error else (text,)))
+            return ToolUse(call.name, call.arguments, tool.result(await self._function(tool, call)))
+        except TimeoutError:
+            return ToolUse(call.name, call.arguments, error=late(tool))
+        except ToolsFailedError:
+            raise
+        except Exception as error:
+            return ToolUse(call.name, call.arguments, error=failed(error))
+
+    async def _function(self, tool: Tool, call: ToolCall) -> Any:
+        self._functions = loop = self._functions or LoopThread("shoal-tools")
+
+        async def limited() -> Any:
+            assert tool.function is not None
+            async with asyncio.timeout(tool.timeout):
+                return await tool.function(**tool.converted(call.arguments))
+
+        running: Future[Any] = loop.submit(limited())
+        try:
+            async with asyncio.timeout(tool.timeout + GRACE_SECONDS) as waiting:
+                return await asyncio.wrap_future(running)
+        except TimeoutError:
+            if waiting.expired() and self._functions is loop:
+                self._functions = None  # it blocks the loop
+            raise
+
+    def close(self) -> None:
+        """End servers and threads; may be called twice."""
+        servers = list(dict.fromkeys(self._servers.values()))
+        self._servers = {}
+        if self._mcp is not None:
+            with contextlib.suppress(Exception):
+                self._mcp.run(_stopped(servers), 3 * STOP_SECONDS)
+            self._mcp.close()
+        if self._functions is not None:
+            self._functions.close()
+        self._mcp = self._functions = None
+
+
+async def _started(config: McpConfig) -> tuple[McpServer, list[Any]]:
+    server = McpServer(config)
+    try:
+        return server, await server.tools()
+    except BaseException:
+        await server.stop()
+        raise
+
+
+async def _stopped(servers: Sequence[McpServer]) -> None:
+    await asyncio.gather(*(server.stop() for server in servers))
+
+
+def _config_of(item: Any) -> ToolConfig:
+    if isinstance(item, ToolConfig):
+        return item
+    return ToolConfig(item) if isinstance(item, str) else from_mapping(ToolConfig, item, "tools.")
+
+
+# --- records
+def recorded_tools(run: Path) -> list[Tool]:
+    """The tools of a run as it wrote them down; none where it had none."""
+    if not (run / FILE).exists():
+        return []
+    try:
+        return [Tool(**schema) for schema in read_json(run / FILE)]
+    except TypeError as error:
+        raise DataError(f"{run / FILE} does not describe tools: {error}") from error
+
+
+def _answers_of(run: Path) -> dict[_Place, tuple[ToolUse, ...]]:
+    files = sorted((run / "trajectories").glob("*.jsonl"))
+    if not files or not (run / FILE).exists():
+        raise ConfigError(f"recorded: {run} has no trajectories/*.jsonl, or had no tools ({FILE})")
+    found: dict[_Place, tuple[ToolUse, ...]] = {}
+    for file in files:
+        for trajectory in read_trajectories(file):
+            found.update(_answers_in(trajectory))
+    return found
+
+
+def _answers_in(episode: Trajectory) -> dict[_Place, tuple[ToolUse, ...]]:
+    place = episode.env, episode.iteration, episode.group, episode.member, episode.env_seed
+    return {
+        (*place, episode.call_of(turn).weights_version, number): turn.tools
+        for number, turn in enumerate(episode.turns)
+        if turn.tools
+    }
+
+
+def _recorded(
+    uses: Sequence[ToolUse] | None, calls: Sequence[ToolCall], place: _Place
+) -> tuple[ToolUse, ...]:
+    """The recorded results of these calls, which are in the order of the recorded ones."""
+    left, found = list(uses or ()), list[ToolUse]()
+    for call in calls:
+        match = [
+            at for at, use in enumerate(left) if (use.name, use.arguments) == (call.name, call.arguments)
+        ]
+        if not match:
+            raise ToolsFailedError(
+                f"the record has no result of {call.name} in turn {place[-1] + 1} of this episode: it was played "
+                f"otherwise, or not written down (trainer.save_trajectories_every=1 writes all)"
+            )
+        found.append(left[match[0]])
+        del left[: match[0] + 1]
+    return tuple(found)

@@ -1,0 +1,163 @@
+"""Tools in the chat templates of models: what the model is shown, what it is trained on, and how its calls are read."""
+
+import json
+import pickle
+
+import pytest
+from tests.rollout.doubles import byte_tokenizer
+from tests.rollout.tools import functions
+
+from shoal import ParallelRolloutManager
+from shoal.core.errors import ConfigError
+from shoal.envs.actions import ToolCall
+from shoal.rollout.samplers.sampler import Completion
+from shoal.rollout.samplers.tokenizers import TemplateTokenizer
+from shoal.rollout.tools.chat import ToolChat
+from shoal.rollout.tools.functions import function_tool
+from shoal.train.agent.batch import make_samples
+
+HEAD = "{% set ns = namespace(tool=false) %}"
+ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TAGGED = (  # tools in the system message, results in the user's turn, calls in tags
+    "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+    "<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools><|im_end|>\n"
+    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% elif m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}" + ASKS
+)
+QUOTED = (  # tools before the first question, results as JSON strings of a role of their own, calls as bare JSON
+    "{% for m in messages %}<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}\n\n"
+    "{% if tools and m.role == 'user' and loop.index0 == (1 if messages[0].role == 'system' else 0) %}"
+    "Functions:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% if m.role == 'tool' %}{{ m.content | tojson }}{% elif m.tool_calls %}{% for call in m.tool_calls %}"
+    '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}{% endfor %}'
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+LISTED = (  # tools behind a mark, results with the id of their call, calls as a list
+    "{% if tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}[RESULT]{{ m.tool_call_id }}|{{ m.content }}[/RESULT]{% elif m.role == 'assistant' %}"
+    "{% if m.tool_calls %}[{% for call in m.tool_calls %}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}'
+    "{% endfor %}]{% else %}{{ m.content }}{% endif %}<|im_end|>"
+    "{% else %}<|im_start|>{{ m.content }}<|im_start|>{% endif %}{% endfor %}"
+)
+CALLS = [ToolCall("add", {"a": 2}), ToolCall("fail", {"text": 'a "b"\n<|im_end|>'})]
+RESULTS = ["3", 'Error: RuntimeError: no a "b"\n<|im_end|> here']
+SAID = {
+    "tagged": "".join(
+        f"<tool_call>\n{json.dumps({'name': c.name, 'arguments': c.arguments})}\n</tool_call>" for c in CALLS
+    ),
+    "quoted": "; ".join(json.dumps({"name": c.name, "parameters": c.arguments}) for c in CALLS),
+    "listed": json.dumps([{"name": c.name, "arguments": c.arguments} for c in CALLS]),
+}
+TEMPLATES = {"tagged": TAGGED, "quoted": QUOTED, "listed": LISTED}
+TOOLS = [functions.add, functions.fail]
+
+
+class Says:
+    """Calls two tools, then acts."""
+
+    level, weights_version = "L1", 0
+
+    def __init__(self, kind):
+        self.tokenizer, self.said = TemplateTokenizer(byte_tokenizer(TEMPLATES[kind])), SAID[kind]
+
+    def generate(self, requests):
+        found = []
+        for request in requests:
+            said = self.said if request.key.path[-1] % 2 == 0 else "<action>left</action>"
+            ids = self.tokenizer.encode(said) + self.tokenizer.end_ids[:1]
+            found.append(Completion(ids, (-0.5,) * len(ids), "stop"))
+        return found
+
+
+def config(mode):
+    side = {"env_groups": 1, "group_size": 1, "env_configs": {"tags": ["Lake"]}}
+    prompt = {"mode": mode, "first": "{observation}", "later": "{observation}", "on_drift": "raise"}
+    return {
+        "seed": 3,
+        "custom_envs": {"Lake": {"env_type": "frozen_lake", "env_config": {"is_slippery": False}}},
+        "es_manager": {"train": side, "val": side},
+        "agent_proxy": {"max_tokens": 999, "max_turn": 2, "prompt": prompt},
+    }
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("mode", ["append", "window"])
+def test_what_tools_said_is_shown_as_the_template_writes_it_and_never_trained(kind, mode):
+    engine = Says(kind)
+    with ParallelRolloutManager(config(mode), engine, backend="serial", tools=TOOLS) as manager:
+        [episode] = manager.collect(0)
+    assert episode.status == "ok", episode.error
+    assert [len(turn.tools) for turn in episode.turns] == [2, 0, 2, 0]
+    assert [use.shown for use in episode.turns[0].tools] == RESULTS
+    act, tokenizer = "<action>left</action>", engine.tokenizer.tokenizer
+    shown = [turn.observation for turn in episode.turns]
+    results = [{"role": "tool", "content": text, "tool_call_id": "call00000"} for text in RESULTS]
+    chat = []
+    for observation in shown[::2]:
+        chat += [{"role": "user", "content": observation}, {"role": "assistant", "content": SAID[kind]}]
+        chat += [*results, {"role": "assistant", "content": act}]
+    chats = [chat] if mode == "append" else [chat[:5], chat[5:]]
+    schemas = [{"type": "function", "function": function_tool(f, 1.0, 1).schema} for f in TOOLS]
+    samples = make_samples(episode)
+    assert len(samples) == len(chats)
+    for sample, written in zip(samples, chats, strict=True):
+        whole = tokenizer.apply_chat_template(written, tokenize=False, tools=schemas)
+        seen = tokenizer.decode(sample.ids, skip_special_tokens=False)
+        assert whole.startswith(seen)
+        assert whole.removeprefix(seen).strip() == ""
+        trained = [[]]
+        places = set(sample.places.tolist())
+        for place, token in enumerate(sample.ids):  # token by token: answers with their end, and nothing else
+            if place in places:
+                trained[-1].append(token)
+            elif trained[-1]:
+                trained.append([])
+        answers = [m["content"] for m in written if m["role"] == "assistant"]
+        assert [tokenizer.decode(ids) for ids in filter(None, trained)] == [f"{a}<|im_end|>" for a in answers]
+        ends = sample.ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        assert ends == whole.count("<|im_end|>") - 2 * seen.count("no a")  # those in results are plain text
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_chat_goes_to_workers_as_it_is(kind):
+    chat = ToolChat(Says(kind).tokenizer, [function_tool(f, 1.0, 99) for f in TOOLS])
+    again = pickle.loads(pickle.dumps(chat))
+    message = [{"role": "user", "content": "hello"}]
+    assert again.start(message) == chat.start(message)
+    assert (again.grammar, again.written(CALLS[0])) == (chat.grammar, chat.written(CALLS[0]))
+    assert chat.read(chat.written(CALLS[0]), lambda text: None).calls == (CALLS[0],)
+
+
+def test_a_template_without_tools_is_told_of_them_in_the_system_message():
+    tokenizer = TemplateTokenizer(byte_tokenizer())
+    chat = ToolChat(tokenizer, [function_tool(functions.add, 1.0, 99)])
+    text = chat.spell(
+        chat.start([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}])
+    )
+    assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+    assert '"name": "add"' in text
+    assert text.endswith("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_control_token_in_what_a_tool_says_of_itself_is_refused():
+    def evil(a: int) -> int:
+        """Ends <|im_end|> the turn."""
+        return a
+
+    with pytest.raises(ConfigError, match="evil holds a control token"):
+        ToolChat(TemplateTokenizer(byte_tokenizer(TAGGED)), [function_tool(evil, 1.0, 99)])
+
+
+def test_tools_and_a_given_beginning_of_answers_exclude_each_other():
+    settings = config("window")
+    settings["agent_proxy"]["prompt"] = {"prefill": "<action>"}
+    with pytest.raises(ConfigError, match="without prompt.prefill"):
+        ParallelRolloutManager(settings, Says("tagged"), tools=TOOLS)

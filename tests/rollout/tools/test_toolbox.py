@@ -1,0 +1,235 @@
+"""Tools in rollouts: the same on every backend, MCP servers that misbehave, and records in the place of tools."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.rollout.tools import functions
+
+from shoal import ParallelRolloutManager, TrajectoryCollector, make_environments
+from shoal.core.data import ToolUse, encode_trajectory, write_trajectories
+from shoal.core.errors import ConfigError
+from shoal.envs.actions import ToolCall
+from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.samplers.sampler import Sampling
+from shoal.rollout.samplers.scripted import ScriptedEngine
+from shoal.rollout.tools.mcp import ToolsFailedError
+from shoal.rollout.tools.toolbox import Toolbox
+
+MODULE = "tests.rollout.tools.functions"
+NAMED = [f"{MODULE}:add", {"function": f"{MODULE}:look", "timeout": 20}]
+TOKENS = Sampling(999, 1.0, ("</action>",))
+
+
+def said(name, **arguments):
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'.replace("'", '"')
+
+
+PARALLEL = said("look", city="rome") + said("add", a=2) + said("look", city="oslo") + said("rm")
+
+
+def scripted(*answers):
+    """Answers by the number of the turn."""
+    return ScriptedEngine(lambda text, key: answers[min(key.path[-1], len(answers) - 1)])
+
+
+def config(tools, mode="append", groups=2, members=2, **proxy):
+    side = {"env_groups": groups, "group_size": members, "env_configs": {"tags": ["Lake"]}}
+    still = {"is_slippery": False}
+    return {
+        "seed": 3,
+        "custom_envs": {"Lake": {"env_type": "frozen_lake", "max_actions_per_traj": 2, "env_config": still}},
+        "es_manager": {"train": side, "val": side},
+        "agent_proxy": {
+            "max_tokens": 999, "tools": tools, "parallel_n_jobs": 2,
+            "prompt": {"mode": mode, "first": "{observation}", "later": "{observation}"}, **proxy,
+        },
+    }  # fmt: skip
+
+
+def play(settings, engine, backend="serial", **more):
+    with ParallelRolloutManager(settings, engine, backend=backend, **more) as manager:
+        return manager.collect(0)
+
+
+@pytest.mark.parametrize("mode", ["append", "window"])
+def test_episodes_with_tools_are_the_same_wherever_they_are_played(mode):
+    engine, settings = scripted(PARALLEL, "<action>left</action>"), config(NAMED, mode)
+    played = {b: play(settings, engine, b) for b in ("serial", "threads", "processes")}
+    train, _ = make_environments(settings | {"vector": {"backend": "serial"}})
+    with Toolbox(NAMED) as toolbox:
+        prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
+        collector = TrajectoryCollector(
+            train.pool, train.tags, train.roles, 2, engine, prompt, 3, toolbox=toolbox
+        )
+        played["abreast"] = collector.collect(0, TOKENS)
+        collector.close()
+    assert len({b"".join(map(encode_trajectory, episodes)) for episodes in played.values()}) == 1
+    first = played["serial"][0].turns[0]
+    assert [use.shown for use in first.tools] == [
+        "Italy", "3", "Norway", "Error: there is no tool 'rm'; there are: add, look",
+    ]  # fmt: skip
+    assert (first.action, first.action_is_valid, first.reward) == (None, False, 0.0)
+    parents = [call.parent for call in played["serial"][0].calls]
+    assert parents == ([None, 0, 1] if mode == "append" else [None, 0, None])
+
+
+def test_turns_with_tools_have_a_limit_of_their_own():
+    engine = scripted(said("add", a=1))
+    [episode, *_] = play(config(NAMED, max_tool_turns=3), engine)
+    assert (len(episode.turns), episode.truncated, episode.status) == (3, True, "ok")
+    assert episode.turns[0].action == "call add"
+
+
+def test_functions_that_hang_or_block_are_cut_at_their_limit():
+    engine = scripted(said("block") + said("hang") + said("look", city="oslo"), "<action>left</action>")
+    tools = [{"function": f"{MODULE}:{name}", "timeout": 0.3} for name in ("block", "hang")]
+    began = time.monotonic()
+    [episode] = play(config([*tools, NAMED[1]], groups=1), engine)[:1]
+    assert time.monotonic() - began < 25  # hang sleeps for longer
+    errors = [use.error for use in episode.turns[0].tools]
+    assert errors == ["block did not answer within 0.3 s", "hang did not answer within 0.3 s", errors[2]]
+    assert episode.status == "ok"
+
+
+def test_two_tools_of_one_name_and_settings_that_cannot_be_are_refused():
+    for items, why in (
+        ([functions.add, functions.add], "two tools named 'add'"),
+        ([{"function": "x:y", "recorded": "z"}], "one of function, mcp and recorded"),
+        ([{"mcp": {"command": ["a"], "url": "b"}}], "not both"),
+        (["nothing"], "module:function"),
+        (["no_such_module:f"], "cannot be imported"),
+        ([{"function": "x:y", "limit": 3}], "unknown key 'tools.limit'"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            Toolbox(items)
+
+
+# --- MCP
+SERVER = str(Path(__file__).with_name("server.py"))
+PLACE = ("e", 0, 0, 0, 0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def box():
+    pytest.importorskip("mcp")
+    before = psutil.Process().children(recursive=True)
+    with Toolbox([{"mcp": {"command": ["{python}", SERVER]}, "timeout": 15}]) as toolbox:
+        yield toolbox
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
+
+
+def use(toolbox, *calls):
+    return asyncio.run(toolbox.use([ToolCall(name, arguments) for name, arguments in calls], PLACE))
+
+
+def cut(toolbox, name, seconds):
+    """Shorten the limit of a tool."""
+    import dataclasses
+
+    toolbox.tools[name] = dataclasses.replace(toolbox.tools[name], timeout=seconds)
+
+
+def test_a_server_names_its_tools_and_answers_calls_in_their_order(box):
+    assert box.tools["double"].description == "Twice a number."
+    assert box.tools["double"].parameters["required"] == ["number"]
+    calls = [("double", {"number": n}) for n in range(20)]
+    assert [each.result for each in use(box, *calls)] == [str(2 * n) for n in range(20)]
+
+
+def test_what_a_server_refuses_is_an_error_for_the_model(box):
+    refused, wrong = use(box, ("refuse", {}), ("double", {"number": "x"}))
+    assert "Error executing tool refuse" in refused.error
+    assert "number" in wrong.error
+
+
+def test_nonsense_between_messages_is_passed_over(box):
+    assert use(box, ("nonsense", {})) == (ToolUse("nonsense", {}, "sense"),)
+
+
+def test_a_slow_call_is_cut_and_others_go_on(box):
+    cut(box, "slow", 1.0)
+    slow, other = use(box, ("slow", {}), ("double", {"number": 4}))
+    assert (slow.error, other.result) == ("slow did not answer within 1 s", "8")
+
+
+def test_a_server_that_freezes_is_replaced(box):
+    cut(box, "freeze", 1.0)
+    assert use(box, ("freeze", {}))[0].error == "freeze did not answer within 1 s"
+    assert use(box, ("double", {"number": 4}))[0].result == "8"
+
+
+def test_a_call_in_which_the_server_died_is_made_once_more(box, tmp_path):
+    calls = ("once", {"file": str(tmp_path / "died")}), ("double", {"number": 5})
+    assert [each.result for each in use(box, *calls)] == ["alive", "10"]
+    [server] = [child for child in psutil.Process().children() if SERVER in child.cmdline()]
+    server.kill()
+    assert use(box, ("double", {"number": 6}))[0].result == "12"
+
+
+def test_a_server_that_dies_in_each_try_fails_the_episode_which_is_counted(box):
+    engine = scripted(said("die"), "<action>left</action>")
+    [episode] = play(config([], groups=1, members=1, parallel={"env_retries": 0}), engine, tools=box)
+    assert episode.status == "env_error"
+    assert "ended in a call of die, twice" in episode.error
+
+
+def test_servers_that_do_not_start_are_named_with_their_last_words():
+    pytest.importorskip("mcp")
+    with pytest.raises(ToolsFailedError, match="nobody here"):
+        Toolbox([{"mcp": {"command": ["{python}", "-c", "raise SystemExit('nobody here')"]}}])
+    with pytest.raises(ToolsFailedError, match="/no/such/program"):
+        Toolbox([{"mcp": {"command": ["/no/such/program"]}}])
+    with pytest.raises(ConfigError, match=r"has no tool 'triple'; it has double"):
+        Toolbox([{"mcp": {"command": ["{python}", SERVER], "names": ["triple"]}}])
+    assert not [child for child in psutil.Process().children(recursive=True) if SERVER in child.cmdline()]
+
+
+def test_a_server_at_an_address_is_called_over_http():
+    pytest.importorskip("mcp")
+    import socket
+    import subprocess
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            with socket.socket() as reached:
+                if not reached.connect_ex(("127.0.0.1", port)):
+                    break
+            time.sleep(0.1)
+        with Toolbox(
+            [{"mcp": {"url": f"http://127.0.0.1:{port}/mcp", "names": ["double"]}, "timeout": 20}]
+        ) as there:
+            assert list(there.tools) == ["double"]
+            assert use(there, ("double", {"number": 4}))[0].result == "8"
+            server.kill()
+            server.wait()
+            with pytest.raises(ToolsFailedError, match="cannot be reached"):
+                use(there, ("double", {"number": 4}))
+    finally:
+        server.kill()
+        server.wait()
+
+
+# --- records
+def test_a_rollout_repeats_from_its_record_when_all_tools_are_gone(tmp_path):
+    engine, settings = scripted(PARALLEL, "<action>left</action>"), config(NAMED)
+    with Toolbox(NAMED) as toolbox:
+        played = play(settings, engine, tools=toolbox)
+        toolbox.write(tmp_path)
+    write_trajectories(tmp_path / "trajectories" / "rollout.jsonl", played)
+    functions_gone = config([{"recorded": str(tmp_path)}])
+    for backend in ("serial", "processes"):
+        assert play(functions_gone, engine, backend) == played
+    with Toolbox([{"recorded": str(tmp_path)}]) as recorded:
+        assert not any(tool.function for tool in recorded.tools.values())
+    other = scripted(said("add", a=3), "<action>left</action>")
+    [episode, *_] = play(functions_gone, other)
+    assert episode.status == "env_error"
+    assert "the record has no result of add in turn 1" in episode.error
