@@ -49,9 +49,9 @@ class ToolConfig:
     """A server of the Model Context Protocol."""
     recorded: str | None = None
     """A run folder: its tools, whose results come from its record; nothing is called."""
-    timeout: float = 10.0
+    timeout: float = Tool.timeout
     """Seconds of one call; then the model is told that the tool did not answer."""
-    max_chars: int = 4096
+    max_chars: int = Tool.max_chars
     """Of a result; the rest is cut."""
 
     def __post_init__(self) -> None:
@@ -91,29 +91,22 @@ class Toolbox(Closing):
             raise
 
     def _add(self, item: Any) -> None:
-        if callable(item):
-            config, found = (
-                ToolConfig("given"),
-                [function_tool(item, ToolConfig.timeout, ToolConfig.max_chars)],
-            )
-        else:
-            config = _config_of(item)
-            found = self._found(config)
+        config = None if callable(item) else _config_of(item)
+        found = [function_tool(item)] if config is None else self._found(config)
         for tool in found:
             if not NAME.match(tool.name):
                 raise ConfigError(f"the name of a tool must match {NAME.pattern}, got {tool.name!r:.80}")
             if tool.name in self.tools:
                 raise ConfigError(f"there are two tools named {tool.name!r}: rename one, or set mcp.names")
             self.tools[tool.name] = tool
-        if config.recorded is not None and (len(self.tools) > len(found) or self._answers is not None):
+        if self._answers is not None and len(self.tools) > len(found):
             raise ConfigError("recorded: it must be the only entry of tools, since a record has all results")
-        if config.recorded is not None:
-            self._answers = _answers_of(Path(config.recorded))
 
     def _found(self, config: ToolConfig) -> list[Tool]:
         if config.function is not None:
             return [function_tool(named_function(config.function), config.timeout, config.max_chars)]
         if config.recorded is not None:
+            self._answers = _answers_of(Path(config.recorded))
             return recorded_tools(Path(config.recorded))
         assert config.mcp is not None
         self._mcp = self._mcp or LoopThread("shoal-mcp")
