@@ -41,7 +41,7 @@ test-portable: setup  ## on Linux what other systems run: spawn and pipes
 
 test-browser: setup  ## the viewer in a headless Chromium (installed from Debian's packages if missing)
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium
-	$(BIN)/python -m pytest tests/viewer/test_browser.py -m browser --timeout 300
+	$(BIN)/python -m pytest tests/viewer -m browser --timeout 300
 
 test-gpu:         ## the tests that need a GPU, with $(PYTHON)
 	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/rollout/samplers/test_gpu.py tests/rollout/samplers/test_invariant.py tests/train/agent/test_determinism.py -p no:cacheprovider
@@ -60,6 +60,7 @@ docs: setup       ## the site of the documents, into build/site
 
 settings: setup   ## write docs/settings.md, after a change to a setting, its default or its docstring
 	PYTHONPATH=src $(BIN)/python docs/make_settings.py
+	PYTHONPATH=src $(BIN)/python docs/make_metrics.py
 
 package:          ## the wheel and the sdist, into dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def _episode(draw: random.Random, file: int, number: int) -> Trajectory:
             Exchange("S F F F\nF H F H\nF F F H\nH F F G", prompt, said, chances, "<action>Down</action>",
                  "Down" if valid else None, valid, 0.0, "s", None, "stop")
         )  # fmt: skip
-    turns[-1] = replace(turns[-1], reward=draw.choice((0.0, 0.0, 0.5, 1.0)))
+    turns[-1] = turns[-1]._replace(reward=draw.choice((0.0, 0.0, 0.5, 1.0)))
     solved = turns[-1].reward == 1.0
     broken = ("env_error", "RuntimeError: the lake is frozen") if draw.random() < 0.01 else ("ok", None)
     return trajectory_of(
@@ -126,6 +125,10 @@ def paints(
 ) -> None:
     """First paints of the pages of a run."""
     browser.size(1280)
+    whole = f"document.querySelector('.pager').textContent.includes('of {episodes:,}')"
+    browser.open(f"{address}run/0/episodes")
+    while not browser.run(whole):  # the index is being made
+        browser.open(f"{address}run/0/episodes")
     add("first paint", "ideal: a page of nothing", paint(browser, f"{address}nothing", runs))
     name = f"train-{FILES // 2:06d}:{episodes // FILES // 2}"
     for what, path in (
@@ -133,6 +136,7 @@ def paints(
         ("the run", "run/0"),
         ("episodes, unfiltered", "run/0/episodes"),
         ("episodes, the worst that ran out of turns", "run/0/episodes?outcome=truncated&order=worst"),
+        ("episodes with a text, one that all have", "run/0/episodes?text=f+h+f"),
         ("episodes, the last page", f"run/0/episodes?page={episodes // 50 - 1}"),
         ("a group", f"run/0/group?name={name}"),
         ("an episode", f"run/0/episode?name={name}"),
@@ -174,7 +178,7 @@ def main() -> int:
             assert sum(file.read_bytes().count(b"\n") for file in files) == options.episodes
 
         add("an index from nothing", "ideal: count the lines", timed(lines, options.runs))
-        index = EpisodeIndex(folder, cache / "shoal")
+        index = EpisodeIndex(folder)
         add("an index from nothing", "shoal", timed(index.refresh, 1))
         assert index.count() == options.episodes
         add("an index that is up to date", "shoal", timed(index.refresh, options.runs))
@@ -199,7 +203,6 @@ def main() -> int:
         add("shoal show --worst", "shoal", timed(command(*show, "--worst"), options.runs))
         named = ("--file", files[FILES // 2].stem, "--episode", "17")
         add("shoal show --file --episode", "shoal", timed(command(*show, *named), options.runs))
-        index.close()
     if options.quick:
         return 0
     result = {

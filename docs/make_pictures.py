@@ -1,5 +1,15 @@
-"""Makes the pictures of `docs/environments.md`: `python docs/make_pictures.py` (needs pillow)."""
+"""Makes the pictures of the pages: `PYTHONPATH=.:src python docs/make_pictures.py [RUN]` (needs pillow).
 
+Without RUN the pictures of environments. With a run of the demo, such as runs/demo, those of the viewer, by Chromium.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +18,17 @@ from PIL import Image
 from shoal.envs import make
 from shoal.envs.pictures import TILE, picture_of
 
-FOLDER = Path(__file__).parent / "pictures"
+DOCS = Path(__file__).parent
+FOLDER = DOCS / "pictures"
+SIZE = 940, 660
+"""Of the window of the viewer."""
+VIEWS = {
+    "viewer-run.png": "run/0",
+    "viewer-episodes.png": "run/0/episodes?file=train-000010.jsonl&order=best",
+    "viewer-group.png": "table.episodes a[href*='/group']",
+    "viewer-episode.png": "table.group thead a",
+}
+"""Pictures of the viewer, in the order in which one goes to them: an address, or a link of the page before."""
 
 
 def beside(pictures: list[np.ndarray]) -> Image.Image:
@@ -22,9 +42,8 @@ def beside(pictures: list[np.ndarray]) -> Image.Image:
     return Image.fromarray(np.hstack(row[:-1]))
 
 
-def main() -> None:
+def environments() -> None:
     """Sokoban rooms of rising difficulty, a solution as an animation, and three lakes."""
-    FOLDER.mkdir(exist_ok=True)
     kinds = [
         {"min_pushes": 3},
         {"num_boxes": 2, "min_pushes": 6},
@@ -56,5 +75,43 @@ def main() -> None:
     beside(shown).save(FOLDER / "frozen_lake.png", optimize=True)
 
 
+def viewer(run: str) -> None:
+    """Pages of a run as `shoal view` shows them, and all of them as an animation."""
+    from tests.viewer.browser import Browser
+
+    frames = []
+    # A command shown has the run's full path, which is that of this machine.
+    shorter = f"code.textContent = code.textContent.replace({str(Path(run).resolve())!r}, 'runs/demo')"
+    with tempfile.TemporaryDirectory() as folder, Browser() as browser:
+        shot = Path(folder) / "shot.png"
+        words = [sys.executable, "-m", "shoal", "view", run]
+        env = os.environ | {"XDG_STATE_HOME": folder}
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as server:
+            assert server.stdout is not None
+            home = server.stdout.readline().split()[-1]
+            browser.size(*SIZE)
+            browser.send("Emulation.setScrollbarsHidden", hidden=True)
+            for name, place in VIEWS.items():
+                if place.startswith("run/"):
+                    browser.open(home + place)
+                else:
+                    before = browser.run("location.href")
+                    browser.click(place)
+                    browser.until(f"location.href !== {before!r} && document.readyState === 'complete'")
+                browser.run("window.scrollTo(0, 0)")
+                browser.run(f"document.querySelectorAll('code').forEach(code => {{ {shorter} }})")
+                browser.picture(shot, SIZE[1])
+                image = Image.open(shot).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+                image.save(FOLDER / name, optimize=True)
+                frames.append(image.convert("RGB").quantize(32, dither=Image.Dither.NONE))
+            server.send_signal(signal.SIGINT)
+    film = DOCS / "images" / "viewer.gif"
+    frames[0].save(film, save_all=True, append_images=frames[1:], duration=2200, loop=0, optimize=True)
+
+
 if __name__ == "__main__":
-    main()
+    FOLDER.mkdir(exist_ok=True)
+    if len(sys.argv) > 1:
+        viewer(sys.argv[1])
+    else:
+        environments()

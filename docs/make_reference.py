@@ -15,7 +15,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "build" / "reference"
 ROOMS = {
-    "shoal": "Training, and what else `import shoal` offers",
+    "shoal": "Every name that `import shoal` offers; the names of training are explained below, the others on the "
+    "page of their room",
     "shoal.vector": "Vector environments",
     "shoal.envs": "Environments",
     "shoal.rollout": "Rollouts and engines",
@@ -53,8 +54,20 @@ def pages() -> Iterator[tuple[str, str]]:
     for room, title in ROOMS.items():
         inside = [place for place in shared if room_of(place) == room]
         places = sorted({*inside, *(public(room) if room != "shoal" else ()), *ALSO.get(room, ())}, key=last)
+        listed = sorted(shared, key=last) if room == "shoal" else places
         blocks = "\n".join(f"::: {place}\n" for place in places)
-        yield f"{room.removeprefix('shoal.')}.md", f"# {room}\n\n{title}.\n\n{blocks}"
+        yield f"{room.removeprefix('shoal.')}.md", f"# {room}\n\n{title}.\n\n{contents(listed)}\n\n{blocks}"
+
+
+def contents(places: list[str]) -> str:
+    """A line for each name: a link to its entry, and the first sentences of its docstring."""
+    lines = []
+    for place in places:
+        module, _, name = place.rpartition(".")
+        text = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
+        first = " ".join(text.partition("\n\n")[0].split())
+        lines.append(f"- [`{name}`][{place}]: {first}")
+    return "\n".join(lines)
 
 
 def room_of(place: str) -> str:

@@ -84,7 +84,7 @@ def sections(kind: Any, path: str) -> Iterator[str]:
             meaning = notes[item.name] + choices(hints[item.name], notes[item.name])
             rows.append(f"| `{path}{item.name}` | {default_of(item)} | {cell(meaning)} |")
         else:
-            below = ".NAME" if get_origin(hints[item.name]) is dict else ""
+            below = {dict: ".NAME", tuple: ".N"}.get(get_origin(hints[item.name]), "")
             inner.append((section, f"{path}{item.name}{below}."))
     if path and rows:
         yield f"## `{path.removesuffix('.')}`\n"

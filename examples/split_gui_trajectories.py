@@ -1,6 +1,7 @@
 """Screenshots and chats become a training batch in which every answer is trained exactly once."""
 
 import tempfile
+import textwrap
 from pathlib import Path
 
 from shoal.splitting import StepwiseTrajectorySplitter, build_qwen_processor, load_processor
@@ -26,7 +27,8 @@ def main() -> None:
 
     sample = batch.samples()[2]
     print(f"\n{sample.dataset_id}, step {sample.step_index + 1} of {sample.n_steps}, trained:")
-    print(processor.tokenizer.decode(sample.response_ids[sample.response_mask].tolist()))
+    text = processor.tokenizer.decode(sample.response_ids[sample.response_mask].tolist())
+    print("\n".join(textwrap.fill(line, 80) for line in text.splitlines()))
 
     assert (batch["reward_tensor"] * batch["response_mask"]).sum() == batch["reward_tensor"].sum()
     batch.save(work / "run" / "batch")

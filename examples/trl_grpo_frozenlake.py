@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer learns shoal's FrozenLake: shoal plays the episodes, TRL updates the weights. About a minute.
 
-    pip install "shoal[trl]"
+    pip install ".[trl]"
     python examples/trl_grpo_frozenlake.py [steps]
 
 The language model is created here, so nothing is downloaded; a short warm-up teaches it the format of an answer. Any
@@ -14,7 +14,7 @@ try:
     from datasets import disable_progress_bars
     from trl import GRPOConfig, GRPOTrainer
 except ImportError as error:
-    sys.exit(f'this example needs {error.name}: run pip install "shoal[trl]"')
+    sys.exit(f'this example needs {error.name}: run pip install ".[trl]"')
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 import shoal
 from shoal.cli.command import every, flags_of
@@ -163,9 +164,45 @@ def test_every_page_is_in_the_navigation():
 def test_the_page_of_results_names_every_rival(tmp_path):
     subprocess.run([sys.executable, ROOT / "docs" / "make_results.py", tmp_path], check=True)
     text = (tmp_path / "results.md").read_text()
-    assert text.count("<svg") > 20
+    assert text.count('<div class="bars">') > 20
     assert "sb3" in text
     assert "gymnasium async" in text
+    assert text.index("\n## ") > 500, "the page begins with words"
+    for section in text.split("\n## ")[1:]:
+        assert len(section.split("\n\n")[1]) > 80, f"{section.splitlines()[0]} is not explained"
+        folded = section.index("\n??? ")
+        assert section[:folded].count('class="bars"') <= 3
+        assert "| case |" not in section[:folded]
+
+
+MARKUP = {
+    "???": "pymdownx.details",
+    "!!!": "admonition",
+    "===": "pymdownx.tabbed",
+    "```": "pymdownx.superfences",
+}
+"""The extension of Markdown that turns lines with this beginning into more than text."""
+
+
+def test_markup_of_the_pages_has_its_extension(tmp_path):
+    made = [ROOT / "docs" / name for name in ("make_results.py", "make_reference.py")]
+    for program in made:
+        subprocess.run([sys.executable, program, tmp_path / program.stem], check=True)
+    extensions = set()
+    for entry in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["markdown_extensions"]:
+        extensions |= {entry} if isinstance(entry, str) else {*entry}
+    pages = [*(ROOT / "docs").rglob("*.md"), *tmp_path.rglob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    used = set(re.findall(r"^ *(\?\?\?|!!!|===|```)", text, re.M))
+    assert {"???", "```"} <= used
+    assert {MARKUP[mark] for mark in used} - extensions == set()
+
+
+def test_the_search_finds_names_and_the_parts_of_dotted_names():
+    plugins = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"]
+    separator = next(entry["search"]["separator"] for entry in plugins if "search" in entry)
+    words = re.split(separator, "see `shoal.vector.make_vec(env_id)`, or EpisodeIndex")
+    assert [word for word in words if word] == "see shoal vector make_vec env_id or EpisodeIndex".split()
 
 
 def test_the_reference_has_every_public_name_with_its_docstring(tmp_path):
@@ -176,9 +213,18 @@ def test_the_reference_has_every_public_name_with_its_docstring(tmp_path):
     rooms = ["shoal", *(f"shoal.{room}" for room in ROOMS[1:])]
     public = {name for room in rooms for name in getattr(importlib.import_module(room), "__all__", ())}
     assert public - shown == {"__version__"}
+    listed = set(re.findall(r"^- \[`(\w+)`\]\[[\w.]+\]: \S", (tmp_path / "shoal.md").read_text(), re.M))
+    assert listed == {name for name in shoal.__all__ if name != "__version__"}
     for place in places:
         module, _, name = place.rpartition(".")
         assert getattr(importlib.import_module(module), name).__doc__, f"{place} has no docstring"
+
+
+def test_pictures_of_the_viewer_are_small():
+    pictures = [*(ROOT / "docs" / "pictures").iterdir(), ROOT / "docs" / "images" / "viewer.gif"]
+    assert sum("viewer-" in picture.name for picture in pictures) >= 4
+    for picture in pictures:
+        assert picture.stat().st_size <= 150_000, f"{picture.name}: make it again with fewer colours"
 
 
 SIZES = {"settings.md": 40_000}
@@ -267,4 +313,4 @@ def test_an_example_whose_packages_are_not_there_says_how_to_install_them(tmp_pa
     env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env.get('PYTHONPATH', '')}"
     done = subprocess.run([sys.executable, example], env=env, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr == 'this example needs datasets: run pip install "shoal[trl]"\n'
+    assert done.stderr == 'this example needs datasets: run pip install ".[trl]"\n'

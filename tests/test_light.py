@@ -83,7 +83,7 @@ def test_without_the_extras_one_line_says_what_to_install(code, said, tmp_path):
     done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True)
     assert done.returncode == 1
     assert f"{said}" in done.stderr.splitlines()[-1]
-    assert 'pip install "shoal[train]"' in done.stderr.splitlines()[-1]
+    assert 'pip install ".[train]"' in done.stderr.splitlines()[-1]
     assert ("Traceback" in done.stderr) == ("PPO" in code)
 
 

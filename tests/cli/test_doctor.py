@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,8 @@ import shoal
 from shoal.cli import doctor
 from shoal.cli.main import main
 from shoal.core import executors
+
+ROOT = Path(__file__).parents[2]
 
 
 def findings(capsys, *words, code=0):
@@ -34,11 +38,19 @@ def test_a_bare_machine_is_told_what_it_lacks_and_what_to_do(bare, capsys):
         "system": "ok", "cores": "ok", "ray": "missing", "gpu": "missing", "shm": "warning",
     }  # fmt: skip
     assert found["shm"]["found"] == "/dev/shm has 64 MiB, 62 free"
-    assert "shoal[parallel]" in found["ray"]["advice"]
+    assert 'pip install ".[parallel]"' in found["ray"]["advice"]
     assert found["[parallel]"]["found"] == "without ray"
     assert f"shoal {shoal.__version__}" in found["system"]["found"]
     assert main(["doctor"]) == 0
     assert "shoal works here" in capsys.readouterr().out
+
+
+def test_every_extra_has_a_line_with_the_command_that_installs_it(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "_has", lambda module: False)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    found = findings(capsys)
+    advice = {name: one["advice"] for name, one in found.items() if name.startswith("[")}
+    assert advice == {f"[{extra}]": f'pip install ".[{extra}]"' for extra in extras if extra != "all"}
 
 
 def test_a_ray_cluster_that_does_not_answer_is_found(monkeypatch):

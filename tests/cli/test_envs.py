@@ -48,6 +48,45 @@ def test_show_tells_settings_rules_and_a_first_observation(capsys):
     assert "Left, Down, Right, Up" in out
 
 
+OWN = """
+import gymnasium
+import numpy as np
+
+class Door(gymnasium.Env):
+    '''Opens by the right key.
+
+    # Keys
+
+    A page of them.
+
+    # Doors
+
+    Another page.
+    '''
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def __init__(self, keys: int = 3, *, color, **more):
+        self.color = color
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {"action_mask": [1, 0, 1]}
+"""
+
+
+def test_show_tells_settings_and_allowed_actions_of_ones_own_env(tmp_path, monkeypatch, capsys):
+    (tmp_path / "doors.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "show", "doors:Door", "color=red")
+    sys.modules.pop("doors", None)
+    assert (code, err) == (0, "")
+    assert out.startswith("doors:Door: Opens by the right key.\n\n(its docstring has 2 more sections: ")
+    assert "  keys = 3   int\n  color = (needed)\n" in out
+    assert "Actions allowed now (its info has an action_mask): 0, 2" in out
+    assert "wrapped as" not in out
+
+
 def test_play_takes_words_prefixes_and_refuses_nonsense(capsys, monkeypatch):
     type_lines(monkeypatch, "Down", "d", "jump", "r", "right", "Down", "Right")
     code, out, _ = run(capsys, "play", "frozen_lake", "desc=4x4", "is_slippery=false")

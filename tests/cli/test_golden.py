@@ -15,7 +15,7 @@ TABLE = [
     ("envs", 0, "Usage: shoal envs COMMAND"),
     ("envs list", 0, "name           what it is"),
     ("envs show sokoban --seed 3", 0, "sokoban: Push every box of a room onto a target."),
-    ("envs show CartPole-v1", 0, "CartPole-v1: ## Description"),
+    ("envs show CartPole-v1", 0, "CartPole-v1: This environment corresponds to"),
     ("envs show nosuch", 2, "shoal: no env named 'nosuch'."),
     ("envs check bandit --episodes 2", 0, "ok      shoal's check_text_env: 2 episodes"),
     ("envs play bandit --port 3", 2, "shoal: Unknown option: --port."),

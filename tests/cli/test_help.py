@@ -164,3 +164,34 @@ def test_an_option_that_is_wrong_is_one_line_of_one_look(words, told, capsys):
 def test_whole_numbers_may_be_said_in_powers_of_ten(capsys):
     assert main(["train", "--seed", "1e3", "--cfg"]) == 0
     assert "seed: 1000\n" in capsys.readouterr().out
+
+
+def test_several_numbers_are_given_with_spaces_or_commas():
+    from shoal.cli.train_ppo import COMMAND
+
+    for words in ("--hidden 64 32", "--hidden 64,32", "--hidden=64,32"):
+        assert command.parse(COMMAND, "train-ppo", words.split()).ppo.hidden == (64, 32)
+
+
+def test_every_config_is_listed_with_what_it_is_for(capsys):
+    from shoal.train.agent.config import config_names
+
+    assert main(["train", "--configs"]) == 0
+    out = capsys.readouterr().out
+    for name in config_names():
+        (row,) = [line.split(maxsplit=1) for line in out.splitlines() if line.split()[:1] == [name]]
+        assert len(row[1]) > 20
+
+
+def test_each_command_has_one_line_in_the_list_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = re.findall(r"^│ (\S*) +(.*?) *│$", said(capsys, "--help"), re.MULTILINE)
+    assert rows == [(name, about) for name, (_, about) in COMMANDS.items()]
+
+
+def test_what_is_said_of_an_example_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, told in EVERY:
+        text = said(capsys, *name.split(), "--help")
+        for about in re.findall(r"^  shoal .*\S {2,}(\S.*)$", told.more, re.MULTILINE):
+            assert about in text  # in one line

@@ -1,4 +1,3 @@
-import contextlib
 import json
 import logging
 import os
@@ -11,6 +10,7 @@ from tests.viewer.test_index import episode
 
 from shoal.cli.grammar import came_to_an_end, show_warnings
 from shoal.cli.main import main
+from shoal.cli.output import program
 from shoal.core.data import write_trajectories
 from shoal.core.errors import EngineError
 from shoal.core.run_folder import RunFolder
@@ -102,8 +102,8 @@ def test_a_pipe_among_the_files_of_a_run_is_not_waited_for(run, capsys, name):
     assert main(["runs", str(run.parent)]) == 0
     assert "1 run in" in capsys.readouterr().out
     assert main(["show", str(run)]) == (2 if name == "summary.json" else 0)
-    with contextlib.closing(EpisodeIndex(run)) as index:
-        assert index.advantages(index.refresh().episodes()[:1]) is None
+    index = EpisodeIndex(run).refresh()
+    assert index.advantages(index.episodes()[:1]) is None
 
 
 @pytest.mark.parametrize("summary", [[], {"metrics": None}, {"metrics": [1]}])
@@ -195,3 +195,20 @@ def test_rows_that_were_torn_are_not_counted(tmp_path, capsys):
     )
     assert main(["show", str(tmp_path)]) == 0
     assert "2 rows of metrics so far" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_folder_that_is_no_run_is_named_by_what_it_is(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("no run")
+    (tmp_path / "runs" / "one" / "metrics.jsonl").write_text("")
+    for name, told in (
+        ("empty", "it is empty"),
+        ("other", "it holds no summary.json, metrics.jsonl or config.yaml"),
+        ("runs", f"holds some: shoal show {tmp_path / 'runs' / 'one'}"),
+    ):
+        assert main(["show", str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err
+        assert told in error.replace(program(), "shoal")
+        assert f"{program()} runs" in error

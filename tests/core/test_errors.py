@@ -3,7 +3,7 @@
 import gymnasium
 import numpy as np
 
-from shoal.core.errors import user_frames
+from shoal.core.errors import did_you_mean, user_frames
 from shoal.envs.catalogue import make
 
 
@@ -71,3 +71,9 @@ def test_an_error_of_shoals_own_code_has_no_line_of_the_user():
     env = make("bandit")
     error = raised(lambda: env.step(1))
     assert user_frames(error.with_traceback(error.__traceback__.tb_next.tb_next)) == []
+
+
+def test_a_long_list_of_known_names_is_cut():
+    told = did_you_mean("ep-7x", [f"ep-{number}" for number in range(250)])
+    assert told.startswith(" Did you mean 'ep-7'? Known: ep-0, ep-1, ep-10, ")
+    assert told.endswith(", … (150 more)")

@@ -279,3 +279,78 @@ def test_a_class_that_is_refused_and_a_module_that_breaks_are_told_with_their_li
     said = capsys.readouterr().err
     assert "importing 'broken_module' failed with NameError: name 'dept' is not defined" in said
     assert "broken_module.py:2 in <module>: water = dept + 1" in said
+
+
+MASKED = '''
+import gymnasium
+import numpy as np
+
+
+class Masked(gymnasium.Env):
+    """Counts; of three actions only the one whose turn it is may be taken."""
+
+    observation_space = gymnasium.spaces.Box(0, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def action_masks(self):
+        return np.arange(3) == self.count % 3
+
+    def seen(self):
+        return np.array([self.count], np.float32), {"action_mask": self.action_masks()}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return self.seen()
+
+    def step(self, action):
+        if action != self.count % 3:
+            raise ValueError(f"action {action} is not allowed")
+        self.count += 1
+        observation, info = self.seen()
+        return observation, 1.0, self.count == 7, False, info
+
+
+class ByMethod(Masked):
+    def seen(self):
+        return super().seen()[0], {}
+
+
+class TooShort(Masked):
+    def action_masks(self):
+        return np.ones(2, bool)
+
+
+class Nothing(Masked):
+    def action_masks(self):
+        return np.zeros(3, bool)
+'''
+
+
+@pytest.fixture
+def masked(tmp_path, monkeypatch):
+    (tmp_path / "masked_env.py").write_text(MASKED)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("masked_env", None)
+
+
+@pytest.mark.parametrize("kind", ["Masked", "ByMethod"])
+def test_an_env_with_action_masks_is_given_allowed_actions_by_every_check(masked, capsys, kind):
+    assert main(["envs", "check", f"masked_env:{kind}", "--episodes", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 episodes of random actions that its masks allow, 14 steps without a fault" in out
+    assert "ok      gymnasium's check_env" in out
+    assert "unwrapped" not in out
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("TooShort", "must be 3 values of 0 or 1, one an action, got [True, True]"),
+        ("Nothing", "must allow at least one action, got [False, False, False]"),
+    ],
+)
+def test_a_mask_that_is_none_is_a_fault(masked, capsys, kind, told):
+    assert main(["envs", "check", f"masked_env:{kind}"]) == 1
+    assert told in capsys.readouterr().out

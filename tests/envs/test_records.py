@@ -37,7 +37,7 @@ def test_parquet_holds_the_same_records(tmp_path):
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingExtraError, match=r'pip install "shoal\[data\]"'):
+    with pytest.raises(MissingExtraError, match=r'pip install "\.\[data\]"'):
         load_records(tmp_path / "a.parquet")
 
 

@@ -1,15 +1,11 @@
 """`shoal gateway MODEL` as a process: its first line is the address, and what it answered is on disk."""
 
 import contextlib
-import itertools
 import json
-import random
 import signal
 import subprocess
 import sys
-import threading
 import urllib.request
-from http.client import HTTPException
 
 import msgspec
 import pytest
@@ -68,31 +64,3 @@ def test_mistakes_are_one_line(tmp_path, capsys, words):
     assert main(["gateway", "tiny", "--out", str(tmp_path / "out"), *words]) != 0
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["gateway", str(tmp_path / "none")]) == 2
-
-
-@pytest.mark.slow
-def test_what_was_answered_is_on_disk_whenever_the_process_is_killed(tmp_path):
-    for run in range(20):
-        answered, lock = [], threading.Lock()
-
-        def agent(url, number, answered=answered, lock=lock):
-            for turn in itertools.count():
-                try:
-                    answer = ask(url, f"{number} {turn}")
-                except (OSError, ValueError, HTTPException):
-                    return
-                with lock:
-                    answered.append((answer["id"], answer["choices"][0]["message"]["content"].strip()))
-
-        with started(tmp_path / str(run)) as process:
-            url = process.stdout.readline().strip()
-            agents = [threading.Thread(target=agent, args=(url, number)) for number in range(4)]
-            for one in agents:
-                one.start()
-            threading.Event().wait(random.Random(run).uniform(0.05, 1.0))
-            process.kill()
-            for one in agents:
-                one.join()
-        kept = [(f"chatcmpl-a-{call.number}", call.answer) for call in recorded(tmp_path / str(run))]
-        assert len(set(kept)) == len(kept)
-        assert set(answered) <= set(kept)

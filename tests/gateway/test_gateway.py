@@ -7,12 +7,14 @@ import random
 import socket
 import urllib.error
 import urllib.request
+from collections import Counter
 
 import msgspec
 import openai
 import pytest
 
 from shoal.core.data import Call
+from shoal.core.errors import EngineError
 from shoal.gateway.chats import read_answer
 from shoal.gateway.server import MOST_BODY, Gateway, GatewayServer
 from shoal.gateway.sessions import Recorded
@@ -21,6 +23,8 @@ from shoal.rollout.samplers.sampler import Completion
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 
 CHAT = {"model": "m"}
+GO = [{"role": "user", "content": "go"}]
+TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 class Scripted:
@@ -201,12 +205,63 @@ def test_a_call_after_the_end_is_refused(serve, engine):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        (
+            {"messages": [*GO, {"role": "system", "content": "late"}, *GO]},
+            "a system message must come before",
+        ),
+        (
+            {"messages": [*GO, {"role": "system", "content": "late"}, *GO], "tools": [TOOL]},
+            "a system message",
+        ),
+        ({"messages": [*GO, {"role": "assistant", "tool_calls": 5}, *GO]}, "tool_calls"),
+        (
+            {
+                "messages": [
+                    *GO,
+                    {"role": "assistant", "tool_calls": [{"function": {"arguments": "9" * 5000}}]},
+                    *GO,
+                ]
+            },
+            "messages[1]",
+        ),
+        ({"messages": [{"role": "user", "content": "half a pair: \ud800"}]}, "surrogates"),
+        ({"messages": [{"role": "user", "content": "go", "weight": float("nan")}]}, "JSON"),
+        ({"tools": 5}, "tools"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "custom"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stream": "yes"}, "stream"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"stream": True, "stream_options": "usage"}, "stream_options"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(serve, engine, more, name):
     server = serve(as_sampler(engine), engine.tokenizer, max_tokens=4)
     body = {"messages": [{"role": "user", "content": "go"}], **more}
     status, answer = post(server, json.dumps(body).encode())
+    assert status == 400
+    assert name in answer["error"]["message"]
+    assert "a" not in server.gateway.sessions
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("responses", {"input": "go", "reasoning": {"effort": "high"}}, "reasoning"),
+        ("responses", {"input": "go", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ("responses", {"input": "go", "tools": [{"type": "web_search"}]}, "web_search"),
+        ("responses", {"input": "go", "include": ["message.output_text.logprobs"]}, "include"),
+        ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ("messages", {"messages": GO, "thinking": {"type": "enabled", "budget_tokens": 2048}}, "thinking"),
+        ("messages", {"messages": GO, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "input_schema"),
+        ("messages", {"messages": GO, "tools": 5}, "tools"),
+        ("messages", {"messages": GO, "stop_sequences": "end"}, "stop_sequences"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name_on_other_wires(serve, engine, path, body, name):
+    server = serve(as_sampler(engine), engine.tokenizer, max_tokens=4)
+    status, answer = post(server, json.dumps(body).encode(), f"a/v1/{path}")
     assert status == 400
     assert name in answer["error"]["message"]
     assert "a" not in server.gateway.sessions
@@ -261,6 +316,77 @@ def test_strangers_are_refused(serve, engine):
     assert post(server, body)[0] == 200
 
 
+def test_a_text_that_ends_an_answer_is_no_part_of_it_but_of_its_tokens(serve, engine):
+    sampler = Scripted(engine.tokenizer, {"go": "Act: up\nObservation:", "seen": "done"})
+    server = serve(sampler, engine.tokenizer)
+    first = client(server).chat.completions.create(messages=GO, stop=["\nObservation:", "?"], **CHAT)
+    assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("Act: up", "stop")
+    back = [*GO, {"role": "assistant", "content": "Act: up"}, {"role": "user", "content": "seen"}]
+    client(server).chat.completions.create(messages=back, **CHAT)
+    one, two = (call for _, call in server.gateway.sessions["a"].close())
+    assert engine.tokenizer.decode(one.response_ids) == "Act: up\nObservation:"
+    assert two.parent == 0
+    status, answer = post(
+        server, json.dumps({"messages": GO, "stop_sequences": ["\nObs"]}).encode(), "b/v1/messages"
+    )
+    assert status == 200
+    assert answer["content"] == [{"type": "text", "text": "Act: up"}]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "\nObs")
+
+
+def test_answers_that_differ_in_blanks_alone_are_not_mistaken_for_each_other(serve, engine):
+    """Whichever of two answers to one prompt comes first, and whether a program drops the blanks or not."""
+
+    class Blanks:
+        async def sample(self, request):
+            text = ("yes", "yes ", " yes")[request.key.path[-1]]
+            ids = engine.tokenizer.encode(text)
+            return Completion(ids, (-0.5,) * len(ids), "stop", 7)
+
+    server = serve(Blanks(), engine.tokenizer)
+    client(server).chat.completions.create(messages=GO, n=3, **CHAT)
+    for said in (" yes", "yes", "yes ", "\nyes\n"):
+        back = [*GO, {"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
+        client(server).chat.completions.create(messages=back, **CHAT)
+    session = server.gateway.sessions["a"]
+    said = [recorded.answer for recorded in session.calls[:3]]
+    least = min(range(3), key=lambda nth: (session.calls[nth].digest, nth))
+    assert [said[recorded.call.parent] for recorded in session.calls[3:]] == [
+        " yes",
+        "yes",
+        "yes ",
+        said[least],
+    ]
+    assert session.roots == 1
+
+
+def test_a_failure_of_the_sampler_changes_no_noise_and_is_not_forgotten(serve, engine):
+    """What is asked again is answered as if nothing had been; what is not leaves its session failed."""
+
+    class FailsOnce:
+        def __init__(self):
+            self.inner, self.seen = as_sampler(engine), set()
+
+        async def sample(self, request):
+            if request.key not in self.seen:
+                self.seen.add(request.key)
+                raise EngineError("the engine is away")
+            return await self.inner.sample(request)
+
+    bodies = [json.dumps({"messages": [{"role": "user", "content": text}], "n": 2}).encode() for text in "ab"]
+    plain, failing = (serve(s, engine.tokenizer, max_tokens=4) for s in (as_sampler(engine), FailsOnce()))
+    assert [post(plain, body)[0] for body in bodies] == [200, 200]
+    assert [post(failing, body)[0] for body in bodies] == [503, 503]
+    session = failing.gateway.sessions["a"]
+    assert session.calls == []
+    assert post(failing, bodies[0])[0] == 200
+    assert str(session.failed) == "the engine is away"  # the other prompt was never answered
+    assert post(failing, bodies[1])[0] == 200
+    assert session.failed is None
+    found = [[call for _, call in s.gateway.sessions["a"].close()] for s in (plain, failing)]
+    assert found[0] == found[1]
+
+
 def test_a_sampler_that_fails_costs_time_and_no_session(serve, engine):
     class Fails(Scripted):
         async def sample(self, request):
@@ -292,8 +418,30 @@ def test_streams_and_responses_say_what_the_plain_answer_says(serve, engine):
     with ask.responses.stream(input="go", **CHAT) as stream:
         assert "".join(e.delta for e in stream if e.type == "response.output_text.delta") == "Up we go"
         assert stream.get_final_response().output_text == "Up we go"
+    chunks = ask.chat.completions.create(messages=messages, stream=True, n=2, logprobs=True, **CHAT)
+    texts, counts = Counter(), Counter()
+    for choice in itertools.chain.from_iterable(chunk.choices for chunk in chunks):
+        texts[choice.index, choice.delta.content or ""] += 1
+        counts[choice.index] += len(choice.logprobs.content if choice.logprobs else ())
+    assert {(0, "Up we go"), (1, "Up we go")} <= set(texts)
+    assert counts == {place: len(engine.tokenizer.encode("Up we go")) for place in (0, 1)}
     calls = [call for _, call in server.gateway.sessions["a"].close()]
     assert len({call.new_prompt_ids for call in calls}) == 1  # one prompt, whatever the wire
+
+
+def test_an_answer_that_was_cut_says_so_on_every_wire(serve, engine):
+    class Cut(Scripted):
+        async def sample(self, request):
+            return msgspec.structs.replace(await super().sample(request), finish="length")
+
+    server = serve(Cut(engine.tokenizer, {"go": "Up we"}), engine.tokenizer)
+    ask = client(server)
+    assert ask.chat.completions.create(messages=GO, **CHAT).choices[0].finish_reason == "length"
+    assert ask.responses.create(input="go", **CHAT).incomplete_details.reason == "max_output_tokens"
+    last = list(ask.responses.create(input="go", stream=True, **CHAT))[-1]
+    assert (last.type, last.response.output_text) == ("response.incomplete", "Up we")
+    _, answer = post(server, json.dumps({"messages": GO}).encode(), "a/v1/messages")
+    assert answer["stop_reason"] == "max_tokens"
 
 
 def test_a_call_that_is_broken_or_of_no_offered_tool_stays_text():
@@ -302,6 +450,11 @@ def test_a_call_that_is_broken_or_of_no_offered_tool_stays_text():
         '<tool_call>{"name": "rm"}</tool_call>',
         "<tool_call>[1]</tool_call>",
         f"<tool_call>{'[' * 100_000}</tool_call>",
+        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+        f'<tool_call>{{"name": "add", "arguments": {{"a": {"9" * 5000}}}}}</tool_call>',
     ):
         said = read_answer(text, ["add"])
         assert (said.text, said.calls) == (text, ())

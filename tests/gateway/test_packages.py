@@ -1,13 +1,18 @@
-"""Programs with packages of others, unchanged: `anthropic` and OpenAI's Agents SDK, where they are installed."""
+"""Programs with packages of others, unchanged, where they are installed."""
 
 import asyncio
+import importlib.util
+from pathlib import Path
 
 import pytest
 
+from shoal.envs.program import ProgramConfig, ProgramEnv
 from shoal.gateway.server import Gateway, GatewayServer
+from shoal.rollout.programs import Result, run
 from shoal.rollout.samplers.sampler import Completion
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "gateway"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": 1}}\n</tool_call>'
 
 
@@ -87,3 +92,32 @@ def test_the_agents_sdk_of_openai_runs_an_agent_with_a_tool(server, monkeypatch,
 
     assert asyncio.run(run()).final_output == "It is 3."
     assert parents(server) == [None, 0]
+
+
+class Says:
+    """The same answer to all."""
+
+    def __init__(self, tokenizer, text):
+        self.ids = tokenizer.encode(text)
+
+    async def sample(self, request):
+        return Completion(self.ids, (-0.5,) * len(self.ids), "stop", 7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "prompt"),
+    [("verifiers", (("user", "Say b."),)), ("inspect_ai", (("system", "One word."), ("user", "Say b.")))],
+)
+def test_an_environment_of_others_plays_through_the_gateway_and_its_own_score_is_the_reward(package, prompt):
+    """As commands, whose packages need not agree with shoal's."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"the package {package} is not installed")
+    name = f"words_{package.removesuffix('_ai')}.py"
+    program = ProgramEnv(ProgramConfig(command=("{python}", name), folder=str(EXAMPLES), timeout=300))
+    tokenizer = TinyEngine([], TinyShape(32, 1, 2, 2000)).tokenizer
+    for text, reward in (("b!", 1.0), ("a!", 0.0)):
+        with GatewayServer(Gateway(Says(tokenizer, text), tokenizer)) as server:
+            result = asyncio.run(run(program, {"seed": 1}, server.variables("a")))
+            (call,) = server.gateway.sessions["a"].calls
+        assert (result, call.turns, call.answer) == (Result(reward, reward == 1), prompt, text)

@@ -3,10 +3,11 @@
 from dataclasses import fields, replace
 
 import pytest
+from msgspec import UNSET
 from tests.cli.recorded import trajectory, turn
 from tests.records import exchanges, with_call
 
-from shoal.core.data import Call, Trajectory, Turn
+from shoal.core.data import Call, Judged, Trajectory, Turn
 from shoal.rollout.verify import compare, difference_of
 
 CHANGES = [
@@ -37,6 +38,8 @@ def other_than(value):
     """A value of the same kind that is not the same."""
     if isinstance(value, bool | None):
         return not value
+    if value is UNSET:
+        return Judged((1.0,), ())
     return value + type(value)("x" if isinstance(value, str) else [9] if isinstance(value, tuple) else 1)
 
 

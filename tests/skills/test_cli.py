@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from shoal.cli.command import parse
 from shoal.cli.main import main
 from shoal.cli.skills_train import COMMAND
 from shoal.core.errors import MissingExtraError
-from shoal.skills.jobs.store import Store
+from shoal.skills.jobs.store import NewVersion, Store
 from shoal.skills.learning.frontier import Frontier
 from shoal.skills.learning.scheduler import SkillScheduler
 
@@ -119,8 +120,33 @@ def test_status_history_eval_and_rollback_tell_of_the_run(
     assert skills("eval", "--episodes", "0", *at) == 2
     assert sorted(trained.rglob("*")) == before
     assert skills("rollback", "0", "1", *at) == 0
-    assert skills("rollback", "0", "7", *at) == 2
-    assert "there is no version 7" in capsys.readouterr().err
+    assert "version 1 is the head of expert 0 already" in capsys.readouterr().out
+    for words, told in (
+        (("rollback", "0", "7"), "there is no version 7 of any expert: name one that shoal skills history"),
+        (("rollback", "5", "1"), "has no expert 5; it has 0"),
+        (("history", "5"), "has no expert 5; it has 0"),
+    ):
+        assert skills(*words, *at) == 2
+        assert told in capsys.readouterr().err
+    with contextlib.closing(Store(trained)) as store:
+        older = store.version(1)
+        newer = store.add_version(NewVersion(0, older.sha256, 1, older.frames, 0, "run", accepted=True))
+    assert skills("rollback", "0", "1", *at) == 0
+    out = capsys.readouterr().out
+    assert "version 1 is the head of expert 0 again" in out
+    assert f"skills rollback 0 {newer} --out {trained}" in out
+
+
+def test_status_summary_and_pages_tell_the_same_seconds(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert skills("status", "--graph-path", str(trained)) == 0
+    rows = re.findall(r" [\d,]+ +(\d+\.\d) +1\b", capsys.readouterr().out)
+    total = json.loads((trained / "summary.json").read_text())["metrics"]["training_seconds"]
+    assert sum(map(float, rows)) == pytest.approx(total, abs=0.1 * len(rows))
+    assert main(["view", str(trained), "--export", str(tmp_path / "page.html")]) == 0
+    shown = re.search(r"seconds of training in all\D+([\d.]+)", (tmp_path / "page.html").read_text())
+    assert float(shown[1]) == pytest.approx(total, abs=0.1)
 
 
 def test_logs_print_what_the_training_wrote(trained: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -268,10 +294,10 @@ def test_a_dry_run_prints_the_plans_that_are_trained_with_where_places_are_left_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Stone is not found at the table, so another is placed for the pickaxe."""
-    assert (
-        skills("train", "--dry-run", "--env_name", "craftax-classic", "--target-skill", "Make Stone Pickaxe")
-        == 0
+    code = skills(
+        "train", "--dry-run", "--env_name", "craftax-classic", "--target-skill", "Make Stone Pickaxe"
     )
+    assert code == (0 if find_spec("craftax") else 1)  # as of the training itself
     assert (
         "plan Collect Wood x6 -> Place Table x1 -> Make Wood Pickaxe x1 -> Collect Stone x1 -> Place Table x1 -> "
         "Make Stone Pickaxe x1"
@@ -283,7 +309,10 @@ def test_without_the_extra_of_trainings_nothing_is_made_or_launched(
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert skills("train", "--graph-path", str(tmp_path / "x")) == 1
-    assert 'training skills needs an extra: run pip install "shoal[train]"' in capsys.readouterr().err
+    assert (
+        'training skills needs an extra: in the clone of shoal, run pip install ".[train]"'
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "x").exists()
 
 
@@ -292,7 +321,10 @@ def test_a_world_whose_package_is_not_installed_is_told_before_anything_is_made_
 ) -> None:
     monkeypatch.setitem(sys.modules, "craftax", None)
     assert skills("train", "--env-name", "craftax", "--graph-path", str(tmp_path / "x")) == 1
-    assert "the world 'craftax' needs an extra: run pip install \"shoal[craftax]\"" in capsys.readouterr().err
+    assert (
+        "the world 'craftax' needs an extra: in the clone of shoal, run pip install \".[craftax]\""
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "x").exists()
     scheduler = SkillScheduler(tmp_path / "y", world="craftax-classic")
     with pytest.raises(MissingExtraError, match="the world 'craftax-classic' needs an extra"):

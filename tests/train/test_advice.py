@@ -64,6 +64,45 @@ def titles(*given):
     return [advice.title for advice in advise(*given)]
 
 
+def noise(k):
+    return 0.01 * (k % 3 - 1)
+
+
+def test_a_run_that_stays_where_it_began_is_told_so_with_what_to_change():
+    for name in ("success", "reward"):  # of agents, and of PPO
+        still = {
+            **GOOD,
+            "entropy": 0.5,
+            "success": None,
+            name: lambda k: 0.3 + noise(k),
+            "learning_rate": 1e-7,
+        }
+        (told,) = advise(rows(40, **still, approx_kl=1e-6))
+        assert (told.level, told.metric, told.title) == ("warn", name, "Nothing has been learned so far")
+        assert "was 0.299 in the first quarter of 40 rows and is 0.299 in the last" in told.text
+        assert "raise the learning rate (it is 1e-07) tenfold" in told.text
+        for kl in ({"kl_to_rollout": 1e-6, "gradient_steps": 4}, {"approx_kl": 1e-6, "n_minibatches": 8}):
+            (told,) = advise(rows(40, **still, **kl))
+            assert f"{next(iter(kl))} is 1e-06 an update" in told.text
+        (told,) = advise(rows(40, **still, kl_to_rollout=0.0, gradient_steps=1))  # 0 by its definition
+        assert "The policy moves" in told.text
+        (told,) = advise(rows(40, **still, approx_kl=0.01), None, None, "runs/a")
+        assert "shoal view runs/a" in told.text
+        assert titles(rows(16, **still)) == []  # too short to tell
+
+
+@pytest.mark.parametrize(
+    "success",
+    [
+        lambda k: 0.3 + 0.01 * k + noise(k),  # rises
+        lambda k: (0.1 if k < 10 else 0.5) + noise(k),  # has risen
+        lambda k: 0.95 + noise(k),  # was solved from the beginning
+    ],
+)
+def test_a_run_that_learned_or_has_nothing_to_learn_is_not_called_flat(success):
+    assert titles(rows(40, **{**GOOD, "entropy": 0.5, "success": success})) == []
+
+
 def test_groups_without_different_rewards_are_no_trouble_where_episodes_teach_alone():
     alone = {**GOOD, "groups_with_signal": 0.0}
     assert titles(rows(**alone, value_loss=0.05)) == []

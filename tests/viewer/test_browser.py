@@ -51,7 +51,7 @@ def demo(tmp_path_factory):
 @contextlib.contextmanager
 def served(*runs, cache):
     words = [sys.executable, "-m", "shoal", "view", *map(str, runs)]
-    env = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache), "XDG_STATE_HOME": str(cache)}
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as process:
         try:
             yield process.stdout.readline().split()[-1]
@@ -65,11 +65,14 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
         browser.size(1280)
         browser.problems.clear()
         browser.open(address)
+        assert browser.run("document.querySelector('svg.spark').getBoundingClientRect().width") > 50
         browser.click("a.row-link", "demo")
         browser.until("document.querySelectorAll('svg.chart').length >= 5")
         browser.until("document.querySelector('#episodes td.n')?.textContent > 0")  # the index is there
         browser.click("svg.chart a[href*='train-000002']")
         browser.until("location.search.includes('train-000002') && !!document.querySelector('svg.histogram')")
+        fills = "[...document.querySelectorAll('.histogram rect')].map(e => getComputedStyle(e).fill)"
+        assert "rgb(0, 0, 0)" not in browser.run(fills)  # of what has no style
         # failures, as a filter
         browser.click("a.chip.error")
         browser.until("location.search.includes('outcome=error')")
@@ -80,6 +83,9 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
         browser.click("table.episodes a[href*='/group']")
         browser.until("document.querySelectorAll('table.group thead th').length > 8")
         assert "part" in browser.run("document.querySelector('.facts').textContent")
+        left = "document.querySelector('table.group th.chosen').getBoundingClientRect().left"
+        turns = "document.querySelector('table.group thead th').getBoundingClientRect().right"
+        assert browser.run(f"{left} >= {turns}")  # the member is not below the numbers of the turns
         # an episode, its tokens in their colours
         browser.click("table.group thead a")
         browser.until("document.querySelectorAll('.strip .token').length > 2")
@@ -133,7 +139,7 @@ def test_points_arrive_while_a_run_goes_on(browser, tmp_path):
 
 
 def test_the_static_file_opens_from_disk_and_its_links_lead(browser, demo, tmp_path):
-    run = Run(demo, tmp_path / "cache")
+    run = Run(demo)
     run.index.refresh()
     page = tmp_path / "out.html"
     page.write_text(export([run], 12))
@@ -144,11 +150,11 @@ def test_the_static_file_opens_from_disk_and_its_links_lead(browser, demo, tmp_p
     )
     assert browser.until(shown) == "runs"
     browser.click(".page.shown a.row-link", "demo")
-    browser.until(f"({shown}) === 'run-0'")
+    browser.until(f"({shown}) === 'run-demo'")
     browser.click(".page.shown a[href*='episodes']")
     browser.until(f"({shown}).toString().includes('episodes')")
-    browser.open(page.as_uri() + "#run-0")  # a deep link
-    assert browser.until(shown) == "run-0"
+    browser.open(page.as_uri() + "#run-demo")  # a deep link
+    assert browser.until(shown) == "run-demo"
     episode_link = "document.querySelector('.page[id*=\"-episode-name\"]').id"
     browser.run(f"location.hash = {episode_link}")
     browser.until("document.querySelectorAll('.page.shown .strip .token').length > 0")

@@ -1,15 +1,12 @@
-import contextlib
 import json
 import os
-import sqlite3
 
 import pytest
 from tests.records import Exchange, trajectory_of
 
-from shoal.cli.main import main
 from shoal.core.data import encode_trajectory, read_trajectories, write_trajectories
 from shoal.core.errors import DataError
-from shoal.viewer.index import ORDERS, EpisodeIndex, Filter
+from shoal.viewer.index import COLUMNS, ORDERS, EpisodeIndex, Filter
 
 
 def turn(reward=0.0, response="<action>Up</action>", ids=(1, 2, 3), valid=True, finish="stop"):
@@ -44,9 +41,8 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def index(run, tmp_path):
-    with contextlib.closing(EpisodeIndex(run, tmp_path / "cache")) as index:
-        yield index.refresh()
+def index(run):
+    return EpisodeIndex(run).refresh()
 
 
 def test_it_knows_of_each_episode_what_reading_all_of_them_tells(run, index):
@@ -54,9 +50,9 @@ def test_it_knows_of_each_episode_what_reading_all_of_them_tells(run, index):
         found = index.episodes(Filter(file=file.name))
         for row, (known, whole) in enumerate(zip(found, read_trajectories(file), strict=True)):
             assert index.read(known) == whole
-            assert (known.row, known.env, known.iteration) == (row, whole.env, whole.iteration)
+            assert (known.row, known.env) == (row, whole.env)
             assert (known.group, known.member) == (whole.group, whole.member)
-            assert (known.env_seed, known.reward) == (str(whole.env_seed), whole.reward)
+            assert known.reward == whole.reward
             assert (known.turns, known.tokens) == (len(whole.turns), whole.n_tokens)
             assert (known.status, known.error) == (whole.status, whole.error)
             assert index.find(known.name) == known
@@ -70,7 +66,7 @@ def test_ends_causes_and_rewards_are_counted(index):
     assert index.rewards(Filter(group=99)) == []
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [*ORDERS, *COLUMNS, *(f"-{column}" for column in COLUMNS)])
 def test_pages_of_any_order_together_are_all_episodes_once(index, order):
     pages = [index.episodes(order=order, limit=2, offset=k) for k in (0, 2, 4, 6)]
     assert sorted(e.name for page in pages for e in page) == sorted(e.name for e in index.episodes())
@@ -82,6 +78,73 @@ def test_worst_is_best_from_behind(index):
     best = [e.name for e in index.episodes(order="best")]
     assert best[0] == "train-000001:0"
     assert [e.name for e in index.episodes(order="worst")] == best[::-1]
+
+
+@pytest.mark.parametrize("column", set(COLUMNS) - {"group", "outcome"})
+def test_a_column_sorts_the_episodes_by_its_values(index, column):
+    values = [getattr(episode, column) for episode in index.episodes(order=column)]
+    assert values == sorted(values)
+    assert [getattr(episode, column) for episode in index.episodes(order=f"-{column}")] == values[::-1]
+
+
+def test_an_iteration_is_that_of_the_file_and_of_its_curve(run, index):
+    """A held-out episode says 0, whichever weights it judged; a training one is one less than its file."""
+    write_trajectories(run / "trajectories" / "heldout-000025.jsonl", [episode(iteration=0)])
+    write_trajectories(run / "trajectories" / "rollout.jsonl", [episode(iteration=3)])
+    index.refresh()
+    assert [(e.file, e.iteration) for e in index.episodes(order="newest")][:2] == [
+        ("heldout-000025.jsonl", 25),
+        ("rollout.jsonl", 3),
+    ]
+    assert [e.file for e in index.episodes(Filter(iteration=1))] == ["train-000001.jsonl"] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("hidden cave", ["train-000003:1"]),  # in an observation, of any case
+        ("GO LEFT", ["train-000003:2"]),  # in a response
+        ("action-7", ["train-000003:3"]),  # in an action
+        ('"quoted" \\ text', ["train-000003:2"]),  # as JSON writes it in another way
+        ("größe", ["train-000003:2"]),
+        ("logprobs", []),  # the name of a field
+        ("1, 2", []),  # tokens
+        ("8765", []),
+    ],
+)
+def test_a_text_is_found_in_what_was_seen_said_and_done(run, index, text, found):
+    seen = turn()._replace(observation="a Hidden Cave", response_ids=(8765, 2, 3))
+    said = turn(response='Go left, "quoted" \\ text\nof some größe')
+    did = turn()._replace(action="action-7")
+    made = [
+        trajectory_of("Lake", 0, 0, k, 1, (turn(), t), False, True, False)
+        for k, t in enumerate((seen, said, did))
+    ]
+    write_trajectories(run / "trajectories" / "train-000003.jsonl", [episode(), *made])
+    index.refresh()
+    assert [e.name for e in index.episodes(Filter(text=text))] == found
+    assert index.count(Filter(text=text, file="train-000001.jsonl")) == 0
+    assert index.count(Filter(text="a lake")) == 8 - 1 + 1  # the one without a turn has no text
+
+
+def test_a_place_in_a_list_has_its_neighbours(index):
+    order = [e.name for e in index.episodes(order="worst")]
+    for k, name in enumerate(order):
+        place = index.place_of(index.find(name), Filter(), "worst")
+        assert (place.at, place.total) == (k, 5)
+        assert place.before is None if k == 0 else place.before.name == order[k - 1]
+        assert place.behind is None if k == 4 else place.behind.name == order[k + 1]
+    # a member that the list leaves out stands where its group does
+    assert index.place_of(index.find("train-000001:0"), Filter(outcome="truncated"), "file").at == 0
+    assert index.place_of(index.find("train-000001:0"), Filter(env="Other"), "file").at is None
+
+
+def test_neighbours_of_a_group_are_other_groups(index):
+    first = index.place_of(
+        index.find("train-000001:1"), Filter(file="train-000001.jsonl"), "file", groups=True
+    )
+    assert (first.at, first.total, first.before) == (0, 2, None)
+    assert first.behind.name == "train-000001:2"
 
 
 def test_filters_leave_what_they_say(index):
@@ -106,17 +169,6 @@ def test_a_line_that_is_still_being_written_waits(run, index):
         handle.write(line[30:] + line)
     assert index.refresh().count(Filter(file="live.jsonl")) == 3
     assert all(index.read(e).reward == 1.0 for e in index.episodes(Filter(file="live.jsonl")))
-
-
-def test_a_file_that_grew_is_not_read_again(run, index, monkeypatch):
-    file = run / "trajectories" / "train-000001.jsonl"
-    with file.open("ab") as handle:
-        handle.write(encode_trajectory(episode((2.0,))))
-    told = []
-    index.refresh(progress=lambda done, todo: told.append((done, todo)))
-    grown = len(encode_trajectory(episode((2.0,))))
-    assert told[-1] == (grown, grown)
-    assert index.count(Filter(file=file.name)) == 5
 
 
 def test_a_file_that_was_replaced_or_cut_or_removed_is_read_anew(run, index):
@@ -144,34 +196,10 @@ def test_lines_that_are_no_trajectories_are_counted_and_passed_over(run, index):
     assert [index.read(e).reward for e in index.episodes(Filter(file="odd.jsonl"))] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("junk", [b"no database at all" * 100, b""])
-def test_a_damaged_index_is_made_again(run, index, junk, tmp_path):
-    for extra in index.path.parent.glob("*"):
-        extra.write_bytes(junk)
-    with contextlib.closing(EpisodeIndex(run, tmp_path / "cache")) as again:
-        assert again.refresh().count() == 5
-
-
-def test_an_index_of_another_format_is_made_again(run, index, tmp_path):
-    with contextlib.closing(sqlite3.connect(index.path)) as db:
-        db.execute("pragma user_version = 999")
-    with contextlib.closing(EpisodeIndex(run, tmp_path / "cache")) as again:
-        assert again.refresh().count() == 5
-
-
-def test_nothing_is_written_into_the_run(run, tmp_path):
+def test_nothing_is_written_into_the_run(run):
     before = sorted(run.rglob("*"))
-    with contextlib.closing(EpisodeIndex(run, tmp_path / "cache")) as index:
-        index.refresh()
+    assert EpisodeIndex(run).refresh().count() == 5
     assert sorted(run.rglob("*")) == before
-
-
-def test_a_cache_that_cannot_be_written_is_replaced_by_a_passing_one(run, tmp_path):
-    (tmp_path / "file").write_text("")
-    with contextlib.closing(EpisodeIndex(run, tmp_path / "file")) as index:
-        assert index.refresh().count() == 5
-        place = index.path
-    assert not place.exists()
 
 
 @pytest.mark.parametrize(
@@ -189,55 +217,20 @@ def test_a_file_changed_since_is_told(run, index):
         index.read(known)
 
 
-def test_a_line_that_is_no_whole_trajectory_is_not_told_as_a_change(run, tmp_path):
+def test_a_line_that_is_no_whole_trajectory_is_not_told_as_a_change(run):
     file = run / "trajectories" / "train-000001.jsonl"
     line = json.loads(encode_trajectory(episode((0.5,))))
     del line["terminated"]
     file.write_text(json.dumps(line) + "\n")
-    index = EpisodeIndex(run, tmp_path / "other").refresh()
+    index = EpisodeIndex(run).refresh()
     with pytest.raises(DataError, match=r"train-000001.jsonl, episode 0: not a trajectory: .*`terminated`"):
         index.read(index.find("train-000001:0"))
 
 
-def test_a_damaged_index_is_made_again_whoever_meets_it(run, tmp_path):
-    folder = run / "trajectories"
-    write_trajectories(folder / "train-000002.jsonl", [episode(group=k, env="E" * 400) for k in range(500)])
-    with contextlib.closing(EpisodeIndex(run, tmp_path / "cache").refresh()) as index:
-        for look in (
-            lambda: index.count(),
-            lambda: index.episodes(limit=1000),
-            lambda: index.refresh().count(),
-        ):
-            before = index.episodes(limit=1000)
-            data = bytearray(index.path.read_bytes())
-            for page in range(4096, len(data), 4096):  # all but the head, which says that it is an index
-                data[page : page + 300] = b"\xee" * 300
-            index.path.write_bytes(data)
-            look()
-            assert index.episodes(limit=1000) == before
-
-
-def test_an_index_that_cannot_be_opened_or_written_is_told_in_a_line(run, tmp_path, monkeypatch, capsys):
-    """As on a network disk without locks, or a full one: a traceback of SQLite."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with contextlib.closing(EpisodeIndex(run)) as index:
-        index.path.mkdir()
-        assert main(["show", str(run)]) == 2
-        assert main(["view", str(run), "--export", str(tmp_path / "x.html")]) == 2
-        index.path.rmdir()
-        assert "db cannot be used (unable to open database file); set XDG_CACHE" in capsys.readouterr().err
-        index.refresh()
-        with sqlite3.connect(index.path) as other:
-            other.execute("create trigger full before insert on file begin select raise(fail, 'full'); end")
-        write_trajectories(run / "trajectories" / "train-000009.jsonl", [episode()])
-        with pytest.raises(DataError, match=r"cannot be used \(full\)"):
-            index.refresh()
-
-
-def test_numbers_that_no_index_holds_are_a_broken_line_and_no_end_of_the_reading(run, tmp_path):
+def test_numbers_that_no_index_holds_are_a_broken_line_and_no_end_of_the_reading(run):
     with (run / "trajectories" / "train-000001.jsonl").open("ab") as file:
         file.write(encode_trajectory(episode(group=7)).replace(b'"group":7', b'"group":%d' % 2**63))
         file.write(encode_trajectory(episode(group=8)))
-    with contextlib.closing(EpisodeIndex(run, tmp_path / "cache").refresh()) as index:
-        assert index.count(Filter(group=8)) == 1
-        assert [file["broken"] for file in index.summary()] == [0, 1]
+    index = EpisodeIndex(run).refresh()
+    assert index.count(Filter(group=8)) == 1
+    assert [file["broken"] for file in index.summary()] == [0, 1]

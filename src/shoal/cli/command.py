@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from decimal import Decimal, InvalidOperation
@@ -108,11 +109,20 @@ def parse(command: Command, name: str, words: Sequence[str]) -> Any:
         _, bound, _ = app.parse_args(list(words), exit_on_error=False, print_error=False)
     except cyclopts.UnusedCliTokensError as error:
         word = (error.unused_tokens or [""])[0]
-        first = word == words[0] and "--env" in flags_of(command, name)
-        meant = f": did you mean --env {word}?" if first else ""
+        flags, (key, equals, value) = flags_of(command, name), word.partition("=")
+        flag = f"--{key.replace('_', '-')}"
+        meant = ""
+        if equals and flag in flags:
+            meant = f": did you mean {flag} {value}?"
+        elif word == words[0] and "--env" in flags:
+            meant = f": did you mean --env {word}?"
         raise ConfigError(f"shoal {name} does not take {word!r}{meant}") from None
     except cyclopts.CycloptsError as error:
-        raise ConfigError(" ".join(str(error).split())) from None
+        told = " ".join(str(error).split())
+        dotted = re.search(r"Unknown option: --(\w+\.[\w.]+)", told)
+        if dotted and "--config-name" in flags_of(command, name):
+            told = f"{told} Settings are given without dashes: {dotted[1]}=VALUE"
+        raise ConfigError(told) from None
     return _filled(command.options, default, bound.arguments)
 
 
@@ -151,12 +161,19 @@ def app_of(entry: Entry, name: str, words: Sequence[str] = (), *, nested: bool =
     what = load(entry)
     if isinstance(what, Command):
         return _app_of_command(what, name, None if what.default is None else what.default(list(words)))
-    app = App(_shown_name(name), help=what.about, help_epilogue=what.more, **_LOOK)
+    app = App(_shown_name(name), help=what.about, help_epilogue=_narrow(what.more), **_LOOK)
     for place, (verb, inner) in enumerate(what.commands.items()):
         one = app_of(inner, f"{name} {verb}", nested=nested)
         one.sort_key = place
         app.command(one, name=verb)
     return app
+
+
+def _narrow(more: str) -> str:
+    """The end of a help, with what is said of an example below it if 80 columns do not hold both."""
+    if all(len(line) <= 80 for line in more.splitlines()):
+        return more
+    return re.sub(r"^(  \S.*?) {2,}(\S.*)$", r"\1\n      \2", more, flags=re.MULTILINE)
 
 
 _LOOK: dict[str, Any] = {"help_format": "plaintext", "version_flags": (), "help_flags": ()}
@@ -176,7 +193,9 @@ def _app_of_command(command: Command, name: str, default: Any) -> App:
         for text in (inspect.getdoc(command.options) or "").split("\n\n")
     )
     look = Parameter(negative_iterable=(), consume_multiple=True)
-    app = App(_shown_name(name), help=about, help_epilogue=command.more, default_parameter=look, **_LOOK)
+    app = App(
+        _shown_name(name), help=about, help_epilogue=_narrow(command.more), default_parameter=look, **_LOOK
+    )
     app.default(call)
     return app
 
@@ -278,13 +297,14 @@ def _converter(kind: Any) -> Callable[[Any, Sequence[cyclopts.Token]], Any] | No
         return None
 
     def read(_: Any, tokens: Sequence[cyclopts.Token]) -> Any:
-        values = []
+        several, values = get_origin(kind) is tuple, []
         for token in tokens:
-            try:
-                values.append(None if NoneType in parts and token.value == "None" else whole(token.value))
-            except ValueError as error:
-                raise cyclopts.CoercionError(msg=f"{token.keyword} {error}") from None
-        return tuple(values) if get_origin(kind) is tuple else values[0]
+            for word in token.value.split(",") if several else [token.value]:  # "64,64" is "64 64"
+                try:
+                    values.append(None if NoneType in parts and word == "None" else whole(word))
+                except ValueError as error:
+                    raise cyclopts.CoercionError(msg=f"{token.keyword} {error}") from None
+        return tuple(values) if several else values[0]
 
     return read
 

@@ -15,14 +15,16 @@ from typing import Literal
 
 from shoal.cli.command import Command
 from shoal.cli.grammar import print_json
-from shoal.core.errors import PACKAGES, ConfigError
+from shoal.core.errors import PACKAGES, ConfigError, pip_line
 from shoal.core.executors import available_cpus, ray_address
 
 Status = Literal["ok", "missing", "warning", "failed"]
 SMALL_SHM = 256 * 2**20
 MORE = """\
-Each line is ok, missing (an optional part), warning (it works, with less) or failed.
-Exit status: 0 if nothing failed, 1 otherwise. `shoal prove --quick` tests the installation by training.
+Each line is ok, missing (an optional part), warning (it works, with less) or
+failed. The pip lines are for the clone of shoal that it was installed from.
+Exit status: 0 if nothing failed, 1 otherwise. 
+`shoal prove --quick` tests the installation by training.
 
 examples:
   shoal doctor
@@ -80,7 +82,7 @@ def examine() -> Iterator[Finding]:
         missing = ", ".join(module for module in modules if not _has(module))
         found = Finding("ok", ", ".join(modules))
         if missing:
-            found = Finding("missing", f"without {missing}", f'pip install "shoal[{extra}]"')
+            found = Finding("missing", f"without {missing}", pip_line(extra))
         yield replace(found, name=f"[{extra}]")
 
 
@@ -134,7 +136,7 @@ def _shared_memory(folder: str = "/dev/shm") -> Finding:
 
 def _gpu() -> Finding:
     if not _has("torch"):
-        return Finding("missing", "torch is not installed", 'pip install "shoal[train]"')
+        return Finding("missing", "torch is not installed", pip_line("train"))
     import torch
 
     if torch.cuda.is_available():
@@ -151,7 +153,7 @@ def _gpu() -> Finding:
 
 def _ray() -> Finding:
     if not _has("ray"):
-        return Finding("missing", "not installed", 'for several machines: pip install "shoal[parallel]"')
+        return Finding("missing", "not installed", f"for several machines: {pip_line('parallel')}")
     try:
         address = ray_address()
     except ConfigError as error:
@@ -164,7 +166,7 @@ def _ray() -> Finding:
 def _update() -> Finding:
     """Two updates of a tiny model and the same once more, on the GPU if there is one."""
     if not _has("torch"):
-        return Finding("missing", "torch is not installed", 'pip install "shoal[train]"')
+        return Finding("missing", "torch is not installed", pip_line("train"))
     import torch
 
     from shoal.train.agent.determinism import updated_twice

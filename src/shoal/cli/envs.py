@@ -195,20 +195,45 @@ def _show_it(command: ShowCommand, kind: Any) -> int:
 def _show_any(command: ShowCommand) -> int:
     """An env that is no text env: what it is made of, and a first observation."""
     env = _resolved(command)()
-    print(f"{command.name}: {inspect.getdoc(env.unwrapped) or '(no description)'}\n")
     kind = type(env.unwrapped)
-    print(f"class         {kind.__module__}:{kind.__qualname__}{inspect.signature(kind)}")
-    print(f"wrapped as    {env}")
+    print(f"{command.name}: {_described(kind)}\n")
+    print(f"class         {kind.__module__}:{kind.__qualname__}")
+    if env is not env.unwrapped:
+        print(f"wrapped as    {env}")
     for label, name in (("observations", "observation_space"), ("actions     ", "action_space")):
         print(f"{label}  {getattr(env, name, '(not stated)')}")
     if env.spec is not None and env.spec.max_episode_steps is not None:
         print(f"an episode has at most {env.spec.max_episode_steps} steps")
-    observation, _ = env.reset(seed=command.seed)
+    settings = [one for one in inspect.signature(kind).parameters.values() if one.kind not in _REST]
+    if settings:
+        print("\nSettings (key=value behind the name):")
+    for one in settings:
+        value = "(needed)" if one.default is one.empty else repr(one.default)
+        kinds = "" if one.annotation is one.empty else f"   {inspect.formatannotation(one.annotation)}"
+        print(f"  {one.name} = {value}{kinds}")
+    observation, info = env.reset(seed=command.seed)
     seen = textwrap.indent(str(observation), "  ")
     print(harmless(f"\nThe first observation of seed {command.seed}:\n{seen}"))
+    if (mask := info.get("action_mask")) is not None:
+        allowed = ", ".join(str(at) for at, is_allowed in enumerate(mask) if is_allowed)
+        print(f"\nActions allowed now (its info has an action_mask): {allowed}")
     print("\nAgents see it as text (shoal envs play), `make_vec` and `shoal train-ppo` as it is.")
     env.close()
     return 0
+
+
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _described(kind: type) -> str:
+    """What a class says of itself; of one with a page of sections, the first section."""
+    text = inspect.getdoc(kind) or "(no description)"
+    first, *others = re.split(r"^#+ .*\n+", text, flags=re.MULTILINE)
+    if not first.strip() and others:
+        first, *others = others
+    if not others:
+        return text
+    return f"{first.strip()}\n\n(its docstring has {len(others)} more sections: python -m pydoc {kind.__module__})"
 
 
 def _resolved(command: ShowCommand | CheckCommand) -> EnvFn:

@@ -108,7 +108,7 @@ MORE = """\
 examples:
   shoal eval runs/ppo-CartPole-v1 --video            a PPO run: its return, and a film
   shoal eval runs/demo --episodes 400                a run, on its own held-out envs
-  shoal eval runs/demo --checkpoint 0                its first weights, on the same episodes
+  shoal eval runs/demo --checkpoint best             its best weights, on the same episodes
   shoal eval my-model                                what shoal export wrote, prompted as in its run
   shoal eval smollm2 --env bandit                    a language model that was never trained here
   shoal eval runs/demo --panel core                  pinned episodes of pinned envs, as a table

@@ -25,14 +25,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("shoal.cli.train", "train a language-model agent (without options: a demo)"),
     "train-ppo": ("shoal.cli.train_ppo", "train a policy by PPO on parallel environments"),
     "train-recorded": ("shoal.cli.train_recorded", "train a model on recorded trajectories"),
-    "rollout": ("shoal.cli.rollout", "play episodes without training; compare sequential with parallel"),
+    "rollout": ("shoal.cli.rollout", "play episodes without training, sequential or parallel"),
     "eval": ("shoal.cli.eval", "play held-out episodes with a trained run or a model"),
     "show": ("shoal.cli.show", "show a run: its summary and an episode turn by turn"),
     "view": ("shoal.cli.view", "show runs in a browser, or write one static page of them"),
     "runs": ("shoal.cli.runs", "list the runs of a folder"),
     "replay": ("shoal.cli.replay", "replay a recorded episode: check, debug or fork it"),
     "prove": ("shoal.cli.prove", "check that a run is the same on every backend"),
-    "gateway": ("shoal.cli.gateway", "serve a model to agents that use the packages of OpenAI and Anthropic"),
+    "gateway": ("shoal.cli.gateway", "serve a model by the APIs of OpenAI and Anthropic"),
     "export": ("shoal.cli.export", "write the model of a run to a folder of its own"),
     "model": ("shoal.cli.model", "fetch a small language model"),
     "split": ("shoal.cli.split", "turn recorded trajectories into a training batch"),
@@ -57,6 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if not sys.stderr.isatty():  # before torch and transformers are imported, whose bars read it then
         os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+    if sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # else pygame complains that there is no screen
     if "OMP_WAIT_POLICY" not in os.environ:  # before torch, whose threads spin for long where cores are busy
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:

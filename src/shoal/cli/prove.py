@@ -52,9 +52,11 @@ examples:
   shoal prove --config-name demo trainer.iterations=5
   shoal prove --quick --json | jq .metrics.rows      the table for a program
 
-A row is one training in a folder of its own. It is compared by the sha256 of all recorded episodes and, where the
-engine is exact to the bit, of the newest checkpoint's tensors. A row that differs names the first differing token.
-Exit status: 0 if all rows are equal, 1 if one is not. The table is in OUT/summary.json.
+A row is one training in a folder of its own. It is compared by the sha256 of
+all recorded episodes and, where the engine is exact to the bit, of the newest
+checkpoint's tensors. A row that differs names the first differing token.
+Exit status: 0 if all rows are equal, 1 if one is not.
+The table is in OUT/summary.json.
 """
 
 

@@ -14,7 +14,8 @@ from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
 
 MORE = """\
-EPISODE is FILE:N, the N-th episode (from 0) of trajectories/FILE.jsonl; N alone means the newest held-out file.
+EPISODE is FILE:N, the N-th episode (from 0) of trajectories/FILE.jsonl; N alone
+means the newest held-out file.
 
 examples:
   shoal replay runs/demo                              replay its first held-out episode, token for token
@@ -25,10 +26,13 @@ examples:
   shoal replay runs/demo 5 --action Up --turn 2 --sampler openai:MODEL
   shoal replay runs/a --diff runs/b                   the first token, env answer or seed in which two runs differ
 
-Without the weights that wrote the episode (a server's, a checkpoint that was dropped) the recorded tokens are
-replayed; prompts, env answers and rewards are compared all the same.
-In --json, "equal" is null where nothing was compared: after a fork, or by another sampler.
-Exit status: 0 if everything was as recorded (or was not compared), 1 if something differs, 2 for a usage error.
+Without the weights that wrote the episode (a server's, a checkpoint that was
+dropped) the recorded tokens are replayed; prompts, env answers and rewards are
+compared all the same.
+In --json, "equal" is null where nothing was compared: after a fork, or by
+another sampler.
+Exit status: 0 if everything was as recorded (or was not compared), 1 if
+something differs, 2 for a usage error.
 """
 
 

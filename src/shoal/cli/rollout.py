@@ -72,7 +72,7 @@ class RolloutOptions(AgentOptions):
     iteration: int = 0
     """Iteration index (part of the seeds)."""
     compare: bool = False
-    """Play sequentially and in parallel, and compare times, episodes and metrics."""
+    """Play sequentially, in parallel, and with a worker that is killed, and compare times, episodes and metrics."""
 
 
 def rollout(options: RolloutOptions) -> int:
@@ -265,7 +265,7 @@ def compare_with_sequential(config: Any, options: RolloutOptions, ending: contex
             reference, sequential = manager.collect(options.iteration), manager.report.seconds
         write_trajectories(folder.path / "trajectories" / "rollout.jsonl", reference)
         add("sequential", reference, sequential)
-        progress.doing = lambda: "playing on parallel workers"
+        progress.doing = lambda: "playing on parallel workers, once with one that is killed"
         with ParallelRolloutManager(config, engine, backend=options.backend, tools=tools) as manager:
             manager.collect(options.iteration + 1)  # workers start and import: not what is compared
             add("parallel", manager.collect(options.iteration), manager.report.seconds)

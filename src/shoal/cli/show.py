@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,12 +37,12 @@ FIRST = (
 MORE = """\
 examples:
   shoal show runs/demo                       summary, and the first held-out episode turn by turn
-  shoal show runs/demo --worst --prompt      an episode that went wrong, with the whole prompt of each turn
+  shoal show runs/demo --worst --prompt      an episode that went wrong, with whole prompts
   shoal show runs/demo --file train-000010 --episode 17
-  shoal show runs/demo --all                 every metric by its own name (docs/metrics.md says what they mean)
+  shoal show runs/demo --all                 every metric by its name (explained in docs/metrics.md)
   shoal show runs/demo --json                the summary for a program
 
-See also: shoal runs (all runs), shoal view (in a browser), shoal replay RUN EPISODE.
+See also: shoal runs (all runs), shoal view (in a browser), shoal replay RUN N.
 """
 
 
@@ -75,9 +76,7 @@ class ShowOptions:
 def show(options: ShowOptions) -> None:
     """Print a run."""
     if not is_run(options.run) and not any((options.run / begun).exists() for begun in (".lock", "shards")):
-        raise DataError(
-            f"{options.run} is not a run folder; runs are in runs/ unless run_dir= said otherwise"
-        )
+        raise DataError(_no_run(options.run))
     if (options.episode is not None) + options.best + options.worst > 1:
         raise ConfigError("--episode, --best and --worst each choose an episode: leave all but one out")
     if options.max_turns < 0:
@@ -99,10 +98,9 @@ def show(options: ShowOptions) -> None:
         if options.episode is not None or options.best or options.worst or options.prompt:
             raise DataError(f"{options.run} recorded no episodes: there is no trajectories/*.jsonl in it")
         return
-    with contextlib.closing(EpisodeIndex(options.run)) as index:
-        index.refresh(file.name)
-        episode = pick_episode(index, file, options.episode, best=options.best, worst=options.worst)
-        total, trajectory = index.count(Filter(file=file.name)), index.read(episode)
+    index = EpisodeIndex(options.run).refresh(file.name)
+    episode = pick_episode(index, file, options.episode, best=options.best, worst=options.worst)
+    total, trajectory = index.count(Filter(file=file.name)), index.read(episode)
     decode = None
     if options.prompt:
         from shoal.testing.replay import Replay
@@ -115,6 +113,21 @@ def show(options: ShowOptions) -> None:
 
 
 COMMAND = Command(ShowOptions, show, MORE)
+
+
+def _no_run(path: Path) -> str:
+    """What is at a place instead of a run, and what to do."""
+    advice = f"{program()} runs FOLDER lists the runs of a folder (runs/, if none is named)"
+    if not os.path.lexists(path):
+        return f"{path} is not a run folder: there is nothing of that name; {advice}"
+    if not os.path.isdir(path):
+        return f"{path} is not a run folder but a file; {advice}"
+    with contextlib.suppress(OSError):
+        if inside := [entry for entry in sorted(path.iterdir()) if is_run(entry)]:
+            return f"{path} is not a run folder but holds some: {program()} show {inside[0]}; {program()} runs {path}"
+        if not any(path.iterdir()):
+            return f"{path} is not a run folder: it is empty; {advice}"
+    return f"{path} is not a run folder: it holds no summary.json, metrics.jsonl or config.yaml; {advice}"
 
 
 def summary_table(run: Path, about: Mapping[str, Any], *, everything: bool = False) -> Table:

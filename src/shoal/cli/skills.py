@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,23 +122,30 @@ def table(rows: list[SkillRow], store: Store) -> Any:
         out.add_column(column, justify="left" if column in ("skill", "state", "expert", "why") else "right")
     for row in rows:
         head = store.head(row.expert) if row.expert is not None else None
-        success, frames, until = row.result.get("success"), head.frames if head else None, row.ended
+        success, frames, until = row.result.get("success"), head.frames if head else None, None
         state = condition(store, row, held=held)
         if row.status == "running":
             success, frames, last = _progress(store, row)
             until = time.time() if state.startswith("running") else last
-        seconds = until - row.started if row.started and until and until > row.started else None
+        launches = store.attempts(row.name)
+        seconds = training_seconds(launches, until)
         out.add_row(
             row.name,
             state,
             "" if row.expert is None else str(row.expert),
             "" if success is None else f"{success:.0%}",
             "" if frames is None else f"{frames:,}",
-            "" if seconds is None else f"{seconds:.1f}",
-            str(len(store.attempts(row.name))),
+            f"{seconds:.1f}" if launches else "",
+            str(len(launches)),
             harmless(row.reason or ""),
         )
     return out
+
+
+def training_seconds(launches: Sequence[AttemptRow], until: float | None = None) -> float:
+    """How long launches took in all; one that runs, `until` a time, or not counted."""
+    ends = [launch.ended or until or launch.started for launch in launches]
+    return sum(max(0.0, end - launch.started) for launch, end in zip(launches, ends, strict=True))
 
 
 def _progress(store: Store, row: SkillRow) -> tuple[float | None, int | None, float | None]:
@@ -293,11 +301,17 @@ def evaluate(options: EvalOptions, store: Store) -> None:
 
 
 def _expert(store: Store, text: str) -> int:
+    known = sorted({row.expert for row in store.skills() if row.expert is not None})
     if text.isdecimal():
+        if int(text) not in known:
+            have = ", ".join(map(str, known)) or "none yet"
+            raise ConfigError(
+                f"{store.root} has no expert {text}; it has {have} (shoal skills status shows whose they are)"
+            )
         return int(text)
     row = store.skill(text)
     if row.expert is None:
-        raise ConfigError(f"{row.name!r} has no expert yet")
+        raise ConfigError(f"{row.name!r} has no expert yet: it gets one when its training starts")
     return row.expert
 
 
@@ -306,7 +320,9 @@ def history(options: HistoryOptions, store: Store) -> None:
     expert = _expert(store, options.expert)
     head = store.head(expert)
     if head is None:
-        raise ConfigError(f"expert {expert} has no version")
+        raise ConfigError(
+            f"expert {expert} has no version yet: it gets one when its skill is completed (shoal skills status)"
+        )
     owner = next((row.name for row in store.skills() if row.expert == expert), "?")
     print(f"expert {expert}, {owner}; frames are env steps it acted in while learning; -> is the head")
     print("    version  parent      frames  kind     rule         won/episodes at merge  sha256")
@@ -324,9 +340,17 @@ def rollback(options: RollbackOptions, store: Store) -> None:
     from shoal.skills.learning.views import export_views
 
     expert = _expert(store, options.expert)
+    before = store.head(expert)
+    if before is not None and before.id == options.version:
+        print(f"version {options.version} is the head of expert {expert} already; nothing was changed")
+        return
     store.rollback(expert, options.version)
     export_views(store)
-    print(f"expert {expert} is version {options.version} again")
+    print(f"version {options.version} is the head of expert {expert} again")
+    if before is not None:
+        print(
+            f"undo it with: {program()} skills rollback {expert} {before.id} --out {shlex.quote(str(store.root))}"
+        )
 
 
 def _command(options: Any, run: Any, example: str) -> Command:

@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from shoal.cli.command import Command
 from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings, tracking
 from shoal.cli.output import harmless, program
-from shoal.cli.skills import DEFAULT, resume_command, table
+from shoal.cli.skills import DEFAULT, resume_command, table, training_seconds
 from shoal.core.configuration import read_settings
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
@@ -86,7 +86,7 @@ class TrainOptions:
     resume: bool = False
     """go on with what is in the folder"""
     dry_run: bool = False
-    """print what would be trained, and stop"""
+    """print what would be trained, check that it can be, and stop"""
     json_events: bool = False
     """print one JSON line per durable moment instead of a table"""
     json: bool = False
@@ -181,7 +181,7 @@ def train(options: TrainOptions) -> int:
     else:
         proposer = KnowledgeBase(path, features, options.max_nodes, options.target_skill)
     if options.dry_run:
-        return _dry_run(proposer)
+        _print_graph(proposer)
     if options.launcher in ("local", "tmux"):
         check_installed(world)  # before anything is made for it
     if (options.graph_path / "state.db").exists() and not options.resume:
@@ -195,6 +195,8 @@ def train(options: TrainOptions) -> int:
         options.launcher, gpus=options.gpus_per_skill, slots=options.max_parallel_skills,
         folder=options.graph_path, sbatch=options.sbatch, every=options.scheduler_poll_interval,
     )  # fmt: skip
+    if options.dry_run:
+        return 0
     run = RunFolder(
         options.graph_path, "skills train", options.seed, print_json if options.json_events else None
     )
@@ -309,8 +311,9 @@ def _conclude(
                 print(f"{success:7.3f}  {name}")
             print(f"{metrics['chain_success']:7.3f}  of all worlds: the whole chain")
         print(
-            f"{count_of(metrics['skills_completed'], 'skill')} in {metrics['makespan']:.1f} s, "
-            f"{metrics['training_seconds']:.1f} s of training; see {options.graph_path}"
+            f"{count_of(metrics['skills_completed'], 'skill')} in {metrics['makespan']:.1f} s "
+            f"({metrics['training_seconds']:.1f} s of all trainings, {summary['seconds']:.1f} s with the evaluation); "
+            f"see {options.graph_path}"
         )
     if stopped:
         print(f"shoal: stopped; go on with: {resume_command(options.graph_path)}", file=sys.stderr)
@@ -327,12 +330,12 @@ def _counts(scheduler: SkillScheduler, began: float) -> dict[str, Any]:
         "skills_failed": sum(row.status == "failed" for row in rows),
         "skills_blocked": sum(row.status in ("blocked", "skipped") for row in rows),
         "frames": sum(row.budget_used for row in rows),
-        "training_seconds": round(sum((row.result.get("seconds") or 0.0) for row in rows), 3),
+        "training_seconds": round(training_seconds(scheduler.store.attempts(), time.time()), 3),
         "makespan": round(time.monotonic() - began, 3),
     }
 
 
-def _dry_run(proposer: Proposer) -> int:
+def _print_graph(proposer: Proposer) -> None:
     if not isinstance(proposer, KnowledgeBase):
         raise ConfigError("--dry-run shows the knowledge base; a language model proposes as training goes on")
     known = proposer.skills, proposer.features
@@ -340,7 +343,6 @@ def _dry_run(proposer: Proposer) -> int:
         needs = ", ".join(dependencies(skill, *known)) or "nothing"
         plan = " -> ".join(f"{step.skill} x{step.count}" for step in plan_for(skill.name, *known))
         print(f"{skill.name}: needs {needs}; plan {plan}")
-    return 0
 
 
 def _write_config(options: TrainOptions) -> None:

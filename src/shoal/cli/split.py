@@ -36,7 +36,7 @@ class SplitOptions:
     rewards: Path | None = None
     """one reward per trajectory: .json ({id: reward}, or a list) or .csv (id,reward)"""
     ids: tuple[str, ...] = ()
-    """only these trajectories"""
+    """only these trajectories, by their ids, separated by spaces (an unknown one lists those there are)"""
     reader: str = "auto"
     """format of ROOT: folder, chat, osworld, agentnet, litesample, atif, shoal, a reader of --imports, or auto"""
     imports: tuple[str, ...] = ()
@@ -206,7 +206,6 @@ def _write_page(place: Path, tokenizer: Any) -> None:
     run = Run(place)
     run.spell = lambda ids: [tokenizer.decode([token]) for token in ids]
     write_text(place / "samples.html", export([run], SHOWN))
-    run.index.close()
     print(f"look at {place / 'samples.html'}")
 
 

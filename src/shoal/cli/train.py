@@ -27,6 +27,7 @@ from shoal.cli.grammar import (
     refuse_idle,
     refuse_twice,
     show_warnings,
+    table,
     tracking,
 )
 from shoal.cli.output import program
@@ -45,10 +46,12 @@ examples:
   shoal train --config-name demo --resume             resume the newest run of that config
   shoal train --config-name base --cfg                print all settings with their meanings and stop
 
-Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes one.
+Settings follow Hydra: key=value changes one, +key=value adds one, ~key removes
+one.
 """
 MOST_USED = (
-    "--config-name", "--config-dir", "--out", "--seed", "--device", "--resume", "--tracker", "--cfg", "--json",
+    "--config-name", "--config-dir", "--out", "--seed", "--device", "--resume", "--tracker", "--configs", "--cfg",
+    "--json",
 )  # fmt: skip
 
 
@@ -70,6 +73,8 @@ CHECKED_SEEDS = 32
 class TrainOptions(AgentOptions):
     """Train a language-model agent with group-relative policy gradients."""
 
+    configs: bool = False
+    """List the configs that come with shoal, each with what it is for, and stop."""
     cfg: bool = False
     """Print the composed config as YAML, with the meaning of each setting as a comment, and stop."""
     json_events: bool = False
@@ -100,6 +105,8 @@ class TrainOptions(AgentOptions):
 
 def train(options: TrainOptions) -> int:
     """Compose, train, and say what to do next."""
+    if options.configs:
+        return _list_configs()
     if options.config_name in RECORDED:
         return _train_recorded(options)
     config = composed(options, RECORDED)
@@ -162,6 +169,15 @@ def train(options: TrainOptions) -> int:
 
 
 COMMAND = Command(TrainOptions, train, MORE, MOST_USED)
+
+
+def _list_configs() -> int:
+    from shoal.train.agent.config import config_purposes
+
+    rows = [list(row) for row in config_purposes().items()]
+    table("", ["config", "what it is for"], rows, text=(0, 1))
+    print("shoal train --config-name CONFIG trains by one; with --cfg it prints all settings and stops.")
+    return 0
 
 
 def _train_recorded(options: TrainOptions) -> int:

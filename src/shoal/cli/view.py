@@ -13,7 +13,7 @@ from typing import Annotated
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import refuse_idle
 from shoal.cli.runs import PARTS, folders, is_run
-from shoal.core.errors import DataError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import write_text
 
 
@@ -28,7 +28,9 @@ class ViewOptions:
     runs: Annotated[tuple[Path, ...], Positional("RUN")] = (Path("runs"),)
     """run folders, or folders that hold them"""
     port: int = 0
-    """on which to answer; 0 takes a free one"""
+    """on which to answer; 0 takes that of the last time for these folders, or a free one"""
+    token: str | None = None
+    """what addresses begin with, 22 letters or more; by default one that is drawn once and kept for these folders"""
     open: bool = False
     """also open the page in the browser"""
     export: Path | None = None
@@ -38,6 +40,9 @@ class ViewOptions:
 
 
 MORE = """\
+The token and the port are kept for each folder in ~/.local/state/shoal/view (XDG_STATE_HOME moves it), readable by you
+alone, so bookmarks last; remove the file there to draw a new token.
+
 examples:
   shoal view runs/demo
   shoal view runs/seed1 runs/seed2 --open
@@ -50,28 +55,39 @@ def view(options: ViewOptions) -> int:
     from shoal.viewer.runs import Run
 
     if options.export is not None:
-        refuse_idle(options, "with --export, which writes a file and serves nothing", "port", "open")
+        refuse_idle(options, "with --export, which writes a file and serves nothing", "port", "token", "open")
     else:
         refuse_idle(options, "without --export", "episodes")
     with contextlib.ExitStack() as ending:
         if options.export is not None:
             runs = [Run(folder) for folder in run_folders(options.runs)]
-            for run in runs:
-                ending.callback(run.index.close)
             return _export(runs, options.export, options.episodes)
-        from shoal.viewer.server import index_in_background, make_app, serve
+        from shoal.viewer import server
 
         asked = tuple(path.absolute() for path in options.runs)
         for path in asked:
             if not path.is_dir() and options.runs != ViewOptions().runs:
                 raise DataError(f"{path} is not a folder")
-        app = make_app([], find=lambda: run_folders([path for path in asked if path.is_dir()], empty=True))
+        kept = server.kept_address(asked)
+        token, before = server.read_address(kept)
+        if options.token is not None and not server.TOKEN.fullmatch(options.token):
+            raise ConfigError(
+                f"--token must be 22 to 200 letters, digits, - or _, got {len(options.token)} characters; leave it out "
+                "for one that is drawn and kept"
+            )
+
+        def find() -> list[Path]:
+            return run_folders([path for path in asked if path.is_dir()], empty=True)
+
+        app = server.make_app([], options.token or token, find)
         site = app.state.site
         site.look()
-        ending.callback(lambda: [run.index.close() for run in site.known])
-        ending.callback(index_in_background(lambda: site.runs))
+        ending.callback(server.index_in_background(lambda: site.runs))
 
-        def ready(address: str) -> None:
+        def ready(address: str, port: int) -> None:
+            if options.token is None and (options.port or not (token and before)):
+                with contextlib.suppress(OSError):  # without a home, links end with the server
+                    server.keep_address(kept, app.state.token, port)
             n = len(site.runs)
             print(f"{n} run{'s' * (n != 1)} at {address}", flush=True)
             if not n:
@@ -84,7 +100,7 @@ def view(options: ViewOptions) -> int:
                 webbrowser.open(address)
 
         with contextlib.suppress(KeyboardInterrupt):  # how a server is ended
-            serve(app, options.port, ready)
+            server.serve(app, options.port, ready, before)
     return 0
 
 

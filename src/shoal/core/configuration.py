@@ -59,7 +59,9 @@ def convert_fields(
     converted: dict[str, Any] = {}
     for key, value in values.items():
         if key not in hints:
-            raise ConfigError(f"{unknown(str(key))}.{did_you_mean(str(key), hints)}")
+            told = unknown(str(key))
+            named = path if f"{path}{key}" in told else ""
+            raise ConfigError(f"{told}.{did_you_mean(str(key), hints, named)}")
         if isinstance(value, Mapping):
             value = {**_own_defaults(defaults[key]), **value}
         converted[key] = _convert(hints[key], value, f"{path}{key}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 from shoal.core.errors import DataError, EnvError, safe_repr
 from shoal.core.files import write_bytes
 
-Status = Literal["ok", "env_error", "engine_error", "timeout"]
+Status = Literal["ok", "env_error", "engine_error", "timeout", "reward_error"]
 MOST_REWARD = 3.4028235e38
 """Of an episode, taken absolutely: what float32, in which it is learned from, has room for."""
 
@@ -163,6 +163,25 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """What one of the `rewards` of a run says of an episode."""
+
+    name: str
+    weight: float
+    value: float | None  # None where it gave none: the episode has failed
+    prompt: str | None = None  # what a model was asked that judged it
+    answer: str | None = None  # and what it answered
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the `rewards` of a run say of an episode; their weighted sum is in the rewards of its turns."""
+
+    env_rewards: tuple[float, ...]  # what the env itself paid in each turn
+    scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """The record of an episode; `status` says why one is incomplete."""
 
@@ -179,6 +198,7 @@ class Trajectory:
     status: Status = "ok"
     error: str | None = None  # the cause when `status` is not "ok"
     finish: str | None = None  # "context" where the next prompt did not fit into the context; None otherwise
+    judged: Judged | msgspec.UnsetType = msgspec.UNSET  # by `rewards`; without them no part of the JSON
 
     def __post_init__(self) -> None:
         for number, call in enumerate(self.calls):
@@ -192,6 +212,20 @@ class Trajectory:
     def reward(self) -> float:
         """The undiscounted sum of rewards."""
         return sum(turn.reward for turn in self.turns)
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """What the `rewards` of the run say of it; empty without such."""
+        return self.judged.scores if self.judged else ()
+
+    @property
+    def as_played(self) -> Trajectory:
+        """The episode before it was judged: with the rewards that the env paid."""
+        if not self.judged:
+            return self
+        turns = (replace(t, reward=r) for t, r in zip(self.turns, self.judged.env_rewards, strict=True))
+        known = self if self.status != "reward_error" else replace(self, status="ok", error=None)
+        return replace(known, turns=tuple(turns), judged=msgspec.UNSET)
 
     @property
     def n_tokens(self) -> int:

@@ -82,6 +82,10 @@ class DataError(ShoalError, ValueError):
     """A file or record that is broken, altered, or not safe to read."""
 
 
+MOST_NAMES = 100
+"""Of known names in a message; a folder may hold thousands of recordings."""
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
     """An error that says which name came, and which was probably meant.
 
@@ -91,21 +95,27 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UnknownNameError
     return UnknownNameError(f"no {kind} named {name!r}.{did_you_mean(name, known)}")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The tail of a message about an unknown name: the closest known one, and all of them."""
+def did_you_mean(name: str, known: Iterable[str], path: str = "") -> str:
+    """The tail of a message about an unknown name: the closest known one (with its `path`), and all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(str(name), names, n=1)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{guess} Known: {', '.join(names) or '(none)'}"
+    guess = f" Did you mean {path + close[0]!r}?" if close else ""
+    more = f", … ({len(names) - MOST_NAMES} more)" if len(names) > MOST_NAMES else ""
+    return f"{guess} Known: {', '.join(names[:MOST_NAMES]) or '(none)'}{more}"
 
 
 def missing_extra(feature: str, extra: str) -> MissingExtraError:
     """An error for an optional package that is not there.
 
     >>> str(missing_extra("the Ray executor", "parallel"))
-    'the Ray executor needs an extra: run pip install "shoal[parallel]"'
+    'the Ray executor needs an extra: in the clone of shoal, run pip install ".[parallel]"'
     """
-    return MissingExtraError(f'{feature} needs an extra: run pip install "shoal[{extra}]"')
+    return MissingExtraError(f"{feature} needs an extra: in the clone of shoal, run {pip_line(extra)}")
+
+
+def pip_line(extra: str) -> str:
+    """The command that installs an extra; shoal is installed from a clone, not from an index."""
+    return f'pip install ".[{extra}]"'
 
 
 @contextmanager
@@ -258,6 +268,13 @@ PACKAGES = {
     "slurm": ("submitit",),
     "craftax": ("jax", "craftax", "flax", "optax"),
     "web": ("starlette", "uvicorn", "websockets"),
+    "envs": ("reasoning_gym", "textarena", "textworld"),
+    "data": ("pyarrow",),
+    "math": ("math_verify",),
+    "spacy": ("spacy",),
+    "onnx": ("onnx",),
+    "trl": ("trl", "datasets"),
+    "verl": ("verl",),
 }
 """Modules that an extra of shoal brings."""
 
@@ -266,7 +283,7 @@ def explain_import(feature: str, error: ModuleNotFoundError) -> ImportError:
     """The error to raise for a module that is not there: what to install, if it is of an extra; else itself.
 
     >>> str(explain_import("shoal train", ModuleNotFoundError(name="torch")))
-    'shoal train needs an extra: run pip install "shoal[train]"'
+    'shoal train needs an extra: in the clone of shoal, run pip install ".[train]"'
     """
     missing = (error.name or "").partition(".")[0]
     for extra, packages in PACKAGES.items():

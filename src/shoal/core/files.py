@@ -29,10 +29,19 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def cache_folder() -> Path:
     """Where what can be made again is kept between processes: `$XDG_CACHE_HOME/shoal`, by default `~/.cache/shoal`."""
+    return _of_the_user("XDG_CACHE_HOME", ".cache")
+
+
+def state_folder() -> Path:
+    """Where what a user keeps between processes is: `$XDG_STATE_HOME/shoal`, by default `~/.local/state/shoal`."""
+    return _of_the_user("XDG_STATE_HOME", ".local/state")
+
+
+def _of_the_user(variable: str, default: str) -> Path:
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shoal"
+        return Path(os.environ.get(variable) or f"~/{default}").expanduser() / "shoal"
     except RuntimeError:  # no HOME, and no account either
-        return Path("/.cache/shoal")
+        return Path("/", default, "shoal")
 
 
 def fsync_folder(folder: Path) -> None:

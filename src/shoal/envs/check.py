@@ -267,10 +267,12 @@ def _examine(job: Job, at: Place, emit: Callable[[str], None]) -> None:
     if job.quick:
         env.close()
         return
+    masked = False
     if make_text is None:
-        _play_at_random(env, seeds, at, emit)
+        masked = _play_at_random(env, seeds, at, emit)
     at.goes_to(None, doing="in gymnasium's check_env")
-    _ask_gymnasium(env if job.wrapped else env.unwrapped, at, emit)
+    asked = env if job.wrapped else env.unwrapped
+    _ask_gymnasium(_OnlyAllowed(asked) if masked else asked, at, emit)
     env.close()
 
 
@@ -309,34 +311,59 @@ def _ask_gymnasium(env: Env, at: Place, emit: Callable[[str], None]) -> None:
         check_env(env, skip_render_check=True)
     emit("ok      gymnasium's check_env")
     for note in dict.fromkeys(re.sub(r"\x1b\[\d*m", "", str(note.message)) for note in notes):
-        emit(f"  note  {note}")
+        if not (isinstance(env, _OnlyAllowed) and "different from the unwrapped version" in note):
+            emit(f"  note  {note}")
 
 
-def _play_at_random(env: Env, seeds: list[int], at: Place, emit: Callable[[str], None]) -> None:
-    """Whole episodes of an env that is no text, which Gymnasium's check does not play."""
-    total = 0
+def _play_at_random(env: Env, seeds: list[int], at: Place, emit: Callable[[str], None]) -> bool:
+    """Whole episodes of an env that is no text, which Gymnasium's check does not play; whether it has action masks."""
+    total, masked = 0, False
     for seed in seeds:
         env.action_space.seed(seed)
         at.goes_to(seed, 0)
         _, info = env.reset(seed=seed)
         for step in range(1, MOST_STEPS + 1):
+            mask = _mask(env, info, at)
+            masked = masked or mask is not None
             at.goes_to(seed, step)
-            _, reward, terminated, truncated, info = env.step(env.action_space.sample(_allowed(env, info)))
+            _, reward, terminated, truncated, info = env.step(env.action_space.sample(mask))
             total += 1
             finite = np.isfinite(float(reward))
             expect(finite, f"{at.name}.step(): a reward must be a finite number, got {reward!r}")
             if terminated or truncated:
                 break
     emit("skipped check_text_env: it is no TextEnv, so agents see it through the gymnasium adapter")
-    emit(f"ok      {len(seeds)} episodes of random actions, {total} steps without a fault")
+    which = "random actions that its masks allow" if masked else "random actions"
+    emit(f"ok      {len(seeds)} episodes of {which}, {total} steps without a fault")
+    return masked
 
 
-def _allowed(env: Env, info: dict[str, Any]) -> Any:
-    """The mask of the actions that an env of one action allows now; None if it has none."""
-    mask = info.get("action_mask")
+def _mask(env: Env, info: dict[str, Any], at: Place) -> Any:
+    """Which actions an env of one action allows now, as `sample` takes it; None if it has no masks."""
+    mask, said = info.get("action_mask"), "info['action_mask']"
     if mask is None and hasattr(env.unwrapped, "action_masks"):
-        mask = env.unwrapped.action_masks()
-    return np.asarray(mask, np.int8) if mask is not None and isinstance(env.action_space, Discrete) else None
+        mask, said = env.unwrapped.action_masks(), "action_masks()"
+    if mask is None or not isinstance(env.action_space, Discrete):
+        return None
+    mask, n = np.asarray(mask), env.action_space.n
+    fits = mask.shape == (n,) and bool(np.isin(mask, (0, 1)).all())
+    expect(fits, f"{at.name}: {said} must be {n} values of 0 or 1, one an action, got {mask.tolist()!r:.80}")
+    expect(mask.any(), f"{at.name}: {said} must allow at least one action, got {mask.tolist()!r:.80}")
+    return mask.astype(np.int8)
+
+
+class _OnlyAllowed(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Plays an allowed action for one that the mask forbids: Gymnasium's check draws actions without masks."""
+
+    def reset(self, **kwargs: Any) -> Any:  # by this name, which Gymnasium looks for
+        observation, self._info = self.env.reset(**kwargs)
+        return observation, self._info
+
+    def step(self, action: Any) -> Any:
+        mask, start = _mask(self.env, self._info, Place()), getattr(self.env.action_space, "start", 0)
+        allowed = action if mask is None or mask[action - start] else start + int(mask.argmax())
+        observation, reward, terminated, truncated, self._info = self.env.step(allowed)
+        return observation, reward, terminated, truncated, self._info
 
 
 # --- text envs

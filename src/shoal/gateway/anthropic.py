@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.actions import ToolCall
-from shoal.gateway.chats import Asked, RefusedError, Said, turns_of
+from shoal.gateway.chats import Asked, RefusedError, Said, flag, listed, turns_of, with_schemas
 from shoal.gateway.openai import call_id, check, number, text_of
 from shoal.gateway.sessions import Answer
 from shoal.rollout.samplers.sampler import Sampling
-from shoal.rollout.tools.calls import with_tools, written_result
+from shoal.rollout.tools.calls import written_result
 
 KNOWN = {
     "model", "messages", "max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "system", "tools",
@@ -35,13 +35,12 @@ def messages(body: Mapping[str, Any], most: int) -> Asked:
     if not isinstance(given, list) or not given:
         raise RefusedError("messages must be a list with at least one message", param="messages")
     off = body.get("tool_choice") == {"type": "none"}
-    tools = [] if off else [_tool(tool) for tool in body.get("tools") or ()]
+    tools = [_tool(tool) for tool in listed(body.get("tools"), "tools")]
+    tools = [] if off else tools
     system = text_of(body.get("system"), "system")
-    if tools:
-        system = with_tools(system, tools)
     parts = [("system", system)] if system else []
     parts += (part for place, message in enumerate(given) for part in _message(place, message))
-    stop = body.get("stop_sequences") or ()
+    stop = listed(body.get("stop_sequences"), "stop_sequences")
     if not all(isinstance(text, str) and text for text in stop):
         raise RefusedError("stop_sequences must be a list of texts", param="stop_sequences")
     sampling = Sampling(
@@ -50,13 +49,21 @@ def messages(body: Mapping[str, Any], most: int) -> Asked:
     )  # fmt: skip
     names = tuple(tool["name"] for tool in tools)
     return Asked(
-        turns_of(parts), sampling, 1, str(body.get("model", "")), bool(body.get("stream")), False, names
+        turns_of(with_schemas(parts, tools)),
+        sampling,
+        1,
+        str(body.get("model", "")),
+        flag(body, "stream"),
+        False,
+        names,
     )
 
 
 def _tool(tool: Any) -> dict[str, Any]:
     if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str) or "input_schema" not in tool:
         raise RefusedError("tools: each must have a name and an input_schema", param="tools")
+    if tool.get("type", "custom") != "custom":
+        raise RefusedError(f"tools: one of type {tool['type']!r:.40} is not served here", param="tools")
     return {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
 
 
@@ -78,7 +85,8 @@ def _message(place: int, message: Any) -> Iterator[tuple[str, str]]:
         elif kind == "tool_use" and role == "assistant":
             calls.append(ToolCall(str(block.get("name")), block.get("input") or {}))
         elif kind == "tool_result" and role == "user":
-            texts.append(written_result(text_of(block.get("content"), param)))
+            failed = "error: " if block.get("is_error") else ""
+            texts.append(written_result(failed + text_of(block.get("content"), param)))
         elif kind not in ("thinking", "redacted_thinking"):
             raise RefusedError(f"{param}: a block of {kind!r:.40} is not served here", param=param)
     if role == "user":
@@ -97,20 +105,28 @@ def message_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dic
         content.append({"type": "tool_use", "id": f"toolu_{call_id(answer, place)}", "name": call.name,
                         "input": call.arguments})  # fmt: skip
     ended = "max_tokens" if answer.completion.finish == "length" else "end_turn"
+    if answer.stop is not None:
+        ended = "stop_sequence"
     return {
         "id": f"msg_{session}_{answer.number}", "type": "message", "role": "assistant", "model": asked.model,
-        "content": content, "stop_reason": "tool_use" if answer.said.calls else ended, "stop_sequence": None,
+        "content": content, "stop_reason": "tool_use" if answer.said.calls else ended, "stop_sequence": answer.stop,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.completion.token_ids)},
     }  # fmt: skip
 
 
-def message_stream(answer: Mapping[str, Any]) -> Iterator[bytes]:
+def message_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
     """A finished message as server-sent events."""
 
     def event(kind: str, **more: Any) -> bytes:
         return f"event: {kind}\ndata: {json.dumps({'type': kind, **more})}\n\n".encode()
 
-    begun = {**answer, "content": [], "stop_reason": None, "usage": {**answer["usage"], "output_tokens": 0}}
+    begun = {
+        **answer,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**answer["usage"], "output_tokens": 0},
+    }
     yield event("message_start", message=begun)
     for place, block in enumerate(answer["content"]):
         text = block["type"] == "text"
@@ -122,6 +138,6 @@ def message_stream(answer: Mapping[str, Any]) -> Iterator[bytes]:
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield event("content_block_delta", index=place, delta=delta)
         yield event("content_block_stop", index=place)
-    last = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+    last = {key: answer[key] for key in ("stop_reason", "stop_sequence")}
     yield event("message_delta", delta=last, usage={"output_tokens": answer["usage"]["output_tokens"]})
     yield event("message_stop")

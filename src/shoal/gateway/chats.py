@@ -6,15 +6,16 @@ the same text here, in whatever order a tool's arguments stand, so a program tha
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.errors import ShoalError
 from shoal.envs.actions import ToolCall
 from shoal.rollout.samplers.sampler import Message, Sampling
-from shoal.rollout.tools.calls import tagged_calls, written_call
+from shoal.rollout.tools.calls import tagged_calls, with_tools, written_call
 
 
 class RefusedError(ShoalError):
@@ -34,8 +35,7 @@ class Said:
 
     def canonical(self) -> str:
         """The same text for messages that mean the same."""
-        calls = (written_call(call) for call in self.calls)
-        return "\n".join(filter(None, [self.text.strip(), *calls]))
+        return "\n".join(filter(None, [self.text, *map(written_call, self.calls)]))
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,51 @@ class Asked:
     model: str = ""
     stream: bool = False
     logprobs: bool = False
-    tools: tuple[str, ...] = field(default=())  # their names
+    tools: tuple[str, ...] = ()  # their names
+    usage: bool = False  # whether a stream ends with the count of tokens
 
     def messages(self) -> list[Message]:
         """The turns as a tokenizer takes them."""
         return [{"role": role, "content": text} for role, text in self.turns]  # type: ignore[typeddict-item]
+
+
+def with_schemas(
+    parts: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str]]:
+    """Messages with the schemas of tools behind those of the system that come first."""
+    if not tools:
+        return list(parts)
+    system = [text for _, text in itertools.takewhile(lambda part: part[0] == "system", parts)]
+    return [("system", with_tools("\n".join(system), tools)), *parts[len(system) :]]
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of JSON that every reader of JSON can read: no NaN, no half of a surrogate pair.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value
+
+
+def listed(value: Any, param: str) -> list[Any]:
+    """A list of a request; nothing is an empty one."""
+    if value is None or isinstance(value, list):
+        return value or []
+    raise RefusedError(f"{param} must be a list, got {value!r:.80}", param=param)
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """A switch of a request; nothing is off."""
+    value = body.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise RefusedError(f"{name} must be true or false, got {value!r:.80}", param=name)
 
 
 def arguments_of(value: Any, param: str) -> Any:
@@ -62,8 +102,8 @@ def arguments_of(value: Any, param: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (json.JSONDecodeError, RecursionError):
+        return from_json(value)
+    except ValueError:
         raise RefusedError(f"{param} must be JSON, got {value[:80]!r}", param=param) from None
 
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.actions import ToolCall
-from shoal.gateway.chats import Asked, RefusedError, Said, arguments_of, turns_of
+from shoal.gateway.chats import Asked, RefusedError, Said, arguments_of, flag, listed, turns_of, with_schemas
 from shoal.gateway.sessions import Answer
 from shoal.rollout.samplers.sampler import Sampling
-from shoal.rollout.tools.calls import with_tools, written_result
+from shoal.rollout.tools.calls import written_result
 
 CHAT = {
     "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "n", "stream",
@@ -57,7 +57,7 @@ def sampling_of(body: Mapping[str, Any], most: int, *names: str) -> Sampling:
     """How tokens are picked; `names` are the parameters that limit them."""
     limits = [number(body, name, int, most, 1, 10**9) for name in names]
     stop = body.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    stop = (stop,) if isinstance(stop, str) else tuple(listed(stop or None, "stop"))
     if not all(isinstance(text, str) and text for text in stop):
         raise RefusedError("stop must be a text or a list of texts", param="stop")
     return Sampling(
@@ -85,16 +85,15 @@ def text_of(content: Any, param: str) -> str:
 
 def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tools of a request as `{"name", "description", "parameters"}`; none where they may not be called."""
-    tools = body.get("tools") or []
-    if body.get("tool_choice") == "none":
-        return []
     found = []
-    for tool in tools if isinstance(tools, list) else [None]:
+    for tool in listed(body.get("tools"), "tools"):
+        if isinstance(tool, Mapping) and tool.get("type", "function") != "function":
+            raise RefusedError(f"tools: one of type {tool['type']!r:.40} is not served here", param="tools")
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RefusedError("tools: each must be a function with a name", param="tools")
         found.append({key: function.get(key) for key in ("name", "description", "parameters")})
-    return found
+    return [] if body.get("tool_choice") == "none" else found
 
 
 def chat(body: Mapping[str, Any], most: int) -> Asked:
@@ -109,15 +108,15 @@ def chat(body: Mapping[str, Any], most: int) -> Asked:
     if not isinstance(messages, list) or not messages:
         raise RefusedError("messages must be a list with at least one message", param="messages")
     tools = tools_of(body)
+    options = body.get("stream_options") or {}
+    if not isinstance(options, Mapping):
+        raise RefusedError("stream_options must be an object", param="stream_options")
     parts = [part for place, message in enumerate(messages) for part in _chat_message(place, message)]
-    if tools:
-        system = "\n".join(text for role, text in parts if role == "system")
-        parts = [("system", with_tools(system, tools)), *(part for part in parts if part[0] != "system")]
     return Asked(
-        turns_of(parts), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
+        turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
         choices=number(body, "n", int, 1, 1, 128), model=str(body.get("model", "")),
-        stream=bool(body.get("stream")), logprobs=bool(body.get("logprobs")),
-        tools=tuple(tool["name"] for tool in tools),
+        stream=flag(body, "stream"), logprobs=flag(body, "logprobs"),
+        tools=tuple(tool["name"] for tool in tools), usage=flag(options, "include_usage"),
     )  # fmt: skip
 
 
@@ -132,7 +131,7 @@ def _chat_message(place: int, message: Any) -> Iterator[tuple[str, str]]:
         yield "user", written_result(text_of(message.get("content"), f"{param}.content"))
     elif role == "assistant":
         calls = []
-        for call in message.get("tool_calls") or ():
+        for call in listed(message.get("tool_calls"), f"{param}.tool_calls"):
             function = call.get("function") if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping):
                 raise RefusedError(f"{param}.tool_calls: each must be a function", param=param)
@@ -197,7 +196,7 @@ def _finish(answer: Answer) -> str:
     return "tool_calls" if answer.said.calls else "length" if answer.completion.finish == "length" else "stop"
 
 
-def chat_stream(asked: Asked, answer: Mapping[str, Any], usage: bool) -> Iterator[bytes]:
+def chat_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
     """A finished chat completion as server-sent events."""
     head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
 
@@ -214,6 +213,6 @@ def chat_stream(asked: Asked, answer: Mapping[str, Any], usage: bool) -> Iterato
             yield event(choices=[entry])
         last = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
         yield event(choices=[{**last, "logprobs": choice["logprobs"]}])
-    if usage:
+    if asked.usage:
         yield event(choices=[], usage=answer["usage"])
     yield b"data: [DONE]\n\n"

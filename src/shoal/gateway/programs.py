@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.core.ports import listening
 from shoal.gateway.server import Gateway, make_app
-from shoal.gateway.sessions import Session
+from shoal.gateway.sessions import Recorded, Session
 from shoal.rollout.programs import Exchanged
 from shoal.rollout.samplers.batching import Asked
 from shoal.rollout.samplers.sampler import ChatTokenizer, Key, Sampling
@@ -88,4 +88,11 @@ class OpenSession:
         calls = self._session.close()
         if self._session.failed is not None:
             raise self._session.failed
-        return [Exchanged(call, recorded.turns[-1][1], recorded.answer) for recorded, call in calls]
+        return [Exchanged(call, _new(recorded), recorded.answer) for recorded, call in calls]
+
+
+def _new(recorded: Recorded) -> str:
+    """The messages of a call that are new: its last turn if it goes on from another call, else all."""
+    if recorded.call.parent is not None or len(recorded.turns) == 1:
+        return recorded.turns[-1][1]
+    return "\n\n".join(f"{role}: {text}" for role, text in recorded.turns)

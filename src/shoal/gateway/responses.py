@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.actions import ToolCall
-from shoal.gateway.chats import Asked, RefusedError, Said, arguments_of, turns_of
+from shoal.gateway.chats import Asked, RefusedError, Said, arguments_of, flag, turns_of, with_schemas
 from shoal.gateway.openai import call_id, check, sampling_of, text_of, tools_of
 from shoal.gateway.sessions import Answer
-from shoal.rollout.tools.calls import with_tools, written_result
+from shoal.rollout.tools.calls import written_result
 
 KNOWN = {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "tools", "tool_choice",
@@ -21,7 +21,7 @@ KNOWN = {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (), "truncation": ("disabled",), "text": ({"format": {"type": "text"}},),
     "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,),
-    "include": ([], ["reasoning.encrypted_content"]),
+    "include": ([], ["reasoning.encrypted_content"]), "reasoning": ({},),
 }  # fmt: skip
 
 
@@ -38,16 +38,11 @@ def response(body: Mapping[str, Any], most: int) -> Asked:
     if not isinstance(items, list) or not items:
         raise RefusedError("input must be text or a list of items", param="input")
     tools = tools_of(body)
-    parts = list(_items(items))
-    system = [text_of(body.get("instructions"), "instructions")]
-    system += (text for role, text in parts if role == "system")
-    head = "\n".join(filter(None, system))
-    if tools:
-        head = with_tools(head, tools)
-    rest = [part for part in parts if part[0] != "system"]
+    told = text_of(body.get("instructions"), "instructions")
+    parts = [*([("system", told)] if told else []), *_items(items)]
     return Asked(
-        turns_of([("system", head), *rest] if head else rest), sampling_of(body, most, "max_output_tokens"),
-        model=str(body.get("model", "")), stream=bool(body.get("stream")), tools=tuple(tool["name"] for tool in tools),
+        turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_output_tokens"),
+        model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tuple(tool["name"] for tool in tools),
     )  # fmt: skip
 
 
@@ -111,7 +106,7 @@ def response_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> di
     }  # fmt: skip
 
 
-def response_stream(answer: Mapping[str, Any]) -> Iterator[bytes]:
+def response_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:
     """A finished response as server-sent events."""
     count = 0
 
@@ -140,4 +135,4 @@ def response_stream(answer: Mapping[str, Any]) -> Iterator[bytes]:
             yield event("response.function_call_arguments.delta", **where, delta=item["arguments"])
             yield event("response.function_call_arguments.done", **where, arguments=item["arguments"])
         yield event("response.output_item.done", output_index=place, item=item)
-    yield event("response.completed", response=dict(answer))
+    yield event(f"response.{answer['status']}", response=dict(answer))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from shoal.core.ports import listening
 from shoal.core.registry import SAFE_NAME
 from shoal.core.seeding import derive_seed
 from shoal.gateway import anthropic, openai, responses
-from shoal.gateway.chats import Asked, RefusedError
+from shoal.gateway.chats import Asked, RefusedError, from_json
 from shoal.gateway.sessions import Answer, ClosedError, Recorded, Session
 from shoal.rollout.loops import LoopThread
 from shoal.rollout.samplers.sampler import ChatTokenizer, Key
@@ -45,7 +44,7 @@ class Wire:
 
     read: Callable[[Mapping[str, Any], int], Asked]
     write: Callable[[Asked, str, Sequence[Answer]], dict[str, Any]]
-    stream: Callable[[Asked, Mapping[str, Any], Mapping[str, Any]], Iterator[bytes]]
+    stream: Callable[[Asked, Mapping[str, Any]], Iterator[bytes]]
     error: Callable[[RefusedError], dict[str, Any]]
 
 
@@ -59,20 +58,10 @@ def _anthropic_error(error: RefusedError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _chat_stream(asked: Asked, answer: Mapping[str, Any], body: Mapping[str, Any]) -> Iterator[bytes]:
-    return openai.chat_stream(asked, answer, bool((body.get("stream_options") or {}).get("include_usage")))
-
-
 WIRES = {
-    "chat/completions": Wire(openai.chat, openai.chat_answer, _chat_stream, _openai_error),
-    "responses": Wire(
-        responses.response, responses.response_answer, lambda _, answer, __: responses.response_stream(answer),
-        _openai_error,
-    ),
-    "messages": Wire(
-        anthropic.messages, anthropic.message_answer, lambda _, answer, __: anthropic.message_stream(answer),
-        _anthropic_error,
-    ),
+    "chat/completions": Wire(openai.chat, openai.chat_answer, openai.chat_stream, _openai_error),
+    "responses": Wire(responses.response, responses.response_answer, responses.response_stream, _openai_error),
+    "messages": Wire(anthropic.messages, anthropic.message_answer, anthropic.message_stream, _anthropic_error),
 }  # fmt: skip
 
 
@@ -187,14 +176,14 @@ class Gateway:
         """The status and the JSON (or the events, as an iterator of bytes) of an answer."""
         wire = WIRES[path]
         try:
-            asked, given = self._read(wire, body)
+            asked = self._read(wire, body)
             answers = await self._known(session).answer(asked, path.encode() + body, retried=retried)
         except RefusedError as error:
             return error.status, wire.error(error)
         except (EngineError, OSError) as error:  # no answer in time, or a full disk
             return 503, wire.error(RefusedError(str(error), status=503))
         answer = wire.write(asked, session, answers)
-        return 200, wire.stream(asked, answer, given) if asked.stream else answer
+        return 200, wire.stream(asked, answer) if asked.stream else answer
 
     def _known(self, name: str) -> Session:
         found = self.sessions.get(name)
@@ -202,15 +191,15 @@ class Gateway:
             raise ClosedError(name)
         return found or self.open(name)
 
-    def _read(self, wire: Wire, body: bytes) -> tuple[Asked, Mapping[str, Any]]:
+    def _read(self, wire: Wire, body: bytes) -> Asked:
         try:
-            given = json.loads(body)
-        except (ValueError, RecursionError) as error:
+            given = from_json(body)
+        except ValueError as error:
             raise RefusedError(f"the request is no JSON: {error}") from error
         if not isinstance(given, dict):
             raise RefusedError("the request must be a JSON object")
         asked = wire.read(given, self.max_tokens)
-        return asked if asked.model else replace(asked, model=self.model), given
+        return asked if asked.model else replace(asked, model=self.model)
 
 
 def make_app(gateway: Gateway) -> Any:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -44,6 +45,7 @@ class Answer:
     completion: Completion
     prompt_tokens: int
     new_tokens: int  # of the prompt, beyond what the parent had
+    stop: str | None = None  # the text that ended it; it is part of the tokens, not of what is said
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -55,7 +57,7 @@ class Recorded(msgspec.Struct, frozen=True):
     nth: int  # how often the prompt was asked before
     call: Call
     turns: Turns  # what the program sent, as text
-    answer: str  # canonical
+    answer: str  # as a program sends it back
 
 
 class ClosedError(RefusedError):
@@ -96,16 +98,20 @@ class Session:
         self.branches = 0
         """Calls that went on from one that others had gone on from already."""
         self.closed = False
-        self.failed: EngineError | None = None
-        """Why the last call was not answered; None once one was."""
         self._fixed, self._most = fixed, most_calls
         self._tokenizer, self._sampler, self._write = tokenizer, sampler, write
-        self._ends: dict[Turns, int] = {}  # what a continuation begins with, and its call
+        self._ends: dict[Turns, list[int]] = {}  # what a continuation begins with, and the calls that end so
         self._prompts: dict[int, tuple[int, ...]] = {}  # of each call
         self._children: Counter[int] = Counter()
-        self._asked: Counter[str] = Counter()
+        self._asked: defaultdict[str, set[int]] = defaultdict(set)  # by prompt: which of its noises were used
+        self._failed: dict[str, EngineError] = {}  # by prompt, until it is answered
         self._begun = 0
         self._answers: dict[str, asyncio.Task[list[Answer]]] = {}  # by the digest of the request
+
+    @property
+    def failed(self) -> EngineError | None:
+        """Why a prompt has no answer; None if all have one."""
+        return next(iter(self._failed.values()), None)
 
     async def answer(self, asked: Asked, body: bytes = b"", *, retried: bool = False) -> list[Answer]:
         """The choices of an answer; a request that is sent again because its answer was lost gets that one.
@@ -132,31 +138,40 @@ class Session:
         sampling = self._sampling(asked.sampling)
         prompt, parent = self._prompt(asked.turns)
         digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
-        first = self._asked[digest]
-        self._asked[digest] += asked.choices
+        used = self._asked[digest]
+        free = (nth for nth in itertools.count() if nth not in used)
+        places = list(itertools.islice(free, asked.choices))
+        used.update(places)
+        path = (*self.key.path, int(digest, 16) >> 1)
+        requests = [Request(prompt, Key(self.key.seed, (*path, nth)), sampling) for nth in places]
+        try:
+            done = await asyncio.gather(*map(self._sampler.sample, requests))
+            if self.closed:
+                raise ClosedError(self.name)
+            if done[0].finish == "context":
+                raise RefusedError(
+                    f"the prompt of {len(prompt)} tokens leaves no room in the context of the model",
+                    param="messages",
+                )
+        except Exception as error:  # nothing was answered: who asks again gets what would have been said
+            used.difference_update(places)
+            self._begun -= asked.choices
+            if isinstance(error, EngineError | TimeoutError):
+                self._failed[digest] = error if isinstance(error, EngineError) else EngineError(str(error))
+            raise
+        self._failed.pop(digest, None)
         if parent is None:
             self.roots += 1
-        elif self._children[parent]:
-            self.branches += 1
-        if parent is not None:
+        else:
+            self.branches += self._children[parent] > 0
             self._children[parent] += 1
-
-        async def one(nth: int) -> Answer:
-            path = (*self.key.path, int(digest, 16) >> 1, nth)
-            request = Request(prompt, Key(self.key.seed, path), sampling)
-            try:
-                completion = await self._sampler.sample(request)
-            except (EngineError, TimeoutError) as error:
-                self._begun -= 1
-                self.failed = error if isinstance(error, EngineError) else EngineError(str(error))
-                raise
-            self.failed = None
-            answer = self._record(asked, prompt, parent, digest, nth, completion)
-            if self._write is not None:
-                await self._write(self.calls[answer.number])
-            return answer
-
-        return list(await asyncio.gather(*(one(first + n) for n in range(asked.choices))))
+        answers = [
+            self._record(asked, prompt, parent, digest, nth, one)
+            for nth, one in zip(places, done, strict=True)
+        ]
+        if self._write is not None:
+            await asyncio.gather(*(self._write(self.calls[answer.number]) for answer in answers))
+        return answers
 
     def _sampling(self, asked: Picking) -> Picking:
         """How tokens are picked: as asked, within what the run says."""
@@ -174,8 +189,12 @@ class Session:
 
     def _prompt(self, turns: Turns) -> tuple[tuple[int, ...], int | None]:
         """The tokens of a prompt, and the call that it goes on from."""
-        parent = self._ends.get(turns[:-1])
-        if parent is not None:
+        ends = self._ends.get(_stripped(turns[:-1]))
+        if ends:  # several end so if they differ in blanks or tokens alone
+            last = turns[-2][1]
+            parent = min(
+                ends, key=lambda n: (self.calls[n].answer != last, self.calls[n].digest, self.calls[n].nth)
+            )
             recorded = self.calls[parent]
             before = self._prompts[parent] + recorded.call.response_ids
             try:
@@ -198,14 +217,11 @@ class Session:
         nth: int,
         done: Completion,
     ) -> Answer:
-        if self.closed:
-            raise ClosedError(self.name)
-        if done.finish == "context":
-            raise RefusedError(
-                f"the prompt of {len(prompt)} tokens leaves no room in the context of the model",
-                param="messages",
-            )
-        said = read_answer(self._tokenizer.decode(done.token_ids), asked.tools)
+        text = self._tokenizer.decode(done.token_ids)
+        end, stop = min(
+            ((text.find(one), one) for one in asked.sampling.stop if one in text), default=(None, None)
+        )
+        said = read_answer(text[:end], asked.tools)
         known = (
             0 if parent is None else len(self._prompts[parent]) + len(self.calls[parent].call.response_ids)
         )
@@ -214,8 +230,8 @@ class Session:
         recorded = Recorded(self.name, number, digest, nth, call, asked.turns, said.canonical())
         self.calls.append(recorded)
         self._prompts[number] = prompt
-        self._ends[(*asked.turns, ("assistant", recorded.answer))] = number
-        return Answer(number, said, done, len(prompt), len(prompt) - known)
+        self._ends.setdefault(_stripped((*asked.turns, ("assistant", recorded.answer))), []).append(number)
+        return Answer(number, said, done, len(prompt), len(prompt) - known, stop)
 
     def close(self) -> list[tuple[Recorded, Call]]:
         """End the session; its calls, each behind its parent, in an order that does not depend on who asked first."""
@@ -230,3 +246,8 @@ class Session:
             ends.setdefault(prompt + call.response_ids, len(found))
             found.append((recorded, replace(call, parent=parent)))
         return found
+
+
+def _stripped(turns: Turns) -> Turns:
+    """Turns without the blanks around what the model said, which programs often drop."""
+    return tuple((role, text.strip() if role == "assistant" else text) for role, text in turns)

@@ -18,6 +18,7 @@ from shoal.rollout.journal import Journal
 from shoal.rollout.loops import run_here
 from shoal.rollout.plan import Assignment, assignments_of, group_numbers, slot_of
 from shoal.rollout.prompts import PromptConfig, Prompter
+from shoal.rollout.rewards.judge import Judge, Judging
 from shoal.rollout.samplers.batching import Asking, as_sampler
 from shoal.rollout.samplers.sampler import Sampler, Sampling
 from shoal.rollout.tools.toolbox import Toolbox
@@ -37,6 +38,7 @@ class TrajectoryCollector:
         env_retries: times an episode starts again after its env failed.
         journal: where episodes are written down as they end; those that are there are not played again.
         failures: warns of episodes that fail.
+        judge: scores each group; the caller closes it.
         toolbox: the tools that the model may call; the caller closes it.
     """
 
@@ -53,6 +55,7 @@ class TrajectoryCollector:
         env_retries: int = 1,
         journal: Journal | None = None,
         failures: FailureLog | None = None,
+        judge: Judge | None = None,
         toolbox: Toolbox | None = None,
     ) -> None:
         self.envs = envs
@@ -64,6 +67,7 @@ class TrajectoryCollector:
         self.seed = seed
         self.journal = journal or Journal()
         self.failures = failures or FailureLog()
+        self._judge = judge
         tokenizer = engine.tokenizer if toolbox is None else toolbox.chat(engine.tokenizer)
         self.prompter = Prompter(prompt, tokenizer)
         self.report = RolloutReport()
@@ -116,13 +120,16 @@ class TrajectoryCollector:
                 self._toolbox.record(ended.trajectory)
             if ended.trajectory.status == "ok":
                 self.journal.add(ended.trajectory)
+            judging.ended(index)
 
         sampler = as_sampler(self.engine, Asking(retries=0), inline=True)
         driver = Driver(
             PoolHosts(self._host), sampler, sampling, finished, toolbox=self._toolbox, own_slots=True
         )
-        if todo:
-            run_here(driver.play(todo))
+        with Judging(self._judge, episodes, played) as judging:
+            if todo:
+                run_here(driver.play(todo))
+            played |= judging.judged(self.failures)
         self.report = replace(driver.report, workers=0)
         return played
 

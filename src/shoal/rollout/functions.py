@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from shoal.core.data import MOST_REWARD
 from shoal.core.errors import ShoalError, WorkerDiedError, with_frames
 from shoal.core.workers import WorkerProcess, describe_exit
@@ -42,12 +44,21 @@ class FunctionProcess:
         Raises:
             FunctionFailedError: the function raised, returned no reward, or its process died.
         """
+        answer = await self.ask([task, dict(variables)])
+        return answer[0], answer[1]
+
+    async def ask(self, given: Any) -> Any:
+        """What the process answers; after an error it is not used again.
+
+        Raises:
+            FunctionFailedError: it answers with text, which says what failed, or died.
+        """
         pipe, loop = self._process.pipe, asyncio.get_running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
         number = pipe.fileno()
         loop.add_reader(number, _set, arrived)
         try:
-            pipe.send_bytes(json.dumps([task, dict(variables)]).encode())
+            pipe.send_bytes(json.dumps(given).encode())
             await arrived
             answer = json.loads(pipe.recv_bytes())
         except (EOFError, OSError, ValueError):
@@ -58,7 +69,7 @@ class FunctionProcess:
             loop.remove_reader(number)
         if isinstance(answer, str):
             raise FunctionFailedError(answer)
-        return answer[0], answer[1]
+        return answer
 
     def end(self) -> None:
         """Kill it, with all that it started; may be called twice."""
@@ -136,8 +147,11 @@ def result_of(value: Any) -> tuple[float, bool]:
         ValueError: it is no result.
     """
     named = value if isinstance(value, Mapping) else {"reward": value}
-    given = named.get("reward")
-    if not isinstance(given, numbers.Real) or isinstance(given, bool) or not abs(float(given)) <= MOST_REWARD:
+    given: Any = named.get("reward")
+    success = named.get("success")
+    is_number = isinstance(given, numbers.Real) and not isinstance(given, bool)
+    if not (is_number and abs(given) <= MOST_REWARD):
         raise ValueError(f'the result must be a reward or such as {{"reward": 1.0}}, got {value!r:.200}')
-    reward = float(given)
-    return reward, bool(named.get("success", reward >= 1))
+    if not isinstance(success, numbers.Real | np.bool_ | None):
+        raise ValueError(f"success must be true or false, got {success!r:.200}")
+    return float(given), bool(given >= 1 if success is None else success)

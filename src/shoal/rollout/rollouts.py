@@ -33,6 +33,8 @@ from shoal.rollout.loops import run_here
 from shoal.rollout.plan import Assignment, assignments_of
 from shoal.rollout.programs import ProgramHosts, Sessions
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.rewards.judge import Judge, Judging
+from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.samplers.batching import Asked, Asking, SharedLLMInferenceManager, as_sampler
 from shoal.rollout.samplers.sampler import ChatTokenizer, Sampler, Sampling
 from shoal.rollout.settings import Backend, check_jobs, rollout_config
@@ -60,6 +62,8 @@ class ParallelRolloutManager(Closing):
         journal: where episodes are written down as they end; those that are there are not played again.
         failures: warns of episodes that fail.
         sessions: where programs (`env_type: program`) find the model: `shoal.gateway.sessions_of`.
+        judge: scores each group; the caller closes it. If not given, one is made of `config.rewards`, whose answers
+            are kept beside the journal.
         tools: what the model may call, see `Toolbox`, which may be one that is open: the caller closes it;
             `agent_proxy.tools` if not given.
 
@@ -78,6 +82,7 @@ class ParallelRolloutManager(Closing):
         journal: Journal | None = None,
         failures: FailureLog | None = None,
         sessions: Callable[[Asked, ChatTokenizer], Sessions] | None = None,
+        judge: Judge | None = None,
         tools: Sequence[Any] | Toolbox | None = None,
     ) -> None:
         self.config = rollout_config(config)
@@ -114,7 +119,7 @@ class ParallelRolloutManager(Closing):
             )
         if programs and sessions is None:
             raise ConfigError("programs need a gateway: give ParallelRolloutManager sessions=sessions_of")
-        self._programs = {tag: kinds[tag].env_config for tag in programs}
+        self._programs = {tag: ProgramEnv(**kinds[tag].env_config) for tag in programs}
         self._sessions = sessions
         self.roles = make_roles(kinds, self.tags, proxy.max_turn)
         self.seed = self.config.seed if seed is None else seed
@@ -126,6 +131,10 @@ class ParallelRolloutManager(Closing):
         self.report = RolloutReport()
         self.journal = journal or Journal()
         self.failures = failures or FailureLog()
+        self._judge, self._own_judge = judge, judge is None
+        if judge is None and self.config.rewards:
+            path = self.journal.path
+            self._judge = Judge(self.config.rewards, Answers(None if path is None else path.parent))
         check_jobs(n_jobs := proxy.parallel_n_jobs if n_jobs is None else n_jobs, "n_jobs")
         self.n_jobs = available_cpus() if n_jobs == -1 else int(n_jobs)
         self._setup = Setup(
@@ -152,6 +161,8 @@ class ParallelRolloutManager(Closing):
         A rollout that another thread plays ends with a `WorkerError`.
         """
         self._closed.set()
+        if self._judge is not None and self._own_judge:
+            self._judge.close()
         alone = self._playing.acquire(timeout=OTHER_ROLLOUT_SECONDS)
         try:
             self._end_hosts()
@@ -287,6 +298,7 @@ class ParallelRolloutManager(Closing):
             self.toolbox.record(ended.trajectory)
             if ended.trajectory.status == "ok":
                 self.journal.add(ended.trajectory)
+            judging.ended(index)
             if closed.is_set():
                 raise WorkerError("the rollout was ended: its manager was closed")
 
@@ -296,16 +308,18 @@ class ParallelRolloutManager(Closing):
         todo = left(), sampling
         if self._ahead is not None and (self._ahead.assignments, self._ahead.sampling) != todo:
             self._end_hosts()
-        if left() and (self.backend != "serial" or self._programs):
-            try:
-                self._play_on_hosts(left(), sampling, finished, closed)
-            except HostsFailedError as error:
-                logger.warning(
-                    "%s; the %d episodes that are left are played here, in sequence", error, len(left())
-                )
-                self._end_hosts()
-        if left():
-            self._play_here(left(), sampling, finished)
+        with Judging(self._judge, assignments, results, self._task_of) as judging:
+            if left() and (self.backend != "serial" or self._programs):
+                try:
+                    self._play_on_hosts(left(), sampling, finished, closed)
+                except HostsFailedError as error:
+                    logger.warning(
+                        "%s; the %d episodes that are left are played here, in sequence", error, len(left())
+                    )
+                    self._end_hosts()
+            if left():
+                self._play_here(left(), sampling, finished)
+            results |= judging.judged(self.failures)
         self.failures.sum_up()
         self.report.seconds = time.perf_counter() - began
         return [results[assignment.index] for assignment in assignments]
@@ -338,10 +352,14 @@ class ParallelRolloutManager(Closing):
     def _make_hosts(self) -> Hosts:
         if not self._programs or self._sessions is None:
             return make_hosts(self.backend, self._setup, self.n_jobs, self.settings.ray_options)
-        programs = {tag: ProgramEnv(**config) for tag, config in self._programs.items()}
         sessions = self._sessions(self.inference.sampler, self.engine.tokenizer)
         count = 1 if self.backend == "serial" else self.n_jobs
-        return ProgramHosts(programs, sessions, count, self.settings.env_retries)
+        return ProgramHosts(self._programs, sessions, count, self.settings.env_retries)
+
+    def _task_of(self, assignment: Assignment) -> Any:
+        """The task of an episode's program; None of an env."""
+        program = self._programs.get(assignment.tag)
+        return None if program is None else program.task(assignment.place.env_seed).get("task")
 
     def _play_on_hosts(
         self,

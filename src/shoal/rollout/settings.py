@@ -11,6 +11,7 @@ from shoal.core.configuration import plain_values
 from shoal.core.errors import ConfigError
 from shoal.rollout.factory import EnvironmentConfig, part_of
 from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.rewards.settings import RewardConfig
 from shoal.rollout.samplers.batching import Schedule
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.samplers.settings import check_settings
@@ -140,6 +141,7 @@ class RolloutConfig(EnvironmentConfig):
 
     seed: int = 0
     agent_proxy: RolloutSettings = RolloutSettings()
+    rewards: tuple[RewardConfig, ...] = ()
 
 
 def rollout_config(config: Any) -> RolloutConfig:

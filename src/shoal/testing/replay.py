@@ -137,7 +137,7 @@ class Replay(Closing):
         Raises:
             ConfigError: a fork that nobody can play on, or an action that the env does not know.
         """
-        record = found.trajectory
+        record = found.trajectory.as_played  # its scores are in the record
         role = self._role(record.env)
         sampler, tokenizer, source = self._source(found)
         if self.tools:

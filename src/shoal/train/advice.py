@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import mean, variance
 from typing import Any, Literal, NamedTuple
 
 from shoal.core.run_folder import is_number
@@ -117,7 +119,7 @@ def _diverged(rows: Rows, known: Known) -> Iterator[Advice]:
 
 def _nothing_learned(rows: Rows, known: Known) -> Iterator[Advice]:
     """Why nothing is learned: the first cause that holds, since the others follow from it."""
-    for cause in (_blind, _no_valid_answer, _no_signal, _no_gradient, _never_solved):
+    for cause in (_blind, _no_valid_answer, _no_signal, _no_gradient, _never_solved, _flat):
         for advice in cause(rows, known):
             yield advice
             return
@@ -285,6 +287,42 @@ def _never_solved(rows: Rows, known: Known) -> Iterator[Advice]:
         "for partial success, or warm the model up on an expert (warmup.expert)."
     )
     yield Advice("bad", "success", "Nothing is ever solved", text)
+
+
+def _flat(rows: Rows, known: Known) -> Iterator[Advice]:
+    """Neither success nor, without it, the reward changed between the quarters of a run by more than chance."""
+    name = "success" if _values(rows, "success") else "reward"
+    values = _values(rows, name)
+    size = len(values) // 4
+    if size < RECENT or (name == "success" and _mean(values) > 0.9):
+        return
+    quarters = [values[at * size : (at + 1) * size] for at in range(4)]
+    first = mean(quarters[0])
+    for other in quarters[1:]:
+        chance = 2 * math.sqrt((variance(quarters[0]) + variance(other)) / size)
+        if abs(mean(other) - first) > chance:
+            return
+    kl = "approx_kl" if _values(rows, "approx_kl") else "kl_to_rollout"
+    steps = _recent(rows, "gradient_steps") or _recent(rows, "n_minibatches")
+    moved = None if steps == 1 else _recent(rows, kl)  # measured before the step, so of a single one it is 0
+    rate = _recent(rows, "learning_rate")
+    used = "" if rate is None else f" (it is {rate:.2g})"
+    if moved is not None and moved < 1e-4:
+        remedy = (
+            f"The policy hardly moves ({kl} is {moved:.1g} an update; 0.01 is usual): raise the learning rate"
+            f"{used} tenfold, or take more gradient steps an update."
+        )
+    else:
+        remedy = (
+            f"The policy moves, but not towards it. Read some episodes (shoal view {known.run}): is there anything in "
+            "what the agent sees from which the right action follows, and is it paid soon after? Then begin with an "
+            f"easier task, take more episodes an update, or change the learning rate{used}."
+        )
+    text = (
+        f"{name} was {first:.3g} in the first quarter of {len(values)} rows and is {mean(quarters[3]):.3g} in the "
+        f"last, no more than chance apart. {remedy}"
+    )
+    yield Advice("warn", name, "Nothing has been learned so far", text)
 
 
 def _rewarded_without_success(rows: Rows, known: Known) -> Iterator[Advice]:

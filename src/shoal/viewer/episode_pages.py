@@ -1,282 +1,47 @@
-"""The pages about episodes: a filtered list, a group side by side, one episode turn by turn, token by token."""
+"""The page of an episode: turn by turn, token by token, with the tree of its calls."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import math
 import re
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.core.data import Call, Trajectory, Turn
 from shoal.core.errors import DataError
 from shoal.core.files import read_json
-from shoal.viewer.index import ORDERS, Episode, Filter
-from shoal.viewer.markup import ACTION, Html, counted, histogram, join, number, tag
-from shoal.viewer.pages import Page, Site, anchor, command, facts, table
+from shoal.envs.pictures import THEMES, picture_of
+from shoal.rollout.images import picture_url
+from shoal.viewer.episode_lists import ended, steps, within_list
+from shoal.viewer.index import Episode
+from shoal.viewer.markup import ACTION, Html, counted, join, number, tag
+from shoal.viewer.pages import Page, Site, anchor, command, facts
 from shoal.viewer.runs import PICTURES, Run
 
 logger = logging.getLogger(__name__)
-PAGE = 50
-"""Episodes on a page."""
 Spell = Callable[[Sequence[int]], list[str]]
 """Token ids to the text of each."""
-OUTCOMES = {"success": "solved", "failed": "failed", "truncated": "out of turns", "error": "error"}
+LONG = 4
+"""Turns from which an episode has an outline and a player."""
+_TOOL = re.compile(r"<(tool_call|tool_response)>\s*(.*?)\s*</\1>", re.DOTALL)
+_CALL = 2000
+"""Letters of a prompt that the tree of calls shows."""
 
 
-def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
-    """A page of episodes with the histogram and the causes of failures as filters."""
-    wanted, order = read_filter(query)
-    at = max(0, _whole(query.get("page", "0")))
-    place = f"{site.place(run)}/episodes"
-    outcomes = run.index.outcomes(replace(wanted, outcome=None))
-    total = sum(outcomes.values()) if wanted.outcome is None else outcomes[wanted.outcome]
-
-    def with_(**changes: Any) -> dict[str, Any]:
-        return {key: value for key, value in {**query, "page": None, **changes}.items() if value is not None}
-
-    chips = [
-        anchor(
-            site,
-            join(f"{OUTCOMES[name]} ", tag("b", number(n))),
-            place,
-            class_=f"chip {name}" + (" chosen" if wanted.outcome == name else ""),
-            **with_(outcome=None if wanted.outcome == name else name),
-        )
-        for name, n in outcomes.items()
-    ]
-    unbound = replace(wanted, reward_from=None, reward_to=None)
-    bars = run.index.rewards(unbound)
-    links = [
-        site.link(place, **with_(reward_from=repr(low), reward_to=repr(high))) for low, high, _, _ in bars
-    ]
-    reach = wanted.reward_from, wanted.reward_to
-    drawn = histogram(bars, links, reach if None not in reach else None)  # type: ignore[arg-type]
-    causes = []
-    for cause, n in run.index.causes(replace(wanted, cause=None)):
-        chosen = "chosen" if cause == wanted.cause else None
-        linked = anchor(site, cause[:300], place, class_=chosen, **with_(cause=cause))
-        causes.append(tag("li", tag("b", number(n)), linked))
-    found = run.index.episodes(wanted, order, PAGE, at * PAGE)  # type: ignore[arg-type]
-    orders = [
-        anchor(site, name, place, class_="chip chosen" if name == order else "chip", **with_(order=name))
-        for name in ORDERS
-    ]
-    back = site.link(place, **with_(page=at - 1 or None)) if at else None
-    forth = site.link(place, **with_(page=at + 1)) if (at + 1) * PAGE < total else None
-    pager = [
-        tag("a", "← earlier", href=back, rel="prev") if back else None,
-        tag("span", f"{at * PAGE + bool(total):,} to {at * PAGE + len(found):,} of {total:,}"),
-        tag("a", "later →", href=forth, rel="next") if forth else None,
-    ]
-    ends = tag("h2", "How they ended"), tag("p", chips, class_="chips")
-    whys = (tag("h2", "Why they broke off"), tag("ul", causes, class_="causes")) if causes else None
-    rewards = tag("figure", tag("figcaption", tag("b", "Rewards")), drawn)
-    body = join(
-        tag("header", tag("h1", "Episodes"), _chosen(site, place, query)),
-        tag("div", rewards, tag("div", ends, whys), class_="split"),
-        tag("p", "order: ", orders, class_="chips"),
-        episode_table(site, run, found),
-        tag("nav", pager, class_="pager"),
-    )
-    ways = back, forth, site.link(site.place(run))
-    return site.page(run, f"Episodes of {run.name}", body, ("episodes", None), ways=ways)
-
-
-def _chosen(site: Site, place: str, query: Mapping[str, str]) -> Html | None:
-    """The filters that hold, each with a link that drops it."""
-    shown = {k: v for k, v in query.items() if k not in ("page", "order") and v}
-    chips = []
-    for key, value in shown.items():
-        rest = {k: v for k, v in query.items() if k not in (key, "page")}
-        chips.append(
-            anchor(site, f"{key.replace('_', ' ')}: {value[:80]} ✕", place, class_="chip chosen", **rest)
-        )
-    return tag("p", chips, class_="chips") if chips else None
-
-
-def read_filter(query: Mapping[str, str]) -> tuple[Filter, str]:
-    """The filter and the order that a link asks for; what it does not say right is a `DataError`."""
-    outcome, order = query.get("outcome"), query.get("order", "file")
-    if outcome not in (None, *OUTCOMES) or order not in ORDERS:
-        raise DataError("that is no kind of episode, or no order, that there is")
-    whole = {key: _whole(query[key]) for key in ("iteration", "group") if query.get(key)}
-    real = {key: _real(query[key]) for key in ("reward_from", "reward_to") if query.get(key)}
-    text = {key: query[key] for key in ("file", "env", "cause") if query.get(key)}
-    return Filter(**text, **whole, **real, outcome=outcome, contains_invalid="invalid" in query), order  # type: ignore[arg-type]
-
-
-def _whole(text: str) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,15}", text):
-        raise DataError(f"{text[:40]!r} is no whole number")
-    return int(text)
-
-
-def _real(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise DataError(f"{text[:40]!r} is no number") from None
-
-
-def _ended(episode: Episode) -> Html:
-    return tag("span", OUTCOMES[episode.outcome], class_=f"chip {episode.outcome}", title=episode.error)
-
-
-def episode_table(site: Site, run: Run, found: Sequence[Episode]) -> Html:
-    """Episodes line by line."""
-    place = site.place(run)
-    rows = [
-        (
-            anchor(site, e.name, f"{place}/episode", class_="row-link", name=e.name),
-            _ended(e),
-            e.reward,
-            e.turns,
-            anchor(site, f"{e.group}.{e.member}", f"{place}/group", name=e.name),
-            e.tokens,
-            e.invalid,
-            e.iteration,
-            e.env,
-        )
-        for e in found
-    ]
-    heads = ("episode", "end", "reward", "turns", "group.member", "tokens", "invalid", "iteration", "env")
-    return table(heads, rows, "episodes")
-
-
-# --- a group
-def parting(trajectories: Sequence[Trajectory]) -> int | None:
-    """The first turn at which the members of a group do different things; None if they never do.
-
-    A member that has ended parts from one that goes on.
-    """
-    longest = max((len(t.turns) for t in trajectories), default=0)
-    for k in range(longest):
-        if len({_act(t.turns[k]) if k < len(t.turns) else None for t in trajectories}) > 1:
-            return k
-    return None
-
-
-def _act(turn: Turn) -> tuple[Any, ...]:
-    return (turn.observation, turn.action if turn.action_is_valid else turn.response, turn.action_is_valid)
-
-
-def _compared(members: Sequence[Episode]) -> tuple[float, float]:
-    """Mean and standard deviation of the rewards that an update compares: those of whole episodes, if there are any."""
-    rewards = [m.reward for m in members if m.status == "ok"] or [m.reward for m in members]
-    return statistics.fmean(rewards), statistics.pstdev(rewards)
-
-
-def group(site: Site, run: Run, name: str) -> Page:
-    """The members of a group side by side, from the turn where they part."""
-    episode = run.index.find(name)
-    members = run.index.group_of(episode)
-    trajectories = [run.index.read(member) for member in members]
-    part = parting(trajectories)
-    place = site.place(run)
-    mean, spread = _compared(members)
-    told = {
-        "env": episode.env,
-        "iteration": episode.iteration,
-        "env seed": episode.env_seed,
-        "members": len(members),
-        "mean reward": mean,
-        "standard deviation": spread,
-        "parting": "all members did the same" if part is None else f"they part in turn {part + 1}",
-    }
-    heads = [_member(site, place, member, mean, chosen=member.name == episode.name) for member in members]
-    longest = max((len(t.turns) for t in trajectories), default=0)
-    turns = [[t.turns[k] if k < len(t.turns) else None for t in trajectories] for k in range(longest)]
-    rows = [_side_by_side(k, of_turn, part) for k, of_turn in enumerate(turns)]
-    equal = "All rewards are equal: this group gives no advantage to learn from."
-    side = tag("table", tag("thead", tag("tr", tag("th", "turn"), heads)), tag("tbody", rows), class_="group")
-    body = join(
-        tag("header", tag("h1", f"Group {episode.group}"), facts(told)),
-        None if spread else tag("p", equal, class_="hint"),
-        tag("div", side, class_="wide"),
-    )
-    files = site.link(f"{place}/episodes", file=episode.file)
-    behind = (episode.file.removesuffix(".jsonl"), files), (f"group {episode.group}", None)
-    ways = (
-        _neighbour(site, run, "group", members[0], -1),
-        _neighbour(site, run, "group", members[-1], 1),
-        files,
-    )
-    return site.page(run, f"Group {episode.group}", body, *behind, ways=ways)
-
-
-def _member(site: Site, place: str, member: Episode, mean: float, *, chosen: bool) -> Html:
-    """The head of a column: who it is, how it ended, its reward and how far from the group's mean."""
-    return tag(
-        "th",
-        anchor(site, f"member {member.member}", f"{place}/episode", name=member.name),
-        _ended(member),
-        tag(
-            "small",
-            f"reward {number(member.reward)} ({member.reward - mean:+.3g}), {counted(member.turns, 'turn')}",
-        ),
-        class_="chosen" if chosen else None,
-    )
-
-
-def _side_by_side(k: int, turns: Sequence[Turn | None], part: int | None) -> Html:
-    """One turn of all members: a cell for all until they part, then one each, those marked that differ from most."""
-    head = tag("th", str(k + 1), tag("small", "they part here") if k == part else None)
-    if part is None or k < part:
-        same = tag("small", "the same in all")
-        return tag("tr", head, [tag("td", _cell(turns[0]), same, colspan=len(turns), class_="same")])
-    usual = Counter(_act(turn)[1] for turn in turns if turn is not None).most_common(1)[0][0]
-    cells = [
-        tag("td", _cell(t), class_="gone" if t is None else "as-most" if _act(t)[1] == usual else "other")
-        for t in turns
-    ]
-    return tag("tr", head, cells, class_="parting" if k == part else None)
-
-
-def _neighbour(site: Site, run: Run, kind: str, episode: Episode, step: int) -> str | None:
-    """The page of the episode before or behind in the file, or of its group, if there is one."""
-    with contextlib.suppress(DataError):  # a row below 0 is no name of an episode
-        name = run.index.find(f"{episode.file}:{episode.row + step}").name
-        return site.link(f"{site.place(run)}/{kind}", name=name)
-    return None
-
-
-def _cell(turn: Turn | None) -> Html:
-    if turn is None:
-        return tag("span", "ended")
-    saw = tag("pre", turn.observation[:2000], class_="saw")
-    did = tag("pre", _marked(turn.response[:2000].strip("\n"), turn.action_is_valid), class_="said")
-    paid = tag("small", f"reward {number(turn.reward)}") if turn.reward else None
-    return join(saw, did, paid)
-
-
-def _marked(text: str, valid: bool) -> Html:
-    """Text of a model with its action marked."""
-    parts: list[Any] = []
-    end = 0
-    for match in ACTION.finditer(text):
-        parts += [
-            text[end : match.start()],
-            tag("mark", match.group(), class_="valid" if valid else "invalid"),
-        ]
-        end = match.end()
-    return join(*parts, text[end:]) if text else tag("i", "(nothing)")
-
-
-# --- an episode
-def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None) -> Page:
+def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     """An episode turn by turn, with the tokens that the model wrote."""
+    name, turn_number = query.get("name", ""), query.get("turn")
     episode = run.index.find(name)
     trajectory = run.index.read(episode)
     place = site.place(run)
     members = run.index.group_of(episode)
-    mean, _ = _compared(members)
+    mean, _ = compared(members)
     spell = spelling(run.path)
     known = run.index.advantages(members)
     own = known[members.index(episode)] if known else None
@@ -296,7 +61,7 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
     told = {
         "env": episode.env,
         "iteration": episode.iteration,
-        "env seed": episode.env_seed,
+        "env seed": str(trajectory.env_seed),
         "reward": episode.reward,
         "in its group": versus,
         "turns": episode.turns,
@@ -305,47 +70,87 @@ def one_episode(site: Site, run: Run, name: str, turn_number: int | None = None)
     }
     broke = f"{episode.status}: {episode.error or 'no cause was recorded'}"
     aside = f"Its group of {len(members)}, side by side"
-    head = tag(
-        "header",
-        tag("h1", "Episode ", episode.name, " ", _ended(episode)),
-        facts(told),
-        tag("p", broke, class_="error") if episode.status != "ok" else None,
-        tag("p", anchor(site, aside, f"{place}/group", class_="button", name=name)) if versus else None,
-        command(["shoal", "replay", str(run.path), episode.name]),
-        key(largest if known else None) if spell or any(call.logprobs for call in trajectory.calls) else None,
-        tag("p", "No update learned from this episode.", class_="hint") if used is False else None,
-    )
+    beside = anchor(site, aside, f"{place}/group", class_="button", name=name, **within_list(site, query))
+    arrows, ways = steps(site, run, "episode", episode, query)
+    has_colours = spell or any(call.logprobs for call in trajectory.calls)
     turns = [
         _turn(site, run, k, trajectory, spell, turn_number, strips[k]) for k in range(len(trajectory.turns))
     ]
+    head = tag(
+        "header",
+        tag("h1", "Episode ", episode.name, " ", ended(episode)),
+        arrows,
+        facts(told),
+        tag("p", broke, class_="error") if episode.status != "ok" else None,
+        tag("p", beside) if versus else None,
+        command(["shoal", "replay", str(run.path), episode.name]),
+        key(largest if known else None) if has_colours else None,
+        tag("p", "No update learned from this episode.", class_="hint") if used is False else None,
+        _overview(site, trajectory.turns) if len(turns) >= LONG else None,
+        scores(trajectory),
+        call_tree(trajectory, spell),
+    )
     nothing = tag("p", "This episode has no turns.", class_="empty") if not turns else None
     file = site.link(f"{place}/episodes", file=episode.file)
     behind = (episode.file.removesuffix(".jsonl"), file), (f"episode {episode.row}", None)
-    before, after = (_neighbour(site, run, "episode", episode, step) for step in (-1, 1))
-    ways = before, after, site.link(f"{place}/group", name=name) or site.link(place)
     return site.page(run, f"Episode {episode.name}", join(head, turns, nothing), *behind, ways=ways)
+
+
+def compared(members: Sequence[Episode]) -> tuple[float, float]:
+    """Mean and standard deviation of the rewards that an update compares: those of whole episodes, if there are any."""
+    rewards = [m.reward for m in members if m.status == "ok"] or [m.reward for m in members]
+    return statistics.fmean(rewards), statistics.pstdev(rewards)
 
 
 def key(largest: float | None) -> Html:
     """What the colours of tokens mean.
 
     Args:
-        largest: advantage of the group; None if none are known. With it there are two kinds of colours, and a button.
+        largest: advantage of the group; None if none are known. Above 0 there are two kinds of colours, and a button.
     """
     chances = ((0, "< 1 %"), (3, "10 %"), (6, "50 %"), (9, "> 90 %"))
     by_chance = [tag("span", text, class_=f"token plain p{k}") for k, text in chances]
     chance = tag("p", "probability of a token when it was sampled: ", by_chance, class_="key-line chance")
     if largest is None:
         return chance
+    if not largest:
+        equal = "Its group has no difference: every advantage is 0, so no token has a colour for it."
+        return join(chance, tag("p", equal, class_="hint"))
     values = ((0, f"{-largest:.3g}"), (4, "0"), (9, f"{largest:+.3g}"))
     by_worth = [tag("span", text, class_=f"token plain p{k}") for k, text in values]
     worth = tag("p", "advantage of a token: ", by_worth, class_="key-line worth")
-    button = tag("button", "colour by advantage or probability", type="button", data_do="colour")
+    on = [tag("b", kind, class_=f"by-{kind}") for kind in ("probability", "advantage")]
+    button = tag("button", "colours show the ", on, type="button", data_do="colour", title="change it (a)")
     return join(chance, worth, tag("p", button))
 
 
+def _overview(site: Site, turns: Sequence[Turn]) -> Html:
+    """Of a long episode: a player, buttons that fold, and a line of links to the turns."""
+    links = []
+    for k, turn in enumerate(turns):
+        did = (turn.action or "")[:20] if turn.action_is_valid else "✗"
+        paid = f" {turn.reward:+.3g}" if turn.reward else ""
+        text = f"{k + 1} {did}{paid}"
+        links.append(tag("a", text, href=f"#turn-{k + 1}", class_="chip") if site.only is None else None)
+    slider = tag("input", type="range", min=1, max=len(turns), value=1, aria_label="turn that is shown")
+    player = tag(
+        "div",
+        tag("button", "▶ play", type="button", data_do="play"),
+        slider,
+        tag("output", f"turn 1 of {len(turns)}"),
+        tag("div", class_="stage"),
+        class_="player",
+    )
+    buttons = [
+        tag("button", "fold or open all turns", type="button", data_do="fold", title="f"),
+        tag("button", "short turns", type="button", data_do="compact", title="v", aria_pressed="false"),
+    ]
+    outline = tag("nav", links, class_="chips outline", aria_label="turns") if site.only is None else None
+    return join(player, tag("p", buttons, class_="chips folds"), outline)
+
+
 def _turn(
-    site: Site, run: Run, k: int, trajectory: Trajectory, spell: Spell | None, chosen: int | None,
+    site: Site, run: Run, k: int, trajectory: Trajectory, spell: Spell | None, chosen: str | None,
     tokens: Html | None,
 ) -> Html:  # fmt: skip
     turn = trajectory.turns[k]
@@ -353,27 +158,143 @@ def _turn(
     verdict = turn.action if turn.action_is_valid else "no valid action"
     prompt = "".join(spell(ids)) if spell and ids else None
     length = counted(len(ids), "token")
-    return tag(
-        "article",
+    drawn = _image(site, run, turn.image) or drawing(turn.observation)
+    saw = tag("pre", readable(turn.observation), class_="saw")
+    did = tag("p", "→ ", tag("b", verdict), class_="did" if turn.action_is_valid else "did invalid")
+    head = tag(
+        "summary",
         tag(
             "h2",
-            tag("a", f"Turn {k + 1}", href=f"#turn-{k + 1}") if site.only is None else f"Turn {k + 1}",
+            f"Turn {k + 1} ",
+            tag("small", f"→ {verdict}", class_="folded"),
             tag("small", f"reward {number(turn.reward)}"),
             tag("small", "cut at the limit of tokens") if cut else None,
         ),
-        _image(site, run, turn.image),
-        tag("pre", turn.observation, class_="saw"),
-        tag("details", tag("summary", f"prompt of {length}"), tag("pre", prompt))
+    )
+    said = tag(
+        "div",
+        tag("details", tag("summary", f"prompt of {length}"), tag("pre", prompt), class_="prompt")
         if prompt
-        else tag("small", f"prompt of {length}"),
-        tag("pre", _marked(turn.response.strip("\n"), turn.action_is_valid), class_="said"),
+        else tag("small", f"prompt of {length}", class_="prompt"),
+        tag("pre", marked(turn.response.strip("\n"), turn.action_is_valid), class_="said"),
         tokens,
-        tag("p", "→ ", tag("b", verdict), class_="did" if turn.action_is_valid else "did invalid"),
+        did,
+        _tools(turn),
+    )
+    return tag(
+        "article",
+        tag("details", head, tag("div", tag("div", drawn, saw), said, class_="turn-body"), open=True),
         id=f"turn-{k + 1}" if site.only is None else None,
-        class_="turn chosen" if chosen == k + 1 else "turn",
+        class_="turn chosen" if chosen == str(k + 1) else "turn",
     )
 
 
+def _tools(turn: Turn) -> Html:
+    """The tools that a turn called, with what came of each."""
+    shown = []
+    for use in getattr(turn, "tools", ()):
+        came = use.result if use.error is None else tag("span", f"Error: {use.error}", class_="failed")
+        shown.append(tag("pre", tag("b", use.name), " ", _indented(use.arguments), "\n", came, class_="tool"))
+    return join(shown)
+
+
+def scores(trajectory: Trajectory) -> Html | None:
+    """What each of the run's rewards says of the episode, and what a judge was asked and answered."""
+    parts: list[Html] = []
+    for score in trajectory.scores:
+        parts.append(tag("p", tag("b", score.name), f" {number(score.value)}, weight {number(score.weight)}"))
+        asked = (("asked", score.prompt), ("answered", score.answer))
+        parts += [tag("pre", tag("b", f"{word}\n"), text) for word, text in asked if text]
+    total = f"{counted(len(trajectory.scores), 'reward')} judged it"
+    return tag("details", tag("summary", total), parts) if parts else None
+
+
+def _indented(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False, default=str)
+
+
+@functools.lru_cache(maxsize=256)
+def drawing(observation: str) -> Html | None:
+    """The picture of an observation that is a lake or a room in the symbols of shoal's own envs; None for others."""
+    lines = observation.split("\n")
+    if not (2 <= len(lines) <= 40 and 2 <= len(lines[0]) <= 40 and len({*map(len, lines)}) == 1):
+        return None
+    theme = "sokoban" if "#" in observation else "frozen_lake"
+    player = "PS" if theme == "sokoban" else "PX√"
+    if set("".join(lines)) - THEMES[theme].keys() or sum(map(observation.count, player)) != 1:
+        return None
+    url = picture_url(picture_of(observation, theme))
+    return tag("img", src=url, alt="the observation below, drawn", class_="shot drawn")
+
+
+def readable(text: str) -> Html:
+    """Text with its tool calls and their results set apart, JSON in them indented."""
+    parts: list[Any] = []
+    end = 0
+    for match in _TOOL.finditer(text):
+        inside = match[2]
+        with contextlib.suppress(ValueError, RecursionError):
+            inside = _indented(json.loads(inside))
+        said = tag("b", match[1].replace("_", " ")), "\n", inside
+        parts += [text[end : match.start()], tag("span", *said, class_="tool")]
+        end = match.end()
+    return join(*parts, text[end:])
+
+
+def marked(text: str, valid: bool) -> Html:
+    """Text of a model with its action marked."""
+    parts: list[Any] = []
+    end = 0
+    for match in ACTION.finditer(text):
+        parts += [
+            readable(text[end : match.start()]),
+            tag("mark", match.group(), class_="valid" if valid else "invalid"),
+        ]
+        end = match.end()
+    return join(*parts, readable(text[end:])) if text else tag("i", "(nothing)")
+
+
+# --- the calls
+def call_tree(trajectory: Trajectory, spell: Spell | None) -> Html | None:
+    """The calls as a tree, with the new part of each prompt and the answer; None where they are one turn after another.
+
+    A call that goes on from another stands below it; a second one that does is a branch.
+    """
+    calls = trajectory.calls
+    goes_on: dict[int | None, list[int]] = {}
+    for one, call in enumerate(calls):
+        goes_on.setdefault(call.parent, []).append(one)
+    roots = goes_on.get(None, [])
+    branches = sum(len(behind) > 1 for parent, behind in goes_on.items() if parent is not None)
+    of_turn = {turn.call: k for k, turn in enumerate(trajectory.turns)}
+    plain = len(roots) == 1 or len(roots) == len(calls)  # one chain, or prompts that each begin anew
+    if len(of_turn) == len(calls) and plain and not branches:
+        return None
+    lines = []
+    todo = [(one, 0) for one in reversed(roots)]
+    while todo:
+        one, depth = todo.pop()  # a chain stays at its depth, a branch of it stands one in
+        call, behind = calls[one], goes_on.get(one, [])
+        todo += [(k, depth + (k != behind[0])) for k in reversed(behind)]
+        begins = None
+        if goes_on[call.parent][0] != one:
+            begins = "begins anew" if call.parent is None else f"branch of call {call.parent + 1}"
+        turn = f"turn {of_turn[one] + 1}" if one in of_turn else "in no turn"
+        sizes = f"{counted(len(call.new_prompt_ids), 'new token')}, {counted(len(call.response_ids), 'token')} answered"
+        parts = [
+            tag("summary", f"call {one + 1} ", tag("small", ", ".join(filter(None, (turn, begins, sizes)))))
+        ]
+        if spell:
+            asked = "".join(spell(call.new_prompt_ids[:_CALL]))
+            parts += [tag("pre", readable(asked), class_="saw")]
+            parts += [tag("pre", readable("".join(spell(call.response_ids))), class_="said")]
+        lines.append(tag("li", tag("details", *parts), class_=f"depth-{min(depth, 6)}"))
+    kinds = f"{counted(len(roots), 'prompt')} from the start, branches at {counted(branches, 'call')}"
+    said = f"{counted(len(calls), 'call')}: {kinds}"
+    return tag("details", tag("summary", said), tag("ol", lines, class_="calls"), class_="call-tree")
+
+
+# --- tokens
 def strip(
     call: Call, spell: Spell | None, *, trained: bool | None, advantages: Sequence[float], largest: float
 ) -> Html | None:

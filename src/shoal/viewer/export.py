@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from urllib.parse import parse_qsl
 
 from shoal.core.errors import DataError
+from shoal.viewer.curves import PANELS
 from shoal.viewer.index import Filter
 from shoal.viewer.markup import Html, join, tag
 from shoal.viewer.pages import Site, address_of, not_here
 from shoal.viewer.runs import Run
-from shoal.viewer.server import keys, page_for, static
+from shoal.viewer.server import SCRIPTS, bar, keys, page_for, static
 
 FILES = 12
 """Newest files of episodes whose first page is in the file."""
@@ -38,14 +39,11 @@ def export(runs: Sequence[Run], episodes: int = 60) -> str:
             page = page_for(site, path, _read(query))
         except DataError as error:  # one record that cannot be read hides no other
             page = not_here(str(error), site.link(""))
-        trail = [
-            tag("li", tag("a", name, href=link) if link else tag("span", name)) for name, link in page.trail
-        ]
         ways = {"data_prev": page.previous, "data_next": page.next, "data_up": page.up}
         sections.append(
             tag(
                 "div",
-                tag("nav", tag("ol", trail), class_="bar"),
+                bar(page),
                 tag("main", page.body),
                 class_="page",
                 id=names[path + query],
@@ -53,9 +51,11 @@ def export(runs: Sequence[Run], episodes: int = 60) -> str:
                 **ways,
             )
         )
-    style, script = static("view.css"), static("view.js").replace("</", "<\\/")
+    style = static("view.css")
+    scripts = [static(name).replace("</", "<\\/") for name in SCRIPTS]
+    sums = " ".join(f"'{_sum(script)}'" for script in scripts)
     policy = (
-        f"default-src 'none'; script-src '{_sum(script)}'; style-src '{_sum(style)}'; img-src data:; base-uri 'none'; "
+        f"default-src 'none'; script-src {sums}; style-src '{_sum(style)}'; img-src data:; base-uri 'none'; "
         "form-action 'none'"
     )
     title = ", ".join(run.name for run in runs)
@@ -67,9 +67,8 @@ def export(runs: Sequence[Run], episodes: int = 60) -> str:
         tag("title", f"{title} · shoal"),
         Html(f"<style>{style}</style>"),
     )
-    body = tag(
-        "body", join(*sections), keys(), Html(f'<script type="module">{script}</script>'), data_static=True
-    )
+    run = [Html(f'<script type="module">{script}</script>') for script in scripts]
+    body = tag("body", join(*sections), keys(), run, data_static=True)
     return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
 
 
@@ -117,6 +116,7 @@ def _addresses(site: Site, most: int) -> list[tuple[str, str]]:
             add(f"{place}/episode", name=name)
         for name in names[: max(1, most // 4)]:
             add(f"{place}/group", name=name)
-    if len(site.runs) > 1:
+    kinds = [run.kind for run in site.runs if run.kind in PANELS]
+    if len(kinds) > len(set(kinds)):  # two of a kind
         add("compare")
     return found

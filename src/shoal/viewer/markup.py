@@ -1,6 +1,6 @@
 """HTML and SVG from Python. Whatever is not `Html` already is escaped: text of a model or an environment stays text.
 
-Charts are SVG without scripts: curves whose points are links, histograms, a graph of skills and its time line.
+Charts are SVG without scripts: histograms, small curves in a line of text, a graph of skills and its time line.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ def join(*children: Any) -> Html:
     return Html("".join(parts))
 
 
+def fold(title: str, *inside: Any, **attributes: Any) -> Html:
+    """What is seen once its title is clicked."""
+    return tag("details", tag("summary", title), *inside, **attributes)
+
+
 def _is_safe(address: str) -> bool:
     """Whether an address is of this page, this site, or a picture."""
     pictures = tuple(f"data:image/{kind};" for kind in ("png", "jpeg", "gif", "webp", "bmp"))
@@ -103,24 +108,8 @@ def counted(n: int, noun: str) -> str:
 
 
 # --- charts
-MOST_POINTS = 240
+MOST_POINTS = 600
 """Of a curve; of longer ones the lowest and the highest of each stretch are drawn."""
-COLOURS = 8
-"""How many the style sheet has for series."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """One curve; where `low` and `high` are given, the range between them is shaded."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-    links: Sequence[str | None] = ()
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
-    dots: bool = False
-    colour: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,26 +161,9 @@ def thinned(x: Sequence[float], y: Sequence[float], most: int = MOST_POINTS) -> 
     return sorted(kept)
 
 
-def line_chart(
-    series: Sequence[Series], label: str, x_label: str = "", y_range: tuple[float, float] | None = None
-) -> Html:
-    """Curves in one picture; points with links are links."""
-    series = [s for s in series if len(s.x)]
-    if not series:
-        return tag("p", "no points yet", class_="empty")
-    ys = [value for s in series for part in (s.y, s.low, s.high) for value in part]
-    low, high = y_range or (min(ys), max(ys))
-    if low == high:
-        low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
-    margin = 0.0 if y_range else (high - low) * 0.05
-    frame = _Frame(min(s.x[0] for s in series), max(s.x[-1] for s in series), low - margin, high + margin)
-    along = [(frame.x(v), number(v, 6)) for v in ticks(frame.x0, frame.x1) if frame.x(v) < frame.right - 4]
-    axes = _axes(frame, ticks(frame.y0, frame.y1), along, x_label)
-    return _picture("chart", "0 0 416 190", label, axes, [_curve(s, frame) for s in series])
-
-
 def _picture(kind: str, box: str, label: str, *children: Any, **attributes: Any) -> Html:
-    return tag("svg", *children, class_=kind, viewBox=box, **attributes, role="img", aria_label=label)
+    role = "img" if kind == "timeline" else "group"  # of links
+    return tag("svg", *children, class_=kind, viewBox=box, **attributes, role=role, aria_label=label)
 
 
 def _words(text: str, x: float, y: float, anchor: str = "middle", class_: str | None = None) -> Html:
@@ -211,25 +183,6 @@ def _axes(frame: _Frame, across: Sequence[float], along: Sequence[tuple[float, s
     return tag(
         "g", lines, words, _words(name, (frame.left + frame.right) / 2, frame.bottom + 28), class_="axes"
     )
-
-
-def _curve(series: Series, frame: _Frame) -> Html:
-    kept = thinned(series.x, series.y)
-    places = [(frame.x(series.x[i]), frame.y(series.y[i])) for i in kept]
-    band = None
-    if len(series.low):
-        upper = [f"{frame.x(series.x[i])},{frame.y(series.high[i])}" for i in kept]
-        lower = [f"{frame.x(series.x[i])},{frame.y(series.low[i])}" for i in reversed(kept)]
-        band = tag("polygon", points=" ".join(upper + lower), class_="band")
-    line = tag("polyline", points=" ".join(f"{x},{y}" for x, y in places), class_="line")
-    marks = []
-    for i, (x, y) in zip(kept, places, strict=True):
-        link = series.links[i] if len(series.links) else None
-        said = f"{series.name} {number(series.y[i])} at {number(series.x[i], 8)}"
-        radius = 3 if series.dots or len(kept) == 1 else 2
-        mark = tag("circle", tag("title", said), cx=x, cy=y, r=radius)
-        marks.append(tag("a", mark, href=link, aria_label=said, tabindex="-1") if link else mark)
-    return tag("g", band, line, marks, class_=f"series s{series.colour % COLOURS}")
 
 
 def histogram(
@@ -268,18 +221,19 @@ def histogram(
     return _picture("chart histogram", "0 0 416 190", "histogram of rewards", axes, drawn)
 
 
-def spark(values: Sequence[float]) -> Html:
-    """A small curve to stand in a line of text."""
+def spark(values: Sequence[float], limits: tuple[float, float] | None = None) -> Html:
+    """A small curve to stand in a line of text, between `limits`; without them from 0, or what lies beyond."""
     if len(values) < 2:
         return Html("")
     kept = thinned(range(len(values)), values, 60)
-    low, high = min(values), max(values)
+    low, high = limits or (min(0.0, *values), max(0.0, *values))
     points = " ".join(
         f"{i / (len(values) - 1) * 96 + 2:.1f},{20 - (values[i] - low) / ((high - low) or 1) * 16:.1f}"
         for i in kept
     )
+    said = tag("title", f"from {number(low)} at the bottom to {number(high)} at the top")
     line = tag("polyline", points=points, class_="line")
-    return tag("svg", line, class_="spark s0", viewBox="0 0 100 24", aria_hidden="true")
+    return tag("svg", said, line, class_="spark s0", viewBox="0 0 100 24", aria_hidden="true")
 
 
 def graph(needs: Mapping[str, Sequence[str]], states: Mapping[str, str], links: Mapping[str, str]) -> Html:

@@ -12,6 +12,7 @@ import reprlib
 import shlex
 import statistics
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,38 +22,17 @@ from urllib.parse import urlencode
 from shoal.core.errors import DataError
 from shoal.core.run_folder import is_number
 from shoal.train.advice import Advice, advise
-from shoal.viewer.markup import NONE, Html, Series, counted, join, line_chart, number, spark, tag
-from shoal.viewer.runs import PICTURES, Run, metric_names, points
+from shoal.viewer import curves
+from shoal.viewer.curves import AXES, PANELS, SHARES, Line
+from shoal.viewer.markup import NONE, Html, counted, fold, join, number, spark, tag
+from shoal.viewer.runs import PICTURES, Run, points
 
 MOST_SETTINGS = 10_000
 EMBEDDED = 4 * 2**20
 """Bytes up to which a static file holds a picture."""
-PANELS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
-    "agent": (
-        ("Success", ("success", "heldout_success")),
-        ("Reward of an episode", ("reward", "heldout_reward")),
-        ("Valid actions, groups with different rewards", ("valid_actions", "groups_with_signal")),
-        ("Entropy (nats a token)", ("entropy",)),
-        ("Turns", ("turns", "heldout_turns")),
-        ("Truncated", ("truncated",)),
-    ),
-    "ppo": (
-        ("Return in training and evaluation", ("reward_mean", "reward", "eval_return_mean")),
-        ("Length of an episode", ("length_mean",)),
-        ("Entropy", ("entropy",)),
-        ("Approximate KL", ("approx_kl",)),
-        ("Explained variance", ("explained_variance",)),
-        ("Steps per second", ("steps_per_second",)),
-    ),
-}
-SHARES = (
-    "success",
-    "heldout_success",
-    "valid_actions",
-    "heldout_valid_actions",
-    "groups_with_signal",
-    "truncated",
-)
+NEWEST = 10
+"""Files of episodes that a run's page lists unfolded."""
+MOST_DIFFERENCES = 100
 HEADLINES = ("heldout_success", "eval_return_mean", "success", "reward_mean", "reward")
 
 
@@ -81,7 +61,7 @@ class Site:
     """All runs that are looked at, and how pages link to one another.
 
     Args:
-        runs: in the order in which links number them.
+        runs: to be looked at.
         base: what links begin with.
         only: the addresses that exist, for a static file; None: all do.
         find: gives the run folders that are there now; None for those of `runs` alone.
@@ -94,7 +74,7 @@ class Site:
         only: Mapping[str, str] | None = None,
         find: Callable[[], Sequence[Path]] | None = None,
     ) -> None:
-        self.known = list(runs)  # a run that went keeps its number, so that links stay right
+        self.known = list(runs)  # a run that went stays, so that links stay right
         self.base = base
         self.only = only
         self.find = find
@@ -119,14 +99,21 @@ class Site:
                         self.known.append(Run(path))
             self._gone = {run.path for run in self.known} - set(there)
 
-    def run(self, number: str) -> Run:
-        """The run of that number in links."""
-        if not number.isdecimal() or len(number) > 6 or int(number) >= len(self.known):
-            raise DataError("there is no run of that number here")
-        run = self.known[int(number)]
-        if run.path in self._gone:
-            raise DataError(f"{run.path} is not there any more")
-        return run
+    def run(self, name: str) -> Run:
+        """The run of that name in links, or else of that number."""
+        found = [run for run in self.known if self.name(run) == name]
+        if not found and name.isdecimal() and len(name) < 7:
+            found = self.known[int(name) :]
+        if not found:
+            raise DataError("there is no run of that name here")
+        if found[0].path in self._gone:
+            raise DataError(f"{found[0].path} is not there any more")
+        return found[0]
+
+    def name(self, run: Run) -> str:
+        """What links call a run: its own name, so that they last; of several of one name the later have a number."""
+        same = [one for one in self.known if one.word == run.word]
+        return run.word + (f".{same.index(run) + 1}" if same[0] is not run else "")
 
     def link(self, path: str, **query: Any) -> str | None:
         """The address of a page; None if a static file does not hold it."""
@@ -135,7 +122,7 @@ class Site:
 
     def place(self, run: Run) -> str:
         """The beginning of the paths of a run's pages."""
-        return f"run/{self.known.index(run)}"
+        return f"run/{self.name(run)}"
 
     def page(
         self,
@@ -211,29 +198,97 @@ def command(words: Sequence[str]) -> Html:
 
 # --- all runs
 def home(site: Site) -> Page:
-    """Every run with its state, its newest number and its small curve."""
+    """Every run with its state, progress, result and small curve, the one written last first."""
+    runs = sorted(site.runs, key=lambda run: run.written() or 0.0, reverse=True)
+    if not runs:
+        empty = tag("p", "There are no runs yet. A run that begins in this folder appears here.")
+        return Page("Runs", tag("section", tag("h1", "Runs"), empty), (("runs", None),))
+    head = [tag("th", tag("button", name, type="button", data_sort=k)) for k, name in enumerate(COLUMNS)]
     rows = []
-    for run in site.runs:
-        rows_of = run.rows()
-        name = next((n for n in HEADLINES if points(rows_of, run.x, n)[1]), None)
-        values = points(rows_of, run.x, name)[1] if name else []
-        worst = advise(rows_of, run.config())[:1]
+    for run in runs:
+        cells = zip(COLUMNS, _cells(site, run), strict=True)
         rows.append(
-            (
-                anchor(site, run.name, site.place(run), class_="row-link"),
-                run.kind,
-                state(run.status()),
-                _value(run.seed()) if run.seed() is not None else NONE,
-                join(f"{name} ", tag("b", number(values[-1]))) if name else NONE,
-                spark(values),
-                tag("span", worst[0].title, class_=f"advice-word {worst[0].level}") if worst else "",
-            )
+            tag("tr", [tag("td", shown, data_value=value, data_name=name) for name, (shown, value) in cells])
         )
-    listed: Html | None = table(("run", "kind", "state", "seed", "newest", "", "advice"), rows, "runs")
-    if not rows:
-        listed = tag("p", "There are no runs yet. A run that begins in this folder appears here.")
-    compare = anchor(site, "Compare them", "compare", class_="button") if len(site.runs) > 1 else None
-    return Page("Runs", tag("section", tag("h1", "Runs"), listed, compare), (("runs", None),))
+    kinds = [run.kind for run in runs if run.kind in PANELS]
+    can_compare = len(kinds) > len(set(kinds))
+    tools = tag(
+        "div",
+        tag("input", type="search", id="find", placeholder="search runs", aria_label="search runs"),
+        can_compare and anchor(site, "Compare", "compare", class_="button"),
+        can_compare and site.only is None and tag("small", "those that are ticked, or all"),
+        class_="tools",
+    )
+    listed = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_="runs")
+    body = tag("section", tag("h1", "Runs"), tools, tag("div", listed, class_="wide"))
+    return Page("Runs", body, (("runs", None),))
+
+
+COLUMNS = ("run", "kind", "state", "env", "result", "curve", "advice", "seed", "written", "took")
+
+
+def _cells(site: Site, run: Run) -> list[tuple[Any, Any]]:
+    """The cells of a run in the list, each with what it is sorted by."""
+    rows, status, written, took = run.rows(), run.status(), run.written(), run.seconds()
+    found = ((name, points(rows, run.x, name)[1]) for name in HEADLINES)
+    name, values = next(((name, values) for name, values in found if values), (None, []))
+    worst = advise(rows, run.config())[:1]
+    word = tag("span", worst[0].title, class_=f"advice-word {worst[0].level}") if worst else NONE
+    tick = tag("input", type="checkbox", data_run=site.name(run), aria_label=f"compare {run.name}")
+    env, seed = _envs(run.config()) or NONE, run.seed()
+    result = join(tag("b", number(values[-1])), " ", tag("small", name)) if values else _counted_result(run)
+    ahead = tag("small", ", ".join(_ahead(run).values())) if status == "running" else None
+    can_be_ticked = site.only is None and run.kind in PANELS
+    return [
+        (join(can_be_ticked and tick, anchor(site, run.name, site.place(run), class_="row-link")), run.name),
+        (run.kind, run.kind),
+        (join(state(status), ahead), status),
+        (env, env),
+        (result, values[-1] if values else None),
+        (spark(values, (0.0, 1.0) if name in SHARES else None), None),
+        (word, worst[0].title if worst else ""),
+        (str(seed) if seed is not None else NONE, seed),
+        (clock(written), written),
+        (duration(took), took),
+    ]
+
+
+def _counted_result(run: Run) -> str:
+    if run.kind == "split":
+        return counted(len(run.samples()), "sample")
+    skills = run.skills()["skill"]
+    done = sum(skill["status"] == "completed" for skill in skills)
+    return f"{done} of {counted(len(skills), 'skill')}" if skills else NONE
+
+
+def _ahead(run: Run) -> dict[str, str]:
+    """How far a running run is, what is left, and when its last row came."""
+    told = {}
+    if progress := run.progress():
+        done, total, left = progress
+        told["progress"] = f"{run.x} {number(done)} of {number(total)}"
+        told |= {"time left": f"about {duration(left)} left"} if left is not None else {}
+    row = run.written("metrics.jsonl")
+    return told | ({"last row": f"last row at {clock(row, '%H:%M:%S')}"} if row else {})
+
+
+def clock(when: float | None, shown: str = "%Y-%m-%d %H:%M") -> str:
+    """A moment in the time of this machine."""
+    return NONE if when is None else time.strftime(shown, time.localtime(when))
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in the unit that is read best.
+
+    >>> [duration(s) for s in (None, 7.484, 200.0, 7500.0)]
+    ['–', '7.5 s', '3 min 20 s', '2 h 5 min']
+    """
+    if seconds is None:
+        return NONE
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def state(text: str) -> Html:
@@ -252,20 +307,22 @@ def overview(site: Site, run: Run) -> Page:
     versions = summary.get("versions")
     told = {
         "kind": run.kind,
-        "seed": run.seed(),
+        "seed": None if run.seed() is None else str(run.seed()),
         "env": _envs(config),
+        **(_ahead(run) if run.status() == "running" else {}),
         "rows": len(rows) or None,
-        "seconds": summary.get("seconds"),
+        "whole run": duration(run.seconds()) if run.seconds() is not None else None,
+        "written": clock(run.written()),
         "shoal": versions.get("shoal") if isinstance(versions, dict) else None,
     }
     parts = [
         tag("header", tag("h1", run.name, " ", state(run.status())), facts(told)),
-        advice_list(advise(rows, config)) if run.kind in ("agent", "ppo") else None,
+        advice_list(advise(rows, config)) if run.kind in PANELS and rows else None,
     ]
     own = {"skills": skills_section, "split": samples_section}.get(run.kind)
-    parts.append(own(site, run) if own else curves(site, run, rows))
+    parts.append(own(site, run) if own else _curves(site, run, rows))
     if run.kind == "ppo":
-        parts += [evaluations(rows), media(site, run)]
+        parts += [media(site, run), evaluations(rows)]
     if run.index.files():
         parts.append(files_section(site, run))
     parts.append(_settings(run, summary))
@@ -273,18 +330,21 @@ def overview(site: Site, run: Run) -> Page:
 
 
 def _envs(config: Mapping[str, Any]) -> str | None:
-    if isinstance(config.get("env"), str):
-        return str(config["env"])
+    named = config.get("env", config.get("env_name"))
+    if isinstance(named, str):
+        return named
     try:
         return ", ".join(map(str, config["es_manager"]["train"]["env_configs"]["tags"]))
     except (KeyError, TypeError):
         return None
 
 
-def advice_list(found: Sequence[Advice]) -> Html | None:
+def advice_list(found: Sequence[Advice]) -> Html:
     """Advice as boxes, each with a link to its curve."""
     if not found:
-        return None
+        return tag(
+            "section", tag("h2", "Advice"), tag("p", "Nothing striking in the metrics.", class_="hint")
+        )
     boxes = [
         tag("li", tag("b", item.title), tag("span", item.text), tag("code", item.metric), class_=item.level)
         for item in found
@@ -292,57 +352,21 @@ def advice_list(found: Sequence[Advice]) -> Html | None:
     return tag("section", tag("h2", "Advice"), tag("ul", boxes, class_="advice"))
 
 
-def point_links(site: Site, run: Run, xs: Sequence[float], held_out: bool) -> list[str | None]:
-    """Where a click on each point leads: to the episodes of that row, if they were kept."""
-    if run.kind != "agent":
-        return []
+def _curves(site: Site, run: Run, rows: Sequence[Mapping[str, Any]]) -> Html:
+    """The curves of a run; points whose episodes were kept lead to them."""
     kept, place = set(run.index.files()), f"{site.place(run)}/episodes"
-    files = [f"{'heldout' if held_out else 'train'}-{int(x):06d}.jsonl" for x in xs]
-    return [site.link(place, file=file) if file in kept else None for file in files]
-
-
-def chart(
-    site: Site, run: Run, rows: Sequence[Mapping[str, Any]], title: str, names: Sequence[str]
-) -> Html | None:
-    """One panel of curves; None if there is nothing to draw."""
-    series = []
-    for colour, name in enumerate(names):
-        xs, ys = points(rows, run.x, name)
-        if xs:
-            held_out = name.startswith(("heldout", "eval"))
-            links = point_links(site, run, xs, held_out)
-            series.append(Series(name, xs, ys, links, dots=held_out, colour=colour))
-    if not series:
-        return None
-    return _figure(series, title, run.x, shares=all(s.name in SHARES for s in series))
-
-
-def _figure(series: Sequence[Series], title: str, x: str, *, shares: bool) -> Html:
-    """Curves with a title and a legend; those of shares reach from 0 to 1."""
-    legend = tag(
-        "span", [tag("span", s.name, class_=f"key s{s.colour % 8}") for s in series], class_="legend"
-    )
-    drawn = line_chart(series, title, x, (0.0, 1.0) if shares else None)
-    return tag("figure", tag("figcaption", tag("b", title), legend), drawn)
-
-
-def curves(site: Site, run: Run, rows: Sequence[Mapping[str, Any]]) -> Html:
-    """The panels of the kind, and behind a fold every other metric."""
-    panels = PANELS.get(run.kind, ())
-    drawn = [chart(site, run, rows, title, names) for title, names in panels]
-    shown = {name for _, names in panels for name in names} | {run.x}
-    others = [name for name in metric_names(rows) if name not in shown]
-    more = [chart(site, run, rows, name, (name,)) for name in others]
-    clicked = run.kind == "agent" and run.index.files()
-    named = tag("summary", counted(len(others), "further metric"))
-    return tag(
-        "section",
-        tag("h2", "Curves"),
-        clicked and tag("p", "Click a point to see its episodes.", class_="hint"),
-        tag("div", drawn, class_="panels") if any(drawn) else tag("p", "no metrics yet", class_="empty"),
-        tag("details", named, tag("div", more, class_="panels small")) if others else None,
-        id="curves",
-    )
+    links: dict[str, dict[int, str]] = {"train": {}, "heldout": {}}
+    said = []
+    for part, name in (("train", "training"), ("heldout", "held-out")) if run.kind == "agent" else ():
+        at = []
+        for row_number, row in enumerate(rows):
+            file = f"{part}-{int(row[run.x]) if is_number(row[run.x]) else -1:06d}.jsonl"
+            if file in kept and (link := site.link(place, file=file)):
+                links[part][row_number] = link
+                at.append(number(row[run.x]))
+        shown = ", ".join(at if len(at) < 13 else [*at[:10], "…", at[-1]])
+        said += [f"Ringed points open the {name} episodes of iteration {shown}."] if at else []
+    return curves.of_a_run(run.kind, rows, run.x, links, " ".join(said) or None)
 
 
 def evaluations(rows: Sequence[Mapping[str, Any]]) -> Html | None:
@@ -354,7 +378,7 @@ def evaluations(rows: Sequence[Mapping[str, Any]]) -> Html | None:
         (row.get("steps"), float(row["eval_return_mean"]), row.get("eval_return_std"), row.get("seconds"))
         for row in found
     ]
-    heads = ("steps", "mean return", "standard deviation", "seconds")
+    heads = ("steps", "mean return", "standard deviation", "after seconds of training")
     return tag("section", tag("h2", "Evaluations"), table(heads, lines[-12:]))
 
 
@@ -379,6 +403,7 @@ def files_section(site: Site, run: Run) -> Html:
     done, todo = run.index.progress
     reading = tag("p", f"reading episodes: {done / max(todo, 1):.0%}", class_="hint") if todo else None
     summary = run.index.summary()
+    is_broken = any(row["broken"] for row in summary)
     rows = [
         (
             anchor(site, row["file"], place, class_="row-link", file=row["file"]),
@@ -388,13 +413,15 @@ def files_section(site: Site, run: Run) -> Html:
             anchor(site, number(row["errors"]), place, file=row["file"], outcome="error")
             if row["errors"]
             else "0",
-            row["broken"] or "",
+            *([row["broken"] or ""] if is_broken else []),
         )
         for row in reversed(summary[-200:])
     ]
-    heads = ("file", "episodes", "mean reward", "solved", "errors", "unreadable lines")
+    heads = ("file", "episodes", "mean reward", "solved", "errors", *["unreadable lines"] * is_broken)
     every = anchor(site, "All episodes", place, class_="button")
-    return tag("section", tag("h2", "Episodes"), reading, every, table(heads, rows), id="episodes")
+    newest, older = table(heads, rows[:NEWEST]), rows[NEWEST:]
+    more = fold(counted(len(older), "older file"), table(heads, older)) if older else None
+    return tag("section", tag("h2", "Episodes"), reading, every, newest, more, id="episodes")
 
 
 def _settings(run: Run, summary: Mapping[str, Any]) -> Html:
@@ -411,31 +438,34 @@ def _settings(run: Run, summary: Mapping[str, Any]) -> Html:
     ]
     return tag(
         "section",
-        tag("details", tag("summary", "Settings"), tag("pre", text)) if text else None,
-        tag("details", tag("summary", "Summary"), table(("metric", "value"), numbers)) if numbers else None,
+        fold("Settings", tag("pre", text, tabindex=0)) if text else None,
+        fold("Summary", table(("metric", "value"), numbers)) if numbers else None,
     )
 
 
 # --- comparing
 def compare(site: Site, query: Mapping[str, str]) -> Page:
     """Curves of several runs; those that differ by their seed alone are one curve with its range."""
-    asked = [int(n) for n in query.get("runs", "").split(",") if n.isdecimal() and int(n) < len(site.known)]
-    runs = [site.known[n] for n in asked if site.known[n] in site.runs] or site.runs
-    parts = list(filter(None, (_compared([r for r in runs if r.kind == kind], kind) for kind in PANELS)))
+    asked = query.get("runs")
+    runs = [site.run(name) for name in asked.split(",")] if asked else site.runs
+    parts = [_compared(of_kind, kind) for kind in PANELS if (of_kind := [r for r in runs if r.kind == kind])]
+    left = [run.name for run in runs if run.kind not in PANELS]
+    told = (
+        tag("p", f"Left out, having no curves to compare: {', '.join(left)}.", class_="hint")
+        if left
+        else None
+    )
     nothing = tag("p", "no curves to compare", class_="empty")
-    body = join(tag("header", tag("h1", "Runs compared")), parts or nothing)
+    body = join(tag("header", tag("h1", "Runs compared"), told), parts or nothing)
     return Page("Runs compared", body, (("runs", site.link("")), ("compared", None)), up=site.link(""))
 
 
-def _compared(runs: Sequence[Run], kind: str) -> Html | None:
+def _compared(runs: Sequence[Run], kind: str) -> Html:
     """The last numbers, the curves and the differing settings of runs of one kind."""
     together: dict[str, list[Run]] = {}
     for run in runs:
         together.setdefault(_without_seed(run), []).append(run)
     teams = list(together.values())
-    if not teams:
-        return None
-    panels = [_team_chart(teams, name) for _, names in PANELS[kind] for name in names]
     lasts = {name: [_last(team, name) for team in teams] for name in HEADLINES}
     shown = [name for name, values in lasts.items() if any(value != NONE for value in values)]
     rows = [
@@ -445,20 +475,40 @@ def _compared(runs: Sequence[Run], kind: str) -> Html | None:
         )
         for k, team in enumerate(teams)
     ]
-    differences = _differences([team[0] for team in teams])
-    heads = ("setting", *[_team_name(team) for team in teams])
-    return tag(
-        "section",
-        tag("h2", {"agent": "Agents", "ppo": "PPO"}[kind]),
-        table(("runs", *shown), rows),
-        tag(
-            "p",
-            "Runs that differ by their seed alone are one curve: their mean, and the range of all.",
-            class_="hint",
-        ),
-        tag("div", panels, class_="panels"),
-        join(tag("h2", "Settings that differ"), table(heads, differences)) if differences else None,
-    )
+    metrics = [name for _, names in PANELS[kind] for name in names]
+    tables = [
+        curves.table(_team_rows(team, kind, metrics), AXES[kind], metrics, _team_name(team)) for team in teams
+    ]
+    panels = [
+        curves.figure(metric, lines, kind, shares=metric in SHARES)
+        for metric in metrics
+        if (
+            lines := [
+                Line(metric, _team_name(teams[k]), k, k)
+                for k, one in enumerate(tables)
+                if metric in one["curves"]
+            ]
+        )
+    ]
+    title = {"agent": "Agents", "ppo": "PPO"}[kind]
+    said = "Runs that differ by their seed alone are one curve: their mean, and the range of all."
+    first = [table(("runs", *shown), rows), tag("div", panels, class_="panels"), _differences(teams)]
+    return curves.section(title, f"compared-{kind}", tables, *first, said=said)
+
+
+def _team_rows(team: Sequence[Run], kind: str, metrics: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows that all runs of a team have: the means, and of each metric the lowest and the highest."""
+    by_x = [{row[run.x]: row for row in run.rows()} for run in team]
+    found = []
+    for x in sorted(set.intersection(*map(set, by_x))):
+        row: dict[str, Any] = {}
+        for name in {*metrics, *AXES[kind]}:
+            values: list[float] = [one[x][name] for one in by_x if is_number(one[x].get(name))]
+            if len(values) == len(team):
+                row |= {name: statistics.fmean(values)}
+                row |= {f"{name} low": min(values), f"{name} high": max(values)} if len(team) > 1 else {}
+        found.append(row)
+    return found
 
 
 def _last(team: Sequence[Run], name: str) -> str:
@@ -500,28 +550,32 @@ def _without_seed(run: Run) -> str:
     return repr(sorted((k, v) for k, v in flattened(run.config()).items() if k not in _OWN)) + run.kind
 
 
-def _differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    settings = [flattened(run.config()) for run in runs]
-    names = sorted({name for one in settings for name in one} - set(_OWN))
-    rows = [(name, *(one.get(name, NONE) for one in settings)) for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1][:100]
-
-
-def _team_chart(teams: Sequence[Sequence[Run]], name: str) -> Html | None:
-    series = []
-    for colour, team in enumerate(teams):
-        curves_of = [dict(zip(*points(run.rows(), run.x, name), strict=True)) for run in team]
-        curves_of = [curve for curve in curves_of if curve]
-        if not curves_of:
-            continue
-        shared = sorted(set.intersection(*(set(curve) for curve in curves_of)))
-        values = [[curve[x] for curve in curves_of] for x in shared]
-        if shared:
-            low, high = (
-                ([min(v) for v in values], [max(v) for v in values]) if len(curves_of) > 1 else ([], [])
-            )
-            mean = [statistics.fmean(v) for v in values]
-            series.append(Series(_team_name(team), shared, mean, low=low, high=high, colour=colour))
-    if not series:
+def _differences(teams: Sequence[Sequence[Run]]) -> Html | None:
+    """The settings in which runs differ: first those that all have, behind a fold those that only some have."""
+    known = [(_team_name(team), flattened(team[0].config())) for team in teams]
+    without = [name for name, settings in known if not settings]
+    there = [settings for _, settings in known if settings]
+    heads = ("setting", *[name for name, settings in known if settings])
+    names = sorted({name for one in there for name in one} - set(_OWN))
+    rows = [(name, *(one.get(name) for one in there)) for name in names]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    everywhere = [row for row in rows if None not in row]
+    some = [tuple(NONE if cell is None else cell for cell in row) for row in rows if None in row]
+    if not rows and not without:
         return None
-    return _figure(series, name, teams[0][0].x, shares=name in SHARES)
+
+    def listed(found: Sequence[Sequence[Any]]) -> Html:
+        cut = (
+            f"The first {MOST_DIFFERENCES} of {len(found)} settings."
+            if len(found) > MOST_DIFFERENCES
+            else None
+        )
+        return join(table(heads, found[:MOST_DIFFERENCES]), cut and tag("p", cut, class_="hint"))
+
+    title = f"{counted(len(some), 'setting')} that only some of the runs have"
+    return join(
+        tag("h2", "Settings that differ"),
+        tag("p", f"No settings are known of {', '.join(without)}.", class_="hint") if without else None,
+        listed(everywhere) if everywhere else None,
+        fold(title, listed(some), open=not everywhere) if some else None,
+    )

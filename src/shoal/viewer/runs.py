@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -34,21 +35,17 @@ _LARGEST = 64 * 2**20
 
 
 class Run:
-    """One run folder. Safe to use from several threads.
+    """One run folder. Safe to use from several threads."""
 
-    Args:
-        path: the folder.
-        cache: where the index of its episodes is kept.
-    """
-
-    def __init__(self, path: Path | str, cache: Path | None = None) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise DataError(
                 f"{self.path} is not a run folder; runs are in runs/ unless run_dir= said otherwise"
             )
         self.name = self.path.resolve().name
-        self.index = EpisodeIndex(self.path, cache)
+        self.word = re.sub(r"[^A-Za-z0-9._-]+", "-", self.name)  # of its name, as a part of an address
+        self.index = EpisodeIndex(self.path)
         self.spell: Callable[[Sequence[int]], list[str]] | None = None
         """The text of each token id of a batch, by whoever has its tokenizer; None: that of Qwen is tried."""
         self._known: dict[str, tuple[Any, Any]] = {}
@@ -122,6 +119,41 @@ class Run:
             return "running"
         said = self.summary().get("status")
         return str(said) if said else "stopped"
+
+    def progress(self) -> tuple[float, float, float | None] | None:
+        """How far the last row is on the x axis, where the run ends, and the seconds left at the pace so far."""
+        config, rows = self.config(), self.rows()
+        trainer = config.get("trainer")
+        total = config.get("total_timesteps")
+        if self.kind == "agent":
+            total = trainer.get("iterations") if isinstance(trainer, dict) else None
+        done, seconds = points(rows, "seconds", self.x)[1], points(rows, self.x, "seconds")[1]
+        if not is_number(total) or not done:
+            return None
+        went = done[-1] - done[0]
+        pace = (seconds[-1] - seconds[0]) / went if went > 0 else None
+        return done[-1], float(total), None if pace is None else max(total - done[-1], 0) * pace  # type: ignore[arg-type,operator]
+
+    def seconds(self) -> float | None:
+        """How long the whole run took; of an agent that is not at its end, up to its last row."""
+        of_rows = points(self.rows(), self.x, "seconds")[1] if self.kind == "agent" else []
+        took = self.summary().get("seconds", of_rows[-1] if of_rows else None)
+        return float(took) if is_number(took) else None  # type: ignore[arg-type]
+
+    def written(self, *names: str) -> float | None:
+        """When the newest of these files, by default any that a run writes as it goes on, was written."""
+        times = []
+        for name in names or (
+            "metrics.jsonl",
+            "summary.json",
+            "state.db",
+            "state.db-wal",
+            "config.yaml",
+            "batch/batch.json",
+        ):
+            with contextlib.suppress(OSError):
+                times.append((self.path / name).stat().st_mtime)
+        return max(times, default=None)
 
     def is_running(self) -> bool:
         """Whether a process holds the folder."""

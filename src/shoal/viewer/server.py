@@ -1,6 +1,7 @@
 """The site on 127.0.0.1: it answers requests that have its token, and only reads.
 
-Every address begins with the token, so links keep it and nothing is stored in the browser. Requests under another host
+Every address begins with the token, so links keep it and nothing is stored in the browser. Token and port are kept for
+each folder of runs in a file that only its user can read, so links last. Requests under another host
 name (DNS rebinding), from another origin, or with a method that writes are refused before anything is looked up.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import os
+import re
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,11 +20,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import MsgspecError
 
-from shoal.core.errors import DataError, MissingExtraError, ShoalError, format_error, needs_extra
+from shoal.core.errors import ConfigError, DataError, MissingExtraError, ShoalError, format_error, needs_extra
+from shoal.core.files import state_folder
 from shoal.core.ports import listening
-from shoal.viewer import episode_pages, pages
+from shoal.viewer import pages
+from shoal.viewer.episode_lists import episodes
+from shoal.viewer.episode_pages import one_episode
+from shoal.viewer.group_pages import group
 from shoal.viewer.markup import Html, tag
 from shoal.viewer.pages import Page, Site, not_here
 from shoal.viewer.runs import FILMS, PICTURES, Run
@@ -31,7 +39,7 @@ from shoal.viewer.split_pages import sample_page
 logger = logging.getLogger(__name__)
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -41,10 +49,13 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-STATIC = {"view.js": "text/javascript; charset=utf-8", "view.css": "text/css; charset=utf-8"}
+SCRIPTS = ("view.js", "curves.js", "episodes.js")
+STATIC = {**dict.fromkeys(SCRIPTS, "text/javascript; charset=utf-8"), "view.css": "text/css; charset=utf-8"}
 READING = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, MsgspecError)
 """What a file can raise that says something else than runs write."""
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
+TOKEN = re.compile(r"[A-Za-z0-9_-]{22,200}")
+"""What may be a token: letters of addresses, so many that nobody guesses it."""
 
 
 def static(name: str) -> str:
@@ -54,10 +65,6 @@ def static(name: str) -> str:
 
 def document(page: Page, base: str, version: str = "") -> str:
     """The whole HTML of a page."""
-    trail = [
-        tag("li", tag("a", name, href=link) if link else tag("span", name, aria_current="page"))
-        for name, link in page.trail
-    ]
     ways = [
         tag("link", rel=rel, href=href)
         for rel, href in (("prev", page.previous), ("next", page.next), ("up", page.up))
@@ -70,16 +77,27 @@ def document(page: Page, base: str, version: str = "") -> str:
         tag("title", f"{page.title} · shoal"),
         tag("link", rel="icon", href="data:image/png;base64,iVBORw0KGgo="),
         tag("link", rel="stylesheet", href=f"{base}static/view.css"),
-        tag("script", Html(""), type="module", src=f"{base}static/view.js"),
+        [tag("script", Html(""), type="module", src=f"{base}static/{name}") for name in SCRIPTS],
         ways,
     )
+    lost = tag("p", "", id="lost", role="status", hidden=True)
+    body = tag(
+        "body", bar(page), lost, tag("main", page.body, id="main", data_version=version or None), keys()
+    )
+    return "<!doctype html>\n" + tag("html", head, body, lang="en")
+
+
+def bar(page: Page) -> Html:
+    """Where one is, and the buttons of every page."""
+    trail = [
+        tag("li", tag("a", name, href=link) if link else tag("span", name, aria_current="page"))
+        for name, link in page.trail
+    ]
     buttons = [
         tag("button", "theme", type="button", data_do="theme", title="dark or light (t)"),
         tag("button", "keys", type="button", data_do="help", title="what the keys do (?)"),
     ]
-    bar = tag("nav", tag("ol", trail), tag("div", buttons), class_="bar")
-    body = tag("body", bar, tag("main", page.body, id="main", data_version=version or None), keys())
-    return "<!doctype html>\n" + tag("html", head, body, lang="en")
+    return tag("nav", tag("ol", trail), tag("div", buttons), class_="bar")
 
 
 def keys() -> Html:
@@ -87,8 +105,9 @@ def keys() -> Html:
     known = (
         ("j k", "next, previous line"),
         ("Enter", "open it"),
-        ("n p", "next, previous page, episode or group"),
-        ("u", "up"),
+        ("n p", "next, previous of the list: episode, group or page"),
+        ("u", "up to the list"),
+        ("f v", "fold all turns, short turns"),
         ("h", "all runs"),
         ("t", "dark or light"),
         ("a", "tokens by advantage or by probability"),
@@ -130,18 +149,15 @@ def _page_for(site: Site, path: str, query: dict[str, str]) -> Page:
     if len(parts) == 2:
         return pages.overview(site, run)
     if parts[2] == "episodes":
-        return episode_pages.episodes(site, run, query)
+        return episodes(site, run, query)
     if parts[2] == "episode":
-        turn = query.get("turn", "")
-        return episode_pages.one_episode(
-            site, run, query.get("name", ""), int(turn) if turn.isdecimal() and len(turn) < 9 else None
-        )
+        return one_episode(site, run, query)
     if parts[2] == "group":
-        return episode_pages.group(site, run, query.get("name", ""))
+        return group(site, run, query)
     if parts[2] == "skill":
         return skill_page(site, run, query.get("name", ""))
     if parts[2] == "sample" and (number := query.get("number", "")).isdecimal() and len(number) < 9:
-        return sample_page(site, run, int(number))
+        return sample_page(site, run, int(number), query.get("points", "recorded"))
     raise DataError("there is no such page")
 
 
@@ -280,17 +296,52 @@ def index_in_background(runs: Callable[[], Sequence[Run]], every: float = 2.0) -
     return end
 
 
-def serve(app: Any, port: int, on_ready: Callable[[str], None]) -> None:
+def kept_address(runs: Sequence[Path]) -> Path:
+    """The file that keeps the token and port of these folders, so that links to their pages last."""
+    name = hashlib.sha256("\n".join(str(path.resolve()) for path in runs).encode()).hexdigest()[:32]
+    return state_folder() / "view" / f"{name}.json"
+
+
+def read_address(file: Path) -> tuple[str | None, int]:
+    """The kept token and port; none, and 0, where nothing that can be used is kept."""
+    try:
+        kept = msgspec.json.decode(file.read_bytes(), type=dict[str, str | int])
+    except (OSError, MsgspecError):
+        return None, 0
+    token, port = kept.get("token"), kept.get("port")
+    return (token if isinstance(token, str) and TOKEN.fullmatch(token) else None), port if isinstance(
+        port, int
+    ) else 0
+
+
+def keep_address(file: Path, token: str, port: int) -> None:
+    """Keep them where only the user can read them."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
+        out.write(msgspec.json.encode({"token": token, "port": port}))
+    os.replace(part, file)
+
+
+def serve(app: Any, port: int, on_ready: Callable[[str, int], None], before: int = 0) -> None:
     """Answer on 127.0.0.1 until interrupted.
 
     Args:
         app: of `make_app`.
-        port: 0 takes a free one.
-        on_ready: told the whole address.
+        port: 0 takes a free one, `before` if it is free.
+        on_ready: told the whole address, and the port.
+        before: the port of the last time.
     """
     with needs_extra("shoal view", "web"):
         import uvicorn
-    with listening(port) as listener:
-        on_ready(f"http://127.0.0.1:{listener.getsockname()[1]}/{app.state.token}/")
+    try:
+        listener = listening(port or before)
+    except ConfigError:
+        if port:
+            raise
+        listener = listening(0)
+    with listener:
+        taken = listener.getsockname()[1]
+        on_ready(f"http://127.0.0.1:{taken}/{app.state.token}/", taken)
         config = uvicorn.Config(app, log_level="error", access_log=False, server_header=False)
         uvicorn.Server(config).run(sockets=[listener])

@@ -10,9 +10,11 @@ from typing import Any
 from shoal.core.errors import DataError
 from shoal.core.run_folder import latest, whole_rows
 from shoal.skills.learning.spec import slug
-from shoal.viewer.markup import NONE, Html, Series, counted, graph, join, line_chart, number, tag, timeline
-from shoal.viewer.pages import Page, Site, anchor, facts, media, state, table
-from shoal.viewer.runs import Run, points
+from shoal.viewer import curves
+from shoal.viewer.curves import Line
+from shoal.viewer.markup import NONE, Html, counted, fold, graph, join, tag, timeline
+from shoal.viewer.pages import Page, Site, anchor, duration, facts, media, state, table
+from shoal.viewer.runs import Run
 
 Row = dict[str, Any]
 
@@ -30,16 +32,39 @@ def _rate(skill: Row) -> str:
     return f", {success:.1%}" if isinstance(success, int | float) else ""
 
 
+def _share(value: Any) -> str:
+    return f"{value:.1%}" if isinstance(value, int | float) else NONE
+
+
+def _training_rows(run: Run, attempts: list[Row], skill: str) -> list[Row]:
+    """The metrics of the newest training of a skill, also of one that failed or goes on."""
+    kept = [f.name for f in (run.path / "skills").glob("*") if f.name.partition("_")[2] == slug(skill)]
+    own = [str(a["run_folder"]) for a in attempts if a["skill"] == skill]
+    for folder in [*own[-1:], *(f"skills/{name}" for name in kept)]:
+        with contextlib.suppress(OSError):
+            return latest(whole_rows(run.read(f"{folder}/metrics.jsonl")), "step")
+    return []
+
+
+def _steps_used(run: Run, attempts: list[Row], skill: Row) -> int:
+    """Env steps of a skill: those of its merged trainings, and those of its last one if it was not merged."""
+    own = [a for a in attempts if a["skill"] == skill["name"]]
+    rows = _training_rows(run, attempts, skill["name"]) if own and own[-1]["frames"] is None else []
+    return int(skill["budget_used"]) + (int(rows[-1]["step"]) if rows else 0)
+
+
 def skills_section(site: Site, run: Run) -> Html:
     """The graph, the time line and a table of all skills."""
     tables = run.skills()
     skills, attempts = tables["skill"], tables["attempt"]
+    final = run.summary().get("metrics") or {}
+    on_chain = final.get("skill_success") or {}
     if not skills:
         return tag("p", "no skills yet, or state.db has a layout that is not known here", class_="empty")
     place = f"{site.place(run)}/skill"
     names = [str(skill["name"]) for skill in skills]
     needs = {str(s["name"]): [str(n) for n in _json(s.get("dependencies"), [])] for s in skills}
-    states = {str(s["name"]): f"{s['status']}{_rate(s)}" for s in skills}
+    states = {str(s["name"]): f"{s['status']}{_rate(s).replace(', ', ', own test ')}" for s in skills}
     links = {name: link for name in names if (link := site.link(place, name=name))}
     now = time.time()
     bars = [
@@ -51,27 +76,33 @@ def skills_section(site: Site, run: Run) -> Html:
             anchor(site, s["name"], place, class_="row-link", name=s["name"]),
             state(str(s["status"])),
             _rate(s).strip(", ") or NONE,
-            s["budget_used"],
+            _share(on_chain.get(s["name"])),
+            _steps_used(run, attempts, s),
             s["budget_total"],
             sum(a["skill"] == s["name"] for a in attempts),
             s["reason"] or "",
         )
         for s in skills
     ]
-    heads = ("skill", "state", "success in its own test", "env steps used", "of", "trainings", "reason")
-    busy = sum(end - begin for _, begin, end, _ in bars)
+    heads = ("skill", "state", "own test", "on the chain", "env steps used", "of", "trainings", "reason")
+    training = sum(_json(s.get("result"), {}).get("seconds") or 0.0 for s in skills)
     span = max((b[2] for b in bars), default=0.0) - min((b[1] for b in bars), default=0.0)
     done = sum(s["status"] == "completed" for s in skills)
     said = {
+        "whole chain, on unseen worlds": _share(final["chain_success"]) if "chain_success" in final else None,
         "skills": f"{done} of {len(skills)} completed",
         "trainings": len(attempts),
-        "seconds from first to last": round(span, 1),
-        "seconds of training in all": round(busy, 1),
+        "from the first to the last": duration(span),
+        "training of the completed skills": duration(training),
     }
+    words = (
+        "Own test: the success of a skill's expert right after its training. On the chain: of the unseen worlds that "
+        "got to the skill, the share that did it. The whole chain: the share of all worlds that did every skill."
+    )
     return join(
         tag("section", tag("h2", "Graph"), facts(said), graph(needs, states, links), id="graph"),
         tag("section", tag("h2", "Time line"), timeline(bars), id="timeline"),
-        tag("section", tag("h2", "Skills"), table(heads, rows)),
+        tag("section", tag("h2", "Skills"), tag("p", words, class_="hint"), table(heads, rows)),
         media(site, run),
         _events(tables["event"]),
     )
@@ -85,8 +116,7 @@ def _events(events: list[Row]) -> Html | None:
         (f"{float(e['time']) - first:.1f} s", str(e["kind"]), e["skill"] or "", str(e["detail"] or "")[:300])
         for e in events
     ]
-    listed = table(("at", "event", "skill", "detail"), rows)
-    return tag("section", tag("details", tag("summary", counted(len(rows), "event")), listed))
+    return tag("section", fold(counted(len(rows), "event"), table(("at", "event", "skill", "detail"), rows)))
 
 
 def skill_page(site: Site, run: Run, name: str) -> Page:
@@ -101,6 +131,8 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         v for v in tables["version"] if v["expert"] == skill["expert"] and skill["expert"] is not None
     ]
     attempts = [a for a in tables["attempt"] if a["skill"] == name]
+    rows = _training_rows(run, attempts, name)
+    steps = int(rows[-1]["step"]) if rows else NONE
     version_rows = [
         (
             v["id"],
@@ -120,7 +152,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
             a["id"],
             state(str(a["outcome"] or "running")),
             f"{float(a['ended'] or time.time()) - float(a['started']):.1f} s",
-            a["frames"] if a["frames"] is not None else NONE,
+            a["frames"] if a["frames"] is not None else steps if a is attempts[-1] else NONE,
             str(a["launcher"] or ""),
             str(a["reason"] or ""),
         )
@@ -130,20 +162,25 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
     told = {
         "expert": skill["expert"],
         "needs": ", ".join(map(str, _json(skill.get("dependencies"), []))) or "nothing",
-        "success in its own test": _rate(skill).strip(", ") or None,
-        "env steps used": skill["budget_used"],
+        "own test": _rate(skill).strip(", ") or None,
+        "env steps used": _steps_used(run, attempts, skill),
         "of": skill["budget_total"],
     }
     of_version = ("version", "", "made from", "kind", "rule", "won", "env steps", "", "file")
-    of_attempt = ("no.", "end", "took", "env steps", "launcher", "reason")
+    of_attempt = ("no.", "end", "took, with its start", "env steps", "launcher", "reason")
+    none_yet = tag("p", "None: no training of it was accepted.", class_="hint")
     body = join(
         tag("header", tag("h1", name, " ", state(str(skill["status"])))),
         facts(told),
         tag("p", skill["reason"], class_="error") if skill["reason"] else None,
-        _curve(run, name),
-        tag("section", tag("h2", "Versions of its expert"), table(of_version, version_rows)),
+        _curves(rows),
+        tag(
+            "section",
+            tag("h2", "Versions of its expert"),
+            table(of_version, version_rows) if versions else none_yet,
+        ),
         tag("section", tag("h2", "Trainings"), table(of_attempt, attempt_rows)),
-        tag("section", tag("h2", "Specification"), tag("pre", spec)),
+        tag("section", tag("h2", "Specification"), tag("pre", spec, tabindex=0)),
     )
     place = site.place(run)
     names = [str(s["name"]) for s in tables["skill"]]
@@ -153,20 +190,15 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
     return site.page(run, name, body, (name, None), ways=(before, after, site.link(place)))
 
 
-def _curve(run: Run, skill: str) -> Html | None:
-    """Success and entropy over the training of a skill, if its folder has them."""
-    for folder in sorted((run.path / "skills").glob("*")):
-        if folder.name.partition("_")[2] != slug(skill):
-            continue
-        with contextlib.suppress(OSError):
-            rows = latest(whole_rows(run.read(f"skills/{folder.name}/metrics.jsonl")), "step")
-            drawn = []
-            for name, limits in (("success", (0.0, 1.0)), ("entropy", None)):
-                xs, ys = points(rows, "step", name)
-                if xs:
-                    picture = line_chart([Series(name, xs, ys)], name, "env steps", limits)
-                    drawn.append(tag("figure", tag("figcaption", tag("b", name), number(ys[-1])), picture))
-            return (
-                tag("section", tag("h2", "Training"), tag("div", drawn, class_="panels")) if drawn else None
-            )
-    return None
+def _curves(rows: list[Row]) -> Html | None:
+    """Success, reward and entropy over a training."""
+    names = [name for name in ("success", "reward", "entropy") if any(name in row for row in rows)]
+    if not names:
+        return None
+    renamed = [{**row, "env steps": row["step"], "seconds": row.get("wall")} for row in rows]
+    held = curves.table(renamed, ("env steps", "seconds"), names)
+    panels = [
+        curves.figure(f"{name} of the episodes of each update", [Line(name, name)], shares=name == "success")
+        for name in names
+    ]
+    return curves.section("Training", "curves", [held], tag("div", panels, class_="panels"))

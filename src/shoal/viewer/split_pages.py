@@ -24,7 +24,14 @@ from shoal.viewer.runs import Run
 AGAIN = "; make the batch again"
 SHOWN = 400
 """Samples that the table lists."""
-_WIDEST = 640
+_WIDEST = 1280
+"""Pixels on the longer side of a picture, half of it in a static file."""
+SCALES = {
+    "recorded": "pixels of the recorded screen",
+    "resized": "pixels of the picture that the model gets",
+    "thousand": "thousandths of the screen",
+}
+"""How the points in answers are read, which a recording does not say; fractions are parts of the screen in any case."""
 POINT = re.compile(
     r"(?:click|tap|double|move|drag|press|point|coordinate|start_box)[^\n]{0,60}?[(\[=:]\s*(?:x\s*=\s*)?"
     r"(-?\d{1,5}(?:\.\d{1,6})?)\s*,\s*(?:y\s*=\s*)?(-?\d{1,5}(?:\.\d{1,6})?)",
@@ -62,18 +69,23 @@ def _count(values: Any) -> int | None:
     return len(values or ()) if isinstance(values, list | None) else None
 
 
-def sample_page(site: Site, run: Run, index: int) -> Page:
-    """One sample: its tokens by role, what is trained, where the reward sits, its images."""
+def sample_page(site: Site, run: Run, index: int, scale: str = "recorded") -> Page:
+    """One sample: its tokens by role, what is trained, where the reward sits, its images with the points of answers."""
     samples = run.samples()
     if not 0 <= index < len(samples):
         raise DataError(f"sample must be in [0, {len(samples) - 1}], got {index}")
+    if scale not in SCALES:
+        raise DataError(f"points must be one of {', '.join(SCALES)}, got {scale[:40]!r}")
     described = samples[index]
     arrays = _Arrays(run.path / (run.batch_folder or "batch") / "batch.safetensors")
     prompt, response = arrays.sample(index)
     spell = run.spell or _spelling(described.get("messages"), response["ids"])
     sizes = run.image_sizes(described.get("traj_index"))
-    blocks = _blocks(described, prompt, response, spell, _pictures(described, arrays, sizes))
-    place = site.place(run)
+    widest = _WIDEST if site.only is None else _WIDEST // 2
+    pictures = _pictures(described, arrays, sizes, scale, widest)
+    here = site.only is None
+    blocks = _blocks(described, prompt, response, spell, pictures, "response" if here else None)
+    place, more = site.place(run), {"points": scale} if here and scale != "recorded" else {}
     messages = json.dumps(described.get("messages"), indent=2, ensure_ascii=False)[:200_000]
     told = {
         "recording": str(described.get("dataset_id")),
@@ -86,17 +98,45 @@ def sample_page(site: Site, run: Run, index: int) -> Page:
         "reward": float(response["rewards"].sum()),
     }
     kinds = (("read", "masked"), ("trained", ""), ("carries the reward", "up"))
+    before = site.link(f"{place}/sample", number=index - 1, **more) if index else None
+    after = site.link(f"{place}/sample", number=index + 1, **more) if index + 1 < len(samples) else None
+    jump = "to the response, which is trained ↓"
+    scales = [
+        anchor(
+            site,
+            text,
+            f"{place}/sample",
+            "chip chosen" if name == scale else "chip",
+            number=index,
+            points=name,
+        )
+        for name, text in SCALES.items()
+    ]
     body = join(
         tag("header", tag("h1", f"Sample {index}")),
         facts(told),
         tag(
-            "p", [tag("span", text, class_=f"token plain {kind}") for text, kind in kinds], class_="key-line"
+            "nav",
+            tag("a", "← previous", href=before, class_="button", rel="prev") if before else None,
+            tag("a", jump, href="#response", class_="button")
+            if here
+            else tag("button", jump, type="button", data_do="jump"),
+            tag("a", "next →", href=after, class_="button", rel="next") if after else None,
+            class_="steps",
+            aria_label="samples",
         ),
+        tag(
+            "p",
+            [tag("span", text, class_=f"token plain {kind}") for text, kind in kinds],
+            "· a space, ⏎ a new line",
+            class_="key-line kinds",
+        ),
+        tag("p", "points in answers are ", scales if here else SCALES[scale], class_="chips")
+        if any(said for _, said in pictures)
+        else None,
         blocks,
-        tag("details", tag("summary", "messages as they were cut"), tag("pre", messages)),
+        tag("details", tag("summary", "messages as they were cut"), tag("pre", messages, tabindex="0")),
     )
-    before = site.link(f"{place}/sample", number=index - 1) if index else None
-    after = site.link(f"{place}/sample", number=index + 1) if index + 1 < len(samples) else None
     ways = before, after, site.link(place)
     return site.page(run, f"Sample {index}", body, (f"sample {index}", None), ways=ways)
 
@@ -134,8 +174,9 @@ class _Arrays:
 
 
 def _blocks(
-    described: dict[str, Any], prompt: Any, response: Any, spell: Spell | None, pictures: list[str | None]
-) -> list[Html]:
+    described: dict[str, Any], prompt: Any, response: Any, spell: Spell | None,
+    pictures: list[tuple[str, str | None]], border_id: str | None,
+) -> list[Html]:  # fmt: skip
     """One block per stretch of a role; the response token by token."""
     ids = [int(i) for i in (*prompt["ids"], *response["ids"])]
     border = len(prompt["ids"])
@@ -150,15 +191,17 @@ def _blocks(
         parts: list[Any] = []
         at, end = int(first), min(int(last), len(ids))
         if at == border:
-            blocks.append(tag("p", "response", class_="border"))
+            blocks.append(tag("p", "response", class_="border", id=border_id))
         while at < end:
             if at in spans:
                 k, behind = spans[at]
-                address = pictures[k] if k < len(pictures) else None
-                parts.append(
-                    tag("img", src=address, alt=f"image {k + 1}", class_="shot") if address else None
-                )
-                parts.append(tag("small", f"image {k + 1}: {behind - at:,} tokens"))
+                said = f"image {k + 1}: {behind - at:,} tokens"
+                if k < len(pictures):
+                    address, spot = pictures[k]
+                    about = {"alt": f"image {k + 1}, enlarge it", "role": "button", "tabindex": "0"}
+                    parts.append(tag("img", src=address, class_="shot enlarges", **about))
+                    said += f"; {spot}" if spot else ""
+                parts.append(tag("small", said))
                 at = max(behind, at + 1)
             elif at < border:
                 stop = min([end, border, *(s for s in spans if s > at)])
@@ -226,10 +269,12 @@ def _qwen() -> dict[int, bytes] | None:
     return table | {len(table) + k: name.encode() for k, name in enumerate(CONTROL_TOKENS)}
 
 
-def _pictures(described: dict[str, Any], arrays: _Arrays, sizes: Sequence[Any]) -> list[str | None]:
-    """The images of a sample as data URLs, made of the pixels that the model gets, with the point of the next answer.
+def _pictures(
+    described: dict[str, Any], arrays: _Arrays, sizes: Sequence[Any], scale: str, widest: int
+) -> list[tuple[str, str | None]]:
+    """The images of a sample, made of the pixels that the model gets, with the point of the next answer.
 
-    None where expanded values were kept.
+    Data URLs, and where the point is; none where expanded values were kept.
     """
     try:
         from PIL import Image
@@ -240,19 +285,36 @@ def _pictures(described: dict[str, Any], arrays: _Arrays, sizes: Sequence[Any]) 
         return []
     grids = arrays.get(f"{base}.grids")
     offsets = np.concatenate([[0], np.cumsum(np.prod(grids, axis=1))])
-    urls: list[str | None] = []
+    found = []
     images = described.get("images") or ()
     for image, point in zip(images, _points(described.get("messages"), len(images)), strict=True):
         rows = arrays.part(f"{base}.rows", int(offsets[image]), int(offsets[image + 1]))
         if rows.dtype != np.uint8 or rows.ndim != 3:
             return []
         picture = Image.fromarray(joined_patches(rows, grids[image]))
-        recorded = sizes[image] if image < len(sizes) else picture.size
-        picture.thumbnail((_WIDEST, _WIDEST))
+        resized = picture.size
+        picture.thumbnail((widest, widest))
+        said = None
         if point is not None:
-            _draw_point(picture, point, recorded)
-        urls.append(thumbnail_url(picture))
-    return urls
+            recorded = sizes[image] if image < len(sizes) else resized
+            part, said = _part(
+                point, {"recorded": recorded, "resized": resized}.get(scale, (1000, 1000)), scale
+            )
+            _draw_point(picture, part)
+        found.append((thumbnail_url(picture), said))
+    return found
+
+
+def _part(
+    point: tuple[float, float], size: Sequence[int], scale: str
+) -> tuple[tuple[float, float] | None, str]:
+    """Where a point is as parts of the screen, None if outside, and how it was read."""
+    (x, y), kind = point, f"{SCALES[scale]}, {size[0]} by {size[1]}"
+    if max(point) <= 1 and (x % 1 or y % 1):
+        size, kind = (1, 1), "parts of the screen"
+    part = x / size[0], y / size[1]
+    said = f"the answer is at ({x:g}, {y:g}), in {kind}"
+    return (part, said) if min(part) >= 0 and max(part) <= 1 else (None, f"{said}: outside of it")
 
 
 def _points(messages: Any, count: int) -> list[tuple[float, float] | None]:
@@ -276,16 +338,15 @@ def _points(messages: Any, count: int) -> list[tuple[float, float] | None]:
     return points if len(points) == count else [None] * count
 
 
-def _draw_point(picture: Any, point: tuple[float, float], recorded: Sequence[int]) -> None:
-    """Mark a point: fractions are parts of the picture, all else pixels of the recorded screen."""
+def _draw_point(picture: Any, part: tuple[float, float] | None) -> None:
+    """Mark a point of the picture."""
     from PIL import ImageDraw
 
-    parts = max(point) <= 1 and (point[0] % 1 or point[1] % 1)
-    x, y = point if parts else (point[0] / recorded[0], point[1] / recorded[1])
-    if not (0 <= x <= 1 and 0 <= y <= 1):
+    if part is None:
         return
-    pen, x, y = ImageDraw.Draw(picture), x * picture.size[0], y * picture.size[1]
-    for radius, colour in ((11, "white"), (9, "#e6194b")):
-        pen.ellipse([x - radius, y - radius, x + radius, y + radius], outline=colour, width=3)
-    pen.line([x - 16, y, x + 16, y], fill="#e6194b", width=1)
-    pen.line([x, y - 16, x, y + 16], fill="#e6194b", width=1)
+    pen, x, y = ImageDraw.Draw(picture), part[0] * picture.size[0], part[1] * picture.size[1]
+    unit = max(picture.size) / 640
+    for radius, colour in ((11 * unit, "white"), (9 * unit, "#e6194b")):
+        pen.ellipse([x - radius, y - radius, x + radius, y + radius], outline=colour, width=round(3 * unit))
+    pen.line([x - 16 * unit, y, x + 16 * unit, y], fill="#e6194b", width=round(unit))
+    pen.line([x, y - 16 * unit, x, y + 16 * unit], fill="#e6194b", width=round(unit))

@@ -188,7 +188,7 @@ def test_rolling_back_changes_the_head_and_loses_nothing(store: Store) -> None:
     assert head is not None
     assert (head.id, head.frames) == (one, 10)
     assert [row.id for row in store.versions(0)] == [one, two]
-    with pytest.raises(ValueError, match="belongs to 0, not 1"):
+    with pytest.raises(ValueError, match="version 2 is one of expert 0, and expert 1 has none"):
         store.rollback(1, two)
     store.blob_path(store.version(two).sha256).write_bytes(b"half")
     with pytest.raises(DataError, match="was altered or truncated"):

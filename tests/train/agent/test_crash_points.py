@@ -117,7 +117,10 @@ def test_episodes_that_ended_before_the_run_did_are_not_played_again(tmp_path, s
     first, _ = CountedLake.count()
     written = (tmp_path / "run" / "unfinished.jsonl").read_text().splitlines()
     assert len(written) > 8  # more than an iteration, since the checkpoint of the start
-    train(tmp_path / "run", *lake, "resume=true")
+    rows = train(tmp_path / "run", *lake, "resume=true")
+    speed_of_kept, *_, speed_of_played = [row["tokens_per_second"] for row in rows if row["iteration"]]
+    assert speed_of_kept == 0  # all of this iteration was written down
+    assert speed_of_played > 0
     again, _ = CountedLake.count()
     assert again == episodes - 2 - (
         len(written) - 1

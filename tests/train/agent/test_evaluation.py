@@ -206,7 +206,7 @@ def test_the_model_of_a_run_is_exported(run, tmp_path, capsys):
         (["eval", "nowhere"], "there is no run folder and no model folder nowhere"),
         (
             ["eval", "RUN", "--checkpoint", "77"],
-            "has no checkpoint '77'; there are: step-000000, step-000001",
+            "has no checkpoint '77'; it has newest, best, 0, 1 (trainer.keep_checkpoints",
         ),
         (["eval", "RUN", "--env", "frozn_lake"], "no env named 'frozn_lake'. Did you mean 'frozen_lake'"),
         (["eval", "RUN", "--episodes", "0"], "must be at least 1, got 0"),

@@ -173,7 +173,7 @@ def test_the_program_of_the_page_plays_an_exported_model_as_eval_does(run, model
         ("format", 7, "must be an object of format 1, got 7: export the run again"),
         ("algorithm", {}, "has an unknown key 'algorithm'"),
         ("agent_prox", {}, "Did you mean 'agent_proxy'"),
-        ("agent_proxy", {"prompt": {"frist": ""}}, "unknown key 'agent_proxy.prompt.frist'. Did you mean 'first'"),
+        ("agent_proxy", {"prompt": {"frist": ""}}, "Did you mean 'agent_proxy.prompt.first'"),
         ("agent_proxy", {"max_tokens": "many"}, "agent_proxy.max_tokens"),
         ("custom_envs", {}, "export the run again"),
     ],

@@ -390,7 +390,7 @@ def test_every_shipped_config_composes(name):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.gama=1", "unknown key 'algorithm.gama'. Did you mean 'gamma'"),
+        ("algorithm.gama=1", "unknown key 'algorithm.gama'. Did you mean 'algorithm.gamma'"),
         ("algoritm.gamma=1", "unknown key 'algoritm'. Did you mean 'algorithm'"),
         ("algorithm.gamma=2", r"algorithm.*gamma must be in \(0, 1\], got 2"),
         ("algorithm.adv_estimator=ppo2", "no advantage named 'ppo2'"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +55,24 @@ def test_eval_takes_the_checkpoint_that_is_asked_for_and_draws_actions_when_aske
     drawn = evaluated(capsys, str(run), "--episodes", "4", "--temperature", "1")
     assert (alone["deterministic"], drawn["deterministic"]) == (True, False)
     assert alone["returns"] != drawn["returns"]
+
+
+def test_filming_without_a_screen_says_nothing_but_the_result(run, tmp_path):
+    pytest.importorskip("pygame")
+    screens = (
+        "DISPLAY",
+        "WAYLAND_DISPLAY",
+        "XDG_RUNTIME_DIR",
+        "SDL_VIDEODRIVER",
+        "PYGAME_HIDE_SUPPORT_PROMPT",
+    )
+    env = {key: value for key, value in os.environ.items() if key not in screens}
+    words = ["eval", str(run), "--episodes", "1", "--video", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", *words], env=env, capture_output=True, text=True, check=True
+    )
+    assert [line for line in done.stderr.splitlines() if not line.startswith("… playing")] == []
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["return", "length", "episodes", "video"]
 
 
 def test_eval_films_an_episode(run, tmp_path, capsys):

@@ -48,7 +48,8 @@ def test_without_a_length_one_call_decays_over_its_own_and_no_later_one_raises_t
         assert not caplog.records
         found += rates(ppo, 128)
         assert found == sorted(found, reverse=True)
-        assert "lr_schedule: at 75% of its way" in caplog.text
+        assert "schedules (lr_schedule) that an earlier one has run to 75% of their way" in caplog.text
+        assert f"the learning rate starts at {found[4]:.3g}." in caplog.text
 
 
 def test_a_loaded_run_is_given_another_length(tmp_path, caplog):

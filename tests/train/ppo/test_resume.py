@@ -21,6 +21,7 @@ from shoal.core.errors import ConfigError, DataError, EnvError
 from shoal.train.ppo import ppo as ppo_module
 from shoal.train.ppo.checkpoint import list_checkpoints
 from shoal.train.ppo.config import PPOConfig
+from shoal.train.ppo.policy import load_policy
 from shoal.train.ppo.ppo import PPO
 
 
@@ -177,8 +178,20 @@ def test_a_broken_checkpoint_is_named_and_the_intact_one_before_offered(saved, d
 
 
 def test_a_folder_without_checkpoints_says_so(tmp_path):
-    with pytest.raises(DataError, match="holds no checkpoint"):
-        PPO.load(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent" / "summary.json").write_text('{"command": "train", "metrics": {}}')
+    for name, got in (
+        ("nowhere", "nothing: there is no such folder"),
+        ("file", "a file"),
+        ("empty", "an empty folder"),
+        ("agent", "a run of shoal train"),
+        ("", "a folder with agent, empty, file"),
+    ):
+        for load in (PPO.load, load_policy):
+            with pytest.raises(DataError, match=rf"expected a run folder of shoal train-ppo, .*; got {got};"):
+                load(tmp_path / name)
 
 
 class SizedEnv(IdentityEnv):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -39,9 +40,10 @@ class RetryPolicy:
     retries: int = 4  # attempts after the first
     backoff: float = 0.25  # seconds before the first retry; doubled for each further one
     max_backoff: float = 8.0  # seconds between two attempts at most, also where the server asks for more
+    patience: float | None = None  # seconds in which further attempts begin, in the place of `retries`
 
     def __post_init__(self) -> None:
-        check_settings(self, ["timeout"], retries=0, backoff=0, max_backoff=self.backoff)
+        check_settings(self, ["timeout", "patience"], retries=0, backoff=0, max_backoff=self.backoff)
 
 
 class RefusedError(EngineError):
@@ -107,10 +109,15 @@ class HttpClient:
 
         data = None if body is None else json.dumps(body).encode()
         retry_policy, trouble, asked_for, begin = self.retry_policy, "", 0.0, time.monotonic()
-        for attempt in range(retry_policy.retries + 1):
+        patience, attempts = retry_policy.patience, 0
+        for attempt in itertools.count() if patience is not None else range(retry_policy.retries + 1):
             if attempt:
-                await asyncio.sleep(max(asked_for, self._pause(attempt, name or path, trouble)))
+                pause = max(asked_for, self._pause(attempt, name or path, trouble))
+                if patience is not None and time.monotonic() + pause - begin > patience:
+                    break
+                await asyncio.sleep(pause)
                 asked_for = 0.0
+            attempts += 1
             try:
                 status, retry_after, reply = await self._once(method, path, data)
             except TimeoutError:
@@ -135,7 +142,7 @@ class HttpClient:
                 asked_for = min(float(retry_after), retry_policy.max_backoff)
         seconds = time.monotonic() - begin
         raise EngineError(
-            f"{self.url}{path} gave no answer in {retry_policy.retries + 1} attempts over {seconds:.1f} s; "
+            f"{self.url}{path} gave no answer in {attempts} attempts over {seconds:.1f} s; "
             f"the last: {trouble}"
         )
 

@@ -475,7 +475,9 @@ class Store:
         """A version by its number."""
         rows = self._query("select * from version where id=?", number)
         if not rows:
-            raise ValueError(f"there is no version {number}")
+            raise ValueError(
+                f"there is no version {number} of any expert: name one that shoal skills history EXPERT lists"
+            )
         return self._version(rows[0])
 
     def versions(self, expert: int | None = None) -> list[VersionRow]:
@@ -552,7 +554,11 @@ class Store:
         with self.transaction() as db:
             row = self.version(version)
             if row.expert != expert:
-                raise ValueError(f"version {version} belongs to {row.expert}, not {expert}")
+                own = ", ".join(str(one.id) for one in self.versions(expert))
+                raise ValueError(
+                    f"version {version} is one of expert {row.expert}, and expert {expert} has {own or 'none'}: name "
+                    "one of these (shoal skills history EXPERT lists them)"
+                )
             self.get_blob(row.sha256)
             db.execute("insert or replace into head values (?, ?)", (expert, version))
             self.event("rollback", None, expert=expert, version=version)

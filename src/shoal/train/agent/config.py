@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from importlib import resources
+from itertools import takewhile
 from operator import getitem
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,7 @@ from shoal.envs.catalogue import package_of
 from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
+from shoal.rollout.rewards.settings import RewardConfig
 from shoal.rollout.samplers.settings import EngineConfig as EngineConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.agent.advantages import ESTIMATORS, Method
@@ -473,6 +475,8 @@ class AgentConfig:
     use_parallel_envs: bool = True
     """Step the envs in workers, as `vector` says; false steps them one after the other in this process."""
     vector: VectorConfig = VectorConfig()
+    rewards: tuple[RewardConfig, ...] = ()
+    """What an episode is paid: the weighted sum of this list. An empty one pays the environment's own reward."""
     algorithm: Algorithm = Algorithm()
     warmup: Warmup = Warmup()
     trainer: TrainerConfig = TrainerConfig()
@@ -586,7 +590,12 @@ def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("device", "threads", "vllm", "server"):
         del engine[key]
     engine["replicas"] = {"engine": engine["replicas"]["engine"]}
-    return known
+    for reward in (rewards := known.pop("rewards", [])):  # where a judge runs, and how long it is waited for
+        for key in ("timeout", "retries", "concurrency"):
+            del reward[key]
+        for key in ("base_url", "api_key_env", "patience") if reward["model"] else ():
+            del reward["model"][key]
+    return known | {"rewards": rewards} if rewards else known
 
 
 def import_extensions(names: Sequence[str]) -> None:
@@ -645,6 +654,18 @@ def config_names() -> list[str]:
     """The configs that come with shoal."""
     folder = resources.files("shoal.configs")
     return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+def config_purposes() -> dict[str, str]:
+    """What each of `config_names()` is for: the first sentence of its file."""
+    purposes = {}
+    for name in config_names():
+        lines = (resources.files("shoal.configs") / f"{name}.yaml").read_text("utf-8").splitlines()
+        comment = " ".join(
+            line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("#"), lines)
+        )
+        purposes[name] = comment.partition(". ")[0].rstrip(".")
+    return purposes
 
 
 def refuse_unknown_config(name: str, folder: Path | None = None, further: Sequence[str] = ()) -> None:

@@ -43,7 +43,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
     failures = Counter(t.status for t in trajectories if t.status != "ok")
     row |= {f"failed/{status}": float(count) for status, count in sorted(failures.items())}
-    return row | success_by_kind(whole)
+    return row | score_metrics(trajectories) | success_by_kind(whole)
 
 
 def rejected_answer(trajectories: Sequence[Trajectory], roles: Mapping[str, Role]) -> Rejected | None:
@@ -56,6 +56,19 @@ def rejected_answer(trajectories: Sequence[Trajectory], roles: Mapping[str, Role
     return None
 
 
+def score_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`score/<name>` of each of the `rewards`, its mean over whole episodes, and how many got none of it."""
+    row: dict[str, float] = {}
+    for name in dict.fromkeys(score.name for t in trajectories for score in t.scores):
+        found = [(t.status, score.value) for t in trajectories for score in t.scores if score.name == name]
+        values = [value for status, value in found if status == "ok" and value is not None]
+        if values:
+            row[f"score/{name}"] = math.fsum(values) / len(values)
+        if missing := sum(value is None for _, value in found):
+            row[f"score_missing/{name}"] = float(missing)
+    return row
+
+
 def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:
     """`success/<tag>` of each kind of env, where there are several."""
     won, played = Counter(t.env for t in whole if t.success), Counter(t.env for t in whole)
@@ -65,7 +78,7 @@ def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:
 def heldout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """What an evaluation says, as `heldout_…`."""
     metrics = rollout_metrics(trajectories)
-    kinds = [key for key in metrics if key.startswith("success/")]
+    kinds = [key for key in metrics if key.startswith(("success/", "score/", "score_missing/"))]
     wanted = ("success", "reward", "turns", "valid_actions", "failed_episodes", *kinds)
     return {f"heldout_{key}": metrics[key] for key in wanted}
 
@@ -179,12 +192,12 @@ def checkpoint_of(run: Path, which: str) -> Path:
         raise DataError(f"{run} has no checkpoint in {folder}")
     if which == "newest":
         return found[-1]
-    named = [path for path in found if path.name.removeprefix("step-").lstrip("0") == which.lstrip("0")]
-    if not named:
-        raise DataError(
-            f"{run} has no checkpoint {which!r}; there are: {', '.join(path.name for path in found)}"
-        )
-    return named[0]
+    numbers = {path.name.removeprefix("step-").lstrip("0") or "0": path for path in found}
+    wanted = which.removeprefix("step-").lstrip("0") or "0"
+    if wanted not in numbers:
+        kept = f"newest, best, {', '.join(numbers)} (trainer.keep_checkpoints says how many are kept)"
+        raise DataError(f"{run} has no checkpoint {which!r}; it has {kept}")
+    return numbers[wanted]
 
 
 def read_checkpoint(run: Path, which: str, read: Callable[[Path], T]) -> T:

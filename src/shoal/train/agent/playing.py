@@ -14,6 +14,7 @@ from shoal.rollout.driver import RolloutReport
 from shoal.rollout.factory import EnvironmentSet, make_roles
 from shoal.rollout.failures import FailureLog
 from shoal.rollout.filters import filter_rollouts
+from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampler, Sampling
 from shoal.rollout.tools.toolbox import Toolbox
@@ -59,6 +60,7 @@ def lockstep_collector(
     sampler: Sampler,
     seed: int,
     failures: FailureLog | None = None,
+    judge: Judge | None = None,
     toolbox: Toolbox | None = None,
 ) -> TrajectoryCollector:
     """Plays the envs of one side in this process."""
@@ -66,7 +68,7 @@ def lockstep_collector(
     roles, retries = make_roles(config.custom_envs, tags, proxy.max_turn), proxy.parallel.env_retries
     return TrajectoryCollector(
         side.pool, tags, roles, side.group_size, sampler, proxy.prompt, seed, env_retries=retries,
-        failures=failures, toolbox=toolbox,
+        failures=failures, judge=judge, toolbox=toolbox,
     )  # fmt: skip
 
 

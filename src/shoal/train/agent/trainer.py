@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,9 @@ from shoal.rollout.episode import Role
 from shoal.rollout.factory import host_of, make_environments, make_roles
 from shoal.rollout.failures import FailureLog
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.rewards.judge import Judge
+from shoal.rollout.rewards.scorers import Answers
+from shoal.rollout.rewards.settings import Given, reward_list
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.registry import close_engine
 from shoal.rollout.samplers.sampler import Sampler
@@ -83,6 +86,7 @@ class AgentTrainer(Closing):
         on_event: called at durable moments (checkpoint, evaluation, summary).
         policy: what is trained, in the place of the one that `config.engine` names; the sampler's own if not given.
         sampler: what writes, in the place of the one that `config.engine` names; the caller closes it.
+        rewards: in the place of `config.rewards`: settings, names, or functions.
         tools: what the model may call, in the place of `config.agent_proxy.tools`; functions may stand among them.
 
     Use it as a context manager, or call `close`, so that env workers end, and engines that sample elsewhere.
@@ -95,6 +99,7 @@ class AgentTrainer(Closing):
         *,
         policy: Policy | None = None,
         sampler: Sampler | None = None,
+        rewards: Iterable[Given] | None = None,
         tools: Sequence[Any] | None = None,
     ) -> None:
         if policy is not None and sampler is None:
@@ -103,6 +108,8 @@ class AgentTrainer(Closing):
             )
         if not isinstance(config, AgentConfig):
             config = AgentConfig.read(plain_values(config))
+        if rewards is not None:
+            config = replace(config, rewards=reward_list(rewards))
         begun = Path(config.run_dir or DEFAULT_FOLDER) / "config.yaml"
         if config.resume and not begun.parent.is_dir():  # before one is made that would look like a run
             raise DataError(f"there is no run {begun.parent} to go on with: start without resume")
@@ -183,6 +190,10 @@ class AgentTrainer(Closing):
         )  # fmt: skip
         self.progress = Progress(0, 0.0, 0, 0)
         self._failures = FailureLog()
+        self._judge: Judge | None = None
+        if config.rewards:
+            answers = Answers(self.records.folder.path, self.processes.rank, self.records.folder.hold)
+            self._judge = begun.enter_context(Judge(config.rewards, answers))
         self._collector = self._make_collector("train", config.seed)
         begun.callback(self._collector.close)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
@@ -274,7 +285,8 @@ class AgentTrainer(Closing):
             self.progress.tokens + tokens,
         )
         row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
-        row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, tokens)
+        written = sum(t.n_tokens for t in trajectories if t not in self._journal)
+        row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, written)
         if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
             used = advantages_of(trajectories, learned, samples, self._learner)
             self.records.keep_trajectories(f"train-{iteration + 1:06d}", trajectories, used)
@@ -399,11 +411,14 @@ class AgentTrainer(Closing):
                 seed=seed,
                 failures=self._failures,
                 sessions=sessions_of,
+                judge=self._judge,
                 tools=self.toolbox,
             )
             return SharedCollector(manager, self.processes, self._in_sync)
         side = self.train_envs if which == "train" else self.val_envs
-        collector = lockstep_collector(self.config, side, self.sampler, seed, self._failures, self.toolbox)
+        collector = lockstep_collector(
+            self.config, side, self.sampler, seed, self._failures, self._judge, self.toolbox
+        )
         return SharedCollector(collector, self.processes, self._in_sync)
 
     @contextmanager

@@ -19,6 +19,7 @@ from gymnasium import spaces
 
 from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, DataError, reading
 from shoal.core.files import is_whole, read_json, restore_folders, verify_folder, write_folder, write_json
+from shoal.core.run_folder import command_of
 from shoal.train.ppo.config import PPOConfig
 
 Array = np.ndarray
@@ -116,7 +117,21 @@ def find_checkpoint(path: Path | str) -> Path:
         found = list_checkpoints(root)
         if found:
             return found[-1]
-    raise DataError(f"{path} holds no checkpoint; expected a folder step_… or a folder of them")
+    raise DataError(
+        f"{path} holds no checkpoint of PPO: expected a run folder of shoal train-ppo, a folder that PPO.save wrote, "
+        f"or a folder step_… in one; got {_what_is(path)}; shoal runs FOLDER lists the runs of a folder"
+    )
+
+
+def _what_is(path: Path) -> str:
+    """What is at a place where no checkpoint is."""
+    if not path.is_dir():
+        return "a file" if path.exists() else "nothing: there is no such folder"
+    if not (names := sorted(entry.name for entry in path.iterdir())):
+        return "an empty folder"
+    if (path / "summary.json").is_file():
+        return f"a run of shoal {command_of(path)}"
+    return f"a folder with {', '.join(names[:3])}{', …' if names[3:] else ''}"
 
 
 def holds_policy(path: Path | str) -> bool:

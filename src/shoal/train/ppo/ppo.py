@@ -19,6 +19,7 @@ from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, reading
 from shoal.core.executors import Closing
 from shoal.core.workers import StartMethod
 from shoal.envs.catalogue import Wrapper, wrapper_name
+from shoal.maths.updates import decayed
 from shoal.train.ppo.agent import PPOAgent
 from shoal.train.ppo.checkpoint import (
     Checkpoint,
@@ -149,8 +150,9 @@ class PPO(Closing):
     ) -> PPO:  # fmt: skip
         """Train for `total_timesteps` more env steps, or until `num_episodes` more episodes have ended.
 
-        Schedules run over the `total_timesteps` of the class, or else over all that was asked for so far; a rate that
-        has decayed does not rise again. Ctrl-C waits for the update in progress, after which the run can be saved or go
+        Schedules run over the `total_timesteps` of the class, or else over all that was asked for so far. A rate that
+        has decayed does not rise again, so a second call without it trains on with rates near 0, and a warning says so.
+        Ctrl-C waits for the update in progress, after which the run can be saved or go
         on; a second one ends at once, and then the last checkpoint is what there is.
 
         Args:
@@ -186,20 +188,23 @@ class PPO(Closing):
         schedules = ("lr_schedule", "clip_schedule", "ent_schedule")
         names = [name for name in schedules if getattr(self.config, name) != "constant"]
         now = self.progress(*length)
+        goes_on_at = max(now, self._decayed)
         if names and (now < self._decayed or now == 1.0):
+            rate = decayed(self.config.learning_rate, self.config.lr_schedule, goes_on_at)
             logger.warning(
-                "%s: at %.0f%% of its way, where an earlier call of learn ended, and does not rise again; give a run "
-                "that is trained in parts its length: total_timesteps=... of PPO or PPO.load",
-                ", ".join(names), 100 * max(now, self._decayed),
+                "this call of learn begins with schedules (%s) that an earlier one has run to %.0f%% of their way, and "
+                "they do not go back: the learning rate starts at %.3g. For a run in several calls, state the length "
+                "of the whole once: PPO(..., total_timesteps=N), or PPO.load(..., total_timesteps=N)",
+                ", ".join(names), 100 * goes_on_at, rate,
             )  # fmt: skip
 
     def _train(
-        self, total_timesteps: int | None, num_episodes: int | None, decayed: Callable[[], float]
+        self, total_timesteps: int | None, num_episodes: int | None, share: Callable[[], float]
     ) -> Iterator[Metrics]:
         self.agent.refuse_torn()
         seconds, first_step, ctrl_c = 0.0, self.log.n_steps, CtrlCWaits()
         while self.progress(total_timesteps, num_episodes) < 1.0:
-            self._decayed = decayed()
+            self._decayed = share()
             started = time.perf_counter()
             with ctrl_c:
                 ended, metrics = self._update(total_timesteps)

@@ -94,35 +94,47 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-// --- the value under the pointer
-document.addEventListener("pointermove", (event) => {
-  document.querySelectorAll(".tip").forEach((tip) => tip.remove());
-  document.querySelectorAll("circle.near").forEach((circle) => circle.classList.remove("near"));
-  const chart = event.target.closest?.("svg.chart:not(.histogram)");
-  if (!chart) return;
-  let nearest = null;
-  let least = 40;
-  for (const circle of chart.querySelectorAll("circle")) {
-    const box = circle.getBoundingClientRect();
-    const x = box.left + box.width / 2 - event.clientX;
-    const y = box.top + box.height / 2 - event.clientY;
-    const distance = Math.hypot(x, y / 3);
-    if (distance < least) [least, nearest] = [distance, circle];
+// --- the list of runs: words to find, the column it is sorted by, runs to compare
+const listing = { words: "", column: null, up: 1, ticked: new Set() };
+
+function list() {
+  for (const table of document.querySelectorAll("table.runs")) {
+    const words = listing.words.toLowerCase().split(/\s+/);
+    const lines = [...table.tBodies[0].rows];
+    for (const line of lines) {
+      line.hidden = !words.every((word) => line.textContent.toLowerCase().includes(word));
+      const tick = line.querySelector("[data-run]");
+      if (tick) tick.checked = listing.ticked.has(tick.dataset.run);
+    }
+    const value = (line) => line.cells[listing.column].dataset.value ?? "";
+    const compared = (a, b) => (isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b);
+    if (listing.column !== null) {
+      lines.sort((a, b) => (value(a) === "") - (value(b) === "") || listing.up * compared(value(a), value(b))); // empty ones last
+      table.tBodies[0].append(...lines);
+    }
+    for (const head of table.querySelectorAll("[data-sort]")) {
+      const way = Number(head.dataset.sort) === listing.column && (listing.up > 0 ? "ascending" : "descending");
+      head.closest("th").setAttribute("aria-sort", way || "none");
+    }
   }
-  if (!nearest) return;
-  nearest.classList.add("near");
-  const figure = chart.closest("figure");
-  const frame = figure.getBoundingClientRect();
-  const box = nearest.getBoundingClientRect();
-  const tip = document.createElement("div");
-  tip.className = "tip";
-  tip.textContent = nearest.querySelector("title").textContent;
-  figure.append(tip);
-  const half = tip.offsetWidth / 2;
-  const left = Math.min(Math.max(box.left + box.width / 2 - frame.left, half), frame.width - half);
-  tip.style.left = `${left}px`;
-  tip.style.top = `${box.top - frame.top}px`;
+  const find = document.getElementById("find");
+  if (find) find.value = listing.words;
+  const compare = document.querySelector(".tools a[href*=compare]");
+  if (compare && !isStatic) compare.search = listing.ticked.size ? `runs=${[...listing.ticked].join(",")}` : "";
+}
+document.addEventListener("input", ({ target }) => {
+  if (target.id === "find") listing.words = target.value;
+  if (target.dataset.run) listing.ticked[target.checked ? "add" : "delete"](target.dataset.run);
+  list();
 });
+document.addEventListener("click", (event) => {
+  const column = event.target.closest("[data-sort]")?.dataset.sort;
+  if (column === undefined) return;
+  Object.assign(listing, { up: listing.column === Number(column) ? -listing.up : 1, column: Number(column) });
+  list();
+});
+document.addEventListener("followed", list);
+list();
 
 // --- a static file: one section at a time
 function showSection() {
@@ -143,26 +155,41 @@ let pressed = false; // what is under a pressed pointer stays, or its click woul
 addEventListener("pointerdown", () => { pressed = true; }, true);
 for (const end of ["pointerup", "pointercancel"]) addEventListener(end, () => setTimeout(() => { pressed = false; }), true);
 
+const CONTROLS = "a, button, input, select, summary, svg[tabindex]";
+let wait = 1500; // longer while nobody answers, so that failed requests do not pile up
+
+function lost(text) {
+  const said = document.getElementById("lost");
+  said.hidden = !text;
+  said.textContent = text;
+  wait = text ? Math.min(wait * 2, 30000) : 1500;
+}
+
 async function follow() {
   const main = document.getElementById("main");
   if (document.visibilityState === "visible" && !document.querySelector("dialog[open]")) {
     try {
-      const answer = await fetch(location.href, { headers: { "x-have": main.dataset.version } });
+      const answer = await fetch(location.href, { headers: { "x-have": main.dataset.version }, signal: AbortSignal.timeout(20000) });
       const text = answer.status === 200 ? await answer.text() : "";
-      if (text && !pressed) {
+      lost(answer.status === 403 ? "This address is not valid any more: use the one that shoal view printed." : "");
+      if (text && !pressed && !main.querySelector("form.changed, form :focus")) {
         const page = new DOMParser().parseFromString(text, "text/html");
         const next = page.getElementById("main");
         const open = [...main.querySelectorAll("details")].map((one) => one.open);
         const at = [...main.querySelectorAll("tr")].findIndex((line) => line.classList.contains("at"));
+        const focus = [...main.querySelectorAll(CONTROLS)].indexOf(document.activeElement);
         main.replaceChildren(...next.childNodes);
         main.dataset.version = next.dataset.version;
         const folds = [...main.querySelectorAll("details")];
         if (folds.length === open.length) folds.forEach((one, k) => { one.open = open[k]; });
         if (at >= 0) main.querySelectorAll("tr")[at]?.classList.add("at");
         main.dispatchEvent(new CustomEvent("followed", { bubbles: true }));
+        if (focus >= 0) main.querySelectorAll(CONTROLS)[focus]?.focus({ preventScroll: true });
       }
-    } catch { /* the server ended, or is busy: the page stays as it is */ }
+    } catch {
+      lost("Connection lost: the server has ended or is busy. This page goes on when it answers again.");
+    }
   }
-  setTimeout(follow, 1500);
+  setTimeout(follow, wait);
 }
-if (!isStatic && document.getElementById("main").dataset.version) setTimeout(follow, 1500);
+if (!isStatic && document.getElementById("main").dataset.version) setTimeout(follow, wait);

@@ -1,0 +1,355 @@
+"""What scores the episodes of a group: a function, a command, or a model that is asked about each.
+
+A scorer never raises for what a user's code or a server does: a score that is missing says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import inspect
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from shoal.core.data import Trajectory, reward_of
+from shoal.core.errors import ConfigError, EngineError, EnvError, WorkerDiedError, with_frames
+from shoal.core.executors import OwnThread
+from shoal.core.files import append_line
+from shoal.core.workers import WorkerProcess, describe_exit
+from shoal.envs.actions import last_tag
+from shoal.envs.catalogue import attribute_named
+from shoal.rollout.functions import FunctionFailedError, FunctionProcess
+from shoal.rollout.loops import LoopThread
+from shoal.rollout.rewards.settings import FIELD, PROMPT, REWARDS, JudgeConfig, RewardConfig
+from shoal.rollout.samplers.http import HttpClient, RetryPolicy
+
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
+MOST_OUTPUT = 1 << 20
+"""Bytes at the end of a command's output in which its last line is looked for."""
+
+
+class Scored(NamedTuple):
+    """What a reward says of one episode; without a value, why."""
+
+    value: float | None
+    why: str = ""
+    prompt: str | None = None
+    answer: str | None = None
+
+
+class Answers:
+    """What models and commands answered, by a digest of what they were asked: who has the file need not ask again.
+
+    Args:
+        folder: of the run, with `answers.jsonl`; None keeps them in memory.
+        rank: of the process, where several play one run: each writes a file of its own, and reads all.
+        hold: called before each line to check that no other process writes the folder.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, rank: int = 0, hold: Callable[[], object] = lambda: None
+    ) -> None:
+        self._known: dict[str, str] = {}
+        name = f"answers-{rank}.jsonl" if rank else "answers.jsonl"
+        self._path, self._hold = None if folder is None else folder / name, hold
+        for path in sorted(folder.glob("answers*.jsonl")) if folder is not None else ():
+            for line in path.read_bytes().splitlines():
+                with contextlib.suppress(msgspec.MsgspecError):  # what a kill cut off is asked for again
+                    self._known |= [msgspec.json.decode(line, type=tuple[str, str])]
+
+    def get(self, key: str) -> str | None:
+        """The answer, if it is known."""
+        return self._known.get(key)
+
+    def add(self, key: str, answer: str) -> None:
+        """Record an answer."""
+        self._known[key] = answer
+        if self._path is not None:
+            self._hold()
+            append_line(self._path, msgspec.json.encode([key, answer]) + b"\n")
+
+
+def scorer_of(config: RewardConfig, loop: LoopThread, answers: Answers) -> Scorer:
+    """The scorer of a reward; not to be called in its loop."""
+    if config.model is not None:
+        return ModelScorer(config, config.model, loop, answers)
+    return CommandScorer(config, answers) if config.command else FunctionScorer(config)
+
+
+def numbers_of(given: Any, count: int) -> list[Scored]:
+    """The scores that a function or a command gave for so many episodes.
+
+    >>> [scored.value for scored in numbers_of([1, 0.5], 2)]
+    [1.0, 0.5]
+    """
+    wanted = f"it must give a list of {count} numbers, one an episode"
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        return [Scored(None, f"{wanted}, got {given!r:.200}")] * count
+    values = list(given)
+    if len(values) != count:
+        return [Scored(None, f"{wanted}, got {len(values)}: {values!r:.200}")] * count
+    return [_number(value) for value in values]
+
+
+def _number(value: Any) -> Scored:
+    with contextlib.suppress(EnvError):
+        if math.isfinite(number := reward_of(value)):
+            return Scored(number)
+    return Scored(None, f"it must give finite numbers, got {value!r:.200}")
+
+
+# --- functions
+def function_of(config: RewardConfig) -> Any:
+    """The function of a reward that is one; a `ConfigError` if there is no such function."""
+    if config.function is None:
+        return REWARDS[config.name]
+    _, function = attribute_named(config.function, "a reward's function")
+    if not callable(function):
+        raise ConfigError(f"function {config.function!r} must be a function, got {function!r}")
+    return function
+
+
+class FunctionScorer:
+    """Calls a Python function in a thread of its own, for one group after another."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._function, self._seconds = function_of(config), config.timeout
+        self._takes_task = "task" in inspect.signature(self._function).parameters
+        self._thread: OwnThread | None = None
+        self._free = asyncio.Lock()
+
+    async def score(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
+        """What the function gives; one that does not return is left behind in its thread."""
+        async with self._free:
+            thread = self._thread = self._thread or OwnThread("shoal-reward")
+            called = asyncio.wrap_future(thread.submit(partial(self._call, episodes, task)))
+            if (await asyncio.wait([called], timeout=self._seconds))[0]:
+                return called.result()
+            self.close()
+        return [Scored(None, f"it did not return within {self._seconds:g} s (timeout)")] * len(episodes)
+
+    def _call(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
+        try:
+            given = self._function(list(episodes), **({"task": task} if self._takes_task else {}))
+            return numbers_of(given, len(episodes))
+        except BaseException as error:  # the user's code may raise anything, `SystemExit` too
+            return [Scored(None, with_frames(error))] * len(episodes)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.end()
+        self._thread = None
+
+
+# --- commands
+class CommandScorer:
+    """Runs a command for each group, as the child of a worker process, which ends it if this process ends."""
+
+    def __init__(self, config: RewardConfig, answers: Answers) -> None:
+        self._config, self._answers = config, answers
+        self._words = [sys.executable if word == "{python}" else word for word in config.command]
+        self._free = asyncio.Semaphore(config.concurrency)
+        self._idle: list[FunctionProcess] = []
+
+    async def score(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
+        """What the last line of its output says."""
+        given = json.dumps({"task": task, "episodes": [as_json(episode) for episode in episodes]})
+        key = digest_of([self._config.command, given])
+        known, scores = self._answers.get(key), list[Scored]()
+        for _ in range(self._config.retries + 1):
+            try:
+                said = known or await self._run(given)
+                scores = numbers_of(json.loads(said), len(episodes))
+                if all(scored.value is not None for scored in scores):
+                    if known is None:
+                        self._answers.add(key, said)
+                    break
+            except (ValueError, RecursionError):
+                scores = numbers_of(said, len(episodes))
+            except FunctionFailedError as error:
+                scores = [Scored(None, str(error))] * len(episodes)
+        return scores
+
+    async def _run(self, given: str) -> str:
+        """The last line that the command prints."""
+        async with self._free:
+            process = self._idle.pop() if self._idle else None
+            try:
+                async with asyncio.timeout(self._config.timeout):
+                    if process is None:  # in a thread, since a start takes a while
+                        worker = await asyncio.to_thread(WorkerProcess, serve_command, (self._words,))
+                        process = FunctionProcess(worker)
+                    (said,) = await process.ask(given)
+                self._idle.append(process)
+                process = None
+                return str(said)
+            except WorkerDiedError as error:
+                raise FunctionFailedError(str(error)) from error
+            except TimeoutError:
+                text = f"the command did not end within {self._config.timeout:g} s (timeout)"
+                raise FunctionFailedError(text) from None
+            finally:
+                if process is not None:
+                    process.end()
+
+    def close(self) -> None:
+        """End the worker processes."""
+        while self._idle:
+            self._idle.pop().end()
+
+
+def serve_command(pipe: Any, words: Sequence[str]) -> None:
+    """Be the process: run the command on each text, and answer `[last line]`, or with text that says what failed."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            given = json.loads(pipe.recv_bytes())
+            with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
+                answer: Any
+                try:
+                    done = subprocess.run(words, input=f"{given}\n".encode(), stdout=said, stderr=errors)
+                    answer = [_last_line(said)]
+                    if done.returncode:
+                        last = _last_line(errors) or "nothing on standard error"
+                        answer = f"the command {describe_exit(done.returncode)}: {last[:300]}"
+                except OSError as error:
+                    answer = f"{words[0]} cannot be started: {error}"
+            pipe.send_bytes(json.dumps(answer).encode())
+
+
+def _last_line(file: Any) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_OUTPUT))
+    text: str = file.read().decode(errors="replace").strip()
+    return (text.splitlines() or [""])[-1]
+
+
+def as_json(episode: Trajectory) -> dict[str, Any]:
+    """What a command is given of an episode: its text, and not its tokens."""
+    turns = ("observation", "response", "action", "action_is_valid", "reward", "image")
+    return {
+        **{name: getattr(episode, name) for name in ("env", "env_seed", "success", "truncated", "reward")},
+        "turns": [{name: getattr(turn, name) for name in turns} for turn in episode.turns],
+    }
+
+
+# --- models
+class ModelScorer:
+    """Asks a model about each episode; one prompt has one answer, however often it comes."""
+
+    def __init__(self, config: RewardConfig, model: JudgeConfig, loop: LoopThread, answers: Answers) -> None:
+        self._config, self._model, self._answers = config, model, answers
+        policy = RetryPolicy(config.timeout, backoff=0.5, max_backoff=30.0, patience=model.patience)
+        api_key = None
+        if model.api_key_env is not None and not (api_key := os.environ.get(model.api_key_env)):
+            raise ConfigError(f"reward {config.name}: the variable {model.api_key_env} is not set")
+        self._client = HttpClient(model.base_url, loop, policy, api_key)
+        self._free = asyncio.Semaphore(config.concurrency)
+        self._asked: dict[str, asyncio.Task[str]] = {}
+        self._heard = -math.inf  # when it last answered
+
+    async def score(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
+        """What the model answers about each."""
+        return list(await asyncio.gather(*(self._judge(episode, task) for episode in episodes)))
+
+    async def _judge(self, episode: Trajectory, task: Any) -> Scored:
+        model = self._model
+        prompt = filled(self._config.prompt or PROMPT, episode, task, model)
+        body = {
+            "model": model.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": model.temperature,
+            "max_tokens": model.max_tokens,
+        }
+        key = digest_of(body)
+        if (answer := self._answers.get(key)) is None:
+            if (asked := self._asked.get(key)) is None:
+                asked = self._asked[key] = asyncio.ensure_future(self._ask(key, body))
+                asked.add_done_callback(lambda _: self._asked.pop(key, None))
+            try:
+                answer = await asked
+            except EngineError as error:
+                return Scored(None, str(error), prompt)
+        value = self._score_in(answer)
+        wanted = f"the answer must hold <score>number</score> from {model.lowest:g} to {model.highest:g}"
+        why = "" if value is not None else f"{wanted}, got {answer[-200:]!r}"
+        return Scored(value, why, prompt, answer)
+
+    async def _ask(self, key: str, body: Mapping[str, Any]) -> str:
+        """An answer with a score, or the last one without."""
+        began, patience = time.monotonic(), self._model.patience
+        for _ in range(self._config.retries + 1):
+            async with self._free:
+                if (
+                    time.monotonic() - max(began, self._heard) > patience
+                ):  # others have asked in vain meanwhile
+                    raise EngineError(
+                        f"{self._client.url} has answered nothing for {patience:g} s (patience)"
+                    )
+                reply = await self._client.request("POST", "/chat/completions", body, key)
+                self._heard = time.monotonic()
+            try:
+                answer = plain(reply["choices"][0]["message"]["content"] or "")
+            except (AttributeError, LookupError, TypeError) as error:
+                raise EngineError(f"the reply is no chat completion: {reply!s:.200}") from error
+            if self._score_in(answer) is not None:
+                break
+        self._answers.add(key, answer)
+        return answer
+
+    def _score_in(self, answer: str) -> float | None:
+        value = score_of(answer)
+        return value if value is not None and self._model.lowest <= value <= self._model.highest else None
+
+    def close(self) -> None:
+        """Its connections end with the loop."""
+
+
+Scorer = FunctionScorer | CommandScorer | ModelScorer
+
+
+def filled(template: str, episode: Trajectory, task: Any, model: JudgeConfig) -> str:
+    """A prompt about an episode."""
+    parts = [f"[observation]\n{turn.observation}\n[answer]\n{turn.response}" for turn in episode.turns]
+    values = {
+        "transcript": "\n".join(parts),
+        "question": episode.turns[0].observation,
+        "answer": episode.turns[-1].response,
+        "task": task if isinstance(task, str) else json.dumps(task, ensure_ascii=False),
+        "lowest": f"{model.lowest:g}",
+        "highest": f"{model.highest:g}",
+    }
+    return plain(FIELD.sub(lambda match: values.get(match[1], match[0]), template))
+
+
+def plain(text: str) -> str:
+    """Text that can be written as UTF-8: half a character becomes its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def score_of(answer: str) -> float | None:
+    """The number in the last `<score>` tag outside thoughts, or the number that is all of an answer.
+
+    >>> score_of("<think><score>1</score></think>Good. <score> 0.5 </score>"), score_of(" 7 "), score_of("7 of 10")
+    (0.5, 7.0, None)
+    """
+    content = last_tag(answer, ("score",))
+    text = (answer.rpartition("</think>")[2] if content is None else content).strip()
+    return float(text) if len(text) <= 40 and _NUMBER.fullmatch(text) else None
+
+
+def digest_of(value: Any) -> str:
+    """A key of JSON values, the same in every process."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

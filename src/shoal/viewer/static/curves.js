@@ -1,0 +1,247 @@
+// Curves, drawn from the numbers in the page. The panels of a section share the range of x, the hover line, the settings.
+const [LEFT, RIGHT, TOP, BOTTOM] = [46, 408, 10, 158];
+const views = new Map(); // the settings of each section, kept while the page follows its run
+
+function viewOf(section) {
+  const key = `${section.closest(".page")?.id} ${section.id}`;
+  if (!views.has(key)) views.set(key, { smooth: 0, log: false, zoom: null, hidden: new Set() });
+  const view = views.get(key);
+  if (view.section !== section) {
+    Object.assign(view, { section, tables: JSON.parse(section.dataset.tables) });
+    view.axis ??= Object.keys(view.tables[0].axes)[0];
+  }
+  return view;
+}
+
+function shape(name, attributes, ...inside) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...inside);
+  return made;
+}
+const words = (text, x, y, anchor = "middle") => shape("text", { x, y, "text-anchor": anchor }, text);
+
+const round = (value) => Math.round(value * 10) / 10;
+function short(value) {
+  if (Math.abs(value) >= 1e9) return value.toExponential(3);
+  return Number.isInteger(value) || Math.abs(value) >= 1e4 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+}
+
+function ticks(low, high, steps) {
+  const raw = (high - low) / 4;
+  if (!(raw > 1e-300)) return [low];
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = steps.map((s) => s * power).sort((a, b) => Math.abs(a - raw) - Math.abs(b - raw))[0];
+  const found = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) found.push(Number((k * step).toPrecision(12)));
+  return found;
+}
+
+// The points of a line; `smooth` is their exponential moving average, without bias at its beginning.
+function pointsOf(view, { table, name }) {
+  const { axes, curves, links } = view.tables[table];
+  const curve = curves[name] ?? { i: [] };
+  const kept = links?.[name.startsWith("heldout") ? "heldout" : "train"] ?? {};
+  let [sum, weight] = [0, 0];
+  return curve.i.map((row, k) => {
+    const y = curve.y[k];
+    sum = view.smooth * sum + (1 - view.smooth) * y;
+    weight = view.smooth * weight + (1 - view.smooth);
+    return { x: axes[view.axis]?.[row] ?? NaN, y, smooth: sum / weight, low: curve.low?.[k] ?? y, high: curve.high?.[k] ?? y, link: kept[row] };
+  }).filter((p) => Number.isFinite(p.x) && (!view.zoom || (p.x >= view.zoom[0] && p.x <= view.zoom[1])));
+}
+
+function rangeOf(view) {
+  const all = view.tables.flatMap((table) => table.axes[view.axis] ?? []).filter(Number.isFinite);
+  return view.zoom ?? [all.reduce((a, b) => Math.min(a, b), Infinity), all.reduce((a, b) => Math.max(a, b), -Infinity)];
+}
+
+function draw(figure) {
+  const view = viewOf(figure.closest(".curves"));
+  const lines = JSON.parse(figure.dataset.lines).filter((line) => !view.hidden.has(line.label));
+  for (const line of lines) line.points = pointsOf(view, line);
+  const scaled = (value) => (view.log ? Math.log10(value) : value);
+  const can = (value) => !view.log || value > 0; // a logarithm has only what is above 0
+  const all = lines.flatMap((line) => line.points.flatMap((p) => [p.low, p.y, p.high])).filter(can).map(scaled);
+  const fixed = "share" in figure.dataset && !view.log;
+  let [low, high] = fixed || !all.length ? [0, 1] : [Math.min(...all), Math.max(...all)];
+  const margin = fixed ? 0 : low === high ? Math.abs(low) * 0.1 || 0.5 : (high - low) * 0.05;
+  [low, high] = [low - margin, high + margin];
+  const [x0, x1] = rangeOf(view);
+  const toX = (value) => round(LEFT + ((value - x0) / (x1 - x0 || 1)) * (RIGHT - LEFT));
+  const place = (value) => round(BOTTOM - ((value - low) / (high - low || 1)) * (BOTTOM - TOP));
+  const along = ticks(x0, x1, [1, 2, 5, 10]).filter((x) => toX(x) < RIGHT - 30 || x === x1);
+  const axes = shape("g", { class: "axes" },
+    ...ticks(low, high, [1, 2, 2.5, 5, 10]).flatMap((value) => [
+      shape("line", { x1: LEFT, x2: RIGHT, y1: place(value), y2: place(value), class: "grid" }),
+      words(short(view.log ? 10 ** value : value), LEFT - 6, place(value) + 3.5, "end")]),
+    ...[...new Set([...along, x1])].map((x) => words(short(x), toX(x), BOTTOM + 14, toX(x) > RIGHT - 12 ? "end" : "middle")),
+    words(view.axis, (LEFT + RIGHT) / 2, BOTTOM + 28));
+  const series = lines.map((line) => {
+    const inside = line.points.filter((p) => can(p.y));
+    const path = (key) => inside.map((p) => `${toX(p.x)},${place(scaled(can(p[key]) ? p[key] : p.y))}`);
+    const marks = inside.filter((p) => p.link || inside.length < 120).map((p) => {
+      const mark = shape("circle", { cx: toX(p.x), cy: place(scaled(p.y)), r: p.link ? 3.5 : 2 });
+      const said = `${line.label} ${short(p.y)} at ${short(p.x)}: its episodes`;
+      return p.link ? shape("a", { href: p.link, class: "kept", tabindex: -1, "aria-label": said }, mark) : mark;
+    });
+    const banded = line.points.some((p) => p.low !== p.high);
+    return shape("g", { class: `series s${line.colour % 8}` },
+      ...(banded ? [shape("polygon", { class: "band", points: [...path("high"), ...path("low").reverse()].join(" ") })] : []),
+      shape("polyline", { class: view.smooth ? "line faint" : "line", points: path("y").join(" ") }),
+      ...(view.smooth ? [shape("polyline", { class: "line", points: path("smooth").join(" ") })] : []), ...marks);
+  });
+  const said = `${figure.dataset.title}: arrow keys go along, Enter opens the episodes of a point`;
+  const svg = shape("svg", { class: "chart", viewBox: "0 0 416 190", role: "group", tabindex: 0, "aria-label": said },
+    axes, ...series, shape("rect", { class: "zoom", y: TOP, height: BOTTOM - TOP, width: 0 }),
+    shape("g", { class: "hover" }, shape("line", { y1: TOP, y2: BOTTOM }), shape("text", { y: TOP + 8 })));
+  const before = figure.querySelector("svg.chart");
+  const focused = before === document.activeElement;
+  before?.remove();
+  figure.append(svg);
+  if (focused) svg.focus();
+  const xs = [...new Set(lines.flatMap((line) => line.points.map((p) => p.x)))].sort((a, b) => a - b);
+  figure.plot = { view, lines, xs, toX, fromX: (x) => x0 + ((x - LEFT) / (RIGHT - LEFT)) * (x1 - x0) };
+  for (const button of figure.querySelectorAll("[data-curve]")) button.setAttribute("aria-pressed", !view.hidden.has(button.dataset.curve));
+}
+
+const figures = (section) => [...section.querySelectorAll("figure[data-lines]")].filter((figure) => figure.checkVisibility());
+function drawAll() {
+  for (const section of document.querySelectorAll(".curves")) {
+    if (!section.checkVisibility()) continue;
+    const view = viewOf(section);
+    for (const control of section.querySelectorAll("[data-set]")) {
+      control[control.type === "checkbox" ? "checked" : "value"] = view[control.dataset.set];
+    }
+    section.querySelector("[data-do=unzoom]").hidden = !view.zoom;
+    figures(section).forEach(draw);
+  }
+}
+
+// The hover line: in every panel at the same x, with the values of the nearest points there.
+const closest = (xs, x) => xs.reduce((best, one) => (Math.abs(best - x) <= Math.abs(one - x) ? best : one), xs[0]);
+function hover(section, x) {
+  for (const { plot, ...figure } of figures(section).map((one) => ({ plot: one.plot, group: one.querySelector(".hover") }))) {
+    figure.group.classList.toggle("on", x !== undefined);
+    if (x === undefined) continue;
+    const at = plot.toX(x);
+    const values = plot.lines.flatMap((line) => {
+      const near = closest(line.points.map((p) => p.x), x);
+      const point = line.points.find((p) => p.x === near && Math.abs(plot.toX(near) - at) < 12);
+      return point ? [shape("tspan", { class: `s${line.colour % 8}` }, `  ${line.label} ${short(plot.view.smooth ? point.smooth : point.y)}`)] : [];
+    });
+    const text = figure.group.querySelector("text");
+    figure.group.setAttribute("transform", `translate(${at})`);
+    text.setAttribute("x", at > 230 ? -6 : 6);
+    text.setAttribute("text-anchor", at > 230 ? "end" : "start");
+    text.replaceChildren(`${plot.view.axis} ${short(x)}`, ...values);
+  }
+}
+const figureOf = (event) => event.target.closest?.(".curves svg.chart")?.closest("figure");
+function xAt(figure, event) {
+  const box = figure.querySelector("svg.chart").getBoundingClientRect();
+  return closest(figure.plot.xs, figure.plot.fromX(((event.clientX - box.left) / box.width) * 416));
+}
+
+let drag = null; // where a zoom began
+let dragged = false;
+document.addEventListener("pointerdown", (event) => {
+  const figure = figureOf(event);
+  if (figure && event.button === 0) drag = { figure, from: xAt(figure, event), begin: event.clientX };
+});
+document.addEventListener("pointermove", (event) => {
+  const figure = drag?.figure ?? figureOf(event);
+  if (!figure) return document.querySelectorAll(".curves").forEach((section) => hover(section));
+  const x = xAt(figure, event);
+  hover(figure.closest(".curves"), x);
+  if (!drag) return;
+  const [a, b] = [drag.from, x].map(figure.plot.toX).sort((p, q) => p - q);
+  for (const [key, value] of [["x", a], ["width", b - a]]) figure.querySelector(".zoom").setAttribute(key, value);
+});
+document.addEventListener("pointerup", (event) => {
+  const to = drag && xAt(drag.figure, event);
+  dragged = drag && Math.abs(event.clientX - drag.begin) > 8 && to !== drag.from;
+  if (dragged) drag.figure.plot.view.zoom = [drag.from, to].sort((a, b) => a - b);
+  drag = null;
+  setTimeout(() => { if (dragged) drawAll(); dragged = false; });
+});
+document.addEventListener("click", (event) => { if (dragged) { event.preventDefault(); event.stopPropagation(); } }, true);
+document.addEventListener("dragstart", (event) => { if (figureOf(event)) event.preventDefault(); });
+document.addEventListener("dblclick", (event) => {
+  if (figureOf(event)) figureOf(event).plot.view.zoom = null;
+  drawAll();
+});
+document.addEventListener("keydown", (event) => {
+  const figure = figureOf(event);
+  const way = { ArrowRight: 1, ArrowLeft: -1, Enter: 0 }[event.key];
+  if (!figure || way === undefined) return;
+  const { plot } = figure;
+  if (way) plot.at = Math.min(Math.max((plot.at ?? -1) + way, 0), plot.xs.length - 1);
+  hover(figure.closest(".curves"), plot.xs[plot.at]);
+  const link = plot.lines.flatMap((line) => line.points).find((p) => p.link && p.x === plot.xs[plot.at])?.link;
+  if (!way && link) location.href = link;
+  event.preventDefault();
+  event.stopImmediatePropagation();
+}, true);
+
+// --- settings and downloads
+document.addEventListener("input", ({ target }) => {
+  const { set } = target.dataset;
+  if (!set) return;
+  const value = { axis: target.value, smooth: Number(target.value), log: target.checked }[set];
+  Object.assign(viewOf(target.closest(".curves")), { [set]: value }, set === "axis" && { zoom: null });
+  drawAll();
+});
+document.addEventListener("click", (event) => {
+  const button = event.target.closest(".curves button");
+  if (!button) return;
+  const view = viewOf(button.closest(".curves"));
+  const name = button.dataset.curve;
+  if (name !== undefined && !view.hidden.delete(name)) view.hidden.add(name);
+  if (button.dataset.do === "unzoom") view.zoom = null;
+  if (button.dataset.do === "csv") save("curves.csv", new Blob([csv(view.tables)], { type: "text/csv" }));
+  if (button.dataset.do === "png") picture(button.closest("figure"));
+  drawAll();
+});
+
+function csv(tables) {
+  const names = [...new Set(tables.flatMap(({ axes, curves }) => [...Object.keys(axes), ...Object.keys(curves)]))];
+  const cell = (value) => (/[",\n]/.test(value ?? "") ? `"${String(value).replaceAll('"', '""')}"` : (value ?? ""));
+  const lines = tables.flatMap(({ name, axes, curves }) => {
+    const columns = { ...axes };
+    for (const [metric, { i, y }] of Object.entries(curves)) if (!axes[metric]) columns[metric] = Object.fromEntries(i.map((row, k) => [row, y[k]]));
+    return Object.values(axes)[0].map((_, row) => [name, ...names.map((one) => columns[one]?.[row])]);
+  });
+  return [["run", ...names], ...lines].map((line) => line.map(cell).join(",")).join("\n") + "\n";
+}
+
+function save(name, blob) {
+  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+const STYLED = ["fill", "stroke", "stroke-width", "opacity", "font-family", "font-size"]; // a picture has no style sheet
+async function picture(figure) {
+  const svg = figure.querySelector("svg.chart").cloneNode(true);
+  const [made, shown] = [svg, figure.querySelector("svg.chart")].map((one) => [...one.querySelectorAll("*")]);
+  made.forEach((one, k) => STYLED.forEach((key) => one.setAttribute(key, getComputedStyle(shown[k])[key])));
+  const ink = getComputedStyle(figure);
+  const names = figure.plot.lines.map((line, k) => shape("tspan", { fill: svg.querySelectorAll(".series>polyline:last-of-type")[k].getAttribute("stroke") }, `   ${line.label}`));
+  svg.append(shape("text", { x: 6, y: -6, "font-family": "sans-serif", "font-size": 12, fill: ink.color }, figure.dataset.title, ...names));
+  const size = { width: 1248, height: 630 };
+  for (const [key, value] of Object.entries({ ...size, viewBox: "0 -20 416 210", xmlns: svg.namespaceURI })) svg.setAttribute(key, value);
+  svg.querySelector(".hover").remove();
+  const image = Object.assign(new Image(), { src: `data:image/svg+xml;charset=utf-8,${encodeURIComponent(new XMLSerializer().serializeToString(svg))}` });
+  await image.decode();
+  const canvas = Object.assign(document.createElement("canvas"), size);
+  const pen = canvas.getContext("2d");
+  pen.fillStyle = ink.backgroundColor;
+  pen.fillRect(0, 0, size.width, size.height);
+  pen.drawImage(image, 0, 0);
+  canvas.toBlob((blob) => save(`${figure.dataset.title}.png`, blob));
+}
+
+for (const moment of ["followed", "toggle"]) document.addEventListener(moment, drawAll, true);
+addEventListener("hashchange", drawAll);
+drawAll();

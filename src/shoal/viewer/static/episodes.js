@@ -1,0 +1,111 @@
+// Episodes, groups and samples: folding and playing turns, the member that one came from, screenshots that enlarge.
+const root = document.documentElement;
+const page = () => document.querySelector(".page.shown") ?? document.getElementById("main");
+const turnsOf = () => [...page().querySelectorAll("article.turn")];
+
+function toggleFolds() {
+  const folds = turnsOf().map((turn) => turn.querySelector("details"));
+  const open = !folds.some((fold) => fold.open);
+  for (const fold of folds) fold.open = open;
+}
+
+function showCompact(on) {
+  root.toggleAttribute("data-compact", on);
+  document.querySelectorAll("[data-do=compact]").forEach((button) => button.setAttribute("aria-pressed", String(on)));
+}
+
+// --- the player: the picture or text of one turn after another
+let playing = null;
+
+function showTurn(number) {
+  const player = page().querySelector(".player");
+  const turns = turnsOf();
+  const turn = turns[number - 1];
+  if (!player || !turn) return;
+  player.querySelector("input").value = number;
+  const seen = turn.querySelector("img.shot, pre.saw").cloneNode(true);
+  player.querySelector(".stage").replaceChildren(seen, turn.querySelector(".did").cloneNode(true));
+  player.querySelector("output").textContent = `turn ${number} of ${turns.length}`;
+  turns.forEach((one) => one.classList.toggle("chosen", one === turn));
+}
+
+function stop() {
+  clearInterval(playing);
+  playing = null;
+  document.querySelectorAll("[data-do=play]").forEach((button) => { button.textContent = "▶ play"; });
+}
+
+function play() {
+  if (playing) return stop();
+  const slider = page().querySelector(".player input");
+  const last = Number(slider.max);
+  showTurn(Number(slider.value) === last ? 1 : Number(slider.value));
+  page().querySelector("[data-do=play]").textContent = "❚❚ stop";
+  playing = setInterval(() => {
+    const next = Number(page().querySelector(".player input")?.value ?? last) + 1;
+    if (next > last) stop(); else showTurn(next);
+  }, 600);
+}
+
+// --- what a page shows first
+function prepare() {
+  stop();
+  showCompact(root.hasAttribute("data-compact"));
+  if (page().querySelector(".player")) {
+    const chosen = turnsOf().findIndex((turn) => turn.matches(".chosen, :target"));
+    showTurn(Math.max(chosen, 0) + 1);
+    if (chosen < 0) turnsOf()[0].classList.remove("chosen");
+  }
+  const head = page().querySelector("table.group th.chosen");
+  if (head) {
+    const box = head.closest(".sides");
+    box.scrollLeft = head.offsetLeft - box.offsetLeft - box.querySelector("thead th").offsetWidth - 8;
+  }
+  const hash = decodeURIComponent(location.hash.slice(1));
+  if (hash) document.getElementById(hash)?.closest("tr")?.classList.add("at");
+}
+
+// --- a screenshot over the whole window, and back
+function enlarge(picture) {
+  const dialog = document.createElement("dialog");
+  dialog.className = "enlarged";
+  const close = document.createElement("button");
+  close.textContent = "close";
+  const large = picture.cloneNode();
+  large.removeAttribute("class");
+  large.removeAttribute("tabindex");
+  dialog.append(close, large);
+  dialog.addEventListener("click", () => dialog.close());
+  dialog.addEventListener("close", () => { dialog.remove(); picture.focus(); });
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+const acts = { fold: toggleFolds, play, compact: () => showCompact(!root.hasAttribute("data-compact")) };
+
+document.addEventListener("click", (event) => {
+  const wanted = event.target.closest("[data-do]")?.dataset.do;
+  if (acts[wanted]) acts[wanted]();
+  if (wanted === "jump") page().querySelector(".border")?.scrollIntoView();
+  const picture = event.target.closest("img.enlarges");
+  if (picture) enlarge(picture);
+});
+document.addEventListener("input", (event) => {
+  event.target.closest("form")?.classList.add("changed"); // a page that follows its run leaves it as it is
+  if (!event.target.matches(".player input")) return;
+  stop();
+  showTurn(Number(event.target.value));
+});
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, textarea, select")) return;
+  if (event.key === "f" && turnsOf().length) toggleFolds();
+  if (event.key === "v") acts.compact();
+  if (event.key === "Enter" && event.target.matches("img.enlarges")) enlarge(event.target);
+});
+document.addEventListener("click", (event) => { // a turn that a link leads to is open
+  const link = event.target.closest("a[href^='#turn-']");
+  if (link) document.querySelector(`${link.getAttribute("href")} > details`).open = true;
+});
+document.addEventListener("followed", prepare);
+addEventListener("hashchange", prepare);
+addEventListener("load", prepare); // when the style is there, too: it decides where a column stands

@@ -1,0 +1,332 @@
+"""Lists, groups and pages of episodes: what their addresses carry and what they show."""
+
+import re
+from dataclasses import replace
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import pytest
+from tests.records import trajectory_of
+from tests.viewer.test_index import episode, turn
+from tests.viewer.test_server import make_run
+
+from shoal.core.data import Call, Judged, Score, Trajectory, Turn, write_advantages, write_trajectories
+from shoal.envs import make
+from shoal.viewer.episode_pages import call_tree, drawing, key, readable
+from shoal.viewer.export import export
+from shoal.viewer.group_pages import columns_of, kinds_of
+from shoal.viewer.pages import Site
+from shoal.viewer.runs import Run
+from shoal.viewer.server import page_for
+
+
+@pytest.fixture
+def run(tmp_path):
+    """12 episodes in 3 groups, the first of each group failed."""
+    folder = make_run(tmp_path / "run")
+    made = [
+        episode((0.0,) * (1 + k % 4) + (float(k % 4 > 0) * k,), group=k // 4, member=k % 4, success=k % 4 > 0)
+        for k in range(12)
+    ]
+    write_trajectories(folder / "trajectories" / "train-000001.jsonl", made)
+    run = Run(folder)
+    run.index.refresh()
+    return run
+
+
+def at(site, address):
+    """The page at a link."""
+    parts = urlsplit(unquote(address) if "%23" in address else address)
+    return page_for(site, parts.path, dict(parse_qsl(parts.query)))
+
+
+def rows_of(page):
+    return re.findall(r'class="row-link" id="([^"]+)"', page.body)
+
+
+# --- lists
+def test_next_and_previous_stay_in_the_list_that_one_came_from(run):
+    site = Site([run])
+    asked = {"outcome": "success", "order": "worst"}
+    listed = page_for(site, "run/0/episodes", asked)
+    names = rows_of(listed)
+    assert len(names) == 9
+    address = re.search(r'href="([^"]+)" class="row-link"', listed.body)[1].replace("&amp;", "&")
+    walked = []
+    while address:
+        page = at(site, address)
+        walked.append(re.search(r"<h1>Episode (\S+) ", page.body)[1])
+        assert f"episode {len(walked)} of 9 (outcome success, order worst)" in page.body
+        assert ("next →" in page.body, "← previous" in page.body) == (len(walked) < 9, len(walked) > 1)
+        assert dict(parse_qsl(urlsplit(page.up).query)) == asked
+        assert urlsplit(page.up).fragment == walked[-1].replace(":", "%3A")
+        address = page.next
+    assert walked == names
+    assert at(site, at(site, page.previous).next).title == page.title
+
+
+def test_up_leads_to_the_page_of_the_list_that_has_the_episode(tmp_path):
+    folder = make_run(tmp_path / "run")
+    write_trajectories(
+        folder / "trajectories" / "train-000001.jsonl", [episode((k,), group=k) for k in range(120)]
+    )
+    run = Run(folder)
+    run.index.refresh()
+    site = Site([run])
+    page = page_for(site, "run/0/episode", {"name": "train-000001:115", "order": "reward"})
+    assert "train-000001:115" in rows_of(at(site, page.up))
+    page = page_for(site, "run/0/group", {"name": "train-000001:60", "order": "-reward"})
+    assert "train-000001:60" in rows_of(at(site, page.up))
+
+
+def test_an_episode_that_nobody_came_to_from_a_list_is_one_of_its_file(run):
+    page = page_for(Site([run]), "run/0/episode", {"name": "train-000001:3"})
+    assert "episode 4 of 12 (file train-000001.jsonl, order file)" in page.body
+    assert "name=train-000001%3A4" in page.next
+    assert "order" not in page.next
+
+
+def test_groups_of_a_list_follow_one_another(run):
+    site = Site([run])
+    page = page_for(site, "run/0/group", {"name": "train-000001:2", "outcome": "success", "order": "best"})
+    assert "group 3 of 3" in page.body  # the best is of the last group
+    assert page.next is None
+    assert "<h1>Group 1</h1>" in at(site, page.previous).body
+
+
+def test_a_list_is_filtered_by_its_form_and_sorted_by_its_heads(run):
+    site = Site([run])
+    page = page_for(
+        site, "run/0/episodes", {"text": "a lake", "group": "1", "iteration": "", "outcome": "", "env": ""}
+    )
+    assert rows_of(page) == [f"train-000001:{k}" for k in (4, 5, 6, 7)]
+    form = re.search(r"<form.*?</form>", page.body)[0]
+    named = re.findall(r'<(?:input|select)[^>]* name="([^"]+)"', form)
+    assert {"text", "outcome", "iteration", "group", "file", "invalid", "order"} <= set(named)
+    assert 'name="text" value="a lake"' in form
+    assert 'method="get"' in form
+    assert page.body.count("<form") == 1
+    head = re.search(r'<a href="([^"]+)" class="sort">turns', page.body)[1].replace("&amp;", "&")
+    falling = at(site, head)
+    assert rows_of(falling) == [f"train-000001:{k}" for k in (7, 6, 5, 4)]
+    assert "turns ▼" in falling.body
+    head = re.search(r'<a href="([^"]+)" class="sort">turns', falling.body)[1].replace("&amp;", "&")
+    assert rows_of(at(site, head)) == [f"train-000001:{k}" for k in (4, 5, 6, 7)]
+    assert rows_of(page_for(site, "run/0/episodes", {"text": "nowhere"})) == []
+
+
+def test_causes_and_envs_are_choices_where_there_are_some(run, tmp_path):
+    write_trajectories(
+        run.path / "trajectories" / "train-000002.jsonl",
+        [
+            episode((), env="Other", status="env_error", error="the lake is closed"),
+            trajectory_of("Lake", 1, 0, 0, 1, (turn(valid=False),), False, True, False),
+        ],
+    )
+    run.index.refresh()
+    site = Site([run])
+    page = page_for(site, "run/0/episodes", {"cause": "env_error: the lake is closed"})
+    assert rows_of(page) == ["train-000002:0"]
+    assert '<option value="env_error: the lake is closed" selected>' in page.body
+    assert '<option value="Other">' in page.body
+    assert rows_of(page_for(site, "run/0/episodes", {"invalid": "1"})) == ["train-000002:1"]
+
+
+def test_a_long_list_has_its_pager_above_and_below(tmp_path):
+    folder = make_run(tmp_path / "run")
+    write_trajectories(folder / "trajectories" / "train-000001.jsonl", [episode(group=k) for k in range(120)])
+    run = Run(folder)
+    run.index.refresh()
+    body = page_for(Site([run]), "run/0/episodes", {"page": "1"}).body
+    assert body.count("51 to 100 of 120") == 2
+    before, after = body.split("<table")
+    assert "later →" in before
+    assert "later →" in after
+
+
+def test_a_static_file_has_no_form_and_only_links_that_lead(run):
+    text = export([run], 12)
+    assert "<form" not in text
+    ids = set(re.findall(r'<div class="page" id="([^"]+)"', text))
+    assert set(re.findall(r'href="#([^"]+)"', text)) <= ids
+
+
+# --- groups
+def move(word, observation="a lake", reward=0.0):
+    return turn(reward)._replace(observation=observation, response=word, action=word)
+
+
+def member_of(k, *moves):
+    return trajectory_of("Lake", 0, 0, k, 1, moves, bool(moves[-1].reward), True, False)
+
+
+@pytest.fixture
+def group(tmp_path):
+    """Five members: 0, 2 and 4 fail alike, 1 and 3 part from them, 3 ends best."""
+    lost = (move("Up"), move("Left", "north"))
+    made = [
+        member_of(0, *lost),
+        member_of(1, move("Up"), move("Right", "north"), move("Up", "east", 0.5)),
+        member_of(2, *lost),
+        member_of(3, move("Down"), move("Left", "south", 1.0)),
+        member_of(4, *lost),
+    ]
+    folder = make_run(tmp_path / "run")
+    write_trajectories(folder / "trajectories" / "train-000001.jsonl", made)
+    run = Run(folder)
+    run.index.refresh()
+    return run
+
+
+def test_members_stand_by_reward_and_equal_ones_in_one_column(group):
+    body = page_for(Site([group]), "run/0/group", {"name": "train-000001:2"}).body
+    heads = re.findall(r"<th(?: class=\"chosen\")? scope=\"col\">.*?</th>", body)
+    assert [re.findall(r">(\d)</a>", head) for head in heads] == [["3"], ["1"], ["0", "2", "4"]]
+    assert ["\N{MULTIPLICATION SIGN}3" in head for head in heads] == [False, False, True]
+    assert ['class="chosen"' in head for head in heads] == [False, False, True]
+    assert "they part in turn 1" in body
+
+
+def test_only_actions_in_the_same_state_are_compared(group):
+    members = group.index.episodes()
+    columns = columns_of(members, [group.index.read(member) for member in members])
+    assert kinds_of(columns) == [
+        ["other", "as-most", "as-most"],  # member 3 goes down, all others up
+        ["alone", "other", "as-most"],  # 3 is in the south; in the north, three of four go left
+        ["gone", "alone", "gone"],
+    ]
+    body = page_for(Site([group]), "run/0/group", {"name": "train-000001:2"}).body
+    assert all(f'class="edge {kind}"' in body for kind in ("as-most", "other", "alone"))
+
+
+def test_the_same_observation_after_another_past_is_another_state():
+    ways = [(move("Up", "start"), move("Left", "fork")), (move("Up", "elsewhere"), move("Right", "fork"))]
+    trajectories = [member_of(k, *moves) for k, moves in enumerate(ways)]
+    columns = [type("Column", (), {"members": [k], "trajectory": t}) for k, t in enumerate(trajectories)]
+    assert kinds_of(columns) == [["alone", "alone"], ["alone", "alone"]]
+
+
+# --- an episode
+def test_a_group_without_a_difference_has_no_negative_zero(run):
+    kept = run.path / "advantages" / "train-000001.jsonl"
+    write_advantages(kept, [[[0.0] * 3] * (2 + k % 4) for k in range(12)])
+    body = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"}).body
+    assert ">-0<" not in body
+    assert "every advantage is 0" in body
+    assert 'data-do="colour"' not in body
+    assert 'data-do="colour"' in key(0.5)
+    assert "-0.5" in key(0.5)
+
+
+def test_a_long_episode_has_a_line_of_its_turns_and_folds(run):
+    body = page_for(Site([run]), "run/0/episode", {"name": "train-000001:3"}).body  # 5 turns
+    assert re.findall(r'href="#turn-(\d)" class="chip">\d Up', body) == list("12345")
+    assert "5 Up +3" in body
+    assert body.count("<details open>") == 5
+    assert 'max="5"' in body
+    short = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"}).body
+    assert 'class="player"' not in short
+
+
+@pytest.mark.parametrize("env", ["frozen_lake", "sokoban"])
+def test_observations_of_shoals_own_worlds_are_drawn(env):
+    from shoal.envs.pictures import picture_of
+    from shoal.rollout.images import picture_url
+
+    text, _ = make(env).reset(seed=3)
+    assert picture_url(picture_of(text, env)) in drawing(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "P", "P_\n_", "P_\n_P", "__\n_G", "a lake\nof ice", "P_\nG?", "P_\n" * 50, "PO\n__\n"]
+)
+def test_other_observations_are_not_drawn(text):
+    assert drawing(text) is None
+
+
+def test_tool_calls_and_results_are_set_apart_and_indented():
+    call = '<tool_call>{"name": "f", "arguments": {"x": "<b>"}}</tool_call>'
+    said = f"so {call}<tool_response>no JSON</tool_response> end"
+    shown = readable(said)
+    assert '<span class="tool"><b>tool call</b>\n{\n &quot;name&quot;: &quot;f&quot;' in shown
+    assert "&lt;b&gt;" in shown
+    assert '<span class="tool"><b>tool response</b>\nno JSON</span> end' in shown
+    assert readable("plain <b>") == "plain &lt;b&gt;"
+
+
+def test_scores_of_judges_are_shown_with_what_was_asked_and_answered(tmp_path):
+    folder = make_run(tmp_path / "run")
+    scored = Score("clarity", 0.5, 0.75, "Is it <clear>?", "0.75, mostly"), Score("length", 1.0, None)
+    made = replace(episode((0.5,)), judged=Judged((0.0,), scored))
+    write_trajectories(folder / "trajectories" / "train-000001.jsonl", [made])
+    run = Run(folder)
+    run.index.refresh()
+    body = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"}).body
+    assert "2 rewards judged it" in body
+    assert "<b>clarity</b> 0.75, weight 0.5" in body
+    assert "Is it &lt;clear&gt;?" in body
+    assert "0.75, mostly" in body
+    assert "<b>length</b> \N{EN DASH}, weight 1" in body
+
+
+def tree_of(*parents, turns=None):
+    calls = tuple(Call((10 + k,), parent, (20 + k, 21 + k), (-0.1, -0.1)) for k, parent in enumerate(parents))
+    of = range(len(calls)) if turns is None else turns
+    did = tuple(Turn("o", k, "r", "a", True, 0.0, "s") for k in of)
+    trajectory = Trajectory("E", 0, 0, 0, 1, calls, did, True, True, False)
+    shown = call_tree(trajectory, lambda ids: [f"<{i}>" for i in ids])
+    if shown is None:
+        return None
+    return re.findall(
+        r'<li class="depth-(\d)"><details><summary>call (\d) <small>([^<]*?), 1 new', shown
+    ), shown
+
+
+def test_calls_that_branch_are_a_tree():
+    # 1 goes on to 2 and 3; 4 is a branch of 1; 5 begins anew, as a sub-agent does, and 6 goes on from it
+    lines, shown = tree_of(None, 0, 1, 0, None, 4, turns=[0, 1, 2, 3])
+    assert lines == [
+        ("0", "1", "turn 1"),
+        ("0", "2", "turn 2"),
+        ("0", "3", "turn 3"),
+        ("1", "4", "turn 4, branch of call 1"),
+        ("0", "5", "in no turn, begins anew"),
+        ("0", "6", "in no turn"),
+    ]
+    assert "2 tokens answered" in shown
+    assert "&lt;14&gt;" in shown
+    assert "6 calls: 2 prompts from the start, branches at 1 call" in shown
+
+
+@pytest.mark.parametrize("parents", [(None,), (None, 0, 1), (None, None, None)])
+def test_calls_that_follow_one_another_need_no_tree(parents):
+    assert tree_of(*parents) is None
+
+
+# --- colours
+def _luminance(colour):
+    colour = colour if len(colour) == 6 else "".join(2 * c for c in colour)
+    parts = [int(colour[k : k + 2], 16) / 255 for k in (0, 2, 4)]
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    """As WCAG 2 defines it."""
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_colours_of_text_and_of_edges_have_the_contrast_of_aa():
+    from shoal.viewer.server import static
+
+    assert contrast("fff", "000") == pytest.approx(21)
+    style = static("view.css")
+    for theme in (style.split("@media")[0], style.split(":root[data-theme=dark]{")[1]):
+        colours = dict(re.findall(r"--(\w+):#(\w{3,6})", theme.split("color-scheme")[0]))
+        texts = [(ink, ground) for ink in ("ink", "dim", "link", "bad") for ground in ("bg", "card")]
+        texts += [(kind, f"{kind}bg") for kind in ("good", "bad", "warn")]
+        texts += [("ink", "soft"), ("good", "soft"), *(("ink", f"p{k}") for k in range(10))]
+        edges = [("c1", "card"), ("accent", "card"), ("dim", "card"), ("dim", "bg"), ("good", "card")]
+        low = [pair for pair in texts if contrast(colours[pair[0]], colours[pair[1]]) < 4.5]
+        low += [pair for pair in edges if contrast(colours[pair[0]], colours[pair[1]]) < 3]
+        assert not low
