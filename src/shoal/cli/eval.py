@@ -490,7 +490,7 @@ def _play(options: EvalOptions, engine: Any, run: Any, plan: _Plan, journal: Jou
     toolbox = Toolbox(proxy.tools, proxy.max_tool_turns)
     try:
         if options.out is not None:
-            toolbox.write(options.out)
+            toolbox.keep(options.out)
         collector = TrajectoryCollector(
             made.pool, made.tags, roles, 1, engine, proxy.prompt, plan.seed,
             env_retries=proxy.parallel.env_retries, journal=journal, toolbox=toolbox,
