@@ -201,9 +201,7 @@ def within_list(site: Site, query: Mapping[str, str]) -> dict[str, str]:
     return {key: query[key] for key in (*_FILTERS, "order") if query.get(key)}
 
 
-def steps(
-    site: Site, run: Run, kind: str, episode: Episode, query: Mapping[str, str]
-) -> tuple[Html | None, Ways]:
+def steps(site: Site, run: Run, kind: str, episode: Episode, query: Mapping[str, str]) -> tuple[Html, Ways]:
     """Arrows to the episodes or groups (`kind`) before and behind in the list that one came from, and up to it.
 
     Without a list in the address it is the file.
