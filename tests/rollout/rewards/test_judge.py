@@ -395,8 +395,14 @@ def test_episodes_are_judged_while_others_are_played():
     [
         ({"name": "exakt"}, "no reward named 'exakt'"),
         ({"name": "lettres"}, "Did you mean 'letters'"),
-        ({"name": "env", "wieght": 1.0}, r"unknown key 'rewards\.0\.wieght'\. Did you mean 'weight'"),
-        ({"model": {"base_url": "http://127.0.0.1:1/v1", "modle": "m"}}, "Did you mean 'model'"),
+        (
+            {"name": "env", "wieght": 1.0},
+            r"unknown key 'rewards\.0\.wieght'\. Did you mean 'rewards\.0\.weight'",
+        ),
+        (
+            {"model": {"base_url": "http://127.0.0.1:1/v1", "modle": "m"}},
+            r"Did you mean 'rewards\.0\.model\.model'",
+        ),
         ({"model": {"model": "m"}}, r"rewards\.0\.model\.base_url is missing"),
         ({"model": {"model": "m", "base_url": "127.0.0.1"}}, "must begin with http"),
         (
