@@ -422,6 +422,16 @@ def test_settings_that_cannot_be_meant_are_refused(given, why):
         Judge([given])
 
 
+def test_the_key_of_a_server_comes_from_the_environment(server, monkeypatch):
+    one = model(server, model={"api_key_env": "SHOAL_TEST_KEY"})
+    with pytest.raises(ConfigError, match="set SHOAL_TEST_KEY"):
+        Judge([one])
+    monkeypatch.setenv("SHOAL_TEST_KEY", "secret")
+    (episode,) = play(one, groups=1, members=1)
+    assert server.seen[0][2]["Authorization"] == "Bearer secret"
+    assert b"secret" not in encode_trajectory(episode)
+
+
 def test_two_rewards_of_one_name_and_a_name_that_is_taken_are_refused():
     with pytest.raises(ConfigError, match="two of them are called 'env'"):
         Judge(["env", {"name": "env"}])
