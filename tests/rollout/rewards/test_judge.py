@@ -15,7 +15,7 @@ from tests.rollout.doubles import CounterEnv, FakeServer, HashEngine, config
 
 from shoal import envs
 from shoal.core.data import decode_trajectory, encode_trajectory
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, WorkerError
 from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.rewards.scorers import Answers
@@ -387,6 +387,35 @@ def test_episodes_are_judged_while_others_are_played():
         manager.collect(0)
     assert engine.in_time
     assert judged.is_set()
+
+
+def test_a_manager_that_is_closed_ends_the_rollout_that_waits_for_its_judge():
+    waits, go_on, told = threading.Event(), threading.Event(), []
+
+    @reward("waits", replace=True)
+    def waiting(episodes):
+        waits.set()
+        go_on.wait(30)
+        return [1.0] * len(episodes)
+
+    manager = ParallelRolloutManager(
+        {**config(), "rewards": [{"name": "waits"}]}, HashEngine(), backend="threads"
+    )
+
+    def collect():
+        try:
+            manager.collect(0)
+        except WorkerError as error:
+            told.append(str(error))
+
+    playing = threading.Thread(target=collect)
+    playing.start()
+    assert waits.wait(30)
+    manager.close()
+    playing.join(30)
+    go_on.set()
+    (why,) = told
+    assert "the rollout was ended" in why
 
 
 # --- settings
