@@ -298,6 +298,7 @@ class ParallelRolloutManager(Closing):
         def finished(index: int, ended: Ended) -> None:
             results[index] = ended.trajectory
             report_failures(self.failures, index, ended)
+            self.toolbox.record(ended.trajectory)
             if ended.trajectory.status == "ok":
                 self.journal.add(ended.trajectory)
             judging.ended(index)
