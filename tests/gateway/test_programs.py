@@ -15,6 +15,7 @@ from shoal.core.errors import ConfigError
 from shoal.envs.catalogue import make
 from shoal.envs.check import quick_check
 from shoal.gateway.programs import sessions_of
+from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.advantages import turn_advantages
 from shoal.train.agent.batch import make_samples
@@ -230,6 +231,24 @@ def test_calls_that_come_after_the_end_of_an_episode_are_refused_and_in_no_recor
         assert trajectory.status == "ok"
         assert [turn.observation for turn in trajectory.turns] == ["go"]
     assert (tmp_path / "late").read_text() == "409"
+
+
+def test_rewards_get_the_task_of_a_program(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"question": "walk"}\n')
+    seen = []
+
+    def graded(episodes, task):
+        seen.append(task)
+        return [float(str(task) in episode.turns[0].observation) for episode in episodes]
+
+    engine = TinyEngine([], TinyShape(32, 1, 2, 1000), seed=1)
+    settings = config(tmp_path, function="play", tasks=str(tmp_path / "tasks.jsonl"))
+    with (
+        Judge([graded]) as judge,
+        ParallelRolloutManager(settings, engine, 2, sessions=sessions_of, judge=judge) as manager,
+    ):
+        assert [episode.reward for episode in manager.collect(0)] == [1.0] * 6
+    assert seen == [{"question": "walk"}] * 2
 
 
 def test_programs_need_a_parallel_rollout_and_company_of_their_kind(tmp_path):

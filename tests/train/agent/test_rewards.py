@@ -122,7 +122,9 @@ def test_the_settings_name_rewards_and_workers_give_the_same_scores(tmp_path, se
 def test_settings_that_are_wrong_stop_a_run_before_it_begins(tmp_path):
     with pytest.raises(ConfigError, match="no reward named 'exakt'"):
         compose_config("demo", ["rewards=[{name: exakt}]"])
-    with pytest.raises(ConfigError, match=r"unknown key 'rewards\.0\.wait'.* Did you mean 'weight'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'rewards\.0\.wait'.* Did you mean 'rewards\.0\.weight'"
+    ):
         compose_config("demo", ["rewards=[{name: env, wait: 1}]"])
 
 
