@@ -64,5 +64,9 @@ class Vault(TextEnv):
         """Random calls, and a random door: nothing is learned from them but how calls are written."""
         a, b, day = map(int, rng.integers((10, 10, 100)))
         found = {"town": str(rng.choice(Town.__args__)), "thing": str(rng.choice(Thing.__args__)), "day": day}
-        calls = [ToolCall("search", found), ToolCall("multiply", {"a": a, "b": b}), ToolCall("door", {"code": a})]
+        calls = [
+            ToolCall("search", found),
+            ToolCall("multiply", {"a": a, "b": b}),
+            ToolCall("door", {"code": a}),
+        ]
         return *rng.permutation(calls)[: rng.integers(4)], str(rng.choice(DOORS))
