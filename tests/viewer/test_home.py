@@ -32,16 +32,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def opened(tmp_path):
-    with contextlib.ExitStack() as ending:
+def opened():
+    def open_run(folder):
+        run = Run(folder)
+        run.index.refresh()
+        return run
 
-        def open_run(folder):
-            run = Run(folder, tmp_path / "cache")
-            ending.callback(run.index.close)
-            run.index.refresh()
-            return run
-
-        yield open_run
+    return open_run
 
 
 def page(run, path="", **query):

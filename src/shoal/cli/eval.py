@@ -202,6 +202,8 @@ def _play_ppo(options: EvalOptions) -> int:
     with contextlib.ExitStack() as ending:
         kept = ending.enter_context(RunFolder(options.out, "eval", options.seed)) if options.out else None
         ppo = ending.enter_context(PPO.load(folder, backend="serial", device=options.device or "cpu"))
+        if options.video:
+            ppo.factory.check_rendering()
         with Progress("playing", sys.stderr):
             played = ppo.evaluate(options.episodes, deterministic=likeliest, seed=options.seed)
             if options.video:

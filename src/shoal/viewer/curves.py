@@ -14,7 +14,6 @@ import msgspec
 
 from shoal.core.run_folder import is_number
 from shoal.viewer.markup import Html, counted, fold, number, tag, thinned
-from shoal.viewer.runs import metric_names, points
 
 Rows = Sequence[Mapping[str, Any]]
 Links = Mapping[str, Mapping[int, str]]
@@ -67,8 +66,8 @@ def table(
     """
     curves = {}
     for metric in names:
-        there = [i for i, row in enumerate(rows) if is_number(row.get(metric))]
-        kept = [there[k] for k in thinned(there, [float(rows[i][metric]) for i in there])]
+        there = [i for i, row in enumerate(rows) if metric in row and is_number(row[metric])]
+        kept = [there[k] for k in thinned(there, [rows[i][metric] for i in there])]
         if kept:
             curves[metric] = {"i": kept} | {
                 key: [_short(rows[i][column]) for i in kept]
@@ -122,8 +121,10 @@ def figure(title: str, lines: Sequence[Line], kind: str = "", *, shares: bool = 
 
 def of_a_run(kind: str, rows: Rows, x: str, links: Links, said: str | None) -> Html:
     """The panels of the kind, then every other metric by the heading under which the docs define it."""
-    names = [name for name in metric_names(rows) if name != x]
-    if not any(points(rows, x, name)[0] for name in names):
+    names = [key for key in dict.fromkeys(key for row in rows for key in row) if key != x]
+    held = table(rows, AXES.get(kind, (x,)), names, links=links)
+    names = list(held["curves"])
+    if not names:
         return tag("section", tag("h2", "Curves"), tag("p", "no metrics yet", class_="empty"), id="curves")
     panels, first = [], set()
     for title, shown in PANELS.get(kind, ()):
@@ -133,7 +134,7 @@ def of_a_run(kind: str, rows: Rows, x: str, links: Links, said: str | None) -> H
     groups: dict[str, list[str]] = {heading: [] for heading in _sentences().get(kind, {})}
     constants = []
     for name in names:
-        values = {row[name] for row in rows if is_number(row.get(name))}
+        values = set(held["curves"][name]["y"])
         if name in first:
             continue
         if len(values) == 1:
@@ -149,7 +150,6 @@ def of_a_run(kind: str, rows: Rows, x: str, links: Links, said: str | None) -> H
     if constants:
         title = f"{counted(len(constants), 'constant')} or single values"
         more.append(fold(title, tag("dl", constants, class_="constants")))
-    held = table(rows, AXES.get(kind, (x,)), names, links=links)
     return section("Curves", "curves", [held], tag("div", panels, class_="panels"), more, said=said)
 
 

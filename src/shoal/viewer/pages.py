@@ -354,19 +354,18 @@ def advice_list(found: Sequence[Advice]) -> Html:
 
 def _curves(site: Site, run: Run, rows: Sequence[Mapping[str, Any]]) -> Html:
     """The curves of a run; points whose episodes were kept lead to them."""
-    kept, place = set(run.index.files()), f"{site.place(run)}/episodes"
+    kept, place, x = set(run.index.files()), f"{site.place(run)}/episodes", run.x
     links: dict[str, dict[int, str]] = {"train": {}, "heldout": {}}
     said = []
     for part, name in (("train", "training"), ("heldout", "held-out")) if run.kind == "agent" else ():
-        at = []
-        for row_number, row in enumerate(rows):
-            file = f"{part}-{int(row[run.x]) if is_number(row[run.x]) else -1:06d}.jsonl"
+        for number_of_row, row in enumerate(rows):
+            file = f"{part}-{int(row[x]) if is_number(row[x]) else -1:06d}.jsonl"
             if file in kept and (link := site.link(place, file=file)):
-                links[part][row_number] = link
-                at.append(number(row[run.x]))
+                links[part][number_of_row] = link
+        at = [number(rows[k][x]) for k in links[part]]
         shown = ", ".join(at if len(at) < 13 else [*at[:10], "…", at[-1]])
         said += [f"Ringed points open the {name} episodes of iteration {shown}."] if at else []
-    return curves.of_a_run(run.kind, rows, run.x, links, " ".join(said) or None)
+    return curves.of_a_run(run.kind, rows, x, links, " ".join(said) or None)
 
 
 def evaluations(rows: Sequence[Mapping[str, Any]]) -> Html | None:

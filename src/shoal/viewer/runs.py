@@ -269,11 +269,6 @@ def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[f
     return xs, ys
 
 
-def metric_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Every metric that is a number in some row, in the order of their first appearance."""
-    return list(dict.fromkeys(key for row in rows for key, value in row.items() if is_number(value)))
-
-
 def _settings(data: bytes) -> dict[str, Any]:
     if len(data) > _LARGEST:
         return {}

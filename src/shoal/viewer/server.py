@@ -109,6 +109,7 @@ def keys() -> Html:
         ("u", "up to the list"),
         ("f v", "fold all turns, short turns"),
         ("h", "all runs"),
+        ("\N{LEFTWARDS ARROW} \N{RIGHTWARDS ARROW}", "along the curves of a panel that Tab has reached"),
         ("t", "dark or light"),
         ("a", "tokens by advantage or by probability"),
         ("c", "copy the command"),

@@ -193,7 +193,7 @@ def returns(value):
         (returns(lambda e: [float("nan")] * len(e)), "reward 'bad': it must give finite numbers, got nan"),
         (
             returns(lambda e: [1.0]),
-            "reward 'bad': it must give a list of 2 numbers, one an episode, got 1: [1.0]",
+            "reward 'bad': it must give a list of 2 numbers, one an episode, got [1.0]",
         ),
         (returns(lambda e: ["good"] * len(e)), "reward 'bad': it must give finite numbers, got 'good'"),
         (returns(lambda e: "12"), "it must give a list of 2 numbers, one an episode, got '12'"),
@@ -237,7 +237,7 @@ def test_a_function_that_hangs_is_left_behind():
     [
         ("fails", "the command exited with code 1: the data are missing"),
         ("nan", "it must give finite numbers, got nan"),
-        ("few", "it must give a list of 2 numbers, one an episode, got 1: [1]"),
+        ("few", "it must give a list of 2 numbers, one an episode, got [1]"),
         ("text", "it must give a list of 2 numbers, one an episode, got 'very good'"),
     ],
 )

@@ -139,6 +139,14 @@ def test_failed_scores_are_counted_and_a_run_without_any_score_stops(tmp_path):
     assert row["score/picky"] == row["reward"] == 1.5
     assert row["groups_too_few"] == 1
 
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("name: picky", "name: of_another_script"))
+    with Replay(
+        tmp_path / "run"
+    ) as replay:  # nothing of the rewards is needed, also where an episode got none
+        for place in ("train-000001:0", "train-000001:4"):
+            assert replay.play(find_episode(tmp_path / "run", place)).difference is None
+
     @reward("never", replace=True)
     def never(episodes):
         raise LookupError("no such garden")

@@ -95,12 +95,11 @@ def numbers_of(given: Any, count: int) -> list[Scored]:
     >>> [scored.value for scored in numbers_of([1, 0.5], 2)]
     [1.0, 0.5]
     """
-    wanted = f"it must give a list of {count} numbers, one an episode"
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-        return [Scored(None, f"{wanted}, got {given!r:.200}")] * count
-    values = list(given)
-    if len(values) != count:
-        return [Scored(None, f"{wanted}, got {len(values)}: {values!r:.200}")] * count
+    listed = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+    values = list(given) if listed else []
+    if not listed or len(values) != count:
+        why = f"it must give a list of {count} numbers, one an episode, got {given!r:.200}"
+        return [Scored(None, why)] * count
     return [_number(value) for value in values]
 
 

@@ -125,15 +125,16 @@ function hover(section, x) {
     figure.group.classList.toggle("on", x !== undefined);
     if (x === undefined) continue;
     const at = plot.toX(x);
+    const side = at > 230 ? -6 : 6;
     const values = plot.lines.flatMap((line) => {
       const near = closest(line.points.map((p) => p.x), x);
       const point = line.points.find((p) => p.x === near && Math.abs(plot.toX(near) - at) < 12);
-      return point ? [shape("tspan", { class: `s${line.colour % 8}` }, `  ${line.label} ${short(plot.view.smooth ? point.smooth : point.y)}`)] : [];
+      return point ? [shape("tspan", { class: `s${line.colour % 8}`, x: side, dy: 13 }, `  ${line.label} ${short(plot.view.smooth ? point.smooth : point.y)}`)] : [];
     });
     const text = figure.group.querySelector("text");
     figure.group.setAttribute("transform", `translate(${at})`);
-    text.setAttribute("x", at > 230 ? -6 : 6);
-    text.setAttribute("text-anchor", at > 230 ? "end" : "start");
+    text.setAttribute("x", side);
+    text.setAttribute("text-anchor", side < 0 ? "end" : "start");
     text.replaceChildren(`${plot.view.axis} ${short(x)}`, ...values);
   }
 }
@@ -144,7 +145,6 @@ function xAt(figure, event) {
 }
 
 let drag = null; // where a zoom began
-let dragged = false;
 document.addEventListener("pointerdown", (event) => {
   const figure = figureOf(event);
   if (figure && event.button === 0) drag = { figure, from: xAt(figure, event), begin: event.clientX };
@@ -159,13 +159,14 @@ document.addEventListener("pointermove", (event) => {
   for (const [key, value] of [["x", a], ["width", b - a]]) figure.querySelector(".zoom").setAttribute(key, value);
 });
 document.addEventListener("pointerup", (event) => {
-  const to = drag && xAt(drag.figure, event);
-  dragged = drag && Math.abs(event.clientX - drag.begin) > 8 && to !== drag.from;
-  if (dragged) drag.figure.plot.view.zoom = [drag.from, to].sort((a, b) => a - b);
+  if (!drag) return;
+  const { figure, from, begin } = drag;
+  const to = xAt(figure, event);
   drag = null;
-  setTimeout(() => { if (dragged) drawAll(); dragged = false; });
+  if (Math.abs(event.clientX - begin) < 8 || to === from) return;
+  figure.plot.view.zoom = [from, to].sort((a, b) => a - b);
+  drawAll();
 });
-document.addEventListener("click", (event) => { if (dragged) { event.preventDefault(); event.stopPropagation(); } }, true);
 document.addEventListener("dragstart", (event) => { if (figureOf(event)) event.preventDefault(); });
 document.addEventListener("dblclick", (event) => {
   if (figureOf(event)) figureOf(event).plot.view.zoom = null;
