@@ -90,6 +90,8 @@ def test_without_tools_the_doors_can_only_be_guessed(vault):
 @pytest.mark.timeout(1800)
 def test_the_agent_learns_to_open_the_vault(vault, tmp_path):
     found = rows(vault(f"run_dir={tmp_path}", "trainer.tensorboard=false"))
-    held_out = [row["heldout_success"] for row in found if "heldout_success" in row]
-    assert held_out[0] < 0.75
-    assert held_out[-1] >= 0.9
+    sampled = [
+        row["success"] for row in found if "success" in row
+    ]  # what is learned from; held out it is greedy
+    assert sum(sampled[-3:]) > 1.5 * sum(sampled[:3])
+    assert found[-1]["heldout_success"] >= 0.9
