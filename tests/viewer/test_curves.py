@@ -284,7 +284,7 @@ def test_odd_curves_are_drawn(browser, tmp_path, values):
     rows = [{"iteration": k, "entropy": value} for k, value in enumerate(values)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     place = tmp_path / "out.html"
-    run = Run(folder, tmp_path / "cache")
+    run = Run(folder)
     run.index.refresh()
     place.write_text(export([run]))
     browser.open("about:blank")

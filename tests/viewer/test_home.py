@@ -32,16 +32,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def opened(tmp_path):
-    with contextlib.ExitStack() as ending:
+def opened():
+    def open_run(folder):
+        run = Run(folder)
+        run.index.refresh()
+        return run
 
-        def open_run(folder):
-            run = Run(folder, tmp_path / "cache")
-            ending.callback(run.index.close)
-            run.index.refresh()
-            return run
-
-        yield open_run
+    return open_run
 
 
 def page(run, path="", **query):
@@ -73,6 +70,17 @@ def test_a_running_run_says_how_far_it_is_what_is_left_and_when_its_last_row_cam
         assert "<dt>progress</dt><dd>iteration 5 of 40</dd>" in page(run)
         assert line["took"] == "53.0 s"  # up to its last row
     assert "of 40" not in page_for(Site([run]), "", {}).body
+
+
+@pytest.mark.parametrize(
+    "text", ["trainer: 5", "trainer: {iterations: x}", "[1]", "env: [1]", "{", "trainer: {iterations: .nan}"]
+)
+def test_an_odd_config_of_a_running_run_does_not_hide_the_list(tmp_path, opened, text):
+    runs = [opened(make_run(tmp_path / name)) for name in ("odd", "other")]
+    (runs[0].path / "config.yaml").write_text(text)
+    with RunFolder(runs[0].path, "train", 0):
+        lines = lines_of(page_for(Site(runs), "", {}).body)
+    assert {line["run"] for line in lines} == {"odd", "other"}
 
 
 def test_steps_are_the_progress_of_ppo(tmp_path, opened):
