@@ -20,6 +20,7 @@ ROOMS = {
     "shoal.vector": "Vector environments",
     "shoal.envs": "Environments",
     "shoal.rollout": "Rollouts and engines",
+    "shoal.gateway": "The gateway, which answers the model calls of programs",
     "shoal.splitting": "Trajectory splitting",
     "shoal.skills": "Skills",
     "shoal.testing": "Checks of your own parts",
@@ -42,6 +43,11 @@ ALSO = {
         "shoal.rollout.samplers.sampler.Sampler",
         "shoal.rollout.samplers.sampler.Request",
         "shoal.rollout.samplers.sampler.Completion",
+    ),
+    "shoal.gateway": (
+        "shoal.gateway.programs.sessions_of",
+        "shoal.gateway.server.Gateway",
+        "shoal.gateway.server.GatewayServer",
     ),
     "shoal.core": ("shoal.core.executors.make_executor", "shoal.core.errors"),
 }

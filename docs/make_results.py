@@ -132,7 +132,7 @@ def page(results: Path = ROOT / "benchmarks" / "results") -> str:
 
 
 def section(title: str, target: str, about: str, result: dict[str, Any]) -> str:
-    """One benchmark: what it measures and where it ran, some charts, and folded all charts and all rows."""
+    """One benchmark: what it measures and where it ran, some charts; the other charts and all rows are folded."""
     machine = result.get("machine") or {}
     cores = machine.get("cores") or machine.get("cpus")
     where = machine.get("cpu") or machine.get("machine") or machine.get("processor") or "x86_64"

@@ -28,7 +28,7 @@ PAGES = sorted(
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.S | re.M)
-ROOMS = ("shoal", "vector", "envs", "rollout", "splitting", "skills", "testing", "core")
+ROOMS = ("shoal", "vector", "envs", "rollout", "gateway", "splitting", "skills", "testing", "core")
 GENERATED = {"results.md", *(f"reference/{room}.md" for room in ROOMS)}
 """Made with the site."""
 

@@ -11,7 +11,7 @@ from shoal.envs.text import Outcome
 
 Town = Literal["Bern", "Cork", "Graz", "Kiel", "Lyon", "Oslo", "Pisa", "Riga"]
 Thing = Literal["axe", "bow", "cup", "fan", "hat", "jar", "key", "map"]
-DOORS = ["north", "east", "south", "west"]
+DOORS = ["black", "blue", "gold", "gray", "green", "pink", "red", "white"]
 
 
 def secret(text, many):
@@ -30,12 +30,12 @@ def multiply(a: int, b: int) -> int:
 
 
 class Vault(TextEnv):
-    """Open the right door of four at the first try; the doors are asked at the MCP server in `server.py`."""
+    """Open the right door of eight at the first try; the doors are asked at the MCP server in `server.py`."""
 
     instructions = "Search the record, multiply its numbers, ask for the door, and open it."
-    action_space = Discrete(4)
-    projection = Projection(lookup={word: number for number, word in enumerate(DOORS)}, invalid=4)
-    invalid_action = 4
+    action_space = Discrete(8)
+    projection = Projection(lookup={word: number for number, word in enumerate(DOORS)}, invalid=8)
+    invalid_action = 8
     max_steps = 1
 
     def _start(self, rng):
@@ -47,13 +47,13 @@ class Vault(TextEnv):
         return f'"{self.town}" "{self.thing}" {self.day}'
 
     def _advance(self, action):
-        right = action < 4 and DOORS[action] == self._way()[-1]
+        right = action < 8 and DOORS[action] == self._way()[-1]
         return Outcome(float(right), terminated=True, success=right)
 
     def _way(self):
         a, b = map(int, search(self.town, self.thing, self.day).split())
         found = ToolCall("search", {"town": str(self.town), "thing": str(self.thing), "day": self.day})
-        door = DOORS[secret(f"code {a * b}", 4)]
+        door = DOORS[secret(f"code {a * b}", 8)]
         return found, ToolCall("multiply", {"a": a, "b": b}), ToolCall("door", {"code": a * b}), door
 
     def expert_action(self):
@@ -64,5 +64,9 @@ class Vault(TextEnv):
         """Random calls, and a random door: nothing is learned from them but how calls are written."""
         a, b, day = map(int, rng.integers((10, 10, 100)))
         found = {"town": str(rng.choice(Town.__args__)), "thing": str(rng.choice(Thing.__args__)), "day": day}
-        calls = [ToolCall("search", found), ToolCall("multiply", {"a": a, "b": b}), ToolCall("door", {"code": a})]
+        calls = [
+            ToolCall("search", found),
+            ToolCall("multiply", {"a": a, "b": b}),
+            ToolCall("door", {"code": a}),
+        ]
         return *rng.permutation(calls)[: rng.integers(4)], str(rng.choice(DOORS))

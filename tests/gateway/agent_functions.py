@@ -40,6 +40,36 @@ async def play_async(task, variables):
     return {"reward": sum("a" in text for text in said) / 3, "success": "a" in said[0]}
 
 
+def asks_in_turn(base_url):
+    for word in "fbea":
+        ask(base_url, [{"role": "user", "content": word}])
+    return 1
+
+
+async def asks_at_once(base_url):
+    """All have begun to ask before any asks."""
+    ready = threading.Barrier(4)
+
+    def one(word):
+        ready.wait()
+        ask(base_url, [{"role": "user", "content": word}])
+
+    await asyncio.gather(*(asyncio.to_thread(one, word) for word in "fbea"))
+    return 1
+
+
+def forks(base_url):
+    """Asks two agents the same, and goes on with one of two questions; each letter `a` pays."""
+    said = []
+    for agent in ("Walk.", "Swim."):
+        messages = [{"role": "system", "content": agent}, {"role": "user", "content": "begin"}]
+        for _ in range(2):
+            said.append(ask(base_url, messages))
+            way = "left" if said[-1] < "H" else "right"
+            messages += [{"role": "assistant", "content": said[-1]}, {"role": "user", "content": way}]
+    return sum("a" in text.lower() for text in said)
+
+
 def counts(base_url):
     """How many episodes this process has played, and its number, as a reward and in what it asks."""
     PLAYED.append(0)

@@ -1,5 +1,6 @@
 """The example: an agent with the package `openai`, which knows nothing of shoal, learns to cross a frozen lake."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -39,5 +40,21 @@ def test_the_example_trains(tmp_path, monkeypatch):
 def test_the_agent_learns_to_cross_the_lake(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main([*TRAIN, f"run_dir={tmp_path / 'run'}"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["metrics"]["heldout_success"] >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("package", ["anthropic", "agents", "langgraph"])
+def test_the_agent_learns_with_other_packages_too(tmp_path, monkeypatch, package):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"the package {package} is not installed")
+    monkeypatch.chdir(ROOT)
+    functions = [
+        f"custom_envs.{tag}.env_config.function=frozen_lake_{package}:{name}"
+        for tag, name in (("Practice", "practise"), ("Walk", "play"))
+    ]
+    assert main([*TRAIN, *functions, f"run_dir={tmp_path / 'run'}"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metrics"]["heldout_success"] >= 0.95

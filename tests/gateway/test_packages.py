@@ -1,7 +1,7 @@
 """Programs with packages of others, unchanged, where they are installed."""
 
 import asyncio
-import importlib.util
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -106,14 +106,23 @@ class Says:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("package", "prompt"),
-    [("verifiers", (("user", "Say b."),)), ("inspect_ai", (("system", "One word."), ("user", "Say b.")))],
+    ("name", "package", "versions", "prompt"),
+    [
+        ("words_verifiers.py", "verifiers", "0.4", (("user", "Say b."),)),
+        ("words_verifiers_01.py", "verifiers", "0.1", (("user", "Say b."),)),
+        ("words_inspect.py", "inspect_ai", "0.", (("system", "One word."), ("user", "Say b."))),
+    ],
 )
-def test_an_environment_of_others_plays_through_the_gateway_and_its_own_score_is_the_reward(package, prompt):
+def test_an_environment_of_others_plays_through_the_gateway_and_its_own_score_is_the_reward(
+    name, package, versions, prompt
+):
     """As commands, whose packages need not agree with shoal's."""
-    if importlib.util.find_spec(package) is None:
+    try:
+        installed = metadata.version(package)
+    except metadata.PackageNotFoundError:
         pytest.skip(f"the package {package} is not installed")
-    name = f"words_{package.removesuffix('_ai')}.py"
+    if not installed.startswith(versions):
+        pytest.skip(f"{package} {installed} is installed, and this is an example of {versions}")
     program = ProgramEnv(ProgramConfig(command=("{python}", name), folder=str(EXAMPLES), timeout=300))
     tokenizer = TinyEngine([], TinyShape(32, 1, 2, 2000)).tokenizer
     for text, reward in (("b!", 1.0), ("a!", 0.0)):

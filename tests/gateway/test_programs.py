@@ -6,6 +6,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -14,7 +15,9 @@ from shoal.core.errors import ConfigError
 from shoal.envs.catalogue import make
 from shoal.envs.check import quick_check
 from shoal.gateway.programs import sessions_of
+from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.train.agent.advantages import turn_advantages
 from shoal.train.agent.batch import make_samples
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
@@ -83,8 +86,9 @@ def test_programs_are_played_in_groups_and_leave_exact_records(tmp_path):
 @pytest.mark.parametrize("function", ["", "play", "play_async"])
 @pytest.mark.parametrize("n_jobs", [1, 4])
 def test_the_same_seed_gives_the_same_record_however_many_play_at_once(tmp_path, n_jobs, function):
-    played = play(config(tmp_path, function=function), n_jobs)
-    assert played == play(config(tmp_path, function=function), 2)
+    settings = config(tmp_path, function=function, parallel=function == "play_async")
+    played = play(settings, n_jobs)
+    assert played == play(settings, 2)
     assert all(trajectory.status == "ok" for trajectory in played)
     assert len({trajectory.reward for trajectory in played}) > 1
     if function != "play_async":
@@ -168,6 +172,48 @@ def test_a_function_that_misbehaves_fails_its_episode_and_its_process_ends(tmp_p
     ]
 
 
+def test_calls_stand_in_the_order_in_which_they_were_asked_unless_they_were_at_once(tmp_path, caplog):
+    """Four questions of which none goes on from another; only a program that asks them at once is warned about."""
+    words = ["f", "b", "e", "a"]
+    for function in ("asks_in_turn", "asks_at_once"):
+        for trajectory in play(config(tmp_path, function=function)):
+            asked = [turn.observation for turn in trajectory.turns]
+            assert [turn.reward for turn in trajectory.turns] == [0.0] * 3 + [1.0]
+            assert sorted(asked) == sorted(words)
+            assert (asked == words) == (function == "asks_in_turn")
+        assert ("set parallel: true" in caplog.text) == (function == "asks_at_once")
+    caplog.clear()
+    play(config(tmp_path, function="asks_at_once", parallel=True))
+    assert "set parallel: true" not in caplog.text
+
+
+def test_steps_of_a_group_are_compared_where_their_new_messages_are_equal(tmp_path):
+    """GiGPO's step part, by hand: what a turn brought against the mean of the turns with the same new messages."""
+    overrides = "es_manager.train.group_size=8", "algorithm.adv_estimator=gigpo", "algorithm.gamma=0.9"
+    settings = config(tmp_path, *overrides, "agent_proxy.reward_normalization.method=mean", function="forks")
+    played = play(settings)
+    roots = ["system: Walk.\n\nuser: begin", "system: Swim.\n\nuser: begin"]
+    for trajectory in played:
+        assert [call.parent is None for call in trajectory.calls] == [True, False, True, False]
+        assert [turn.anchor for turn in trajectory.turns[::2]] == roots  # the same question to two agents
+        assert {turn.anchor for turn in trajectory.turns[1::2]} <= {"left", "right"}
+    found = turn_advantages(played, settings.algorithm, settings.agent_proxy)
+    for trajectory, advantages in zip(played, found, strict=True):
+        group = [t for t in played if t.group == trajectory.group]
+        whole = 0.9**3 * (trajectory.reward - np.mean([t.reward for t in group]))
+        for place, turn in enumerate(trajectory.turns):
+            alike = [
+                t.reward * 0.9 ** (3 - n)
+                for t in group
+                for n, o in enumerate(t.turns)
+                if o.anchor == turn.anchor
+            ]
+            own = trajectory.reward * 0.9 ** (3 - place) - np.mean(alike)
+            assert advantages[place] == pytest.approx(whole + own)
+    assert len({turn.anchor for t in played for turn in t.turns}) == 4
+    assert any(abs(advantages).max() > 0.1 for advantages in found)
+
+
 def test_an_episode_whose_function_died_is_played_again_as_if_it_had_not(tmp_path, monkeypatch):
     (tmp_path / "marks").mkdir()
     monkeypatch.setenv("MARKS", str(tmp_path / "marks"))
@@ -185,6 +231,24 @@ def test_calls_that_come_after_the_end_of_an_episode_are_refused_and_in_no_recor
         assert trajectory.status == "ok"
         assert [turn.observation for turn in trajectory.turns] == ["go"]
     assert (tmp_path / "late").read_text() == "409"
+
+
+def test_rewards_get_the_task_of_a_program(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"question": "walk"}\n')
+    seen = []
+
+    def graded(episodes, task):
+        seen.append(task)
+        return [float(str(task) in episode.turns[0].observation) for episode in episodes]
+
+    engine = TinyEngine([], TinyShape(32, 1, 2, 1000), seed=1)
+    settings = config(tmp_path, function="play", tasks=str(tmp_path / "tasks.jsonl"))
+    with (
+        Judge([graded]) as judge,
+        ParallelRolloutManager(settings, engine, 2, sessions=sessions_of, judge=judge) as manager,
+    ):
+        assert [episode.reward for episode in manager.collect(0)] == [1.0] * 6
+    assert seen == [{"question": "walk"}] * 2
 
 
 def test_programs_need_a_parallel_rollout_and_company_of_their_kind(tmp_path):

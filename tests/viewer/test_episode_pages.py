@@ -9,7 +9,16 @@ from tests.records import trajectory_of
 from tests.viewer.test_index import episode, turn
 from tests.viewer.test_server import make_run
 
-from shoal.core.data import Call, Judged, Score, Trajectory, Turn, write_advantages, write_trajectories
+from shoal.core.data import (
+    Call,
+    Judged,
+    Score,
+    ToolUse,
+    Trajectory,
+    Turn,
+    write_advantages,
+    write_trajectories,
+)
 from shoal.envs import make
 from shoal.viewer.episode_pages import call_tree, drawing, key, readable
 from shoal.viewer.export import export
@@ -266,6 +275,20 @@ def test_scores_of_judges_are_shown_with_what_was_asked_and_answered(tmp_path):
     assert "Is it &lt;clear&gt;?" in body
     assert "0.75, mostly" in body
     assert "<b>length</b> \N{EN DASH}, weight 1" in body
+
+
+def test_tools_are_shown_with_their_arguments_and_what_came_of_them(tmp_path):
+    folder = make_run(tmp_path / "run")
+    uses = ToolUse("find", {"word": "<lake>"}, "two lines"), ToolUse("add", "no JSON", error="no such tool")
+    made = episode((0.5,))
+    made = replace(made, turns=(replace(made.turns[0], tools=uses),))
+    write_trajectories(folder / "trajectories" / "train-000001.jsonl", [made])
+    run = Run(folder)
+    run.index.refresh()
+    body = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"}).body
+    shown = '<pre class="tool"><b>find</b> {\n &quot;word&quot;: &quot;&lt;lake&gt;&quot;\n}\ntwo lines</pre>'
+    assert shown in body
+    assert '<pre class="tool failed"><b>add</b> no JSON\nError: no such tool</pre>' in body
 
 
 def tree_of(*parents, turns=None):

@@ -202,6 +202,8 @@ def _play_ppo(options: EvalOptions) -> int:
     with contextlib.ExitStack() as ending:
         kept = ending.enter_context(RunFolder(options.out, "eval", options.seed)) if options.out else None
         ppo = ending.enter_context(PPO.load(folder, backend="serial", device=options.device or "cpu"))
+        if options.video:
+            ppo.factory.check_rendering()
         with Progress("playing", sys.stderr):
             played = ppo.evaluate(options.episodes, deterministic=likeliest, seed=options.seed)
             if options.video:
@@ -488,7 +490,7 @@ def _play(options: EvalOptions, engine: Any, run: Any, plan: _Plan, journal: Jou
     toolbox = Toolbox(proxy.tools, proxy.max_tool_turns)
     try:
         if options.out is not None:
-            toolbox.write(options.out)
+            toolbox.keep(options.out)
         collector = TrajectoryCollector(
             made.pool, made.tags, roles, 1, engine, proxy.prompt, plan.seed,
             env_retries=proxy.parallel.env_retries, journal=journal, toolbox=toolbox,

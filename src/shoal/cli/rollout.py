@@ -175,7 +175,7 @@ def prepare(
     asked = {"iteration": options.iteration, "settings": playing_settings(to_mapping(config))}
     journal = Journal() if options.compare else journal_of(folder, weights, asked)
     write_text(folder.path / "config.yaml", as_yaml(to_mapping(config)))
-    toolbox.write(folder.path)
+    toolbox.keep(folder.path)
     if config.engine.name == "tiny":
         with write_folder(folder.path / "engine") as new:
             policy_of(engine).save(new)

@@ -41,6 +41,9 @@ class ProgramConfig:
     """Where the program runs, and the module of a function is found; the current folder if not given."""
     max_steps: int = 64
     """Calls of the model, at most; further ones are refused."""
+    parallel: bool = False
+    """Whether it asks the model several things at a time. Its calls have no order in time then, for discounts and for
+    the last one, at which the reward stands: they are put into one that does not depend on their arrival."""
     timeout: float = 600.0
     """Seconds of one episode; the program is killed then."""
     memory: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from shoal.rollout.programs import Exchanged
 from shoal.rollout.samplers.batching import Asked
 from shoal.rollout.samplers.sampler import ChatTokenizer, Key, Sampling
 
+logger = logging.getLogger(__name__)
 STARTED_SECONDS = 0.005
 """Between two looks at whether the server has started."""
 
@@ -78,14 +80,22 @@ class OpenSession:
     def __init__(self, gateway: Gateway, session: Session, variables: Mapping[str, str]) -> None:
         self._gateway, self._session, self.variables = gateway, session, variables
 
-    def close(self) -> Sequence[Exchanged]:
+    def close(self, *, parallel: bool) -> Sequence[Exchanged]:
         """End it; its calls with what was said in them.
+
+        Args:
+            parallel: whether its program asks several at a time, so that their order in time means nothing.
 
         Raises:
             EngineError: the last call was not answered.
         """
         self._gateway.sessions.pop(self._session.name, None)
-        calls = self._session.close()
+        calls = self._session.close(in_time=not parallel)
+        if self._session.at_once and not parallel:
+            logger.warning(
+                "a program asked while another call of its episode was under way; so that rewards are discounted the "
+                "same in each run, set parallel: true in its env_config"
+            )
         if self._session.failed is not None:
             raise self._session.failed
         return [Exchanged(call, _new(recorded), recorded.answer) for recorded, call in calls]

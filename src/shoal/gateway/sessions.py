@@ -105,7 +105,9 @@ class Session:
         self._children: Counter[int] = Counter()
         self._asked: defaultdict[str, set[int]] = defaultdict(set)  # by prompt: which of its noises were used
         self._failed: dict[str, EngineError] = {}  # by prompt, until it is answered
-        self._begun = 0
+        self._begun = self._under_way = 0
+        self.at_once = False
+        """Whether a call came while another one was being answered."""
         self._answers: dict[str, asyncio.Task[list[Answer]]] = {}  # by the digest of the request
 
     @property
@@ -135,6 +137,17 @@ class Session:
                 f"session {self.name!r} has had its {self._most} calls (max_steps)", status=403
             )
         self._begun += asked.choices
+        self.at_once |= self._under_way > 0
+        self._under_way += 1
+        try:
+            return await self._sampled(asked)
+        except Exception:
+            self._begun -= asked.choices
+            raise
+        finally:
+            self._under_way -= 1
+
+    async def _sampled(self, asked: Asked) -> list[Answer]:
         sampling = self._sampling(asked.sampling)
         prompt, parent = self._prompt(asked.turns)
         digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
@@ -155,7 +168,6 @@ class Session:
                 )
         except Exception as error:  # nothing was answered: who asks again gets what would have been said
             used.difference_update(places)
-            self._begun -= asked.choices
             if isinstance(error, EngineError | TimeoutError):
                 self._failed[digest] = error if isinstance(error, EngineError) else EngineError(str(error))
             raise
@@ -233,10 +245,17 @@ class Session:
         self._ends.setdefault(_stripped((*asked.turns, ("assistant", recorded.answer))), []).append(number)
         return Answer(number, said, done, len(prompt), len(prompt) - known, stop)
 
-    def close(self) -> list[tuple[Recorded, Call]]:
-        """End the session; its calls, each behind its parent, in an order that does not depend on who asked first."""
+    def close(self, *, in_time: bool = False) -> list[tuple[Recorded, Call]]:
+        """End the session; its calls, each behind its parent.
+
+        Args:
+            in_time: in the order in which they were asked, which is only known where none came while another one was
+                being answered; else in an order that does not depend on who asked first.
+        """
         self.closed = True
-        order = sorted(self.calls, key=lambda r: (len(self._prompts[r.number]), r.digest, r.nth))
+        order = self.calls
+        if not in_time or self.at_once:
+            order = sorted(order, key=lambda r: (len(self._prompts[r.number]), r.digest, r.nth))
         ends: dict[tuple[int, ...], int] = {}  # the first call that a prompt may go on from
         found: list[tuple[Recorded, Call]] = []
         for recorded in order:

@@ -116,6 +116,8 @@ class TrajectoryCollector:
             played[index] = ended.trajectory
             self.counts = len(played), len(episodes)
             report_failures(self.failures, index, ended)
+            if self._toolbox is not None:
+                self._toolbox.record(ended.trajectory)
             if ended.trajectory.status == "ok":
                 self.journal.add(ended.trajectory)
             judging.ended(index)

@@ -48,8 +48,11 @@ class ProgramSession(Protocol):
     variables: Mapping[str, str]
     """Environment variables by which the program finds it."""
 
-    def close(self) -> Sequence[Exchanged]:
-        """End it; its calls, each behind its parent, in an order that does not depend on their arrival.
+    def close(self, *, parallel: bool) -> Sequence[Exchanged]:
+        """End it; its calls, each behind its parent, in the order in which they were asked.
+
+        Args:
+            parallel: the order must not depend on their arrival.
 
         Raises:
             EngineError: the model failed to answer one of them.
@@ -167,7 +170,7 @@ class ProgramHost:
             status, why = error.status, str(error)
         finally:
             try:
-                exchanged = session.close()
+                exchanged = session.close(parallel=program.config.parallel)
             except EngineError as error:
                 status, why = "engine_error", str(error)
         if status == "ok" and not exchanged:

@@ -161,8 +161,7 @@ class ParallelRolloutManager(Closing):
         A rollout that another thread plays ends with a `WorkerError`.
         """
         self._closed.set()
-        if self._judge is not None and self._own_judge:
-            self._judge.close()
+        self._close_judge()
         alone = self._playing.acquire(timeout=OTHER_ROLLOUT_SECONDS)
         try:
             self._end_hosts()
@@ -175,6 +174,10 @@ class ParallelRolloutManager(Closing):
             self._closed = threading.Event()
             if alone:
                 self._playing.release()
+
+    def _close_judge(self) -> None:
+        if self._judge is not None and self._own_judge:
+            self._judge.close()
 
     def _end_hosts(self) -> None:
         hosts, self._hosts = self._hosts, None
@@ -295,6 +298,7 @@ class ParallelRolloutManager(Closing):
         def finished(index: int, ended: Ended) -> None:
             results[index] = ended.trajectory
             report_failures(self.failures, index, ended)
+            self.toolbox.record(ended.trajectory)
             if ended.trajectory.status == "ok":
                 self.journal.add(ended.trajectory)
             judging.ended(index)

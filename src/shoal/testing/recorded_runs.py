@@ -51,7 +51,7 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def agent_config_of(run: Path) -> AgentConfig:
-    """The settings of a run that played agents.
+    """The settings of a run that played agents, without its `rewards`: what it says of its scores is in its records.
 
     Raises:
         ConfigError: they are not those of this version of shoal, or as in `settings_of`.
@@ -65,7 +65,7 @@ def agent_config_of(run: Path) -> AgentConfig:
         by = f"; it was made by shoal {made}" if made != "train" else ""
         raise DataError(f"{run} is no run of agents: it has no config.yaml that names envs{by}")
     try:
-        return AgentConfig.read(values)
+        return AgentConfig.read({**values, "rewards": []})  # whose functions a script may have registered
     except ConfigError as error:
         raise ConfigError(f"{run / 'config.yaml'} does not fit this version of shoal: {error}") from error
 

@@ -144,7 +144,7 @@ def _form(
 
 def _table(site: Site, run: Run, found: Sequence[Episode], query: Mapping[str, str], order: str) -> Html:
     """Episodes line by line; a head sorts by its column, and once more the other way round."""
-    place, within = site.place(run), within_list(site, query)
+    place, within = site.place(run), within_list(site, {**query, "order": order})
     sorted_by = ORDERS.get(order, order)
     rows = []
     for e in found:
@@ -195,24 +195,23 @@ def _real(text: str) -> float:
 
 # --- the list that one came from
 def within_list(site: Site, query: Mapping[str, str]) -> dict[str, str]:
-    """What a link to an episode says of its list; nothing in a static file, which has an episode once."""
-    if site.only is not None:
+    """What a link to an episode says of its list, if there is one; nothing in a static file, which has no forms."""
+    if site.only is not None or not query.get("order"):
         return {}
-    return {key: query[key] for key in _FILTERS if query.get(key)} | {"order": query.get("order") or "file"}
+    return {key: query[key] for key in (*_FILTERS, "order") if query.get(key)}
 
 
-def steps(
-    site: Site, run: Run, kind: str, episode: Episode, query: Mapping[str, str]
-) -> tuple[Html | None, Ways]:
+def steps(site: Site, run: Run, kind: str, episode: Episode, query: Mapping[str, str]) -> tuple[Html, Ways]:
     """Arrows to the episodes or groups (`kind`) before and behind in the list that one came from, and up to it.
 
     Without a list in the address it is the file.
     """
-    came = within_list(site, query) if query.get("order") else {"file": episode.file, "order": "file"}
+    within = within_list(site, query)
+    came = within or {"file": episode.file, "order": "file"}
     wanted, order = read_filter(came)
     spot = run.index.place_of(episode, wanted, order, groups=kind == "group")
-    at = run.index.place_of(episode, wanted, order).at
-    place, within = site.place(run), came if site.only is None and "order" in query else {}
+    at = run.index.place_of(episode, wanted, order).at if kind == "group" else spot.at
+    place = site.place(run)
     before, behind = (
         site.link(f"{place}/{kind}", name=one.name, **within) if one else None
         for one in (spot.before, spot.behind)

@@ -189,13 +189,13 @@ def _turn(
     )
 
 
-def _tools(turn: Turn) -> Html:
-    """The tools that a turn called, with what came of each."""
-    shown = []
-    for use in getattr(turn, "tools", ()):
-        came = use.result if use.error is None else tag("span", f"Error: {use.error}", class_="failed")
-        shown.append(tag("pre", tag("b", use.name), " ", _indented(use.arguments), "\n", came, class_="tool"))
-    return join(shown)
+def _tools(turn: Turn) -> list[Html]:
+    """The tools that a turn called, with what the model was shown of each."""
+    kinds = ["tool" if use.error is None else "tool failed" for use in turn.tools]
+    return [
+        tag("pre", tag("b", use.name), " ", _indented(use.arguments), "\n", use.shown, class_=kind)
+        for use, kind in zip(turn.tools, kinds, strict=True)
+    ]
 
 
 def scores(trajectory: Trajectory) -> Html | None:

@@ -113,11 +113,11 @@ class Place(NamedTuple):
     behind: Episode | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _File:
     """What was read of one file."""
 
-    mark: tuple[int, int, int]  # as `_mark` gives it
+    mark: tuple[int, int, int]  # inode, size and time of change
     rows: Any  # of `_ROW`
     broken: int
     searched: tuple[str, Any] = ("", None)  # the last search: the text, and which rows have it
@@ -151,27 +151,26 @@ class EpisodeIndex:
         """Read the files that are new or changed, all of them or the one of that name; returns itself."""
         with self._refreshing:
             known = self._table[0]
-            files: dict[str, _File] = {}
-            stale: list[tuple[str, os.stat_result]] = []
-            for name in self.files():
-                with contextlib.suppress(OSError):  # it went in this moment
-                    status = (self.folder / name).stat()
-                    old = known.get(name)
-                    if old and (only not in (None, name) or old.mark == _mark(status)):
-                        files[name] = old
-                    elif only in (None, name):
-                        stale.append((name, status))
-            total = sum(status.st_size for _, status in stale)
-            for name, status in stale:
-                files[name] = self._read(name, status, total)
-            if stale or files.keys() != known.keys():
-                ordered = dict(sorted(files.items()))
-                parts = [np.empty(0, _ROW), *(file.rows for file in ordered.values())]
-                self._table = ordered, np.concatenate(parts)
+            marks = {name: mark for name in self.files() if (mark := self._mark(name))}
+            asked = [name for name in marks if only in (None, name)]
+            stale = [name for name in asked if name not in known or known[name].mark != marks[name]]
+            total = sum(marks[name][1] for name in stale)
+            read = {name: self._read(name, marks[name], total) for name in stale}
+            files = {name: file for name in marks if (file := read.get(name) or known.get(name))}
+            if files != known:
+                parts = [np.empty(0, _ROW), *(file.rows for file in files.values())]
+                self._table = files, np.concatenate(parts)
             self.progress = (0, 0)
         return self
 
-    def _read(self, name: str, status: os.stat_result, total: int) -> _File:
+    def _mark(self, name: str) -> tuple[int, int, int] | None:
+        """What tells whether a file is as it was; None if it went in this moment."""
+        with contextlib.suppress(OSError):
+            status = (self.folder / name).stat()
+            return status.st_ino, status.st_size, status.st_mtime_ns
+        return None
+
+    def _read(self, name: str, mark: tuple[int, int, int], total: int) -> _File:
         """The lines of a file."""
         place, numbered = _number_of(name, self._names), _NUMBERED.fullmatch(name)
         found: list[tuple[Any, ...]] = []
@@ -187,7 +186,7 @@ class EpisodeIndex:
                     found.append((len(found), end, len(line), *values, place))
                 end += len(line)
                 self.progress = (self.progress[0] + len(line), total)
-        return _File(_mark(status), np.array(found, _ROW), broken)
+        return _File(mark, np.array(found, _ROW), broken)
 
     def _values(self, line: bytes, place: int, iteration: int | None) -> tuple[Any, ...] | None:
         """The columns of a line behind its place; None if it is no trajectory."""
@@ -413,11 +412,6 @@ class EpisodeIndex:
 
 def _is_file_of_episodes(entry: os.DirEntry[str]) -> bool:
     return entry.name.endswith(".jsonl") and not entry.name.startswith(".") and entry.is_file()
-
-
-def _mark(status: os.stat_result) -> tuple[int, int, int]:
-    """What tells whether a file is as it was."""
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _cause(end: tuple[str, str | None]) -> str | None:

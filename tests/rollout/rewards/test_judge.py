@@ -15,7 +15,7 @@ from tests.rollout.doubles import CounterEnv, FakeServer, HashEngine, config
 
 from shoal import envs
 from shoal.core.data import decode_trajectory, encode_trajectory
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, WorkerError
 from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.rewards.scorers import Answers
@@ -193,7 +193,7 @@ def returns(value):
         (returns(lambda e: [float("nan")] * len(e)), "reward 'bad': it must give finite numbers, got nan"),
         (
             returns(lambda e: [1.0]),
-            "reward 'bad': it must give a list of 2 numbers, one an episode, got 1: [1.0]",
+            "reward 'bad': it must give a list of 2 numbers, one an episode, got [1.0]",
         ),
         (returns(lambda e: ["good"] * len(e)), "reward 'bad': it must give finite numbers, got 'good'"),
         (returns(lambda e: "12"), "it must give a list of 2 numbers, one an episode, got '12'"),
@@ -237,7 +237,7 @@ def test_a_function_that_hangs_is_left_behind():
     [
         ("fails", "the command exited with code 1: the data are missing"),
         ("nan", "it must give finite numbers, got nan"),
-        ("few", "it must give a list of 2 numbers, one an episode, got 1: [1]"),
+        ("few", "it must give a list of 2 numbers, one an episode, got [1]"),
         ("text", "it must give a list of 2 numbers, one an episode, got 'very good'"),
     ],
 )
@@ -389,14 +389,49 @@ def test_episodes_are_judged_while_others_are_played():
     assert judged.is_set()
 
 
+def test_a_manager_that_is_closed_ends_the_rollout_that_waits_for_its_judge():
+    waits, go_on, told = threading.Event(), threading.Event(), []
+
+    @reward("waits", replace=True)
+    def waiting(episodes):
+        waits.set()
+        go_on.wait(30)
+        return [1.0] * len(episodes)
+
+    manager = ParallelRolloutManager(
+        {**config(), "rewards": [{"name": "waits"}]}, HashEngine(), backend="threads"
+    )
+
+    def collect():
+        try:
+            manager.collect(0)
+        except WorkerError as error:
+            told.append(str(error))
+
+    playing = threading.Thread(target=collect)
+    playing.start()
+    assert waits.wait(30)
+    manager.close()
+    playing.join(30)
+    go_on.set()
+    (why,) = told
+    assert "the rollout was ended" in why
+
+
 # --- settings
 @pytest.mark.parametrize(
     ("given", "why"),
     [
         ({"name": "exakt"}, "no reward named 'exakt'"),
         ({"name": "lettres"}, "Did you mean 'letters'"),
-        ({"name": "env", "wieght": 1.0}, r"unknown key 'rewards\.0\.wieght'\. Did you mean 'weight'"),
-        ({"model": {"base_url": "http://127.0.0.1:1/v1", "modle": "m"}}, "Did you mean 'model'"),
+        (
+            {"name": "env", "wieght": 1.0},
+            r"unknown key 'rewards\.0\.wieght'\. Did you mean 'rewards\.0\.weight'",
+        ),
+        (
+            {"model": {"base_url": "http://127.0.0.1:1/v1", "modle": "m"}},
+            r"Did you mean 'rewards\.0\.model\.model'",
+        ),
         ({"model": {"model": "m"}}, r"rewards\.0\.model\.base_url is missing"),
         ({"model": {"model": "m", "base_url": "127.0.0.1"}}, "must begin with http"),
         (
@@ -414,6 +449,16 @@ def test_settings_that_cannot_be_meant_are_refused(given, why):
     reward("letters", replace=True)(letters)
     with pytest.raises(ConfigError, match=why):
         Judge([given])
+
+
+def test_the_key_of_a_server_comes_from_the_environment(server, monkeypatch):
+    one = model(server, model={"api_key_env": "SHOAL_TEST_KEY"})
+    with pytest.raises(ConfigError, match="set SHOAL_TEST_KEY"):
+        Judge([one])
+    monkeypatch.setenv("SHOAL_TEST_KEY", "secret")
+    (episode,) = play(one, groups=1, members=1)
+    assert server.seen[0][2]["Authorization"] == "Bearer secret"
+    assert b"secret" not in encode_trajectory(episode)
 
 
 def test_two_rewards_of_one_name_and_a_name_that_is_taken_are_refused():

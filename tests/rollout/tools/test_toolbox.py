@@ -10,7 +10,7 @@ import pytest
 from tests.rollout.tools import functions
 
 from shoal import ParallelRolloutManager, TrajectoryCollector, make_environments
-from shoal.core.data import ToolUse, encode_trajectory, write_trajectories
+from shoal.core.data import ToolUse, encode_trajectory
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import ToolCall
 from shoal.rollout.prompts import PromptConfig
@@ -221,9 +221,8 @@ def test_a_server_at_an_address_is_called_over_http():
 def test_a_rollout_repeats_from_its_record_when_all_tools_are_gone(tmp_path):
     engine, settings = scripted(PARALLEL, "<action>left</action>"), config(NAMED)
     with Toolbox(NAMED) as toolbox:
+        toolbox.keep(tmp_path)
         played = play(settings, engine, tools=toolbox)
-        toolbox.write(tmp_path)
-    write_trajectories(tmp_path / "trajectories" / "rollout.jsonl", played)
     functions_gone = config([{"recorded": str(tmp_path)}])
     for backend in ("serial", "processes"):
         assert play(functions_gone, engine, backend) == played

@@ -176,6 +176,14 @@ def test_a_panel_and_an_evaluation_leave_nothing_of_each_other_in_a_folder(run, 
         assert os.listdir(out / "trajectories") == ["eval.jsonl"]
 
 
+def test_a_checkpoint_is_named_by_its_iteration_or_its_folder(run, capsys):
+    told = []
+    for which in ("0", "step-000000"):
+        assert main(["eval", str(run), "--episodes", "2", "--checkpoint", which, "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    assert told[0] == told[1]
+
+
 def test_a_run_can_be_tried_on_another_env(run, capsys):
     assert main(["eval", str(run), "--env", "frozen_lake", "--env-config", "size=3", "--episodes", "5"]) == 0
     assert "5 whole, 0 failed" in capsys.readouterr().out

@@ -122,7 +122,9 @@ def test_the_settings_name_rewards_and_workers_give_the_same_scores(tmp_path, se
 def test_settings_that_are_wrong_stop_a_run_before_it_begins(tmp_path):
     with pytest.raises(ConfigError, match="no reward named 'exakt'"):
         compose_config("demo", ["rewards=[{name: exakt}]"])
-    with pytest.raises(ConfigError, match=r"unknown key 'rewards\.0\.wait'.* Did you mean 'weight'"):
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'rewards\.0\.wait'.* Did you mean 'rewards\.0\.weight'"
+    ):
         compose_config("demo", ["rewards=[{name: env, wait: 1}]"])
 
 
@@ -138,6 +140,14 @@ def test_failed_scores_are_counted_and_a_run_without_any_score_stops(tmp_path):
     assert (row["failed_episodes"], row["failed/reward_error"], row["score_missing/picky"]) == (4, 4, 4)
     assert row["score/picky"] == row["reward"] == 1.5
     assert row["groups_too_few"] == 1
+
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("name: picky", "name: of_another_script"))
+    with Replay(
+        tmp_path / "run"
+    ) as replay:  # nothing of the rewards is needed, also where an episode got none
+        for place in ("train-000001:0", "train-000001:4"):
+            assert replay.play(find_episode(tmp_path / "run", place)).difference is None
 
     @reward("never", replace=True)
     def never(episodes):

@@ -15,6 +15,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+from tests.train.ppo.ppo_envs import IdentityEnv
 
 from shoal.cli.main import main
 from shoal.core.files import read_json, verify_folder
@@ -126,6 +127,43 @@ def test_what_cannot_be_is_refused_before_there_is_a_folder(tmp_path, capsys, fl
     assert train(tmp_path / "run", *IDENTITY, "--total-timesteps", "64", *filter(None, (flag, value))) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+class Dark(IdentityEnv):
+    """Takes a render mode, and draws nothing."""
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+
+
+class Told(Dark):
+    """Draws in words."""
+
+    def render(self):
+        return "a picture of it"
+
+
+@pytest.mark.parametrize(("kind", "why"), [("Dark", "failed: NotImplementedError"), ("Told", "gave str")])
+def test_a_film_of_what_draws_no_pictures_is_refused_before_anything_is_played(tmp_path, capsys, kind, why):
+    words = [
+        "--env",
+        f"tests.train.ppo.test_run:{kind}",
+        "--preset",
+        "none",
+        "--n-envs",
+        "2",
+        "--backend",
+        "serial",
+    ]
+    words += ["--no-tensorboard", "--total-timesteps", "300", "--eval-episodes", "1", "--run-dir"]
+    assert main(["train-ppo", *words, str(tmp_path / "run"), "--record-video"]) == 2
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(["train-ppo", *words, str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "run"), "--episodes", "1", "--video"]) == 2
+    told = capsys.readouterr()
+    assert (why in told.err, told.out) == (True, "")
 
 
 def test_num_episodes_ends_the_run_as_the_reference_has_it(tmp_path, capsys):

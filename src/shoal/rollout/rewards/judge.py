@@ -17,7 +17,7 @@ from shoal.core.executors import Closing
 from shoal.rollout.failures import LEFT_OUT, FailureLog
 from shoal.rollout.loops import LoopThread
 from shoal.rollout.plan import Assignment
-from shoal.rollout.rewards.scorers import Answers, Scored, Scorer, function_of, scorer_of
+from shoal.rollout.rewards.scorers import Answers, Scored, Scorer, function_of, key_of, scorer_of
 from shoal.rollout.rewards.settings import Given, RewardConfig, reward_list
 
 
@@ -31,14 +31,17 @@ class Judge(Closing):
     Use it as a context manager, or call `close`, so that processes end.
 
     Raises:
-        ConfigError: an unknown name or key, a function that cannot be imported, or two rewards of one name.
+        ConfigError: an unknown name or setting, a function that cannot be imported, a server's key that is missing, or
+            two rewards of one name.
     """
 
     def __init__(self, rewards: Iterable[Given], answers: Answers | None = None) -> None:
         self.rewards = reward_list(rewards)
         self._answers = answers or Answers()
         for config in self.rewards:
-            if not (config.command or config.model):
+            if config.model is not None:
+                key_of(config.model)
+            elif not config.command:
                 function_of(config)
         self._loop: LoopThread | None = None
         self._scorers: list[Scorer] = []

@@ -95,12 +95,11 @@ def numbers_of(given: Any, count: int) -> list[Scored]:
     >>> [scored.value for scored in numbers_of([1, 0.5], 2)]
     [1.0, 0.5]
     """
-    wanted = f"it must give a list of {count} numbers, one an episode"
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-        return [Scored(None, f"{wanted}, got {given!r:.200}")] * count
-    values = list(given)
-    if len(values) != count:
-        return [Scored(None, f"{wanted}, got {len(values)}: {values!r:.200}")] * count
+    listed = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+    values = list(given) if listed else []
+    if not listed or len(values) != count:
+        why = f"it must give a list of {count} numbers, one an episode, got {given!r:.200}"
+        return [Scored(None, why)] * count
     return [_number(value) for value in values]
 
 
@@ -246,16 +245,21 @@ def as_json(episode: Trajectory) -> dict[str, Any]:
 
 
 # --- models
+def key_of(model: JudgeConfig) -> str | None:
+    """The key of a judge's server; a `ConfigError` if it should have one and there is none."""
+    key = os.environ.get(model.api_key_env) if model.api_key_env else None
+    if model.api_key_env and not key:
+        raise ConfigError(f"the key of judge {model.model} is missing: set {model.api_key_env} (api_key_env)")
+    return key
+
+
 class ModelScorer:
     """Asks a model about each episode; one prompt has one answer, however often it comes."""
 
     def __init__(self, config: RewardConfig, model: JudgeConfig, loop: LoopThread, answers: Answers) -> None:
         self._config, self._model, self._answers = config, model, answers
         policy = RetryPolicy(config.timeout, backoff=0.5, max_backoff=30.0, patience=model.patience)
-        api_key = None
-        if model.api_key_env is not None and not (api_key := os.environ.get(model.api_key_env)):
-            raise ConfigError(f"reward {config.name}: the variable {model.api_key_env} is not set")
-        self._client = HttpClient(model.base_url, loop, policy, api_key)
+        self._client = HttpClient(model.base_url, loop, policy, key_of(model))
         self._free = asyncio.Semaphore(config.concurrency)
         self._asked: dict[str, asyncio.Task[str]] = {}
         self._heard = -math.inf  # when it last answered

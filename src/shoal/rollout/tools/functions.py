@@ -63,7 +63,9 @@ class Tool:
         return text
 
 
-def function_tool(function: Callable[..., Any], timeout: float, max_chars: int) -> Tool:
+def function_tool(
+    function: Callable[..., Any], timeout: float = Tool.timeout, max_chars: int = Tool.max_chars
+) -> Tool:
     """A typed function as a tool.
 
     Raises:

@@ -7,7 +7,6 @@ all that it started, and begins anew for the next call; a call in which a server
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import tempfile
@@ -68,6 +67,7 @@ class McpServer:
         self._task: asyncio.Task[None] | None = None
         self._end = asyncio.Event()
         self._said: Any = None  # the file of its standard error
+        self._trouble = ""  # why there is no connection
 
     async def tools(self) -> list[Any]:
         """The tools that it lists, under `names` if given.
@@ -150,17 +150,19 @@ class McpServer:
                     late = not self._task.done()
                     await self._stop(self._task)
                     why = f"did not answer within {START_SECONDS:g} s" if late else "cannot be reached"
-                    raise ToolsFailedError(f"MCP server {self.config} {why}{self._last_words()}")
+                    raise ToolsFailedError(
+                        f"MCP server {self.config} {why}{self._last_words() or f': {self._trouble}'}"
+                    )
                 self._client = connected.result()
             return self._client, self._task
 
     async def _hold(self, connected: Callable[[Any], None], end: asyncio.Event) -> None:
-        """Connect, and stay connected until the end; errors of the package are known by the end of this task."""
+        """Connect, and stay connected until the end; trouble ends this task."""
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
 
         config = self.config
-        with contextlib.ExitStack() as ending:
+        try:
             server: Any = config.url
             if config.command:
                 self._said = self._said or tempfile.TemporaryFile("w+")  # noqa: SIM115  # its last words are read later
@@ -170,10 +172,14 @@ class McpServer:
                     StdioServerParameters(command=command, args=words, env=variables, cwd=config.folder),
                     self._said,
                 )
-            ending.enter_context(contextlib.suppress(Exception, asyncio.CancelledError))
             async with Client(server, cache=None) as client:
                 connected(client)
                 await end.wait()
+        except (Exception, asyncio.CancelledError) as error:
+            inside: BaseException = error
+            while isinstance(inside, BaseExceptionGroup):
+                inside = inside.exceptions[0]
+            self._trouble = format_error(inside)
 
     async def _stop(self, task: asyncio.Task[None]) -> None:
         """End a connection, with the process at its other end."""

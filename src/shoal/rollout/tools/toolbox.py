@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 from shoal.core.configuration import from_mapping
-from shoal.core.data import ToolUse, Trajectory, read_trajectories
+from shoal.core.data import ToolUse, Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import Closing
-from shoal.core.files import read_json, write_bytes
+from shoal.core.files import append_line, read_json, write_bytes
 from shoal.envs.actions import ToolCall
 from shoal.rollout.loops import LoopThread
 from shoal.rollout.samplers.sampler import ChatTokenizer
@@ -31,6 +31,8 @@ from shoal.rollout.tools.mcp import STOP_SECONDS, McpConfig, McpServer, ToolsFai
 
 FILE = "tools.json"
 """Of a run folder: what the model was told of its tools."""
+RECORD = "tool_uses.jsonl"
+"""Of a run folder: what they answered, in all episodes."""
 GRACE_SECONDS = 1.0
 """After which the loop of a function that does not let go of it is left behind."""
 _Place = tuple[str, int, int, int, int, int, int]
@@ -46,10 +48,10 @@ class ToolConfig:
     mcp: McpConfig | None = None
     """A server of the Model Context Protocol."""
     recorded: str | None = None
-    """A run folder: its tools, whose results come from its trajectories; nothing is called."""
-    timeout: float = 10.0
+    """A run folder: its tools, whose results come from its record; nothing is called."""
+    timeout: float = Tool.timeout
     """Seconds of one call; then the model is told that the tool did not answer."""
-    max_chars: int = 4096
+    max_chars: int = Tool.max_chars
     """Of a result; the rest is cut."""
 
     def __post_init__(self) -> None:
@@ -78,6 +80,7 @@ class Toolbox(Closing):
         self.tools: dict[str, Tool] = {}
         self._servers: dict[str, McpServer] = {}  # by the names of their tools
         self._answers: dict[_Place, tuple[ToolUse, ...]] | None = None
+        self._record: Path | None = None
         self._functions: LoopThread | None = None
         self._mcp: LoopThread | None = None
         try:
@@ -88,29 +91,22 @@ class Toolbox(Closing):
             raise
 
     def _add(self, item: Any) -> None:
-        if callable(item):
-            config, found = (
-                ToolConfig("given"),
-                [function_tool(item, ToolConfig.timeout, ToolConfig.max_chars)],
-            )
-        else:
-            config = _config_of(item)
-            found = self._found(config)
+        config = None if callable(item) else _config_of(item)
+        found = [function_tool(item)] if config is None else self._found(config)
         for tool in found:
             if not NAME.match(tool.name):
                 raise ConfigError(f"the name of a tool must match {NAME.pattern}, got {tool.name!r:.80}")
             if tool.name in self.tools:
                 raise ConfigError(f"there are two tools named {tool.name!r}: rename one, or set mcp.names")
             self.tools[tool.name] = tool
-        if config.recorded is not None and (len(self.tools) > len(found) or self._answers is not None):
+        if self._answers is not None and len(self.tools) > len(found):
             raise ConfigError("recorded: it must be the only entry of tools, since a record has all results")
-        if config.recorded is not None:
-            self._answers = _answers_of(Path(config.recorded))
 
     def _found(self, config: ToolConfig) -> list[Tool]:
         if config.function is not None:
             return [function_tool(named_function(config.function), config.timeout, config.max_chars)]
         if config.recorded is not None:
+            self._answers = _answers_of(Path(config.recorded))
             return recorded_tools(Path(config.recorded))
         assert config.mcp is not None
         self._mcp = self._mcp or LoopThread("shoal-mcp")
@@ -132,10 +128,19 @@ class Toolbox(Closing):
         """What the model is told of them."""
         return [tool.schema for tool in self.tools.values()]
 
-    def write(self, folder: Path) -> None:
-        """Write down in a run folder what the model is told of them."""
+    def keep(self, folder: Path) -> None:
+        """Write down in a run folder what the model is told of them, and from now on what they answer."""
         if self.tools:
             write_bytes(folder / FILE, msgspec.json.format(msgspec.json.encode(self.schemas)) + b"\n")
+            self._record = folder / RECORD
+
+    def record(self, episode: Trajectory) -> None:
+        """Write down what tools answered in an episode that has ended."""
+        place = episode.env, episode.iteration, episode.group, episode.member, episode.env_seed
+        for number, turn in enumerate(episode.turns if self._record is not None else ()):
+            if self._record is not None and turn.tools:
+                answered = (*place, episode.call_of(turn).weights_version, number), turn.tools
+                append_line(self._record, msgspec.json.encode(answered) + b"\n", durable=False)
 
     # --- calls
     async def use(self, calls: Sequence[ToolCall], place: _Place) -> tuple[ToolUse, ...]:
@@ -227,23 +232,13 @@ def recorded_tools(run: Path) -> list[Tool]:
 
 
 def _answers_of(run: Path) -> dict[_Place, tuple[ToolUse, ...]]:
-    files = sorted((run / "trajectories").glob("*.jsonl"))
-    if not files or not (run / FILE).exists():
-        raise ConfigError(f"recorded: {run} has no trajectories/*.jsonl, or had no tools ({FILE})")
-    found: dict[_Place, tuple[ToolUse, ...]] = {}
-    for file in files:
-        for trajectory in read_trajectories(file):
-            found.update(_answers_in(trajectory))
-    return found
-
-
-def _answers_in(episode: Trajectory) -> dict[_Place, tuple[ToolUse, ...]]:
-    place = episode.env, episode.iteration, episode.group, episode.member, episode.env_seed
-    return {
-        (*place, episode.call_of(turn).weights_version, number): turn.tools
-        for number, turn in enumerate(episode.turns)
-        if turn.tools
-    }
+    if not (run / RECORD).exists():
+        raise ConfigError(f"recorded: {run} has no {RECORD}: no tool was called in it")
+    lines = (run / RECORD).read_bytes().splitlines()
+    try:
+        return dict(msgspec.json.decode(line, type=tuple[_Place, tuple[ToolUse, ...]]) for line in lines)
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{run / RECORD} holds no results of tools: {error}") from error
 
 
 def _recorded(
@@ -257,8 +252,8 @@ def _recorded(
         ]
         if not match:
             raise ToolsFailedError(
-                f"the record has no result of {call.name} in turn {place[-1] + 1} of this episode: it was played "
-                f"otherwise, or not written down (trainer.save_trajectories_every=1 writes all)"
+                f"the record has no result of {call.name} in turn {place[-1] + 1} of this episode, which went on "
+                f"otherwise then"
             )
         found.append(left[match[0]])
         del left[: match[0] + 1]

@@ -325,8 +325,7 @@ class AgentTrainer(Closing):
     # --- beginnings and ends
     def _start(self) -> dict[str, Any]:
         self.processes.together(self.records.begin)
-        if self.processes.first:
-            self.toolbox.write(self.records.folder.path)
+        self.toolbox.keep(self.records.folder.path)
         self._doing = "a probe of the model's answers", self._collector
         steps, probed = warmup_steps(self.config, self._collector, self.train_envs.roles)
         row: dict[str, Any] = {"iteration": 0, **probed}
@@ -366,6 +365,7 @@ class AgentTrainer(Closing):
         assert newest[0] is not None
         self.progress = load_checkpoint(newest[0], self.policy, self.critic, self.optimizer, self._settings)
         self.resumed_at = self.progress.iteration
+        self.toolbox.keep(self.records.folder.path)
         self._sync.changed()
         if self._reference is not None:
             self._reference.load()

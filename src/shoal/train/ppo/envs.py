@@ -14,7 +14,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
-from shoal.core.errors import ConfigError, EnvError, ShoalError
+from shoal.core.errors import ConfigError, EnvError, ShoalError, format_error
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs.catalogue import Source, Wrapper, find, find_wrapper, name_of, resolve
 from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
@@ -93,6 +93,29 @@ class EnvFactory:
             raise ConfigError(
                 f"a video (--record-video, --video) needs an environment with render_mode='rgb_array': {error}"
             ) from error
+
+    def check_rendering(self) -> None:
+        """Refuse to film an environment whose pictures no video can be made of.
+
+        Raises:
+            ConfigError: `render()` gives none.
+        """
+        env = self.rendered()
+        try:
+            env.reset()
+            frame: Any = env.render()
+        except Exception as error:  # an env may raise whatever it likes
+            raise ConfigError(
+                f"a video needs pictures [height, width, 3] from render(), and that of {self.name} failed: "
+                f"{format_error(error)}; leave --record-video or --video out"
+            ) from error
+        finally:
+            env.close()
+        if np.ndim(frame) != 3:
+            raise ConfigError(
+                f"a video needs pictures [height, width, 3] from render(), and {self.name} gave "
+                f"{type(frame).__name__}; leave --record-video or --video out"
+            )
 
     def _kwargs(self) -> dict[str, Any]:
         return {**(ATARI_KWARGS if self.atari else {}), **self.kwargs}

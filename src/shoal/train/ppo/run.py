@@ -180,7 +180,7 @@ class PPORun:
         self.ppo = self._make()
         self._open_things.callback(self.ppo.close)
         if self.options.record_video:
-            self._check_rendering()
+            dataclasses.replace(self.ppo.factory, stream="eval").check_rendering()
         if not made:
             self._hold()
         options = self.options
@@ -412,20 +412,6 @@ class PPORun:
             numbers = {f"ppo/{key}": value for key, value in row.items() if math.isfinite(value)}
             for board in self._boards:
                 board.add(numbers, int(row["steps"]))
-
-    def _check_rendering(self) -> None:
-        """Refuse to begin a run whose video could not be made at its end."""
-        env = dataclasses.replace(self.ppo.factory, stream="eval").rendered()
-        try:
-            env.reset()
-            frame: Any = env.render()
-        finally:
-            env.close()
-        if np.ndim(frame) != 3:
-            raise ConfigError(
-                f"a video needs pictures [height, width, 3] from render(), and {self.options.env} gave "
-                f"{type(frame).__name__}; leave --record-video out"
-            )
 
     def _record(self) -> None:
         frames: list[Any] = []

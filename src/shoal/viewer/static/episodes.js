@@ -16,12 +16,14 @@ function showCompact(on) {
 
 // --- the player: the picture or text of one turn after another
 let playing = null;
+let shownTurn = 1;
 
 function showTurn(number) {
   const player = page().querySelector(".player");
   const turns = turnsOf();
   const turn = turns[number - 1];
   if (!player || !turn) return;
+  shownTurn = number;
   player.querySelector("input").value = number;
   const seen = turn.querySelector("img.shot, pre.saw").cloneNode(true);
   player.querySelector(".stage").replaceChildren(seen, turn.querySelector(".did").cloneNode(true));
@@ -59,7 +61,8 @@ function prepare() {
   const head = page().querySelector("table.group th.chosen");
   if (head) {
     const box = head.closest(".sides");
-    box.scrollLeft = head.offsetLeft - box.offsetLeft - box.querySelector("thead th").offsetWidth - 8;
+    const edge = box.querySelector("thead th").getBoundingClientRect().right; // of the column that stays
+    box.scrollLeft += head.getBoundingClientRect().left - edge - 8;
   }
   const hash = decodeURIComponent(location.hash.slice(1));
   if (hash) document.getElementById(hash)?.closest("tr")?.classList.add("at");
@@ -106,6 +109,16 @@ document.addEventListener("click", (event) => { // a turn that a link leads to i
   const link = event.target.closest("a[href^='#turn-']");
   if (link) document.querySelector(`${link.getAttribute("href")} > details`).open = true;
 });
-document.addEventListener("followed", prepare);
+// A page that follows its run was written anew: it stays at its turn, and where it was scrolled to.
+let scrolled = [0, 0];
+document.addEventListener("scroll", ({ target }) => {
+  if (target.classList?.contains("sides")) scrolled = [target.scrollLeft, target.scrollTop];
+}, true);
+document.addEventListener("followed", () => {
+  showTurn(shownTurn);
+  page().querySelector(".sides")?.scrollTo(...scrolled);
+  showCompact(root.hasAttribute("data-compact"));
+  if (playing) page().querySelector("[data-do=play]").textContent = "❚❚ stop";
+});
 addEventListener("hashchange", prepare);
 addEventListener("load", prepare); // when the style is there, too: it decides where a column stands

@@ -1,0 +1,95 @@
+"""The agent of `examples/tools`: it learns what nobody does without tools, and repeats from its record without them."""
+
+import importlib
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal import AgentTrainer
+from shoal.core.data import read_trajectories
+from shoal.testing.replay import Replay, find_episode
+from shoal.train.agent.config import compose_config
+
+FOLDER = Path(__file__).parents[3] / "examples" / "tools"
+SMALL = [
+    "warmup.steps=30", "warmup.batch_size=16", "warmup.expert=0.5", "trainer.iterations=2", "trainer.eval_every=2",
+    "es_manager.train.env_groups=4", "es_manager.train.group_size=2", "es_manager.val.env_groups=8",
+    "vector.backend=serial", "trainer.check_envs=false", "trainer.tensorboard=false",
+]  # fmt: skip
+
+
+@pytest.fixture
+def vault(monkeypatch):
+    """The example as a config, its modules found and forgotten again."""
+    pytest.importorskip("mcp")
+    monkeypatch.chdir(FOLDER.parents[1])
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield lambda *changes: compose_config("vault", [*changes], FOLDER)
+    sys.modules.pop("vault", None)
+
+
+def rows(config):
+    """The metrics of a run, but for those that tell the time."""
+    with AgentTrainer(config) as trainer:
+        found = list(trainer.train())
+    slow = ("seconds", "second", "busy", "memory", "rows", "workers", "share_")
+    return [{key: row[key] for key in row if not any(word in key for word in slow)} for row in found]
+
+
+@pytest.mark.slow
+def test_a_training_repeats_from_its_record_when_all_tools_are_gone(vault, tmp_path):
+    first = rows(vault(*SMALL, f"run_dir={tmp_path}/first"))
+    lines = (tmp_path / "first" / "tool_uses.jsonl").read_text().splitlines()
+    called = {use["name"] for _, turn in map(json.loads, lines) for use in turn}
+    assert called >= {"search", "multiply", "door"}
+    recorded = f'agent_proxy.tools=[{{recorded: "{tmp_path}/first"}}]'
+    config = vault(*SMALL, f"run_dir={tmp_path}/again", recorded)
+    assert [tool.function or tool.mcp for tool in config.agent_proxy.tools] == [None]
+    assert rows(config) == first
+    for name in ("train-000001", "heldout-000000", "heldout-000002"):
+        one, other = (tmp_path / run / "trajectories" / f"{name}.jsonl" for run in ("first", "again"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.slow
+def test_an_episode_is_replayed_with_the_recorded_results(vault, tmp_path):
+    functions = 'agent_proxy.tools=["vault:search", "vault:multiply"]'
+    rows(vault(*SMALL, "warmup.steps=80", f"run_dir={tmp_path}", functions))
+    episodes = enumerate(read_trajectories(tmp_path / "trajectories" / "heldout-000000.jsonl"))
+    number = next(n for n, e in episodes if e.turns[0].tools and e.turns[0].tools[0].error is None)
+    for sampler in ("checkpoint", "recorded"):
+        with Replay(tmp_path, sampler) as replay:
+            found = find_episode(tmp_path, f"heldout-000000:{number}")
+            assert not any(tool.function for tool in replay.tools)
+            assert replay.play(found).difference is None
+            turn = found.trajectory.turns[0]
+            spoiled = replace(turn, tools=(replace(turn.tools[0], result="9 9"), *turn.tools[1:]))
+            other = replace(found.trajectory, turns=(spoiled, *found.trajectory.turns[1:]))
+            difference = replay.play(replace(found, trajectory=other)).difference
+            assert (difference.what, difference.turn) == (
+                "observation",
+                2,
+            )  # what the record says, and no tool
+
+
+def test_without_tools_the_doors_can_only_be_guessed(vault):
+    vault()
+    env = importlib.import_module("vault").Vault()
+    doors = Counter()
+    for seed in range(2000):
+        env.reset(seed=seed)
+        doors[env.expert_action()[-1]] += 1
+    assert max(doors.values()) < 0.25 * 2000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_agent_learns_to_open_the_vault(vault, tmp_path):
+    found = rows(vault(f"run_dir={tmp_path}", "trainer.tensorboard=false"))
+    held_out = [row["heldout_success"] for row in found if "heldout_success" in row]
+    assert held_out[0] < 0.75
+    assert held_out[-1] >= 0.9
