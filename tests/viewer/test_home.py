@@ -72,6 +72,17 @@ def test_a_running_run_says_how_far_it_is_what_is_left_and_when_its_last_row_cam
     assert "of 40" not in page_for(Site([run]), "", {}).body
 
 
+@pytest.mark.parametrize(
+    "text", ["trainer: 5", "trainer: {iterations: x}", "[1]", "env: [1]", "{", "trainer: {iterations: .nan}"]
+)
+def test_an_odd_config_of_a_running_run_does_not_hide_the_list(tmp_path, opened, text):
+    runs = [opened(make_run(tmp_path / name)) for name in ("odd", "other")]
+    (runs[0].path / "config.yaml").write_text(text)
+    with RunFolder(runs[0].path, "train", 0):
+        lines = lines_of(page_for(Site(runs), "", {}).body)
+    assert {line["run"] for line in lines} == {"odd", "other"}
+
+
 def test_steps_are_the_progress_of_ppo(tmp_path, opened):
     folder = shutil.copytree(FIXTURES / "ppo-torch", tmp_path / "ppo")
     (folder / "metrics.jsonl").write_text('{"steps": 64, "seconds": 1.0}\n{"steps": 128, "seconds": 3.0}\n')

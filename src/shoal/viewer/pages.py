@@ -204,12 +204,7 @@ def home(site: Site) -> Page:
         empty = tag("p", "There are no runs yet. A run that begins in this folder appears here.")
         return Page("Runs", tag("section", tag("h1", "Runs"), empty), (("runs", None),))
     head = [tag("th", tag("button", name, type="button", data_sort=k)) for k, name in enumerate(COLUMNS)]
-    rows = []
-    for run in runs:
-        cells = zip(COLUMNS, _cells(site, run), strict=True)
-        rows.append(
-            tag("tr", [tag("td", shown, data_value=value, data_name=name) for name, (shown, value) in cells])
-        )
+    rows = [tag("tr", _cells(site, run)) for run in runs]
     kinds = [run.kind for run in runs if run.kind in PANELS]
     can_compare = len(kinds) > len(set(kinds))
     tools = tag(
@@ -227,7 +222,7 @@ def home(site: Site) -> Page:
 COLUMNS = ("run", "kind", "state", "env", "result", "curve", "advice", "seed", "written", "took")
 
 
-def _cells(site: Site, run: Run) -> list[tuple[Any, Any]]:
+def _cells(site: Site, run: Run) -> list[Html]:
     """The cells of a run in the list, each with what it is sorted by."""
     rows, status, written, took = run.rows(), run.status(), run.written(), run.seconds()
     found = ((name, points(rows, run.x, name)[1]) for name in HEADLINES)
@@ -239,7 +234,7 @@ def _cells(site: Site, run: Run) -> list[tuple[Any, Any]]:
     result = join(tag("b", number(values[-1])), " ", tag("small", name)) if values else _counted_result(run)
     ahead = tag("small", ", ".join(_ahead(run).values())) if status == "running" else None
     can_be_ticked = site.only is None and run.kind in PANELS
-    return [
+    shown = [
         (join(can_be_ticked and tick, anchor(site, run.name, site.place(run), class_="row-link")), run.name),
         (run.kind, run.kind),
         (join(state(status), ahead), status),
@@ -250,6 +245,10 @@ def _cells(site: Site, run: Run) -> list[tuple[Any, Any]]:
         (str(seed) if seed is not None else NONE, seed),
         (clock(written), written),
         (duration(took), took),
+    ]
+    return [
+        tag("td", cell, data_value=value, data_name=name)
+        for name, (cell, value) in zip(COLUMNS, shown, strict=True)
     ]
 
 
@@ -475,20 +474,16 @@ def _compared(runs: Sequence[Run], kind: str) -> Html:
         for k, team in enumerate(teams)
     ]
     metrics = [name for _, names in PANELS[kind] for name in names]
+    team_names = [_team_name(team) for team in teams]
     tables = [
-        curves.table(_team_rows(team, kind, metrics), AXES[kind], metrics, _team_name(team)) for team in teams
+        curves.table(_team_rows(team, kind, metrics), AXES[kind], metrics, name)
+        for team, name in zip(teams, team_names, strict=True)
     ]
-    panels = [
-        curves.figure(metric, lines, kind, shares=metric in SHARES)
-        for metric in metrics
-        if (
-            lines := [
-                Line(metric, _team_name(teams[k]), k, k)
-                for k, one in enumerate(tables)
-                if metric in one["curves"]
-            ]
-        )
-    ]
+    panels = []
+    for metric in metrics:
+        there = [k for k, one in enumerate(tables) if metric in one["curves"]]
+        lines = [Line(metric, team_names[k], k, k) for k in there]
+        panels += [curves.figure(metric, lines, kind, shares=metric in SHARES)] if lines else []
     title = {"agent": "Agents", "ppo": "PPO"}[kind]
     said = "Runs that differ by their seed alone are one curve: their mean, and the range of all."
     first = [table(("runs", *shown), rows), tag("div", panels, class_="panels"), _differences(teams)]
@@ -564,12 +559,8 @@ def _differences(teams: Sequence[Sequence[Run]]) -> Html | None:
         return None
 
     def listed(found: Sequence[Sequence[Any]]) -> Html:
-        cut = (
-            f"The first {MOST_DIFFERENCES} of {len(found)} settings."
-            if len(found) > MOST_DIFFERENCES
-            else None
-        )
-        return join(table(heads, found[:MOST_DIFFERENCES]), cut and tag("p", cut, class_="hint"))
+        cut = tag("p", f"The first {MOST_DIFFERENCES} of {len(found)} settings.", class_="hint")
+        return join(table(heads, found[:MOST_DIFFERENCES]), cut if len(found) > MOST_DIFFERENCES else None)
 
     title = f"{counted(len(some), 'setting')} that only some of the runs have"
     return join(

@@ -30,6 +30,8 @@ PICTURES = {
     ".webp": "image/webp",
 }
 FILMS = {".mp4": "video/mp4", ".webm": "video/webm"}
+WRITTEN = ("metrics.jsonl", "summary.json", "config.yaml", "state.db", "state.db-wal", "batch/batch.json")
+"""Files that change as a run goes on."""
 _LARGEST = 64 * 2**20
 """Bytes of a file of settings, and of a picture that is shown."""
 
@@ -124,15 +126,15 @@ class Run:
         """How far the last row is on the x axis, where the run ends, and the seconds left at the pace so far."""
         config, rows = self.config(), self.rows()
         trainer = config.get("trainer")
-        total = config.get("total_timesteps")
+        total: Any = config.get("total_timesteps")
         if self.kind == "agent":
             total = trainer.get("iterations") if isinstance(trainer, dict) else None
         done, seconds = points(rows, "seconds", self.x)[1], points(rows, self.x, "seconds")[1]
         if not is_number(total) or not done:
             return None
         went = done[-1] - done[0]
-        pace = (seconds[-1] - seconds[0]) / went if went > 0 else None
-        return done[-1], float(total), None if pace is None else max(total - done[-1], 0) * pace  # type: ignore[arg-type,operator]
+        left = (total - done[-1]) * (seconds[-1] - seconds[0]) / went if went > 0 else None
+        return done[-1], float(total), left
 
     def seconds(self) -> float | None:
         """How long the whole run took; of an agent that is not at its end, up to its last row."""
@@ -143,14 +145,7 @@ class Run:
     def written(self, *names: str) -> float | None:
         """When the newest of these files, by default any that a run writes as it goes on, was written."""
         times = []
-        for name in names or (
-            "metrics.jsonl",
-            "summary.json",
-            "state.db",
-            "state.db-wal",
-            "config.yaml",
-            "batch/batch.json",
-        ):
+        for name in names or WRITTEN:
             with contextlib.suppress(OSError):
                 times.append((self.path / name).stat().st_mtime)
         return max(times, default=None)
@@ -164,14 +159,7 @@ class Run:
     def version(self) -> str:
         """A word that changes when something in the run does."""
         digest = hashlib.sha256(self.status().encode())
-        for name in (
-            "metrics.jsonl",
-            "summary.json",
-            "config.yaml",
-            "state.db",
-            "state.db-wal",
-            "batch/batch.json",
-        ):
+        for name in WRITTEN:
             with contextlib.suppress(OSError):
                 status = (self.path / name).stat()
                 digest.update(f"{name} {status.st_ino} {status.st_size} {status.st_mtime_ns}".encode())

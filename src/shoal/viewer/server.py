@@ -309,10 +309,8 @@ def read_address(file: Path) -> tuple[str | None, int]:
         kept = msgspec.json.decode(file.read_bytes(), type=dict[str, str | int])
     except (OSError, MsgspecError):
         return None, 0
-    token, port = kept.get("token"), kept.get("port")
-    return (token if isinstance(token, str) and TOKEN.fullmatch(token) else None), port if isinstance(
-        port, int
-    ) else 0
+    token, port = str(kept.get("token")), kept.get("port")
+    return token if TOKEN.fullmatch(token) else None, port if isinstance(port, int) else 0
 
 
 def keep_address(file: Path, token: str, port: int) -> None:

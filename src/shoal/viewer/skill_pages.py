@@ -28,8 +28,7 @@ def _json(text: Any, empty: Any) -> Any:
 
 
 def _rate(skill: Row) -> str:
-    success = _json(skill.get("result"), {}).get("success")
-    return f", {success:.1%}" if isinstance(success, int | float) else ""
+    return _share(_json(skill.get("result"), {}).get("success"))
 
 
 def _share(value: Any) -> str:
@@ -64,7 +63,10 @@ def skills_section(site: Site, run: Run) -> Html:
     place = f"{site.place(run)}/skill"
     names = [str(skill["name"]) for skill in skills]
     needs = {str(s["name"]): [str(n) for n in _json(s.get("dependencies"), [])] for s in skills}
-    states = {str(s["name"]): f"{s['status']}{_rate(s).replace(', ', ', own test ')}" for s in skills}
+    states = {
+        str(s["name"]): f"{s['status']}, own test {_rate(s)}".removesuffix(f", own test {NONE}")
+        for s in skills
+    }
     links = {name: link for name in names if (link := site.link(place, name=name))}
     now = time.time()
     bars = [
@@ -75,7 +77,7 @@ def skills_section(site: Site, run: Run) -> Html:
         (
             anchor(site, s["name"], place, class_="row-link", name=s["name"]),
             state(str(s["status"])),
-            _rate(s).strip(", ") or NONE,
+            _rate(s),
             _share(on_chain.get(s["name"])),
             _steps_used(run, attempts, s),
             s["budget_total"],
@@ -162,7 +164,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
     told = {
         "expert": skill["expert"],
         "needs": ", ".join(map(str, _json(skill.get("dependencies"), []))) or "nothing",
-        "own test": _rate(skill).strip(", ") or None,
+        "own test": _rate(skill),
         "env steps used": _steps_used(run, attempts, skill),
         "of": skill["budget_total"],
     }
