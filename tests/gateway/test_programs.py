@@ -259,6 +259,8 @@ def test_programs_need_a_parallel_rollout_and_company_of_their_kind(tmp_path):
     lake = "+custom_envs.Lake={env_type: frozen_lake}"
     with pytest.raises(ConfigError, match="plays either programs or envs"):
         play(config(tmp_path, "es_manager.train.env_configs.tags=[Agent,Lake]", lake))
+    with pytest.raises(ConfigError, match=r"leave agent_proxy\.tools out"):
+        play(config(tmp_path, "+agent_proxy.tools=[agent_functions:play]"))
     with pytest.raises(ConfigError, match="ProgramConfig.command: Expected `array`, got 'ls'"):
         make("program", command="ls")
     with pytest.raises(ConfigError, match="give either function"):
