@@ -116,6 +116,8 @@ def function_of(config: RewardConfig) -> Any:
     if config.function is None:
         return REWARDS[config.name]
     _, function = attribute_named(config.function, "a reward's function")
+    if function is None:
+        raise ConfigError(f"a reward's function {config.function!r}: its module holds nothing of that name")
     if not callable(function):
         raise ConfigError(f"function {config.function!r} must be a function, got {function!r}")
     return function
