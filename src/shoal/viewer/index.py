@@ -92,16 +92,16 @@ class Episode:
 class Filter:
     """Which episodes are meant; None of all means all."""
 
-    file: str | None = None
-    iteration: int | None = None
-    group: int | None = None
-    env: str | None = None
+    text: str | None = None  # in an observation, a response or an action; a to z match both cases
     outcome: Outcome | None = None
     cause: str | None = None  # status and error
+    env: str | None = None
+    iteration: int | None = None
+    group: int | None = None
+    file: str | None = None
+    invalid: bool = False  # those that have an invalid action
     reward_from: float | None = None
     reward_to: float | None = None
-    contains_invalid: bool = False
-    text: str | None = None  # in an observation, a response or an action; a to z match both cases
 
 
 class Place(NamedTuple):
@@ -223,7 +223,7 @@ class EpisodeIndex:
             keep &= rows["reward"] >= wanted.reward_from
         if wanted.reward_to is not None:
             keep &= rows["reward"] <= wanted.reward_to
-        if wanted.contains_invalid:
+        if wanted.invalid:
             keep &= rows["invalid"] > 0
         if wanted.cause is not None:
             of_cause = [number for end, number in self._ends.items() if _cause(end) == wanted.cause]
@@ -388,10 +388,8 @@ class EpisodeIndex:
 
         None for all if nothing was kept: nobody learned from the file, or its run is of before advantages were.
         """
-        path, known = (
-            self.folder.with_name("advantages") / members[0].file,
-            self._table[0].get(members[0].file),
-        )
+        file = members[0].file
+        path, known = self.folder.with_name("advantages") / file, self._table[0].get(file)
         if known is None or known.broken or not path.is_file():  # of which lines they are is not known
             return None
         try:

@@ -102,6 +102,11 @@ def number(value: Any, digits: int = 4) -> str:
     return str(value)
 
 
+def share(value: float | None) -> str:
+    """`12.5%`."""
+    return NONE if value is None else f"{value:.1%}"
+
+
 def counted(n: int, noun: str) -> str:
     """`1 turn`, `2 turns`."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"

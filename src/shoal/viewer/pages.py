@@ -23,7 +23,7 @@ from shoal.core.run_folder import is_number
 from shoal.train.advice import Advice, advise
 from shoal.viewer import curves
 from shoal.viewer.curves import AXES, PANELS, SHARES, Line
-from shoal.viewer.markup import NONE, Html, counted, fold, join, number, spark, tag
+from shoal.viewer.markup import NONE, Html, counted, fold, join, number, share, spark, tag
 from shoal.viewer.runs import FILMS, PICTURES, Run, points
 
 EMBEDDED = 4 * 2**20
@@ -395,28 +395,26 @@ def media(site: Site, run: Run) -> Html | None:
 def files_section(site: Site, run: Run) -> Html:
     """The files of episodes with their means, the newest first."""
     place = f"{site.place(run)}/episodes"
-    done, todo = run.index.progress
-    reading = tag("p", f"reading episodes: {done / max(todo, 1):.0%}", class_="hint") if todo else None
     summary = run.index.summary()
     is_broken = any(row["broken"] for row in summary)
-    rows = [
-        (
-            anchor(site, row["file"], place, class_="row-link", file=row["file"]),
-            row["episodes"],
-            float(row["reward"]) if row["reward"] is not None else NONE,
-            f"{row['success']:.1%}" if row["success"] is not None else NONE,
-            anchor(site, number(row["errors"]), place, file=row["file"], outcome="error")
-            if row["errors"]
-            else "0",
-            *([row["broken"] or ""] if is_broken else []),
-        )
-        for row in reversed(summary[-200:])
-    ]
+    rows = []
+    for row in reversed(summary[-200:]):
+        file, errors = row["file"], row["errors"]
+        name = anchor(site, file, place, class_="row-link", file=file)
+        failed = anchor(site, number(errors), place, file=file, outcome="error") if errors else "0"
+        unreadable = [row["broken"] or ""] if is_broken else []
+        rows.append((name, row["episodes"], row["reward"], share(row["success"]), failed, *unreadable))
     heads = ("file", "episodes", "mean reward", "solved", "errors", *["unreadable lines"] * is_broken)
     every = anchor(site, "All episodes", place, class_="button")
     newest, older = table(heads, rows[:NEWEST]), rows[NEWEST:]
     more = fold(counted(len(older), "older file"), table(heads, older)) if older else None
-    return tag("section", tag("h2", "Episodes"), reading, every, newest, more, id="episodes")
+    return tag("section", tag("h2", "Episodes"), reading(run), every, newest, more, id="episodes")
+
+
+def reading(run: Run) -> Html | None:
+    """How far the episodes of a run are read, until all are."""
+    done, todo = run.index.progress
+    return tag("p", f"reading episodes: {done / todo:.0%}", class_="hint") if todo else None
 
 
 def _settings(run: Run, summary: Mapping[str, Any]) -> Html:

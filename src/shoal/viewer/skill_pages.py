@@ -12,27 +12,15 @@ from shoal.core.run_folder import latest, whole_rows
 from shoal.skills.learning.spec import slug
 from shoal.viewer import curves
 from shoal.viewer.curves import Line
-from shoal.viewer.markup import NONE, Html, counted, fold, graph, join, tag, timeline
+from shoal.viewer.markup import NONE, Html, counted, fold, graph, join, share, tag, timeline
 from shoal.viewer.pages import Page, Site, anchor, duration, facts, media, state, table
 from shoal.viewer.runs import Run
 
 Row = dict[str, Any]
 
 
-def _json(text: Any, empty: Any) -> Any:
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        value = json.loads(text)
-        if isinstance(value, type(empty)):
-            return value
-    return empty
-
-
 def _rate(skill: Row) -> str:
-    return _share(_json(skill.get("result"), {}).get("success"))
-
-
-def _share(value: Any) -> str:
-    return f"{value:.1%}" if isinstance(value, int | float) else NONE
+    return share(json.loads(skill["result"]).get("success"))
 
 
 def _training_rows(run: Run, attempts: list[Row], skill: str) -> list[Row]:
@@ -62,7 +50,7 @@ def skills_section(site: Site, run: Run) -> Html:
         return tag("p", "no skills yet, or state.db has a layout that is not known here", class_="empty")
     place = f"{site.place(run)}/skill"
     names = [str(skill["name"]) for skill in skills]
-    needs = {str(s["name"]): [str(n) for n in _json(s.get("dependencies"), [])] for s in skills}
+    needs = {str(s["name"]): json.loads(s["dependencies"]) for s in skills}
     states = {
         str(s["name"]): f"{s['status']}, own test {_rate(s)}".removesuffix(f", own test {NONE}")
         for s in skills
@@ -78,7 +66,7 @@ def skills_section(site: Site, run: Run) -> Html:
             anchor(site, s["name"], place, class_="row-link", name=s["name"]),
             state(str(s["status"])),
             _rate(s),
-            _share(on_chain.get(s["name"])),
+            share(on_chain.get(s["name"])),
             _steps_used(run, attempts, s),
             s["budget_total"],
             sum(a["skill"] == s["name"] for a in attempts),
@@ -87,11 +75,11 @@ def skills_section(site: Site, run: Run) -> Html:
         for s in skills
     ]
     heads = ("skill", "state", "own test", "on the chain", "env steps used", "of", "trainings", "reason")
-    training = sum(_json(s.get("result"), {}).get("seconds") or 0.0 for s in skills)
+    training = sum(json.loads(s["result"]).get("seconds") or 0.0 for s in skills)
     span = max((b[2] for b in bars), default=0.0) - min((b[1] for b in bars), default=0.0)
     done = sum(s["status"] == "completed" for s in skills)
     said = {
-        "whole chain, on unseen worlds": _share(final["chain_success"]) if "chain_success" in final else None,
+        "whole chain, on unseen worlds": share(final["chain_success"]) if "chain_success" in final else None,
         "skills": f"{done} of {len(skills)} completed",
         "trainings": len(attempts),
         "from the first to the last": duration(span),
@@ -160,10 +148,10 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         )
         for a in attempts
     ]
-    spec = json.dumps(_json(skill.get("spec"), {}), indent=2, ensure_ascii=False)
+    spec = json.dumps(json.loads(skill["spec"]), indent=2, ensure_ascii=False)
     told = {
         "expert": skill["expert"],
-        "needs": ", ".join(map(str, _json(skill.get("dependencies"), []))) or "nothing",
+        "needs": ", ".join(json.loads(skill["dependencies"])) or "nothing",
         "own test": _rate(skill),
         "env steps used": _steps_used(run, attempts, skill),
         "of": skill["budget_total"],
