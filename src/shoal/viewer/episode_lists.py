@@ -15,7 +15,7 @@ import msgspec
 from shoal.core.errors import DataError
 from shoal.viewer.index import COLUMNS, ORDERS, Episode, Filter
 from shoal.viewer.markup import Html, histogram, join, number, tag
-from shoal.viewer.pages import Page, Site, Ways, anchor, reading, table
+from shoal.viewer.pages import Page, Site, Ways, anchor, arrows, reading, table
 from shoal.viewer.runs import Run
 
 PAGE = 50
@@ -212,13 +212,6 @@ def steps(site: Site, run: Run, kind: str, episode: Episode, query: Mapping[str,
         up = site.link(f"{place}/episodes", file=episode.file) or site.link(place) or "#"
     where = "not in the list" if spot.at is None else f"{kind} {spot.at + 1:,} of {spot.total:,}"
     told = ", ".join(f"{key.replace('_', ' ')} {value[:40]}" for key, value in came.items())
-    arrows = tag(
-        "nav",
-        tag("a", "← previous", href=before, class_="button", rel="prev") if before else None,
-        tag("a", "↑ list", href=up, class_="button"),
-        tag("a", "next →", href=behind, class_="button", rel="next") if behind else None,
-        tag("small", f"{where} ({told})") if site.only is None else None,
-        class_="steps",
-        aria_label="in the list",
-    )
-    return arrows, (before, behind, up)
+    ways = before, behind, up
+    place_in_list = tag("small", f"{where} ({told})") if site.only is None else None
+    return arrows("in the list", ways, tag("a", "↑ list", href=up, class_="button"), place_in_list), ways

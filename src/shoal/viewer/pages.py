@@ -159,6 +159,21 @@ def anchor(site: Site, content: Any, path: str, class_: str | None = None, **que
     return tag("a", content, href=address, class_=class_) if address else tag("span", content, class_=class_)
 
 
+def arrows(label: str, ways: Ways, *between: Html | None) -> Html:
+    """Links to the page before and to the next one, and what stands between and behind them."""
+    before, after, _ = ways
+    first, *behind = between
+    return tag(
+        "nav",
+        tag("a", "← previous", href=before, class_="button", rel="prev") if before else None,
+        first,
+        tag("a", "next →", href=after, class_="button", rel="next") if after else None,
+        *behind,
+        class_="steps",
+        aria_label=label,
+    )
+
+
 def facts(pairs: Mapping[str, Any]) -> Html:
     """Names and values in a row."""
     shown = [(key, value) for key, value in pairs.items() if value is not None]
