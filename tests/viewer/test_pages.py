@@ -92,6 +92,10 @@ def test_a_histogram_has_a_bar_for_each_and_its_successes():
     assert drawn.count('class="bar"') == 2
     assert drawn.count("<a ") == 1
     assert "reward 1: 10 episodes, 10 solved" in drawn
+    # 30 episodes reach from 158 up to 10; 10 of them a third of that, 148 / 3
+    bars = re.findall(r'y="([\d.]+)" width="48" height="([\d.]+)" class="(\w+)"', drawn)
+    assert bars[:2] == [("10.0", "148.0", "other"), ("158.0", "0.0", "won")]
+    assert bars[2:] == [("108.7", "0.0", "other"), ("108.7", "49.3", "won")]
 
 
 def test_a_graph_stands_right_of_what_it_needs_and_bears_circles():

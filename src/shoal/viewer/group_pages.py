@@ -11,7 +11,7 @@ from shoal.core.data import Trajectory, Turn
 from shoal.viewer.episode_lists import ended, steps, within_list
 from shoal.viewer.episode_pages import compared, marked
 from shoal.viewer.index import Episode
-from shoal.viewer.markup import Html, counted, join, number, tag
+from shoal.viewer.markup import Html, counted, join, number, tag, wide
 from shoal.viewer.pages import Page, Site, anchor, facts
 from shoal.viewer.runs import Run
 
@@ -111,7 +111,7 @@ def group(site: Site, run: Run, query: Mapping[str, str]) -> Page:
         tag("header", tag("h1", f"Group {episode.group}"), arrows, facts(told)),
         None if spread else tag("p", equal, class_="hint"),
         tag("p", legend, class_="key-line") if part is not None else None,
-        tag("div", side, class_="wide sides", tabindex="0", role="region", aria_label="members side by side"),
+        wide(side, "members side by side", "wide sides"),
     )
     files = site.link(f"{place}/episodes", file=episode.file)
     behind = (episode.file.removesuffix(".jsonl"), files), (f"group {episode.group}", None)

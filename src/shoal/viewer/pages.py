@@ -23,7 +23,7 @@ from shoal.core.run_folder import is_number
 from shoal.train.advice import Advice, advise
 from shoal.viewer import curves
 from shoal.viewer.curves import AXES, PANELS, SHARES, Line
-from shoal.viewer.markup import NONE, Html, counted, fold, join, number, share, spark, tag
+from shoal.viewer.markup import NONE, Html, counted, fold, join, number, share, spark, state_class, tag, wide
 from shoal.viewer.runs import FILMS, PICTURES, Run, points
 
 EMBEDDED = 4 * 2**20
@@ -200,7 +200,7 @@ def table(head: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str = "") 
         "thead",
         tag("tr", [tag("th", c, class_="n" if n else None) for c, n in zip(head, right, strict=True)]),
     )
-    return tag("div", tag("table", header, tag("tbody", lines), class_=class_ or None), class_="wide")
+    return wide(tag("table", header, tag("tbody", lines), class_=class_ or None), class_ or ", ".join(head))
 
 
 def command(words: Sequence[str]) -> Html:
@@ -228,7 +228,7 @@ def home(site: Site) -> Page:
         class_="tools",
     )
     listed = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_="runs")
-    body = tag("section", tag("h1", "Runs"), tools, tag("div", listed, class_="wide"))
+    body = tag("section", tag("h1", "Runs"), tools, wide(listed, "runs"))
     return Page("Runs", body, (("runs", None),))
 
 
@@ -305,8 +305,7 @@ def duration(seconds: float | None) -> str:
 
 def state(text: str) -> Html:
     """A state as a coloured word."""
-    word = "".join(c for c in text.split(":")[0] if c.isascii() and c.isalnum())
-    return tag("span", text, class_=f"state is-{word}")
+    return tag("span", text, class_=f"state {state_class(text)}")
 
 
 # --- one run
