@@ -373,15 +373,18 @@ class EpisodeIndex:
         Raises:
             DataError: the file has changed since it was indexed, or holds something else than a trajectory there.
         """
-        line = self.line(episode)
+        path = self.folder / episode.file
         try:
+            with path.open("rb") as file:
+                file.seek(episode.start)
+                line = file.read(episode.length)
             return decode_trajectory(line)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
         except DataError as error:
             if _decoded(line, _EPISODE) is None:
-                raise DataError(
-                    f"{self.folder / episode.file} changed while it was read; look again"
-                ) from error
-            raise DataError(f"{self.folder / episode.file}, episode {episode.row}: {error}") from error
+                raise DataError(f"{path} changed while it was read; look again") from error
+            raise DataError(f"{path}, episode {episode.row}: {error}") from error
 
     def advantages(self, members: Sequence[Episode]) -> list[Advantages | None] | None:
         """What an update computed for the tokens of some episodes of a file, None for one that it did not learn from.
@@ -397,15 +400,6 @@ class EpisodeIndex:
         except (DataError, OSError):
             return None
         return [found.get(member.row) for member in members] if found else None
-
-    def line(self, episode: Episode) -> bytes:
-        """The bytes of the episode's line."""
-        try:
-            with (self.folder / episode.file).open("rb") as file:
-                file.seek(episode.start)
-                return file.read(episode.length)
-        except OSError as error:
-            raise DataError(f"{self.folder / episode.file} cannot be read: {error.strerror}") from error
 
 
 def _is_file_of_episodes(entry: os.DirEntry[str]) -> bool:

@@ -71,7 +71,7 @@ def join(*children: Any) -> Html:
     return Html("".join(parts))
 
 
-def fold(title: str, *inside: Any, **attributes: Any) -> Html:
+def fold(title: Any, *inside: Any, **attributes: Any) -> Html:
     """What is seen once its title is clicked."""
     return tag("details", tag("summary", title), *inside, **attributes)
 

@@ -146,10 +146,8 @@ class Site:
 
 
 def address_of(path: str, **query: Any) -> str:
-    """Path and query of a page; `name_` means `name`, what is None or False is left out."""
-    asked = {
-        key.rstrip("_"): value for key, value in query.items() if value is not None and value is not False
-    }
+    """Path and query of a page; what is None is left out."""
+    asked = {key: value for key, value in query.items() if value is not None}
     return path + (f"?{urlencode(asked)}" if asked else "")
 
 
@@ -188,19 +186,15 @@ def _value(value: Any) -> Any:
 
 def table(head: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str = "") -> Html:
     """A table; the cells of numbers stand on the right."""
-    lines = [
-        tag(
-            "tr",
-            [tag("td", _value(cell), class_="n" if isinstance(cell, int | float) else None) for cell in row],
-        )
-        for row in rows
-    ]
-    right = [isinstance(cell, int | float) for cell in rows[0]] if rows else [False] * len(head)
-    header = tag(
-        "thead",
-        tag("tr", [tag("th", c, class_="n" if n else None) for c, n in zip(head, right, strict=True)]),
-    )
-    return wide(tag("table", header, tag("tbody", lines), class_=class_ or None), class_ or ", ".join(head))
+    first = rows[0] if rows else head
+    names = tag("tr", [tag("th", name, class_=_side(cell)) for name, cell in zip(head, first, strict=True)])
+    lines = [tag("tr", [tag("td", _value(cell), class_=_side(cell)) for cell in row]) for row in rows]
+    made = tag("table", tag("thead", names), tag("tbody", lines), class_=class_ or None)
+    return wide(made, class_ or ", ".join(head))
+
+
+def _side(cell: Any) -> str | None:
+    return "n" if isinstance(cell, int | float) else None
 
 
 def command(words: Sequence[str]) -> Html:
@@ -352,15 +346,12 @@ def _envs(config: Mapping[str, Any]) -> str | None:
 
 def advice_list(found: Sequence[Advice]) -> Html:
     """Advice as boxes, each with a link to its curve."""
-    if not found:
-        return tag(
-            "section", tag("h2", "Advice"), tag("p", "Nothing striking in the metrics.", class_="hint")
-        )
     boxes = [
         tag("li", tag("b", item.title), tag("span", item.text), tag("code", item.metric), class_=item.level)
         for item in found
     ]
-    return tag("section", tag("h2", "Advice"), tag("ul", boxes, class_="advice"))
+    nothing = tag("p", "Nothing striking in the metrics.", class_="hint")
+    return tag("section", tag("h2", "Advice"), tag("ul", boxes, class_="advice") if boxes else nothing)
 
 
 def _curves(site: Site, run: Run, rows: Sequence[Mapping[str, Any]]) -> Html:
@@ -384,12 +375,10 @@ def evaluations(rows: Sequence[Mapping[str, Any]]) -> Html | None:
     found = [row for row in rows if is_number(row.get("eval_return_mean"))]
     if not found:
         return None
-    lines = [
-        (row.get("steps"), float(row["eval_return_mean"]), row.get("eval_return_std"), row.get("seconds"))
-        for row in found
-    ]
     heads = ("steps", "mean return", "standard deviation", "after seconds of training")
-    return tag("section", tag("h2", "Evaluations"), table(heads, lines[-12:]))
+    names = ("steps", "eval_return_mean", "eval_return_std", "seconds")
+    lines = [[row.get(name) for name in names] for row in found[-12:]]
+    return tag("section", tag("h2", "Evaluations"), table(heads, lines))
 
 
 def media(site: Site, run: Run) -> Html | None:
@@ -437,12 +426,9 @@ def _settings(run: Run, summary: Mapping[str, Any]) -> Html:
         text = run.place_of("config.yaml").read_text("utf-8", "replace")[:200_000]
     except OSError:
         text = ""
-    final = summary.get("metrics")
-    numbers = [
-        row
-        for key, value in (final.items() if isinstance(final, dict) else ())
-        for row in (sorted(flattened({key: value}).items()) if isinstance(value, dict) else [(key, value)])
-    ]
+    numbers: list[tuple[str, Any]] = []
+    for key, value in (summary.get("metrics") or {}).items():
+        numbers += sorted(flattened({key: value}).items()) if isinstance(value, dict) else [(key, value)]
     return tag(
         "section",
         fold("Settings", tag("pre", text, tabindex=0)) if text else None,
@@ -456,12 +442,8 @@ def compare(site: Site, query: Mapping[str, str]) -> Page:
     asked = query.get("runs")
     runs = [site.run(name) for name in asked.split(",")] if asked else site.runs
     parts = [_compared(of_kind, kind) for kind in PANELS if (of_kind := [r for r in runs if r.kind == kind])]
-    left = [run.name for run in runs if run.kind not in PANELS]
-    told = (
-        tag("p", f"Left out, having no curves to compare: {', '.join(left)}.", class_="hint")
-        if left
-        else None
-    )
+    left = ", ".join(run.name for run in runs if run.kind not in PANELS)
+    told = tag("p", f"Left out, having no curves to compare: {left}.", class_="hint") if left else None
     nothing = tag("p", "no curves to compare", class_="empty")
     body = join(tag("header", tag("h1", "Runs compared"), told), parts or nothing)
     return Page("Runs compared", body, (("runs", site.link("")), ("compared", None)), up=site.link(""))

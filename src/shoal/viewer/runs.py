@@ -120,8 +120,7 @@ class Run:
         """`running`, `completed` and so on, or `stopped` when no file says how it ended."""
         if self.is_running():
             return "running"
-        said = self.summary().get("status")
-        return str(said) if said else "stopped"
+        return str(self.summary().get("status") or "stopped")
 
     def progress(self) -> tuple[float, float, float | None] | None:
         """How far the last row is on the x axis, where the run ends, and the seconds left at the pace so far."""

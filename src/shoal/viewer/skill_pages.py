@@ -117,9 +117,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         raise DataError(f"there is no skill {name[:80]!r} in this run")
     skill = found[0]
     heads = {h["version"] for h in tables["head"] if h["expert"] == skill["expert"]}
-    versions = [
-        v for v in tables["version"] if v["expert"] == skill["expert"] and skill["expert"] is not None
-    ]
+    versions = [v for v in tables["version"] if v["expert"] == skill["expert"]]
     attempts = [a for a in tables["attempt"] if a["skill"] == name]
     rows = _training_rows(run, attempts, name)
     steps = int(rows[-1]["step"]) if rows else NONE
@@ -127,7 +125,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         (
             v["id"],
             "head" if v["id"] in heads else "",
-            v["parent"] if v["parent"] is not None else NONE,
+            v["parent"],
             str(v["kind"]),
             str(v["rule"] or ""),
             f"{v['wins']} of {v['episodes']}" if v["episodes"] else NONE,
@@ -159,16 +157,13 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
     of_version = ("version", "", "made from", "kind", "rule", "won", "env steps", "", "file")
     of_attempt = ("no.", "end", "took, with its start", "env steps", "launcher", "reason")
     none_yet = tag("p", "None: no training of it was accepted.", class_="hint")
+    listed = table(of_version, version_rows) if versions else none_yet
     body = join(
         tag("header", tag("h1", name, " ", state(str(skill["status"])))),
         facts(told),
         tag("p", skill["reason"], class_="error") if skill["reason"] else None,
         _curves(rows),
-        tag(
-            "section",
-            tag("h2", "Versions of its expert"),
-            table(of_version, version_rows) if versions else none_yet,
-        ),
+        tag("section", tag("h2", "Versions of its expert"), listed),
         tag("section", tag("h2", "Trainings"), table(of_attempt, attempt_rows)),
         tag("section", tag("h2", "Specification"), tag("pre", spec, tabindex=0)),
     )

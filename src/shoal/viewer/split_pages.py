@@ -161,10 +161,8 @@ def _blocks(
         int(first): (k, int(last)) for k, (_, first, last) in enumerate(described.get("image_spans") or ())
     }
     blocks = []
-    for role, first, last in described.get("roles") or [
-        ["prompt", 0, border],
-        ["response", border, len(ids)],
-    ]:
+    without_roles = ("prompt", 0, border), ("response", border, len(ids))
+    for role, first, last in described.get("roles") or without_roles:
         parts: list[Any] = []
         at, end = int(first), min(int(last), len(ids))
         if at == border:
@@ -233,12 +231,8 @@ def _qwen() -> dict[int, bytes] | None:
     if found is None or found.origin is None:
         return None
     lines = (Path(found.origin).parent / "resources" / "qwen.tiktoken").read_bytes().splitlines()
-    table = {
-        int(rank): base64.b64decode(word)
-        for word, _, rank in (line.partition(b" ") for line in lines)
-        if rank
-    }
-    return table | {len(table) + k: name.encode() for k, name in enumerate(CONTROL_TOKENS)}
+    words = [base64.b64decode(line.split()[0]) for line in lines]  # in the order of their ids
+    return dict(enumerate([*words, *(name.encode() for name in CONTROL_TOKENS)]))
 
 
 def _pictures(
