@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from tests.viewer.browser import Browser, chromium
 from tests.viewer.test_index import episode
 from tests.viewer.test_server import HOSTILE, make_run
 
@@ -17,14 +16,6 @@ from shoal.viewer.export import export
 from shoal.viewer.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if chromium() is None:
-        pytest.fail("Chromium is not installed: `make test-browser` installs it from Debian's packages")
-    with Browser() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")

@@ -26,21 +26,11 @@ from shoal.viewer.export import export
 from shoal.viewer.group_pages import parting
 from shoal.viewer.markup import Html, graph, histogram, join, spark, tag, thinned
 from shoal.viewer.pages import Site, compare, overview
-from shoal.viewer.runs import Run, whole_rows
+from shoal.viewer.runs import whole_rows
 from shoal.viewer.server import page_for
 
 FIXTURES = Path(__file__).with_name("fixtures")
 """Finished runs of four commands."""
-
-
-@pytest.fixture
-def opened():
-    def open_run(folder):
-        run = Run(folder)
-        run.index.refresh()
-        return run
-
-    return open_run
 
 
 # --- markup

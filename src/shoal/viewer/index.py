@@ -7,7 +7,6 @@ without its newline is still being written, and waits.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import threading
 from collections import Counter
@@ -143,9 +142,7 @@ class EpisodeIndex:
     # --- bringing it up to date
     def files(self) -> list[str]:
         """The names of the run's files of episodes as they are now, in order."""
-        with contextlib.suppress(OSError):
-            return sorted(entry.name for entry in os.scandir(self.folder) if _is_file_of_episodes(entry))
-        return []
+        return sorted(path.name for path in self.folder.glob("[!.]*.jsonl") if path.is_file())
 
     def refresh(self, only: str | None = None) -> EpisodeIndex:
         """Read the files that are new or changed, all of them or the one of that name; returns itself."""
@@ -400,10 +397,6 @@ class EpisodeIndex:
         except (DataError, OSError):
             return None
         return [found.get(member.row) for member in members] if found else None
-
-
-def _is_file_of_episodes(entry: os.DirEntry[str]) -> bool:
-    return entry.name.endswith(".jsonl") and not entry.name.startswith(".") and entry.is_file()
 
 
 def _cause(end: tuple[str, str | None]) -> str | None:

@@ -266,7 +266,8 @@ def _pictures(
             part, said = _part(
                 point, {"recorded": recorded, "resized": resized}.get(scale, (1000, 1000)), scale
             )
-            _draw_point(picture, part)
+            if part is not None:
+                _draw_point(picture, part)
         found.append((thumbnail_url(picture), said))
     return found
 
@@ -303,12 +304,10 @@ def _points(messages: Any, count: int) -> list[tuple[float, float] | None]:
     return points if len(points) == count else [None] * count
 
 
-def _draw_point(picture: Any, part: tuple[float, float] | None) -> None:
+def _draw_point(picture: Any, part: tuple[float, float]) -> None:
     """Mark a point of the picture."""
     from PIL import ImageDraw
 
-    if part is None:
-        return
     pen, x, y = ImageDraw.Draw(picture), part[0] * picture.size[0], part[1] * picture.size[1]
     unit = max(picture.size) / 640
     for radius, colour in ((11 * unit, "white"), (9 * unit, "#e6194b")):
