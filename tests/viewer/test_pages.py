@@ -415,8 +415,9 @@ def test_settings_that_stand_for_more_than_fits_hide_no_comparison(tmp_path, ope
     listed = "a0: &a0 [1, 2]\n" + "".join(
         f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12)
     )
-    runs = [make_run(tmp_path / name) for name in ("one", "two", "three")]
-    for run, text in zip(runs, (bomb, listed, "a: &a {b: *a}\n"), strict=True):
+    deep = "a: " + "[" * 10**5 + "]" * 10**5  # on which the fast loader of PyYAML ends the process
+    runs = [make_run(tmp_path / name) for name in ("one", "two", "three", "four")]
+    for run, text in zip(runs, (bomb, listed, "a: &a {b: *a}\n", deep), strict=True):
         (run / "config.yaml").write_text(text)
     assert "Runs compared" in compare(Site([opened(run) for run in runs]), {}).body
 

@@ -15,13 +15,14 @@ import msgspec
 from shoal.core.errors import DataError
 from shoal.viewer.index import COLUMNS, ORDERS, Episode, Filter
 from shoal.viewer.markup import Html, histogram, join, number, tag
-from shoal.viewer.pages import Page, Site, Ways, anchor, arrows, reading, table
+from shoal.viewer.pages import Page, Site, Ways, anchor, arrows, reading_hint, table
 from shoal.viewer.runs import Run
 
 PAGE = 50
 """Episodes on a page."""
 OUTCOMES = {"success": "solved", "failed": "failed", "truncated": "out of turns", "error": "error"}
 _PAGES = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""What `page` in an address may be."""
 _HEADS = (
     ("episode", "file"), ("end", "outcome"), ("reward", "reward"), ("turns", "turns"), ("group.member", "group"),
     ("tokens", "tokens"), ("invalid", "invalid"), ("iteration", "iteration"), ("env", "env"),
@@ -79,7 +80,7 @@ def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     rewards = tag("figure", tag("figcaption", tag("b", "Rewards")), drawn)
     body = join(
         tag("header", tag("h1", f"Episodes of {wanted.file}" if wanted.file else "Episodes")),
-        reading(run),
+        reading_hint(run),
         _form(site, run, place, query, order, [cause for cause, _ in causes]) if site.only is None else None,
         tag("div", rewards, tag("div", ends, whys), class_="split"),
         pager,
@@ -179,7 +180,7 @@ def _converted(asked: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(asked, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise DataError(f"the address asks for episodes by what they have not: {error}") from error
+        raise DataError(f"the address asks for episodes in a way that cannot be read: {error}") from error
 
 
 # --- the list that one came from

@@ -411,10 +411,10 @@ def files_section(site: Site, run: Run) -> Html:
     every = anchor(site, "All episodes", place, class_="button")
     newest, older = table(heads, rows[:NEWEST]), rows[NEWEST:]
     more = fold(counted(len(older), "older file"), table(heads, older)) if older else None
-    return tag("section", tag("h2", "Episodes"), reading(run), every, newest, more, id="episodes")
+    return tag("section", tag("h2", "Episodes"), reading_hint(run), every, newest, more, id="episodes")
 
 
-def reading(run: Run) -> Html | None:
+def reading_hint(run: Run) -> Html | None:
     """How far the episodes of a run are read, until all are."""
     done, todo = run.index.progress
     return tag("p", f"reading episodes: {done / todo:.0%}", class_="hint") if todo else None
@@ -423,7 +423,7 @@ def reading(run: Run) -> Html | None:
 def _settings(run: Run, summary: Mapping[str, Any]) -> Html:
     """The settings as they were written, and the numbers of the summary."""
     try:
-        text = run.place_of("config.yaml").read_text("utf-8", "replace")[:200_000]
+        text = run.path_of("config.yaml").read_text("utf-8", "replace")[:200_000]
     except OSError:
         text = ""
     numbers: list[tuple[str, Any]] = []

@@ -78,14 +78,14 @@ class Run:
                 known = self._known.get(name)
             if known is not None and known[0] == mark:
                 return known[1]
-            value = make(self.place_of(name))
+            value = make(self.path_of(name))
         except (OSError, ValueError, RecursionError):
             return empty
         with self._lock:
             self._known[name] = (mark, value)
         return value
 
-    def place_of(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """Where a file of the run is.
 
         Raises:
@@ -175,7 +175,7 @@ class Run:
         """
         media = kinds.get(Path(name).suffix.lower())
         with contextlib.suppress(OSError, ValueError):
-            place = self.place_of(name)
+            place = self.path_of(name)
             if media and place.stat().st_size <= _LARGEST:
                 return place, media
         raise DataError(f"{name[:200]!r} is no picture or film of this run")

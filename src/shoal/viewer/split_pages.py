@@ -214,13 +214,13 @@ def _spelling(messages: Any, ids: Any) -> Spell | None:
 
     written = b"".join(table.get(int(i), b"") for i in ids).decode(errors="replace")
     answers = [message for message in messages or () if message["role"] == "assistant"]
-    said = [str(part.get("text", "")).strip()[:24] for answer in answers for part in _parts(answer)]
+    said = [str(part.get("text") or "").strip()[:24] for answer in answers for part in _parts(answer)]
     return spell if any(text and text in written for text in said) else None
 
 
 def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     """What a message is made of, also one of text alone."""
-    content = message["content"]
+    content = message.get("content")
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
