@@ -78,8 +78,10 @@ class Run:
                 known = self._known.get(name)
             if known is not None and known[0] == mark:
                 return known[1]
-            value = make(self.path_of(name))
-        except (OSError, ValueError, RecursionError):
+            value, real = empty, self.path_of(name)
+            with contextlib.suppress(ValueError, RecursionError):  # what cannot be read is not tried again
+                value = make(real)
+        except OSError:
             return empty
         with self._lock:
             self._known[name] = (mark, value)
