@@ -388,9 +388,9 @@ def media(site: Site, run: Run) -> Html | None:
         with contextlib.suppress(DataError):  # it made none of that name
             _, kind = run.file(name, PICTURES | FILMS)
             if (address := site.picture(run, name)) is not None:
-                film = tag("video", src=address, controls=True, muted=True)
-                picture = tag("img", src=address, alt=name, loading="lazy")
-                seen = film if kind in FILMS.values() else picture
+                seen = tag("img", src=address, alt=name, loading="lazy")
+                if kind in FILMS.values():
+                    seen = tag("video", src=address, controls=True, muted=True)
                 shown.append(tag("figure", seen, tag("figcaption", name)))
     return tag("section", tag("h2", "Pictures"), tag("div", shown, class_="media")) if shown else None
 
