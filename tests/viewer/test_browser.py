@@ -88,7 +88,7 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
         # their advantages
         browser.open(f"{address}run/0/episodes?file=train-000001.jsonl&order=best")
         browser.click("table.episodes a.row-link")
-        browser.until("!!document.querySelector('.strip .token.a9')")
+        browser.until("!!document.querySelector('.js .strip .token.a9')")
         assert not browser.run("document.querySelector('.key-line.worth').checkVisibility()")
         browser.press("a")
         assert browser.run("document.querySelector('.key-line.worth').checkVisibility()")
