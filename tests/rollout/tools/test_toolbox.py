@@ -1,6 +1,7 @@
 """Tools in rollouts: the same on every backend, MCP servers that misbehave, and records in the place of tools."""
 
 import asyncio
+import functools
 import sys
 import time
 from pathlib import Path
@@ -100,8 +101,9 @@ def test_two_tools_of_one_name_and_settings_that_cannot_be_are_refused():
         ([functions.add, functions.add], "two tools named 'add'"),
         ([{"function": "x:y", "recorded": "z"}], "one of function, mcp and recorded"),
         ([{"mcp": {"command": ["a"], "url": "b"}}], "not both"),
-        (["nothing"], "module:function"),
-        (["no_such_module:f"], "cannot be imported"),
+        (["nothing"], "module:Name"),
+        (["no_such_module:f"], "cannot import the tool 'no_such_module:f'"),
+        ([functools.partial(functions.add, 1)], "a function with a name"),
         ([{"function": "x:y", "limit": 3}], "unknown key 'tools.limit'"),
     ):
         with pytest.raises(ConfigError, match=why):

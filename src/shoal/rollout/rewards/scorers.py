@@ -26,11 +26,11 @@ import msgspec
 
 from shoal.core.data import Trajectory, reward_of
 from shoal.core.errors import ConfigError, EngineError, EnvError, WorkerDiedError, with_frames
-from shoal.core.executors import OwnThread
-from shoal.core.files import append_line
+from shoal.core.executors import in_own_thread
+from shoal.core.files import append_line, whole_lines
 from shoal.core.workers import WorkerProcess, describe_exit
 from shoal.envs.actions import last_tag
-from shoal.envs.catalogue import attribute_named
+from shoal.envs.catalogue import function_named
 from shoal.rollout.functions import FunctionFailedError, FunctionProcess
 from shoal.rollout.loops import LoopThread
 from shoal.rollout.rewards.settings import FIELD, PROMPT, REWARDS, JudgeConfig, RewardConfig
@@ -66,9 +66,7 @@ class Answers:
         name = f"answers-{rank}.jsonl" if rank else "answers.jsonl"
         self._path, self._hold = None if folder is None else folder / name, hold
         for path in sorted(folder.glob("answers*.jsonl")) if folder is not None else ():
-            for line in path.read_bytes().splitlines():
-                with contextlib.suppress(msgspec.MsgspecError):  # what a kill cut off is asked for again
-                    self._known |= [msgspec.json.decode(line, type=tuple[str, str])]
+            self._known |= whole_lines(path, tuple[str, str])
 
     def get(self, key: str) -> str | None:
         """The answer, if it is known."""
@@ -115,29 +113,23 @@ def function_of(config: RewardConfig) -> Any:
     """The function of a reward that is one; a `ConfigError` if there is no such function."""
     if config.function is None:
         return REWARDS[config.name]
-    _, function = attribute_named(config.function, "a reward's function")
-    if not callable(function):
-        raise ConfigError(f"function {config.function!r} must be a function, got {function!r}")
-    return function
+    return function_named(config.function, "a reward's function")
 
 
 class FunctionScorer:
-    """Calls a Python function in a thread of its own, for one group after another."""
+    """Calls a Python function, for one group after another, each time in a thread of its own."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._function, self._seconds = function_of(config), config.timeout
         self._takes_task = "task" in inspect.signature(self._function).parameters
-        self._thread: OwnThread | None = None
         self._free = asyncio.Lock()
 
     async def score(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
         """What the function gives; one that does not return is left behind in its thread."""
         async with self._free:
-            thread = self._thread = self._thread or OwnThread("shoal-reward")
-            called = asyncio.wrap_future(thread.submit(partial(self._call, episodes, task)))
-            if (await asyncio.wait([called], timeout=self._seconds))[0]:
+            called = in_own_thread(partial(self._call, episodes, task), "shoal-reward")
+            if (await asyncio.wait([asyncio.wrap_future(called)], timeout=self._seconds))[0]:
                 return called.result()
-            self.close()
         return [Scored(None, f"it did not return within {self._seconds:g} s (timeout)")] * len(episodes)
 
     def _call(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
@@ -148,10 +140,7 @@ class FunctionScorer:
             return [Scored(None, with_frames(error))] * len(episodes)
 
     def close(self) -> None:
-        """End the thread."""
-        if self._thread is not None:
-            self._thread.end()
-        self._thread = None
+        """Its thread ends with the call."""
 
 
 # --- commands

@@ -48,22 +48,7 @@ class ToolChat:
     # --- prompts
     def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt for a chat, tools and all."""
-        ids: tuple[int, ...] = self.inner.start(self._with_tools(messages))
-        return ids
-
-    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
-        """As the tokenizer does it."""
-        ids: tuple[int, ...] = self.inner.extend(response_ids, message)
-        return ids
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """As the tokenizer does it."""
-        ids: tuple[int, ...] = self.inner.encode(text)
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """As the tokenizer does it."""
-        return str(self.inner.decode(ids))
+        return tuple(self.inner.start(self._with_tools(messages)))
 
     @property
     def render(self) -> Any:
@@ -74,10 +59,10 @@ class ToolChat:
     def extend_results(self, response_ids: tuple[int, ...], uses: Sequence[ToolUse]) -> tuple[int, ...]:
         """What follows a response with calls: its end, the results in the order of the calls, the next header."""
         if self._own:
-            ids: tuple[int, ...] = self.inner.extend_tools(response_ids, [use.shown for use in uses])
-            return ids
-        [message] = self.messages(uses)
-        return self.extend(response_ids, message)
+            ids = self.inner.extend_tools(response_ids, [use.shown for use in uses])
+        else:
+            ids = self.inner.extend(response_ids, *self.messages(uses))
+        return tuple(ids)
 
     def messages(self, uses: Sequence[ToolUse]) -> list[Message]:
         """The results as messages of the chat."""
