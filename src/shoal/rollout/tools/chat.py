@@ -85,15 +85,15 @@ class ToolChat:
         calls = read_calls(text, self.grammar)
         if not calls:
             return otherwise(text)
-        known = [call if call.error or call.name in self.tools else self._unknown(call) for call in calls]
-        valid = all(call.error is None for call in known)
-        return Projected((), valid, tuple(map(self._checked, known)))
-
-    def _unknown(self, call: ToolCall) -> ToolCall:
-        return replace(call, error=f"there is no tool {call.name[:64]!r}; there are: {', '.join(self.tools)}")
+        valid = all(call.error is None and call.name in self.tools for call in calls)
+        return Projected((), valid, tuple(map(self._checked, calls)))
 
     def _checked(self, call: ToolCall) -> ToolCall:
-        return call if call.error else replace(call, error=self.tools[call.name].problem(call.arguments))
+        if call.error is not None:
+            return call
+        if (tool := self.tools.get(call.name)) is not None:
+            return replace(call, error=tool.problem(call.arguments))
+        return replace(call, error=f"there is no tool {call.name[:64]!r}; there are: {', '.join(self.tools)}")
 
     def written(self, call: ToolCall) -> str:
         """A call as this model writes it."""
