@@ -44,6 +44,14 @@ def test_an_episode_that_is_not_there_says_which_are(run, capsys):
     assert "--episode must be in [0, 3], got 4" in capsys.readouterr().err
 
 
+def test_a_response_that_is_itself_the_action_is_shown_once(run, capsys):
+    said = Exchange("seen", (7,), (1,), (-0.1,), "higher", "higher", True, 1.0, "s", None, "stop")
+    played = trajectory_of("Agent", 0, 0, 0, 1, (said,), True, True, False, "ok", "")
+    write_trajectories(run / "trajectories" / "heldout-000002.jsonl", [played])
+    assert main(["show", str(run)]) == 0
+    assert "    seen\n  → higher   reward 1\n" in capsys.readouterr().out
+
+
 def test_a_run_without_episodes_shows_its_summary_and_refuses_to_show_one(run, capsys):
     (run / "summary.json").write_text(json.dumps({"command": "train-ppo", "metrics": {"steps": 8}}))
     (run / "trajectories" / "heldout-000001.jsonl").unlink()

@@ -198,7 +198,7 @@ def test_a_call_after_the_end_is_refused(serve, engine):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"top_logprobs": 5}, "top_logprobs"),
-        ({"seed": 3}, "seed"),
+        ({"seed": 3}, "seed=3 is not served here; leave it out"),
         ({"logit_bias": {"1": 2}}, "logit_bias"),
         ({"temperature": "hot"}, "temperature"),
         ({"n": 0}, "n"),
@@ -306,6 +306,9 @@ def test_strangers_are_refused(serve, engine):
     assert post(server, body, headers={"origin": "http://evil.example"})[0] == 403
     assert post(server, body, path="../a/v1/chat/completions")[0] == 404
     assert post(server, body, path="a/v1/embeddings")[0] == 404
+    with pytest.raises(urllib.error.HTTPError) as got:
+        urllib.request.urlopen(server.variables("a")["OPENAI_BASE_URL"])
+    assert "POST to /SECRET/SESSION/v1/chat/completions" in got.value.read().decode()
     for broken in (b"", b"{", b"[]", b"[" * 100_000, b"\xff"):
         status, answer = post(server, broken)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")

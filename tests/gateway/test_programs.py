@@ -157,6 +157,11 @@ def test_a_worker_process_plays_many_episodes_of_a_function_and_ends_with_the_ro
         ("nonsense", "env_error", "the result must be a reward"),
         ("missing", "env_error", "has no attribute 'missing'"),
         ("no_function", "env_error", "agent_functions:no_function is no function"),
+        (
+            "ask",
+            "env_error",
+            "missing a required argument: 'messages'; it may take task, base_url, variables",
+        ),
     ],
 )
 def test_a_function_that_misbehaves_fails_its_episode_and_its_process_ends(tmp_path, function, status, why):
@@ -259,12 +264,15 @@ def test_programs_need_a_parallel_rollout_and_company_of_their_kind(tmp_path):
     lake = "+custom_envs.Lake={env_type: frozen_lake}"
     with pytest.raises(ConfigError, match="plays either programs or envs"):
         play(config(tmp_path, "es_manager.train.env_configs.tags=[Agent,Lake]", lake))
+    with pytest.raises(ConfigError, match=r"leave agent_proxy\.tools out"):
+        play(config(tmp_path, "+agent_proxy.tools=[agent_functions:play]"))
     with pytest.raises(ConfigError, match="ProgramConfig.command: Expected `array`, got 'ls'"):
         make("program", command="ls")
     with pytest.raises(ConfigError, match="give either function"):
         make("program", command=["ls"], function="a:b")
-    with pytest.raises(ConfigError, match="function must be such as"):
-        make("program", function="agent.py")
+    for function in ("agent.py", "agent.py:play"):
+        with pytest.raises(ConfigError, match="function must be such as"):
+            make("program", function=function)
 
 
 def test_the_check_before_a_training_reads_the_tasks_of_a_program(tmp_path):

@@ -279,13 +279,15 @@ def print_turn(
     told = "" if decode is None else f"  prompt of {count_of(len(prompt), 'token')}"
     console.print(told, markup=False)
     shown = turn.observation if decode is None else decode(prompt)
-    console.print(Padding(Text(harmless(shown)), (0, 0, 0, 4)))
+    console.print(Padding(Text(harmless(shown)), (0, 0, 0, 4), expand=False))
     response = Text(harmless(turn.response.strip("\n")) or "(nothing)", style="cyan")
     for match in ACTION.finditer(response.plain):
         response.stylize("bold green" if turn.action_is_valid else "bold red", *match.span())
-    verdict = turn.action if turn.action_is_valid else "no valid action"
+    verdict = f"{turn.action}, " if turn.action_is_valid else "no valid action, "
+    if turn.action == turn.response:  # as of a program, or of an env that takes free text
+        verdict = ""
     console.print(
         Text("  → ")
         .append_text(response)
-        .append(harmless(f"   {verdict}, reward {turn.reward:g}"), style="dim")
+        .append(harmless(f"   {verdict}reward {turn.reward:g}"), style="dim")
     )

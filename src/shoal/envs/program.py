@@ -57,7 +57,7 @@ class ProgramConfig:
                 'give either function, such as "agent:play", or command, a list of words such as '
                 '["{python}", "agent.py"]'
             )
-        if self.function is not None and not re.fullmatch(r"[\w.]+:\w+", self.function):
+        if self.function is not None and not re.fullmatch(r"[\w.]+(?<!\.py):\w+", self.function):
             raise ConfigError(f'function must be such as "agent:play", got {self.function!r}')
         for name in ("max_steps", "output"):
             if (value := getattr(self, name)) < 1:

@@ -24,7 +24,7 @@ CHAT = {
 }  # fmt: skip
 """Parameters of a chat completion that are known; some of them may only have the value that changes nothing."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0), "response_format": ({"type": "text"},),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"), "parallel_tool_calls": (True,), "seed": (), "top_logprobs": (0,),
 }  # fmt: skip
 """Values of parameters that change nothing; others are refused."""
@@ -36,8 +36,9 @@ def check(body: Mapping[str, Any], known: set[str], neutral: Mapping[str, tuple[
         if name not in known:
             raise RefusedError(f"{name}: this parameter is not served here; leave it out", param=name)
         if name in neutral and value is not None and value not in neutral[name]:
-            allowed = " or ".join(map(repr, neutral[name])) or "nothing"
-            raise RefusedError(f"{name}={value!r:.80} is not served here; it may be {allowed}", param=name)
+            allowed = " or ".join(map(repr, neutral[name]))
+            advice = f"it may be {allowed}" if allowed else "leave it out"
+            raise RefusedError(f"{name}={value!r:.80} is not served here; {advice}", param=name)
 
 
 def number(body: Mapping[str, Any], name: str, kind: type, default: Any, low: float, high: float) -> Any:

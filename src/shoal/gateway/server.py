@@ -264,9 +264,8 @@ def make_app(gateway: Gateway) -> Any:
         return guard(request) or JSONResponse({"object": "list", "data": [entry]})
 
     async def nowhere(request: Request) -> Response:
-        return refused(
-            request, 404, "there is no such address: use the whole one, secret and session included"
-        )
+        served = "POST to /SECRET/SESSION/v1/chat/completions, or GET /SECRET/SESSION/v1/models"
+        return refused(request, 404, f"nothing answers {request.method} at this address: {served}")
 
     return Starlette(
         routes=[

@@ -194,7 +194,7 @@ class Session:
             value, right = getattr(asked, name), getattr(fixed, name)
             if value not in (right, getattr(Picking(), name)):
                 raise RefusedError(
-                    f"{name}={value}: the run decides it (agent_proxy.{name}={right}): leave it out, or set it so",
+                    f"{name}={value}: the run that plays this program decides it (here {right}): leave it out",
                     param=name,
                 )
         return replace(fixed, max_tokens=min(fixed.max_tokens, asked.max_tokens), stop=asked.stop)

@@ -131,8 +131,13 @@ def _load(name: str) -> Callable[..., Any]:
 
 def _play(function: Callable[..., Any], task: Any, variables: Mapping[str, str]) -> tuple[float, bool]:
     given = {"task": task, "base_url": variables["OPENAI_BASE_URL"], "variables": variables}
-    wanted = inspect.signature(function).parameters
-    value = function(**{key: given[key] for key in PARAMETERS if key in wanted})
+    signature = inspect.signature(function)
+    wanted = {key: given[key] for key in PARAMETERS if key in signature.parameters}
+    try:
+        signature.bind(**wanted)
+    except TypeError as error:
+        raise TypeError(f"{error}; it may take {', '.join(PARAMETERS)}") from None
+    value = function(**wanted)
     if inspect.isawaitable(value):
         value = asyncio.run(_awaited(value))
     return result_of(value)

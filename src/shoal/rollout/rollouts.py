@@ -113,7 +113,8 @@ class ParallelRolloutManager(Closing):
                 f"custom_envs.{programs[0]} is a program, and the other kinds of the {side} side are none: a rollout "
                 f"plays either programs or envs"
             )
-        if programs and (proxy.tools if tools is None else tools):
+        given = proxy.tools if tools is None else tools
+        if programs and (given.tools if isinstance(given, Toolbox) else given):
             raise ConfigError(
                 f"custom_envs.{programs[0]}: a program calls its own tools: leave agent_proxy.tools out"
             )
@@ -123,7 +124,6 @@ class ParallelRolloutManager(Closing):
         self._sessions = sessions
         self.roles = make_roles(kinds, self.tags, proxy.max_turn)
         self.seed = self.config.seed if seed is None else seed
-        given = proxy.tools if tools is None else tools
         self._own_toolbox = not isinstance(given, Toolbox)
         self.toolbox = given if isinstance(given, Toolbox) else Toolbox(given, proxy.max_tool_turns)
         tokenizer = self.toolbox.chat(engine.tokenizer)

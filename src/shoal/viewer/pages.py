@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import reprlib
 import shlex
 import statistics
 import threading
@@ -25,9 +24,8 @@ from shoal.train.advice import Advice, advise
 from shoal.viewer import curves
 from shoal.viewer.curves import AXES, PANELS, SHARES, Line
 from shoal.viewer.markup import NONE, Html, counted, fold, join, number, spark, tag
-from shoal.viewer.runs import PICTURES, Run, points
+from shoal.viewer.runs import FILMS, PICTURES, Run, points
 
-MOST_SETTINGS = 10_000
 EMBEDDED = 4 * 2**20
 """Bytes up to which a static file holds a picture."""
 NEWEST = 10
@@ -383,15 +381,14 @@ def evaluations(rows: Sequence[Mapping[str, Any]]) -> Html | None:
 def media(site: Site, run: Run) -> Html | None:
     """Pictures and films that the run made."""
     shown = []
-    for name in run.media():
-        address = site.picture(run, name)
-        if address is None or name == "curves.png":
-            continue
-        if name.endswith((".mp4", ".webm")):
-            seen = tag("video", src=address, controls=True, muted=True)
-        else:
-            seen = tag("img", src=address, alt=name, loading="lazy")
-        shown.append(tag("figure", seen, tag("figcaption", name)))
+    for name in ("video.gif", "video.mp4", "video.webm", "chain.gif"):
+        with contextlib.suppress(DataError):  # it made none of that name
+            _, kind = run.file(name, PICTURES | FILMS)
+            if (address := site.picture(run, name)) is not None:
+                film = tag("video", src=address, controls=True, muted=True)
+                picture = tag("img", src=address, alt=name, loading="lazy")
+                seen = film if kind in FILMS.values() else picture
+                shown.append(tag("figure", seen, tag("figcaption", name)))
     return tag("section", tag("h2", "Pictures"), tag("div", shown, class_="media")) if shown else None
 
 
@@ -425,7 +422,7 @@ def files_section(site: Site, run: Run) -> Html:
 def _settings(run: Run, summary: Mapping[str, Any]) -> Html:
     """The settings as they were written, and the numbers of the summary."""
     try:
-        text = run.read("config.yaml")[:200_000].decode(errors="replace")
+        text = run.place_of("config.yaml").read_text("utf-8", "replace")[:200_000]
     except OSError:
         text = ""
     final = summary.get("metrics")
@@ -518,23 +515,15 @@ def _team_name(team: Sequence[Run]) -> str:
     return ", ".join(run.name for run in team[:3]) + (f" and {len(team) - 3} more" if len(team) > 3 else "")
 
 
-def flattened(config: Mapping[str, Any]) -> dict[str, str]:
-    """Settings as dotted names; of a file whose aliases stand for more than settings are, the first of them."""
+def flattened(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """Settings as dotted names."""
     found: dict[str, str] = {}
-    todo = [(str(key), value, 0) for key, value in config.items()]
-    while todo and len(found) < MOST_SETTINGS:
-        name, value, depth = todo.pop()
-        if isinstance(value, Mapping) and value and depth < 12:
-            todo += [(f"{name}.{key}", inner, depth + 1) for key, inner in value.items()]
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            found |= flattened(value, f"{before}{key}.")
         else:
-            value = NONE if value is None else value
-            found[name] = (_SHORT.repr(value) if isinstance(value, list | Mapping) else str(value))[:200]
+            found[f"{before}{key}"] = NONE if value is None else str(value)[:200]
     return found
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlist = _SHORT.maxdict = 40
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 4, 200, 200
 
 
 _OWN = ("seed", "run_dir", "resume", "resume_from", "next_step", "checkpoint_dir", "record_video")

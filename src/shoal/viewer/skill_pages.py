@@ -41,7 +41,7 @@ def _training_rows(run: Run, attempts: list[Row], skill: str) -> list[Row]:
     own = [str(a["run_folder"]) for a in attempts if a["skill"] == skill]
     for folder in [*own[-1:], *(f"skills/{name}" for name in kept)]:
         with contextlib.suppress(OSError):
-            return latest(whole_rows(run.read(f"{folder}/metrics.jsonl")), "step")
+            return latest(whole_rows(run.place_of(f"{folder}/metrics.jsonl").read_bytes()), "step")
     return []
 
 
