@@ -59,7 +59,7 @@ def play(settings, engine, backend="serial", **more):
 @pytest.mark.parametrize("mode", ["append", "window"])
 def test_episodes_with_tools_are_the_same_wherever_they_are_played(mode):
     engine, settings = scripted(PARALLEL, "<action>left</action>"), config(NAMED, mode)
-    played = {b: play(settings, engine, b) for b in ("serial", "threads", "processes")}
+    played = {b: play(settings, engine, b) for b in ("serial", "threads", "processes", "loky")}
     train, _ = make_environments(settings | {"vector": {"backend": "serial"}})
     with Toolbox(NAMED) as toolbox:
         prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
