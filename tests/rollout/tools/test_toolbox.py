@@ -225,6 +225,8 @@ def test_a_rollout_repeats_from_its_record_when_all_tools_are_gone(tmp_path):
     with Toolbox(NAMED) as toolbox:
         toolbox.keep(tmp_path)
         played = play(settings, engine, tools=toolbox)
+    with (tmp_path / "tool_uses.jsonl").open("ab") as record:
+        record.write(b'[["Lake",0,1')  # what a kill cut off
     functions_gone = config([{"recorded": str(tmp_path)}])
     for backend in ("serial", "processes"):
         assert play(functions_gone, engine, backend) == played
