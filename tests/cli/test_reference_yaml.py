@@ -54,7 +54,7 @@ def test_the_settings_of_a_reference_config_can_be_changed_on_the_command_line(c
     assert (printed["es_manager"]["train"]["group_size"], printed["trainer"]["iterations"]) == (5, 7)
     assert printed["es_manager"]["train"]["env_groups"] == 4
     assert command("environments", "trainer.iteratons=7") == 2
-    assert "Did you mean 'iterations'" in capsys.readouterr().err
+    assert "Did you mean 'trainer.iterations'" in capsys.readouterr().err
 
 
 def test_the_envs_of_a_reference_config_are_made():

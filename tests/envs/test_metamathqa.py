@@ -415,5 +415,5 @@ def test_the_math_verify_checker_adds_to_the_exact_one():
 
 def test_math_verify_that_is_not_installed_is_told(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"shoal\[math\]"):
+    with pytest.raises(MissingExtraError, match=r"\[math\]"):
         make("metamathqa", checker="math_verify")

@@ -193,5 +193,5 @@ def test_options_that_ray_does_not_know_are_refused(options: dict[str, Any], say
 
 def test_without_ray_the_extra_is_named(monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"shoal\[parallel\]"):
+    with pytest.raises(MissingExtraError, match=r"\[parallel\]"):
         make_vec(CountEnv, 1, backend="ray")

@@ -267,6 +267,7 @@ PACKAGES = {
     "vllm": ("vllm",),
     "slurm": ("submitit",),
     "craftax": ("jax", "craftax", "flax", "optax"),
+    "tools": ("mcp",),
     "web": ("starlette", "uvicorn", "websockets"),
     "envs": ("reasoning_gym", "textarena", "textworld"),
     "data": ("pyarrow",),

@@ -75,7 +75,7 @@ def skills_section(site: Site, run: Run) -> Html:
         for s in skills
     ]
     heads = ("skill", "state", "own test", "on the chain", "env steps used", "of", "trainings", "reason")
-    training = sum(json.loads(s["result"]).get("seconds") or 0.0 for s in skills)
+    training = sum((a["ended"] or a["started"]) - a["started"] for a in attempts)
     span = max((b[2] for b in bars), default=0.0) - min((b[1] for b in bars), default=0.0)
     done = sum(s["status"] == "completed" for s in skills)
     said = {
@@ -83,7 +83,7 @@ def skills_section(site: Site, run: Run) -> Html:
         "skills": f"{done} of {len(skills)} completed",
         "trainings": len(attempts),
         "from the first to the last": duration(span),
-        "training of the completed skills": duration(training),
+        "training in all": duration(training),
     }
     words = (
         "Own test: the success of a skill's expert right after its training. On the chain: of the unseen worlds that "

@@ -207,5 +207,5 @@ def test_another_noun_function_can_be_handed_in():
 
 def test_spacy_that_is_not_installed_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "spacy", None)
-    with pytest.raises(MissingExtraError, match=r"shoal\[spacy\]"):
+    with pytest.raises(MissingExtraError, match=r"\[spacy\]"):
         spacy_nouns()

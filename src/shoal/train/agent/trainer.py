@@ -285,7 +285,7 @@ class AgentTrainer(Closing):
             self.progress.tokens + tokens,
         )
         row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
-        written = sum(t.n_tokens for t in trajectories if t not in self._journal)
+        written = sum(t.n_tokens for t in trajectories if t not in self._collector.collector.journal)
         row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, written)
         if (iteration + 1) % config.trainer.save_trajectories_every == 0 or iteration == 0:
             used = advantages_of(trajectories, learned, samples, self._learner)
