@@ -435,19 +435,20 @@ def fast_tokenizer():
     return tokenizer
 
 
-def byte_tokenizer(template=TEMPLATE):
-    """A tokenizer of `transformers` whose tokens are bytes."""
+def byte_tokenizer(template=TEMPLATE, control=("<|im_start|>", "<|im_end|>")):
+    """A tokenizer of `transformers` whose tokens are bytes and control tokens, of which the last ends a turn."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<|im_start|>", "<|im_end|>", *alphabet])}
+    vocabulary = {token: i for i, token in enumerate([*control, *alphabet])}
     raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+        tokenizer_object=raw, bos_token=control[0], eos_token=control[-1], pad_token=control[-1]
     )
+    tokenizer.add_special_tokens({"additional_special_tokens": list(control[1:-1])})
     tokenizer.chat_template = template
     return tokenizer
 

@@ -12,10 +12,14 @@ from tests.rollout.doubles import (
     InterruptingEngine,
     config,
 )
+from tests.rollout.tools import functions
 
 from shoal import envs
+from shoal.core.data import encode_trajectory
 from shoal.rollout.journal import Journal
+from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.samplers.scripted import ScriptedEngine
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -45,6 +49,31 @@ def play(backend, engine=None, n_jobs=3, **changes):
 @pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
 def test_trajectories_on_a_cluster_are_the_serial_ones(cluster, schedule):
     assert play("ray", parallel={"schedule": schedule})[0] == play("serial")[0]
+
+
+def test_tools_and_rewards_on_a_cluster_give_the_serial_trajectories(cluster):
+    call = '<tool_call>{"name": "%s", "arguments": {"%s": %s}}</tool_call>'
+    calls = call % ("add", "a", 2) + call % ("look", "city", '"oslo"') + call % ("fail", "text", '"x"')
+    engine = ScriptedEngine(lambda text, key: f"<action>{WORDS[0]}</action>" if key.path[-1] % 2 else calls)
+    settings = config(n_jobs=3)
+    settings["agent_proxy"]["max_tokens"] = 999
+    tools = [functions.add, functions.look, functions.fail]
+
+    def collect(backend):
+        with (
+            Judge(["env", lengths]) as judge,
+            ParallelRolloutManager(settings, engine, backend=backend, tools=tools, judge=judge) as manager,
+        ):
+            return b"".join(map(encode_trajectory, manager.collect(4)))
+
+    played = collect("ray")
+    assert played == collect("serial")
+    assert b'"result":"Norway"' in played
+    assert b'"error":"RuntimeError: no x here"' in played
+
+
+def lengths(episodes):
+    return [float(len(episode.turns)) for episode in episodes]
 
 
 def test_lockstep_does_not_wait_for_workers_that_have_no_place_yet(cluster):

@@ -78,6 +78,14 @@ class OwnThread:
             del item, future, call  # what they hold ends with them
 
 
+def in_own_thread(call: Callable[[], R], name: str) -> Future[R]:
+    """Run `call` in a thread of that name alone, which is left behind if it hangs."""
+    thread = OwnThread(name)
+    future = thread.submit(call)
+    thread.end()
+    return future
+
+
 class SerialExecutor(Executor):
     """Runs each task at once in the calling thread; `submit` returns a finished future."""
 

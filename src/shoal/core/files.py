@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from shoal.core.errors import DataError, ShoalError, reading
 
 MANIFEST = "manifest.json"
@@ -124,6 +126,13 @@ def append_line(path: Path | str, line: bytes, *, durable: bool = False) -> None
     except OSError as error:
         _name(error, path)
         raise
+
+
+def whole_lines(path: Path, kind: Any) -> Iterator[Any]:
+    """The values in a file of JSON lines, each of type `kind`, without those that a kill cut off."""
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(msgspec.MsgspecError):
+            yield msgspec.json.decode(line, type=kind)
 
 
 def write_json(path: Path | str, value: Any) -> None:

@@ -91,7 +91,8 @@ class OpenSession:
         """
         self._gateway.sessions.pop(self._session.name, None)
         calls = self._session.close(in_time=not parallel)
-        if self._session.at_once and not parallel:
+        if self._session.at_once and not parallel and not self._gateway.warned:
+            self._gateway.warned = True
             logger.warning(
                 "a program asked while another call of its episode was under way; so that rewards are discounted the "
                 "same in each run, set parallel: true in its env_config"

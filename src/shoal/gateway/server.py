@@ -136,6 +136,8 @@ class Gateway:
         self._record = None if journal is None else Record(journal)
         self.secret = secret or secrets.token_urlsafe(24)
         self.sessions: dict[str, Session] = {}
+        self.warned = False
+        """Whether it was said that a program asks several things at once."""
 
     def open(self, name: str, key: Key | None = None, **limits: Any) -> Session:
         """Begin a session.

@@ -27,75 +27,80 @@ class FunctionFailedError(ShoalError):
     """A function raised, or its process died."""
 
 
-class FunctionProcess:
-    """A worker process that calls one function again and again; all calls of it are made in one loop.
+class FunctionProcesses:
+    """Worker processes that answer one question after another; one that fails or is too slow is ended.
 
     Args:
-        process: from `start_function`.
+        serve: what each of them does, called with its pipe and `args`.
+        args: of `serve`.
+        started: called with the process id of each.
     """
 
-    def __init__(self, process: WorkerProcess) -> None:
-        self.pid = process.pid
-        self._process = process
+    def __init__(
+        self,
+        serve: Callable[..., None],
+        args: tuple[Any, ...],
+        started: Callable[[int], None] = lambda pid: None,
+    ) -> None:
+        self._serve, self._args, self._started = serve, args, started
+        self._idle: list[WorkerProcess] = []
 
-    async def call(self, task: Mapping[str, Any], variables: Mapping[str, str]) -> tuple[float, bool]:
-        """Reward and success of one episode; after an error the process is not used again.
-
-        Raises:
-            FunctionFailedError: the function raised, returned no reward, or its process died.
-        """
-        answer = await self.ask([task, dict(variables)])
-        return answer[0], answer[1]
-
-    async def ask(self, given: Any) -> Any:
-        """What the process answers; after an error it is not used again.
+    async def ask(self, given: Any, seconds: float) -> Any:
+        """What a process that is free, or a new one, answers to JSON values; all calls are made in one loop.
 
         Raises:
-            FunctionFailedError: it answers with text, which says what failed, or died.
+            TimeoutError: it does not answer within so many seconds.
+            FunctionFailedError: it answers with text, which says what failed, or died, or cannot be started.
         """
-        pipe, loop = self._process.pipe, asyncio.get_running_loop()
-        arrived: asyncio.Future[None] = loop.create_future()
-        number = pipe.fileno()
-        loop.add_reader(number, _set, arrived)
+        process = self._idle.pop() if self._idle else None
         try:
-            pipe.send_bytes(json.dumps(given).encode())
-            await arrived
-            answer = json.loads(pipe.recv_bytes())
-        except (EOFError, OSError, ValueError):
-            self._process.wait(1.0)
-            how = describe_exit(self._process.exit_code)
-            raise FunctionFailedError(f"the process of the function {how}") from None
-        finally:
-            loop.remove_reader(number)
-        if isinstance(answer, str):
-            raise FunctionFailedError(answer)
+            async with asyncio.timeout(seconds):
+                if process is None:  # in a thread, since the first start of all takes a while
+                    process = await asyncio.to_thread(WorkerProcess, self._serve, self._args)
+                    self._started(process.pid)
+                answer = await _answer_of(process, given)
+        except BaseException as error:
+            if process is not None:
+                process.close()
+            if isinstance(error, WorkerDiedError):
+                raise FunctionFailedError(str(error)) from error
+            raise
+        self._idle.append(process)
         return answer
 
+    def pids(self) -> list[int]:
+        """Those that are free."""
+        return [process.pid for process in self._idle]
+
     def end(self) -> None:
-        """Kill it, with all that it started; may be called twice."""
-        self._process.close()
+        """Kill those that are free, with all that they started; may be called twice."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+async def _answer_of(process: WorkerProcess, given: Any) -> Any:
+    pipe, loop = process.pipe, asyncio.get_running_loop()
+    arrived: asyncio.Future[None] = loop.create_future()
+    number = pipe.fileno()
+    loop.add_reader(number, _set, arrived)
+    try:
+        pipe.send_bytes(json.dumps(given).encode())
+        await arrived
+        answer = json.loads(pipe.recv_bytes())
+    except (EOFError, OSError, ValueError):
+        process.wait(1.0)
+        how = describe_exit(process.exit_code)
+        raise FunctionFailedError(f"the process of the function {how}") from None
+    finally:
+        loop.remove_reader(number)
+    if isinstance(answer, str):
+        raise FunctionFailedError(answer)
+    return answer
 
 
 def _set(arrived: asyncio.Future[None]) -> None:
     if not arrived.done():
         arrived.set_result(None)
-
-
-async def start_function(name: str, folder: str | None) -> FunctionProcess:
-    """A process for the function `module:name`.
-
-    Args:
-        name: of the function.
-        folder: where it runs and its module is found; the current folder if not given.
-
-    Raises:
-        FunctionFailedError: no process can be started.
-    """
-    try:  # in a thread, since the first start of all takes a while, and the model answers in this loop
-        process = await asyncio.to_thread(WorkerProcess, serve_function, (name, folder))
-    except WorkerDiedError as error:
-        raise FunctionFailedError(str(error)) from error
-    return FunctionProcess(process)
 
 
 def serve_function(pipe: Any, name: str, folder: str | None) -> None:

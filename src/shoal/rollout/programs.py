@@ -24,7 +24,7 @@ from shoal.core.errors import EngineError, EnvError
 from shoal.core.workers import kill_descendants
 from shoal.envs.program import ProgramEnv
 from shoal.rollout.episode import anchor_of
-from shoal.rollout.functions import FunctionFailedError, FunctionProcess, result_of, start_function
+from shoal.rollout.functions import FunctionFailedError, FunctionProcesses, result_of, serve_function
 from shoal.rollout.hosts.episodes import Begin, Ended, Event, Reply
 from shoal.rollout.hosts.host import LocalHosts
 from shoal.rollout.plan import Assignment
@@ -134,7 +134,7 @@ class ProgramHost:
     def __init__(self, programs: Mapping[str, ProgramEnv], sessions: Sessions, retries: int = 1) -> None:
         self._programs, self._sessions, self._retries = programs, sessions, retries
         self._tasks: set[asyncio.Task[Event]] = set()
-        self._idle: dict[str, FunctionProcess] = {}  # by tag; they wait for the next episode
+        self._processes: dict[str, FunctionProcesses] = {}  # by tag
 
     def tell(self, message: Begin | Reply) -> Awaitable[Event]:
         """The end of an episode that begins."""
@@ -191,35 +191,28 @@ class ProgramHost:
         )  # fmt: skip
 
     async def _call(self, tag: str, task: Mapping[str, Any], variables: Mapping[str, str]) -> Result:
-        """Call a function in a process that waits, or a new one; only after a result it is kept for the next.
+        """Call a function in a process that waits, or a new one.
 
         Raises:
             ProgramFailedError: it failed or was too slow.
         """
         config = self._programs[tag].config
-        assert config.function is not None
-        process = self._idle.pop(tag, None)
+        if tag not in self._processes:
+            limit = partial(_limit_memory, mebibytes=config.memory)
+            arguments = config.function, config.folder
+            self._processes[tag] = FunctionProcesses(serve_function, arguments, limit)
         try:
-            async with asyncio.timeout(config.timeout):
-                if process is None:
-                    process = await start_function(config.function, config.folder)
-                    _limit_memory(process.pid, config.memory)
-                result = Result(*await process.call(task, variables))
-            self._idle[tag], process = process, self._idle.pop(tag, None)
-            return result
+            return Result(*await self._processes[tag].ask([task, dict(variables)], config.timeout))
         except TimeoutError:
             raise ProgramFailedError(
                 f"the function did not return within {config.timeout:g} s (timeout)", "timeout"
             ) from None
         except FunctionFailedError as error:
             raise ProgramFailedError(str(error)) from error
-        finally:
-            if process is not None:
-                process.end()
 
     def pids(self) -> list[int]:
         """The processes of functions that wait for an episode."""
-        return [process.pid for process in self._idle.values()]
+        return [pid for processes in self._processes.values() for pid in processes.pids()]
 
     async def overdue(self) -> list[tuple[int, str]]:
         """None: each program has a time limit of its own."""
@@ -237,8 +230,8 @@ class ProgramHost:
 
     def end(self) -> None:
         """End the processes of functions."""
-        while self._idle:
-            self._idle.popitem()[1].end()
+        for processes in self._processes.values():
+            processes.end()
 
 
 async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[str, str]) -> Result:

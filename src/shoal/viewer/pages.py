@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import reprlib
 import shlex
 import statistics
 import threading
@@ -24,10 +23,9 @@ from shoal.core.run_folder import is_number
 from shoal.train.advice import Advice, advise
 from shoal.viewer import curves
 from shoal.viewer.curves import AXES, PANELS, SHARES, Line
-from shoal.viewer.markup import NONE, Html, counted, fold, join, number, spark, tag
-from shoal.viewer.runs import PICTURES, Run, points
+from shoal.viewer.markup import NONE, Html, counted, fold, join, number, share, spark, state_class, tag, wide
+from shoal.viewer.runs import FILMS, PICTURES, Run, points
 
-MOST_SETTINGS = 10_000
 EMBEDDED = 4 * 2**20
 """Bytes up to which a static file holds a picture."""
 NEWEST = 10
@@ -148,10 +146,8 @@ class Site:
 
 
 def address_of(path: str, **query: Any) -> str:
-    """Path and query of a page; `name_` means `name`, what is None or False is left out."""
-    asked = {
-        key.rstrip("_"): value for key, value in query.items() if value is not None and value is not False
-    }
+    """Path and query of a page; what is None is left out."""
+    asked = {key: value for key, value in query.items() if value is not None}
     return path + (f"?{urlencode(asked)}" if asked else "")
 
 
@@ -159,6 +155,21 @@ def anchor(site: Site, content: Any, path: str, class_: str | None = None, **que
     """A link where there is something behind it, else its content alone."""
     address = site.link(path, **query)
     return tag("a", content, href=address, class_=class_) if address else tag("span", content, class_=class_)
+
+
+def arrows(label: str, ways: Ways, *between: Html | None) -> Html:
+    """Links to the page before and to the next one, and what stands between and behind them."""
+    before, after, _ = ways
+    first, *behind = between
+    return tag(
+        "nav",
+        tag("a", "← previous", href=before, class_="button", rel="prev") if before else None,
+        first,
+        tag("a", "next →", href=after, class_="button", rel="next") if after else None,
+        *behind,
+        class_="steps",
+        aria_label=label,
+    )
 
 
 def facts(pairs: Mapping[str, Any]) -> Html:
@@ -175,19 +186,15 @@ def _value(value: Any) -> Any:
 
 def table(head: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str = "") -> Html:
     """A table; the cells of numbers stand on the right."""
-    lines = [
-        tag(
-            "tr",
-            [tag("td", _value(cell), class_="n" if isinstance(cell, int | float) else None) for cell in row],
-        )
-        for row in rows
-    ]
-    right = [isinstance(cell, int | float) for cell in rows[0]] if rows else [False] * len(head)
-    header = tag(
-        "thead",
-        tag("tr", [tag("th", c, class_="n" if n else None) for c, n in zip(head, right, strict=True)]),
-    )
-    return tag("div", tag("table", header, tag("tbody", lines), class_=class_ or None), class_="wide")
+    first = rows[0] if rows else head
+    names = tag("tr", [tag("th", name, class_=_side(cell)) for name, cell in zip(head, first, strict=True)])
+    lines = [tag("tr", [tag("td", _value(cell), class_=_side(cell)) for cell in row]) for row in rows]
+    made = tag("table", tag("thead", names), tag("tbody", lines), class_=class_ or None)
+    return wide(made, class_ or ", ".join(head))
+
+
+def _side(cell: Any) -> str | None:
+    return "n" if isinstance(cell, int | float) else None
 
 
 def command(words: Sequence[str]) -> Html:
@@ -204,12 +211,7 @@ def home(site: Site) -> Page:
         empty = tag("p", "There are no runs yet. A run that begins in this folder appears here.")
         return Page("Runs", tag("section", tag("h1", "Runs"), empty), (("runs", None),))
     head = [tag("th", tag("button", name, type="button", data_sort=k)) for k, name in enumerate(COLUMNS)]
-    rows = []
-    for run in runs:
-        cells = zip(COLUMNS, _cells(site, run), strict=True)
-        rows.append(
-            tag("tr", [tag("td", shown, data_value=value, data_name=name) for name, (shown, value) in cells])
-        )
+    rows = [tag("tr", _cells(site, run)) for run in runs]
     kinds = [run.kind for run in runs if run.kind in PANELS]
     can_compare = len(kinds) > len(set(kinds))
     tools = tag(
@@ -220,14 +222,14 @@ def home(site: Site) -> Page:
         class_="tools",
     )
     listed = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_="runs")
-    body = tag("section", tag("h1", "Runs"), tools, tag("div", listed, class_="wide"))
+    body = tag("section", tag("h1", "Runs"), tools, wide(listed, "runs"))
     return Page("Runs", body, (("runs", None),))
 
 
 COLUMNS = ("run", "kind", "state", "env", "result", "curve", "advice", "seed", "written", "took")
 
 
-def _cells(site: Site, run: Run) -> list[tuple[Any, Any]]:
+def _cells(site: Site, run: Run) -> list[Html]:
     """The cells of a run in the list, each with what it is sorted by."""
     rows, status, written, took = run.rows(), run.status(), run.written(), run.seconds()
     found = ((name, points(rows, run.x, name)[1]) for name in HEADLINES)
@@ -239,7 +241,7 @@ def _cells(site: Site, run: Run) -> list[tuple[Any, Any]]:
     result = join(tag("b", number(values[-1])), " ", tag("small", name)) if values else _counted_result(run)
     ahead = tag("small", ", ".join(_ahead(run).values())) if status == "running" else None
     can_be_ticked = site.only is None and run.kind in PANELS
-    return [
+    shown = [
         (join(can_be_ticked and tick, anchor(site, run.name, site.place(run), class_="row-link")), run.name),
         (run.kind, run.kind),
         (join(state(status), ahead), status),
@@ -250,6 +252,10 @@ def _cells(site: Site, run: Run) -> list[tuple[Any, Any]]:
         (str(seed) if seed is not None else NONE, seed),
         (clock(written), written),
         (duration(took), took),
+    ]
+    return [
+        tag("td", cell, data_value=value, data_name=name)
+        for name, (cell, value) in zip(COLUMNS, shown, strict=True)
     ]
 
 
@@ -293,8 +299,7 @@ def duration(seconds: float | None) -> str:
 
 def state(text: str) -> Html:
     """A state as a coloured word."""
-    word = "".join(c for c in text.split(":")[0] if c.isascii() and c.isalnum())
-    return tag("span", text, class_=f"state is-{word}")
+    return tag("span", text, class_=f"state {state_class(text)}")
 
 
 # --- one run
@@ -342,15 +347,12 @@ def _envs(config: Mapping[str, Any]) -> str | None:
 
 def advice_list(found: Sequence[Advice]) -> Html:
     """Advice as boxes, each with a link to its curve."""
-    if not found:
-        return tag(
-            "section", tag("h2", "Advice"), tag("p", "Nothing striking in the metrics.", class_="hint")
-        )
     boxes = [
         tag("li", tag("b", item.title), tag("span", item.text), tag("code", item.metric), class_=item.level)
         for item in found
     ]
-    return tag("section", tag("h2", "Advice"), tag("ul", boxes, class_="advice"))
+    nothing = tag("p", "Nothing striking in the metrics.", class_="hint")
+    return tag("section", tag("h2", "Advice"), tag("ul", boxes, class_="advice") if boxes else nothing)
 
 
 def _curves(site: Site, run: Run, rows: Sequence[Mapping[str, Any]]) -> Html:
@@ -374,68 +376,60 @@ def evaluations(rows: Sequence[Mapping[str, Any]]) -> Html | None:
     found = [row for row in rows if is_number(row.get("eval_return_mean"))]
     if not found:
         return None
-    lines = [
-        (row.get("steps"), float(row["eval_return_mean"]), row.get("eval_return_std"), row.get("seconds"))
-        for row in found
-    ]
     heads = ("steps", "mean return", "standard deviation", "after seconds of training")
-    return tag("section", tag("h2", "Evaluations"), table(heads, lines[-12:]))
+    names = ("steps", "eval_return_mean", "eval_return_std", "seconds")
+    lines = [[row.get(name) for name in names] for row in found[-12:]]
+    return tag("section", tag("h2", "Evaluations"), table(heads, lines))
 
 
 def media(site: Site, run: Run) -> Html | None:
     """Pictures and films that the run made."""
     shown = []
-    for name in run.media():
-        address = site.picture(run, name)
-        if address is None or name == "curves.png":
-            continue
-        if name.endswith((".mp4", ".webm")):
-            seen = tag("video", src=address, controls=True, muted=True)
-        else:
-            seen = tag("img", src=address, alt=name, loading="lazy")
-        shown.append(tag("figure", seen, tag("figcaption", name)))
+    for name in ("video.gif", "video.mp4", "video.webm", "chain.gif"):
+        with contextlib.suppress(DataError):  # it made none of that name
+            _, kind = run.file(name, PICTURES | FILMS)
+            if (address := site.picture(run, name)) is not None:
+                seen = tag("img", src=address, alt=name, loading="lazy")
+                if kind in FILMS.values():
+                    seen = tag("video", src=address, controls=True, muted=True)
+                shown.append(tag("figure", seen, tag("figcaption", name)))
     return tag("section", tag("h2", "Pictures"), tag("div", shown, class_="media")) if shown else None
 
 
 def files_section(site: Site, run: Run) -> Html:
     """The files of episodes with their means, the newest first."""
     place = f"{site.place(run)}/episodes"
-    done, todo = run.index.progress
-    reading = tag("p", f"reading episodes: {done / max(todo, 1):.0%}", class_="hint") if todo else None
     summary = run.index.summary()
     is_broken = any(row["broken"] for row in summary)
-    rows = [
-        (
-            anchor(site, row["file"], place, class_="row-link", file=row["file"]),
-            row["episodes"],
-            float(row["reward"]) if row["reward"] is not None else NONE,
-            f"{row['success']:.1%}" if row["success"] is not None else NONE,
-            anchor(site, number(row["errors"]), place, file=row["file"], outcome="error")
-            if row["errors"]
-            else "0",
-            *([row["broken"] or ""] if is_broken else []),
-        )
-        for row in reversed(summary[-200:])
-    ]
+    rows = []
+    for row in reversed(summary[-200:]):
+        file, errors = row["file"], row["errors"]
+        name = anchor(site, file, place, class_="row-link", file=file)
+        failed = anchor(site, number(errors), place, file=file, outcome="error") if errors else "0"
+        unreadable = [row["broken"] or ""] if is_broken else []
+        rows.append((name, row["episodes"], row["reward"], share(row["success"]), failed, *unreadable))
     heads = ("file", "episodes", "mean reward", "solved", "errors", *["unreadable lines"] * is_broken)
     every = anchor(site, "All episodes", place, class_="button")
     newest, older = table(heads, rows[:NEWEST]), rows[NEWEST:]
     more = fold(counted(len(older), "older file"), table(heads, older)) if older else None
-    return tag("section", tag("h2", "Episodes"), reading, every, newest, more, id="episodes")
+    return tag("section", tag("h2", "Episodes"), reading_hint(run), every, newest, more, id="episodes")
+
+
+def reading_hint(run: Run) -> Html | None:
+    """How far the episodes of a run are read, until all are."""
+    done, todo = run.index.progress
+    return tag("p", f"reading episodes: {done / todo:.0%}", class_="hint") if todo else None
 
 
 def _settings(run: Run, summary: Mapping[str, Any]) -> Html:
     """The settings as they were written, and the numbers of the summary."""
     try:
-        text = run.read("config.yaml")[:200_000].decode(errors="replace")
+        text = run.path_of("config.yaml").read_text("utf-8", "replace")[:200_000]
     except OSError:
         text = ""
-    final = summary.get("metrics")
-    numbers = [
-        row
-        for key, value in (final.items() if isinstance(final, dict) else ())
-        for row in (sorted(flattened({key: value}).items()) if isinstance(value, dict) else [(key, value)])
-    ]
+    numbers: list[tuple[str, Any]] = []
+    for key, value in (summary.get("metrics") or {}).items():
+        numbers += sorted(flattened({key: value}).items()) if isinstance(value, dict) else [(key, value)]
     return tag(
         "section",
         fold("Settings", tag("pre", text, tabindex=0)) if text else None,
@@ -449,12 +443,8 @@ def compare(site: Site, query: Mapping[str, str]) -> Page:
     asked = query.get("runs")
     runs = [site.run(name) for name in asked.split(",")] if asked else site.runs
     parts = [_compared(of_kind, kind) for kind in PANELS if (of_kind := [r for r in runs if r.kind == kind])]
-    left = [run.name for run in runs if run.kind not in PANELS]
-    told = (
-        tag("p", f"Left out, having no curves to compare: {', '.join(left)}.", class_="hint")
-        if left
-        else None
-    )
+    left = ", ".join(run.name for run in runs if run.kind not in PANELS)
+    told = tag("p", f"Left out, having no curves to compare: {left}.", class_="hint") if left else None
     nothing = tag("p", "no curves to compare", class_="empty")
     body = join(tag("header", tag("h1", "Runs compared"), told), parts or nothing)
     return Page("Runs compared", body, (("runs", site.link("")), ("compared", None)), up=site.link(""))
@@ -476,20 +466,16 @@ def _compared(runs: Sequence[Run], kind: str) -> Html:
         for k, team in enumerate(teams)
     ]
     metrics = [name for _, names in PANELS[kind] for name in names]
+    team_names = [_team_name(team) for team in teams]
     tables = [
-        curves.table(_team_rows(team, kind, metrics), AXES[kind], metrics, _team_name(team)) for team in teams
+        curves.table(_team_rows(team, kind, metrics), AXES[kind], metrics, name)
+        for team, name in zip(teams, team_names, strict=True)
     ]
-    panels = [
-        curves.figure(metric, lines, kind, shares=metric in SHARES)
-        for metric in metrics
-        if (
-            lines := [
-                Line(metric, _team_name(teams[k]), k, k)
-                for k, one in enumerate(tables)
-                if metric in one["curves"]
-            ]
-        )
-    ]
+    panels = []
+    for metric in metrics:
+        there = [k for k, one in enumerate(tables) if metric in one["curves"]]
+        lines = [Line(metric, team_names[k], k, k) for k in there]
+        panels += [curves.figure(metric, lines, kind, shares=metric in SHARES)] if lines else []
     title = {"agent": "Agents", "ppo": "PPO"}[kind]
     said = "Runs that differ by their seed alone are one curve: their mean, and the range of all."
     first = [table(("runs", *shown), rows), tag("div", panels, class_="panels"), _differences(teams)]
@@ -524,23 +510,15 @@ def _team_name(team: Sequence[Run]) -> str:
     return ", ".join(run.name for run in team[:3]) + (f" and {len(team) - 3} more" if len(team) > 3 else "")
 
 
-def flattened(config: Mapping[str, Any]) -> dict[str, str]:
-    """Settings as dotted names; of a file whose aliases stand for more than settings are, the first of them."""
+def flattened(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """Settings as dotted names."""
     found: dict[str, str] = {}
-    todo = [(str(key), value, 0) for key, value in config.items()]
-    while todo and len(found) < MOST_SETTINGS:
-        name, value, depth = todo.pop()
-        if isinstance(value, Mapping) and value and depth < 12:
-            todo += [(f"{name}.{key}", inner, depth + 1) for key, inner in value.items()]
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            found |= flattened(value, f"{before}{key}.")
         else:
-            value = NONE if value is None else value
-            found[name] = (_SHORT.repr(value) if isinstance(value, list | Mapping) else str(value))[:200]
+            found[f"{before}{key}"] = NONE if value is None else str(value)[:200]
     return found
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxlist = _SHORT.maxdict = 40
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 4, 200, 200
 
 
 _OWN = ("seed", "run_dir", "resume", "resume_from", "next_step", "checkpoint_dir", "record_video")
@@ -565,12 +543,8 @@ def _differences(teams: Sequence[Sequence[Run]]) -> Html | None:
         return None
 
     def listed(found: Sequence[Sequence[Any]]) -> Html:
-        cut = (
-            f"The first {MOST_DIFFERENCES} of {len(found)} settings."
-            if len(found) > MOST_DIFFERENCES
-            else None
-        )
-        return join(table(heads, found[:MOST_DIFFERENCES]), cut and tag("p", cut, class_="hint"))
+        cut = tag("p", f"The first {MOST_DIFFERENCES} of {len(found)} settings.", class_="hint")
+        return join(table(heads, found[:MOST_DIFFERENCES]), cut if len(found) > MOST_DIFFERENCES else None)
 
     title = f"{counted(len(some), 'setting')} that only some of the runs have"
     return join(

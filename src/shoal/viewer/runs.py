@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from shoal.core.configuration import read_settings
 from shoal.core.errors import DataError
 from shoal.core.run_folder import FolderLock, is_number, latest, whole_rows
 from shoal.viewer.index import EpisodeIndex
@@ -30,8 +31,10 @@ PICTURES = {
     ".webp": "image/webp",
 }
 FILMS = {".mp4": "video/mp4", ".webm": "video/webm"}
+WRITTEN = ("metrics.jsonl", "summary.json", "config.yaml", "state.db", "state.db-wal", "batch/batch.json")
+"""Files that change as a run goes on."""
 _LARGEST = 64 * 2**20
-"""Bytes of a file of settings, and of a picture that is shown."""
+"""Bytes of a picture that is shown."""
 
 
 class Run:
@@ -65,8 +68,8 @@ class Run:
         """The metric on the x axis."""
         return "steps" if self.kind == "ppo" else "iteration"
 
-    def _cached(self, name: str, make: Callable[[bytes], Any], empty: Any) -> Any:
-        """What `make` gives of a file's bytes, made again only when the file has changed."""
+    def _cached(self, name: str, make: Callable[[Path], Any], empty: Any) -> Any:
+        """What `make` gives of a file, made again only when the file has changed."""
         path = self.path / name
         try:
             status = path.stat()
@@ -75,15 +78,17 @@ class Run:
                 known = self._known.get(name)
             if known is not None and known[0] == mark:
                 return known[1]
-            value = make(self.read(name))
-        except (OSError, ValueError, RecursionError):
+            value, real = empty, self.path_of(name)
+            with contextlib.suppress(ValueError, RecursionError):  # what cannot be read is not tried again
+                value = make(real)
+        except OSError:
             return empty
         with self._lock:
             self._known[name] = (mark, value)
         return value
 
-    def read(self, name: str) -> bytes:
-        """The bytes of a file of the run.
+    def path_of(self, name: str) -> Path:
+        """Where a file of the run is.
 
         Raises:
             OSError: it is not there, a link that leads out of the run, or no plain file: a pipe would be waited for.
@@ -91,19 +96,19 @@ class Run:
         real = Path(os.path.realpath(self.path / name, strict=True))
         if not (real.is_relative_to(self.path.resolve()) and real.is_file()):
             raise OSError(f"{self.path / name} is no file of this run")
-        return real.read_bytes()
+        return real
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of `metrics.jsonl` that are whole, one for each step in their order; of skills as they stand."""
         return list(self._cached("metrics.jsonl", self._rows_in, []))
 
-    def _rows_in(self, data: bytes) -> list[dict[str, Any]]:
-        rows = whole_rows(data)
+    def _rows_in(self, path: Path) -> list[dict[str, Any]]:
+        rows = whole_rows(path.read_bytes())
         return rows if self.kind == "skills" else latest(rows, self.x)
 
     def config(self) -> dict[str, Any]:
         """The settings of the run."""
-        return dict(self._cached("config.yaml", _settings, {}))
+        return dict(self._cached("config.yaml", read_settings, {}))
 
     def summary(self) -> dict[str, Any]:
         """What the run wrote at its end; empty before."""
@@ -117,22 +122,21 @@ class Run:
         """`running`, `completed` and so on, or `stopped` when no file says how it ended."""
         if self.is_running():
             return "running"
-        said = self.summary().get("status")
-        return str(said) if said else "stopped"
+        return str(self.summary().get("status") or "stopped")
 
     def progress(self) -> tuple[float, float, float | None] | None:
         """How far the last row is on the x axis, where the run ends, and the seconds left at the pace so far."""
         config, rows = self.config(), self.rows()
         trainer = config.get("trainer")
-        total = config.get("total_timesteps")
+        total: Any = config.get("total_timesteps")
         if self.kind == "agent":
             total = trainer.get("iterations") if isinstance(trainer, dict) else None
         done, seconds = points(rows, "seconds", self.x)[1], points(rows, self.x, "seconds")[1]
         if not is_number(total) or not done:
             return None
         went = done[-1] - done[0]
-        pace = (seconds[-1] - seconds[0]) / went if went > 0 else None
-        return done[-1], float(total), None if pace is None else max(total - done[-1], 0) * pace  # type: ignore[arg-type,operator]
+        left = (total - done[-1]) * (seconds[-1] - seconds[0]) / went if went > 0 else None
+        return done[-1], float(total), left
 
     def seconds(self) -> float | None:
         """How long the whole run took; of an agent that is not at its end, up to its last row."""
@@ -143,14 +147,7 @@ class Run:
     def written(self, *names: str) -> float | None:
         """When the newest of these files, by default any that a run writes as it goes on, was written."""
         times = []
-        for name in names or (
-            "metrics.jsonl",
-            "summary.json",
-            "state.db",
-            "state.db-wal",
-            "config.yaml",
-            "batch/batch.json",
-        ):
+        for name in names or WRITTEN:
             with contextlib.suppress(OSError):
                 times.append((self.path / name).stat().st_mtime)
         return max(times, default=None)
@@ -164,20 +161,11 @@ class Run:
     def version(self) -> str:
         """A word that changes when something in the run does."""
         digest = hashlib.sha256(self.status().encode())
-        for name in (
-            "metrics.jsonl",
-            "summary.json",
-            "config.yaml",
-            "state.db",
-            "state.db-wal",
-            "batch/batch.json",
-        ):
+        for name in WRITTEN:
             with contextlib.suppress(OSError):
                 status = (self.path / name).stat()
                 digest.update(f"{name} {status.st_ino} {status.st_size} {status.st_mtime_ns}".encode())
-        digest.update(f"{self.index.files()} {self.index.progress}".encode())
-        with contextlib.suppress(OSError, DataError):
-            digest.update(str(self.index.count()).encode())
+        digest.update(f"{self.index.files()} {self.index.progress} {self.index.count()}".encode())
         return digest.hexdigest()[:20]
 
     # --- files that are shown
@@ -187,38 +175,18 @@ class Run:
         Raises:
             DataError: it is outside, of another kind, too large, or not there.
         """
-        path, root = self.path / name, self.path.resolve()
         media = kinds.get(Path(name).suffix.lower())
-        try:
-            real = path.resolve(strict=True)
-            allowed = (
-                media and real.is_relative_to(root) and real.is_file() and real.stat().st_size <= _LARGEST
-            )
-        except (OSError, ValueError, RuntimeError):
-            allowed = False
-        if not allowed or media is None:
-            raise DataError(f"{name[:200]!r} is no picture or film of this run")
-        return real, media
-
-    def media(self) -> list[str]:
-        """Pictures and films that the run made of itself, by name."""
-        found = []
-        for name in ("curves.png", "video.gif", "video.mp4", "video.webm", "chain.gif"):
-            with contextlib.suppress(DataError):
-                self.file(name, PICTURES | FILMS)
-                found.append(name)
-        return found
+        with contextlib.suppress(OSError, ValueError):
+            place = self.path_of(name)
+            if media and place.stat().st_size <= _LARGEST:
+                return place, media
+        raise DataError(f"{name[:200]!r} is no picture or film of this run")
 
     # --- skills
     def skills(self) -> dict[str, list[dict[str, Any]]]:
         """The tables of the graph's store, each row a dict; empty without one."""
-        tables: dict[str, list[dict[str, Any]]] = {
-            "skill": [],
-            "attempt": [],
-            "version": [],
-            "head": [],
-            "event": [],
-        }
+        names = ("skill", "attempt", "version", "head", "event")
+        tables: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         path = self.path / "state.db"
         if not path.is_file():
             return tables
@@ -248,10 +216,8 @@ class Run:
 
     def image_sizes(self, traj_index: Any) -> list[Any]:
         """(width, height) of each recorded image of a trajectory of the batch, where they are known."""
-        pixels = self._batch().get("pixels")
-        record = pixels.get(str(traj_index)) if isinstance(pixels, dict) else None
-        sizes = record.get("sizes") if isinstance(record, dict) else None
-        return sizes if isinstance(sizes, list) else []
+        recorded = self._batch().get("pixels", {}).get(str(traj_index), {})
+        return list(recorded.get("sizes", ()))
 
     def _batch(self) -> dict[str, Any]:
         folder = self.batch_folder
@@ -269,18 +235,6 @@ def points(rows: Sequence[Mapping[str, Any]], x: str, name: str) -> tuple[list[f
     return xs, ys
 
 
-def _settings(data: bytes) -> dict[str, Any]:
-    if len(data) > _LARGEST:
-        return {}
-    import yaml
-
-    try:
-        value = yaml.load(data, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    value = msgspec.json.decode(data)
+def _object(path: Path) -> dict[str, Any]:
+    value = msgspec.json.decode(path.read_bytes())
     return value if isinstance(value, dict) else {}

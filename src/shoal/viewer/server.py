@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import re
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import msgspec
 from msgspec import MsgspecError
 
 from shoal.core.errors import ConfigError, DataError, MissingExtraError, ShoalError, format_error, needs_extra
-from shoal.core.files import state_folder
+from shoal.core.files import state_folder, write_json
 from shoal.core.ports import listening
 from shoal.viewer import pages
 from shoal.viewer.episode_lists import episodes
@@ -50,10 +49,14 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 SCRIPTS = ("view.js", "curves.js", "episodes.js")
-STATIC = {**dict.fromkeys(SCRIPTS, "text/javascript; charset=utf-8"), "view.css": "text/css; charset=utf-8"}
+STATIC = {
+    "static/view.css": "text/css; charset=utf-8",
+    **{f"static/{name}": "text/javascript; charset=utf-8" for name in SCRIPTS},
+}
 READING = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, MsgspecError)
 """What a file can raise that says something else than runs write."""
-LOCAL = ("127.0.0.1", "localhost", "[::1]")
+LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]+)?")
+"""The Host header of a request to this machine."""
 TOKEN = re.compile(r"[A-Za-z0-9_-]{22,200}")
 """What may be a token: letters of addresses, so many that nobody guesses it."""
 
@@ -65,11 +68,7 @@ def static(name: str) -> str:
 
 def document(page: Page, base: str, version: str = "") -> str:
     """The whole HTML of a page."""
-    ways = [
-        tag("link", rel=rel, href=href)
-        for rel, href in (("prev", page.previous), ("next", page.next), ("up", page.up))
-        if href
-    ]
+    ways = {"prev": page.previous, "next": page.next, "up": page.up}
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -78,12 +77,11 @@ def document(page: Page, base: str, version: str = "") -> str:
         tag("link", rel="icon", href="data:image/png;base64,iVBORw0KGgo="),
         tag("link", rel="stylesheet", href=f"{base}static/view.css"),
         [tag("script", Html(""), type="module", src=f"{base}static/{name}") for name in SCRIPTS],
-        ways,
+        [tag("link", rel=rel, href=href) for rel, href in ways.items() if href],
     )
     lost = tag("p", "", id="lost", role="status", hidden=True)
-    body = tag(
-        "body", bar(page), lost, tag("main", page.body, id="main", data_version=version or None), keys()
-    )
+    main = tag("main", page.body, id="main", data_version=version or None)
+    body = tag("body", bar(page), lost, main, keys())
     return "<!doctype html>\n" + tag("html", head, body, lang="en")
 
 
@@ -181,20 +179,17 @@ def make_app(
     token = token or secrets.token_urlsafe(24)
     site = Site(runs, f"/{token}/", find=find)
 
-    def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        async def check(request: Request) -> Response:
-            refused = refusal(request.headers, request.path_params.get("token", ""), token)
-            if refused is not None:
-                return PlainTextResponse(refused + "\n", 403, headers=HEADERS)
-            return await answer(request)
-
-        return check
-
-    async def page(request: Request) -> Response:
+    async def answer(request: Request) -> Response:
+        refused = refusal(request.headers, request.path_params.get("token", ""), token)
+        if refused is not None:
+            return PlainTextResponse(refused + "\n", 403, headers=HEADERS)
         path, query = request.path_params["path"], dict(request.query_params)
         shown = path.strip("/").split("/")
 
         def make() -> Response:
+            if path in STATIC:
+                text = static(path.removeprefix("static/"))
+                return Response(text, media_type=STATIC[path], headers=HEADERS)
             site.look()
             known = site.run(shown[1]) if shown[0] == "run" and len(shown) > 1 else None
             if shown[2:] == ["file"] and known is not None:
@@ -219,24 +214,8 @@ def make_app(
         shown = document(not_here(text, site.base), site.base)
         return Response(shown, status, media_type="text/html; charset=utf-8", headers=HEADERS)
 
-    async def asset(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in STATIC:
-            return PlainTextResponse("there is no such file\n", 404, headers=HEADERS)
-        return Response(static(name), media_type=STATIC[name], headers=HEADERS)
-
-    async def nothing(request: Request) -> Response:
-        return PlainTextResponse(
-            "the token is missing: use the whole address that shoal view printed\n", 403, headers=HEADERS
-        )
-
-    app = Starlette(
-        routes=[
-            Route("/{token}/static/{name}", guarded(asset), methods=["GET"]),
-            Route("/{token}/{path:path}", guarded(page), methods=["GET"]),
-            Route("/{path:path}", nothing, methods=["GET"]),
-        ]
-    )
+    places = ("/{token}/{path:path}", "/{path:path}")  # the second is refused, for it has no token
+    app = Starlette(routes=[Route(place, answer, methods=["GET"]) for place in places])
     app.state.token = token
     app.state.site = site
     return app
@@ -250,28 +229,17 @@ def _version_of(runs: Sequence[Run]) -> str:
 
 def refusal(headers: Any, given: str, token: str) -> str | None:
     """Why a request is refused; None if it may be answered."""
-    if host_of(headers.get("host", "")) not in LOCAL:
+    if not LOCAL.fullmatch(headers.get("host", "")):
         return "this server only answers as 127.0.0.1 or localhost"
     origin = headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != headers.get("host"):
         return "requests of other sites are refused"
-    if (
-        headers.get("sec-fetch-site") in ("cross-site", "same-site")
-        and headers.get("sec-fetch-mode") != "navigate"
-    ):
+    site, mode = headers.get("sec-fetch-site"), headers.get("sec-fetch-mode")
+    if site in ("cross-site", "same-site") and mode != "navigate":
         return "requests of other sites are refused"
     if not hmac.compare_digest(given.encode(), token.encode()):
         return "the token is missing or wrong: use the whole address that shoal view printed"
     return None
-
-
-def host_of(host: str) -> str:
-    """The name in a Host header, without the port.
-
-    >>> [host_of(h) for h in ("127.0.0.1:80", "localhost", "[::1]:9", "a@localhost:1")]
-    ['127.0.0.1', 'localhost', '[::1]', 'a@localhost']
-    """
-    return host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
 
 
 def index_in_background(runs: Callable[[], Sequence[Run]], every: float = 2.0) -> Callable[[], None]:
@@ -309,19 +277,15 @@ def read_address(file: Path) -> tuple[str | None, int]:
         kept = msgspec.json.decode(file.read_bytes(), type=dict[str, str | int])
     except (OSError, MsgspecError):
         return None, 0
-    token, port = kept.get("token"), kept.get("port")
-    return (token if isinstance(token, str) and TOKEN.fullmatch(token) else None), port if isinstance(
-        port, int
-    ) else 0
+    token, port = str(kept.get("token")), kept.get("port")
+    return token if TOKEN.fullmatch(token) else None, port if isinstance(port, int) else 0
 
 
 def keep_address(file: Path, token: str, port: int) -> None:
     """Keep them where only the user can read them."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-        out.write(msgspec.json.encode({"token": token, "port": port}))
-    os.replace(part, file)
+    file.touch(mode=0o600)
+    write_json(file, {"token": token, "port": port})
 
 
 def serve(app: Any, port: int, on_ready: Callable[[str, int], None], before: int = 0) -> None:

@@ -47,17 +47,66 @@ LISTED = (  # tools behind a mark, results with the id of their call, calls as a
     "{% endfor %}]{% else %}{{ m.content }}{% endif %}<|im_end|>"
     "{% else %}<|im_start|>{{ m.content }}<|im_start|>{% endif %}{% endfor %}"
 )
+QWEN = (  # as Qwen2.5 documents its format: a system message in any case, calls below the text of an answer
+    "<|im_start|>system\n{{ messages[0].content if messages[0].role == 'system' else 'You are helpful.' }}"
+    "{% if tools %}\n\n# Tools\n\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>{% endif %}"
+    "<|im_end|>\n{% for m in messages %}{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% elif m.role == 'assistant' %}<|im_start|>assistant"
+    "{% if m.content %}\n{{ m.content }}{% endif %}{% for call in m.tool_calls %}\n<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}<|im_end|>\n{% elif m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}{% endif %}{% endfor %}"
+    + ASKS
+)
+HERMES = (  # as Hermes 3 documents its format: tools in the system message, results in a turn of role tool
+    "{{ bos_token }}{% if tools %}<|im_start|>system\nYou call functions. <tools> {% for tool in tools %}"
+    "{{ tool | tojson }}\n{% endfor %} </tools><|im_end|>\n{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.previtem.role != 'tool' %}<|im_start|>tool\n{% endif %}<tool_response>\n{{ m.content }}\n"
+    "</tool_response>{% if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>{% endif %}\n"
+    "{% elif m.tool_calls %}<|im_start|>{{ m.role }}\n{% for call in m.tool_calls %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    + ASKS
+)
+LLAMA = (  # as Llama 3.1 documents its format: headers, trimmed contents, tools in the first question, one call at most
+    "{{ bos_token }}{% set first = 1 if messages[0].role == 'system' else 0 %}"
+    "<|start_header_id|>system<|end_header_id|>\n\n{% if tools %}Environment: ipython\n{% endif %}"
+    "{{ messages[0].content | trim if first else '' }}<|eot_id|>{% for m in messages[first:] %}<|start_header_id|>"
+    "{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n{% if m.role == 'tool' %}"
+    "{{ m.content | tojson if m.content is iterable else m.content }}{% elif m.tool_calls %}"
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+    "{% set call = m.tool_calls[0].function %}"
+    '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}{% else %}'
+    "{% if tools and loop.first %}Functions:\n{% for tool in tools %}{{ tool | tojson(indent=4) }}\n\n{% endfor %}"
+    "{% endif %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+CONTROL = {"llama": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")}
 CALLS = [ToolCall("add", {"a": 2}), ToolCall("fail", {"text": 'a "b"\n<|im_end|>'})]
 RESULTS = ["3", 'Error: RuntimeError: no a "b"\n<|im_end|> here']
+TAGS = "".join(
+    f"<tool_call>\n{json.dumps({'name': c.name, 'arguments': c.arguments})}\n</tool_call>" for c in CALLS
+)
+BARE = "; ".join(json.dumps({"name": c.name, "parameters": c.arguments}) for c in CALLS)
 SAID = {
-    "tagged": "".join(
-        f"<tool_call>\n{json.dumps({'name': c.name, 'arguments': c.arguments})}\n</tool_call>" for c in CALLS
-    ),
-    "quoted": "; ".join(json.dumps({"name": c.name, "parameters": c.arguments}) for c in CALLS),
+    "tagged": TAGS,
+    "quoted": BARE,
     "listed": json.dumps([{"name": c.name, "arguments": c.arguments} for c in CALLS]),
+    "qwen": TAGS,
+    "hermes": TAGS,
+    "llama": BARE,
 }
-TEMPLATES = {"tagged": TAGGED, "quoted": QUOTED, "listed": LISTED}
+TEMPLATES = {
+    "tagged": TAGGED, "quoted": QUOTED, "listed": LISTED, "qwen": QWEN, "hermes": HERMES, "llama": LLAMA,
+}  # fmt: skip
 TOOLS = [functions.add, functions.fail]
+
+
+def of_model(text, kind):
+    """The text, with the control token of a model where that of the others stands."""
+    return text.replace("<|im_end|>", CONTROL.get(kind, ("<|im_end|>",))[-1])
 
 
 class Says:
@@ -66,7 +115,9 @@ class Says:
     level, weights_version = "L1", 0
 
     def __init__(self, kind):
-        self.tokenizer, self.said = TemplateTokenizer(byte_tokenizer(TEMPLATES[kind])), SAID[kind]
+        control = CONTROL.get(kind, ("<|im_start|>", "<|im_end|>"))
+        self.tokenizer = TemplateTokenizer(byte_tokenizer(TEMPLATES[kind], control))
+        self.end, self.said = control[-1], of_model(SAID[kind], kind)
 
     def generate(self, requests):
         found = []
@@ -96,13 +147,14 @@ def test_what_tools_said_is_shown_as_the_template_writes_it_and_never_trained(ki
         [episode] = manager.collect(0)
     assert episode.status == "ok", episode.error
     assert [len(turn.tools) for turn in episode.turns] == [2, 0, 2, 0]
-    assert [use.shown for use in episode.turns[0].tools] == RESULTS
+    told, end = [of_model(text, kind) for text in RESULTS], engine.end
+    assert [use.shown for use in episode.turns[0].tools] == told
     act, tokenizer = "<action>left</action>", engine.tokenizer.tokenizer
     shown = [turn.observation for turn in episode.turns]
-    results = [{"role": "tool", "content": text, "tool_call_id": "call00000"} for text in RESULTS]
+    results = [{"role": "tool", "content": text, "tool_call_id": "call00000"} for text in told]
     chat = []
     for observation in shown[::2]:
-        chat += [{"role": "user", "content": observation}, {"role": "assistant", "content": SAID[kind]}]
+        chat += [{"role": "user", "content": observation}, {"role": "assistant", "content": engine.said}]
         chat += [*results, {"role": "assistant", "content": act}]
     chats = [chat] if mode == "append" else [chat[:5], chat[5:]]
     schemas = [{"type": "function", "function": function_tool(f, 1.0, 1).schema} for f in TOOLS]
@@ -121,9 +173,9 @@ def test_what_tools_said_is_shown_as_the_template_writes_it_and_never_trained(ki
             elif trained[-1]:
                 trained.append([])
         answers = [m["content"] for m in written if m["role"] == "assistant"]
-        assert [tokenizer.decode(ids) for ids in filter(None, trained)] == [f"{a}<|im_end|>" for a in answers]
-        ends = sample.ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>"))
-        assert ends == whole.count("<|im_end|>") - 2 * seen.count("no a")  # those in results are plain text
+        assert [tokenizer.decode(ids) for ids in filter(None, trained)] == [f"{a}{end}" for a in answers]
+        ends = sample.ids.count(tokenizer.convert_tokens_to_ids(end))
+        assert ends == whole.count(end) - 2 * seen.count("no a")  # those in results are plain text
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)

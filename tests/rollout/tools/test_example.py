@@ -2,12 +2,17 @@
 
 import importlib
 import json
+import os
+import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
+from tests.train.agent.test_trainer import results
 
 from shoal import AgentTrainer
 from shoal.core.data import read_trajectories
@@ -76,6 +81,48 @@ def test_an_episode_is_replayed_with_the_recorded_results(vault, tmp_path):
             )  # what the record says, and no tool
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_training_that_is_killed_resumes_to_the_end_of_one_that_was_not(vault, tmp_path):
+    changes = [*SMALL, "trainer.iterations=3", "trainer.save_every=1"]
+    first, killed = (tmp_path / run for run in ("first", "killed"))
+    rows(vault(*changes, f"run_dir={first}"))
+    assert max(row.get("gradient_steps", 0) for row in results(first)[0]) > 0
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    command = [sys.executable, "-m", "shoal", "train", "--config-dir", str(FOLDER), "--config-name", "vault"]
+    run = subprocess.Popen(
+        [*command, *changes, f"run_dir={killed}"],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until(lambda: (killed / "checkpoints" / "step-000001").exists() or run.poll() is not None)
+        servers = psutil.Process(run.pid).children(recursive=True)
+        assert any("server.py" in " ".join(process.cmdline()) for process in servers)
+    finally:
+        run.kill()
+        run.wait()
+    until(lambda: not any(process.is_running() and process.status() != "zombie" for process in servers))
+    assert not (killed / "checkpoints" / "step-000003").exists()
+    with (killed / "tool_uses.jsonl").open("ab") as record:  # as if it was killed amid a line
+        record.write(b'[["Vault",1,2')
+    rows(vault(*changes, f"run_dir={killed}", "resume=true"))
+    assert results(killed) == results(first)
+    recorded = f'agent_proxy.tools=[{{recorded: "{killed}"}}]'
+    rows(vault(*changes, f"run_dir={tmp_path}/again", recorded))
+    assert results(tmp_path / "again") == results(first)
+
+
+def until(found):
+    """Wait for it."""
+    for _ in range(6000):
+        if found():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it never came")
+
+
 def test_without_tools_the_doors_can_only_be_guessed(vault):
     vault()
     env = importlib.import_module("vault").Vault()
@@ -90,6 +137,8 @@ def test_without_tools_the_doors_can_only_be_guessed(vault):
 @pytest.mark.timeout(1800)
 def test_the_agent_learns_to_open_the_vault(vault, tmp_path):
     found = rows(vault(f"run_dir={tmp_path}", "trainer.tensorboard=false"))
-    held_out = [row["heldout_success"] for row in found if "heldout_success" in row]
-    assert held_out[0] < 0.75
-    assert held_out[-1] >= 0.9
+    sampled = [
+        row["success"] for row in found if "success" in row
+    ]  # what is learned from; held out it is greedy
+    assert sum(sampled[-3:]) > 1.5 * sum(sampled[:3])
+    assert found[-1]["heldout_success"] >= 0.9

@@ -1,6 +1,7 @@
 """Tools in rollouts: the same on every backend, MCP servers that misbehave, and records in the place of tools."""
 
 import asyncio
+import functools
 import sys
 import time
 from pathlib import Path
@@ -58,7 +59,7 @@ def play(settings, engine, backend="serial", **more):
 @pytest.mark.parametrize("mode", ["append", "window"])
 def test_episodes_with_tools_are_the_same_wherever_they_are_played(mode):
     engine, settings = scripted(PARALLEL, "<action>left</action>"), config(NAMED, mode)
-    played = {b: play(settings, engine, b) for b in ("serial", "threads", "processes")}
+    played = {b: play(settings, engine, b) for b in ("serial", "threads", "processes", "loky")}
     train, _ = make_environments(settings | {"vector": {"backend": "serial"}})
     with Toolbox(NAMED) as toolbox:
         prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
@@ -100,8 +101,9 @@ def test_two_tools_of_one_name_and_settings_that_cannot_be_are_refused():
         ([functions.add, functions.add], "two tools named 'add'"),
         ([{"function": "x:y", "recorded": "z"}], "one of function, mcp and recorded"),
         ([{"mcp": {"command": ["a"], "url": "b"}}], "not both"),
-        (["nothing"], "module:function"),
-        (["no_such_module:f"], "cannot be imported"),
+        (["nothing"], "module:Name"),
+        (["no_such_module:f"], "cannot import the tool 'no_such_module:f'"),
+        ([functools.partial(functions.add, 1)], "a function with a name"),
         ([{"function": "x:y", "limit": 3}], "unknown key 'tools.limit'"),
     ):
         with pytest.raises(ConfigError, match=why):
@@ -223,6 +225,8 @@ def test_a_rollout_repeats_from_its_record_when_all_tools_are_gone(tmp_path):
     with Toolbox(NAMED) as toolbox:
         toolbox.keep(tmp_path)
         played = play(settings, engine, tools=toolbox)
+    with (tmp_path / "tool_uses.jsonl").open("ab") as record:
+        record.write(b'[["Lake",0,1')  # what a kill cut off
     functions_gone = config([{"recorded": str(tmp_path)}])
     for backend in ("serial", "processes"):
         assert play(functions_gone, engine, backend) == played

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.records import exchanges
+from tests.rollout.doubles import FakeServer
 from tests.train.agent.checkpoints import tensors_of
 
 from shoal.core.data import read_trajectories
@@ -256,3 +257,44 @@ def test_without_a_launcher_a_process_is_alone(monkeypatch):
     parameter = torch.nn.Parameter(torch.ones(2))
     processes.sum_gradients([parameter])
     assert parameter.grad is None
+
+
+REWARDS = """\
+from shoal.rollout.rewards.settings import reward
+
+
+@reward("brief", replace=True)
+def brief(episodes):
+    return [-len(episode.turns) / 20 for episode in episodes]
+"""
+SCORES = "import json, sys; print([len(e['turns']) / 10 for e in json.loads(sys.stdin.read())['episodes']])"
+
+
+@pytest.mark.slow
+def test_two_processes_are_paid_by_rewards_as_one_is(tmp_path):
+    (tmp_path / "own.py").write_text(REWARDS)
+    (tmp_path / "score.py").write_text(SCORES)
+    server = FakeServer("openai")
+    server.say = lambda said: f"<score>{sum(map(ord, said)) % 11 / 10}</score>"
+    judge = f"{{model: {{base_url: '{server.url}/v1', model: m}}, weight: 0.5}}"
+    program = f"{{command: ['{{python}}', '{tmp_path / 'score.py'}'], weight: 0.1}}"
+    given = (
+        "trainer.iterations=2", f"imports=[{tmp_path / 'own.py'}]",
+        f"rewards=[{{name: env}}, {{name: brief}}, {program}, {judge}]",
+    )  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+    try:
+        for folder, n in ((one, 1), (two, 2)):
+            done = launch(folder, n, *given)
+            assert done.returncode == 0, done.stderr
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert {"score/brief", "score/program", "score/judge"} <= rows_of(two)[-1].keys()
+    same_run(one, two, 1e-5)
+    asked = [
+        sorted({line for path in run.glob("answers*.jsonl") for line in path.read_bytes().splitlines()})
+        for run in (one, two)
+    ]
+    assert len(asked[0]) > 15
+    assert asked[0] == asked[1]

@@ -29,7 +29,7 @@ from shoal.rollout.episode import Episode, Role
 from shoal.rollout.plan import Assignment
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Sampling
-from shoal.rollout.tools.functions import FunctionRunner, filled
+from shoal.rollout.tools.functions import filled, run_functions
 
 MAKE = "make"
 CLOSE_SECONDS = 10.0
@@ -137,7 +137,6 @@ class Slot:
     def __init__(self, number: int, setup: Setup, prompter: Prompter) -> None:
         self.number, self._setup, self._prompter = number, setup, prompter
         self._envs: dict[str, Any] = {}
-        self._functions = FunctionRunner()
         self._story: Generator[Ask | Use, Reply, Ended] | None = None
         self._inside: tuple[str, float, int] | None = None
 
@@ -159,7 +158,6 @@ class Slot:
         if self._story is not None:
             self._story.close()
             self._story = None
-        self._functions.end()
         while self._envs:
             self._close(self._envs.popitem()[1])
 
@@ -227,7 +225,7 @@ class Slot:
                 if self._in_env(f"step({action!r})", step):
                     break
             if episode.calls:
-                uses, left = self._functions.run_all(self._prompter.tools.tools, episode.calls)
+                uses, left = run_functions(self._prompter.tools.tools, episode.calls)
                 came = (yield Use(self.number, turn, left)) if left else Used(self.number, ())
                 if isinstance(came, Refused):
                     raise _RefusedError(came.status, came.error)

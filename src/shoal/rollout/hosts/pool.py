@@ -20,7 +20,7 @@ from shoal.rollout.episode import Episode, Role
 from shoal.rollout.hosts.episodes import Ask, Begin, Ended, Event, Refused, Reply, Use, Used
 from shoal.rollout.hosts.host import Host
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.tools.functions import FunctionRunner, filled
+from shoal.rollout.tools.functions import filled, run_functions
 
 Reset = tuple[str, dict[str, Any]]
 Step = tuple[str, float, bool, bool, dict[str, Any]]
@@ -68,7 +68,6 @@ class PoolHost:
         self._begun: dict[int, Begin] = {}
         self._episodes: dict[int, Episode] = {}
         self._tries: dict[int, list[str]] = {}
-        self._functions = FunctionRunner()
         self._uses: dict[int, list[ToolUse | None]] = {}  # of slots that wait for tools beside the driver
 
     def tell(self, message: Begin | Reply) -> Awaitable[Event]:
@@ -92,7 +91,6 @@ class PoolHost:
 
     def end(self) -> None:
         """The pool is its owner's."""
-        self._functions.end()
 
     # --- one step or reset of all slots that have a message
     def _move(self) -> None:
@@ -150,7 +148,7 @@ class PoolHost:
             slot for slot in actions if self._episodes[slot].calls and not isinstance(said[slot], Used)
         ]:
             episode = self._episodes[slot]
-            uses, left = self._functions.run_all(self._prompter.tools.tools, episode.calls)
+            uses, left = run_functions(self._prompter.tools.tools, episode.calls)
             if left:
                 self._uses[slot] = uses
                 waiting[slot] = Use(slot, episode.turn, left)

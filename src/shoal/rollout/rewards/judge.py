@@ -119,9 +119,9 @@ class Judging:
         groups: dict[tuple[int, ...], list[Assignment]] = {}
         for one in assignments if judge is not None else ():
             place = one.place.iteration, one.place.group, one.place.env_seed
-            self._groups[one.index] = groups.setdefault(place, [])
-            self._groups[one.index].append(one)
+            groups.setdefault(place, []).append(one)
         for members in groups.values():
+            self._groups |= dict.fromkeys((member.index for member in members), members)
             self.ended(members[0].index)
 
     def ended(self, index: int) -> None:

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.core.data import Trajectory, reward_of
-from shoal.core.errors import ConfigError, EngineError, EnvError, WorkerDiedError, with_frames
-from shoal.core.executors import OwnThread
-from shoal.core.files import append_line
-from shoal.core.workers import WorkerProcess, describe_exit
+from shoal.core.errors import ConfigError, EngineError, EnvError, with_frames
+from shoal.core.executors import in_own_thread
+from shoal.core.files import append_line, whole_lines
+from shoal.core.workers import describe_exit
 from shoal.envs.actions import last_tag
-from shoal.envs.catalogue import attribute_named
-from shoal.rollout.functions import FunctionFailedError, FunctionProcess
+from shoal.envs.catalogue import function_named
+from shoal.rollout.functions import FunctionFailedError, FunctionProcesses
 from shoal.rollout.loops import LoopThread
 from shoal.rollout.rewards.settings import FIELD, PROMPT, REWARDS, JudgeConfig, RewardConfig
 from shoal.rollout.samplers.http import HttpClient, RetryPolicy
@@ -66,9 +66,7 @@ class Answers:
         name = f"answers-{rank}.jsonl" if rank else "answers.jsonl"
         self._path, self._hold = None if folder is None else folder / name, hold
         for path in sorted(folder.glob("answers*.jsonl")) if folder is not None else ():
-            for line in path.read_bytes().splitlines():
-                with contextlib.suppress(msgspec.MsgspecError):  # what a kill cut off is asked for again
-                    self._known |= [msgspec.json.decode(line, type=tuple[str, str])]
+            self._known |= whole_lines(path, tuple[str, str])
 
     def get(self, key: str) -> str | None:
         """The answer, if it is known."""
@@ -115,31 +113,23 @@ def function_of(config: RewardConfig) -> Any:
     """The function of a reward that is one; a `ConfigError` if there is no such function."""
     if config.function is None:
         return REWARDS[config.name]
-    _, function = attribute_named(config.function, "a reward's function")
-    if function is None:
-        raise ConfigError(f"a reward's function {config.function!r}: its module holds nothing of that name")
-    if not callable(function):
-        raise ConfigError(f"function {config.function!r} must be a function, got {function!r}")
-    return function
+    return function_named(config.function, "a reward's function")
 
 
 class FunctionScorer:
-    """Calls a Python function in a thread of its own, for one group after another."""
+    """Calls a Python function, for one group after another, each time in a thread of its own."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._function, self._seconds = function_of(config), config.timeout
         self._takes_task = "task" in inspect.signature(self._function).parameters
-        self._thread: OwnThread | None = None
         self._free = asyncio.Lock()
 
     async def score(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
         """What the function gives; one that does not return is left behind in its thread."""
         async with self._free:
-            thread = self._thread = self._thread or OwnThread("shoal-reward")
-            called = asyncio.wrap_future(thread.submit(partial(self._call, episodes, task)))
-            if (await asyncio.wait([called], timeout=self._seconds))[0]:
+            called = in_own_thread(partial(self._call, episodes, task), "shoal-reward")
+            if (await asyncio.wait([asyncio.wrap_future(called)], timeout=self._seconds))[0]:
                 return called.result()
-            self.close()
         return [Scored(None, f"it did not return within {self._seconds:g} s (timeout)")] * len(episodes)
 
     def _call(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
@@ -150,10 +140,7 @@ class FunctionScorer:
             return [Scored(None, with_frames(error))] * len(episodes)
 
     def close(self) -> None:
-        """End the thread."""
-        if self._thread is not None:
-            self._thread.end()
-        self._thread = None
+        """Its threads end with their calls."""
 
 
 # --- commands
@@ -162,55 +149,37 @@ class CommandScorer:
 
     def __init__(self, config: RewardConfig, answers: Answers) -> None:
         self._config, self._answers = config, answers
-        self._words = [sys.executable if word == "{python}" else word for word in config.command]
+        words = [sys.executable if word == "{python}" else word for word in config.command]
+        self._processes = FunctionProcesses(serve_command, (words,))
         self._free = asyncio.Semaphore(config.concurrency)
-        self._idle: list[FunctionProcess] = []
 
     async def score(self, episodes: Sequence[Trajectory], task: Any) -> list[Scored]:
         """What the last line of its output says."""
         given = json.dumps({"task": task, "episodes": [as_json(episode) for episode in episodes]})
         key = digest_of([self._config.command, given])
-        known, scores = self._answers.get(key), list[Scored]()
+        if (said := self._answers.get(key)) is not None:
+            return numbers_of(json.loads(said), len(episodes))
+        scores = list[Scored]()
         for _ in range(self._config.retries + 1):
             try:
-                said = known or await self._run(given)
+                async with self._free:
+                    (said,) = await self._processes.ask(given, self._config.timeout)
                 scores = numbers_of(json.loads(said), len(episodes))
                 if all(scored.value is not None for scored in scores):
-                    if known is None:
-                        self._answers.add(key, said)
+                    self._answers.add(key, said)
                     break
             except (ValueError, RecursionError):
                 scores = numbers_of(said, len(episodes))
             except FunctionFailedError as error:
                 scores = [Scored(None, str(error))] * len(episodes)
-        return scores
-
-    async def _run(self, given: str) -> str:
-        """The last line that the command prints."""
-        async with self._free:
-            process = self._idle.pop() if self._idle else None
-            try:
-                async with asyncio.timeout(self._config.timeout):
-                    if process is None:  # in a thread, since a start takes a while
-                        worker = await asyncio.to_thread(WorkerProcess, serve_command, (self._words,))
-                        process = FunctionProcess(worker)
-                    (said,) = await process.ask(given)
-                self._idle.append(process)
-                process = None
-                return str(said)
-            except WorkerDiedError as error:
-                raise FunctionFailedError(str(error)) from error
             except TimeoutError:
-                text = f"the command did not end within {self._config.timeout:g} s (timeout)"
-                raise FunctionFailedError(text) from None
-            finally:
-                if process is not None:
-                    process.end()
+                why = f"the command did not end within {self._config.timeout:g} s (timeout)"
+                scores = [Scored(None, why)] * len(episodes)
+        return scores
 
     def close(self) -> None:
         """End the worker processes."""
-        while self._idle:
-            self._idle.pop().end()
+        self._processes.end()
 
 
 def serve_command(pipe: Any, words: Sequence[str]) -> None:

@@ -7,10 +7,12 @@ which the model is told.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from shoal.envs.actions import MAX_TEXT, ToolCall, complete_tags
 
@@ -22,6 +24,8 @@ MOST_DEPTH = 32
 """Of the arguments of a call."""
 _OPEN = re.compile(r"<tool_call>", re.IGNORECASE | re.ASCII)
 _BETWEEN = re.compile(r"[\s;,]*")
+_SCANNER = json.JSONDecoder()
+_BROKEN = (msgspec.MsgspecError, RecursionError, ValueError)
 
 
 class Found(NamedTuple):
@@ -33,15 +37,15 @@ class Found(NamedTuple):
 
 
 def read_calls(text: str, grammar: Grammar) -> list[ToolCall]:
-    """The calls in an answer, outside thoughts, in order; those beyond `MOST_CALLS` have an error."""
+    """The calls in an answer, outside thoughts, in order; what is beyond `MOST_CALLS` becomes one with an error."""
+    text = _plain(text)
     calls = [found.call for found in tagged_calls(text)] if grammar == "tags" else _bare_calls(text)
     if grammar == "tags" and not calls and _cut_off(text):
         calls = [ToolCall("", text[-80:], "a call must end with </tool_call>")]
-    few = f"at most {MOST_CALLS} calls are made in one answer"
-    return [
-        call if place < MOST_CALLS else ToolCall(call.name, call.arguments, few)
-        for place, call in enumerate(calls[: 2 * MOST_CALLS])
-    ]
+    if len(calls) > MOST_CALLS:
+        few = f"at most {MOST_CALLS} calls are made in one answer"
+        calls[MOST_CALLS:] = [replace(calls[MOST_CALLS], error=few)]
+    return calls
 
 
 def tagged_calls(text: str) -> list[Found]:
@@ -72,62 +76,53 @@ def _bare_calls(text: str) -> list[ToolCall]:
     at = 0
     while at < len(said):
         try:
-            value, at = _DECODER.raw_decode(said, at)
-        except (ValueError, RecursionError) as error:
-            broken = ToolCall("", said[at : at + 500], f"a call must be JSON: {_short(error)}")
-            return [*calls, broken] if calls or '"name"' in said else []
+            _, end = _SCANNER.raw_decode(said, at)
+            value = msgspec.json.decode(said[at:end])
+        except _BROKEN as error:
+            return [*calls, _broken(said[at:], error)] if calls or '"name"' in said else []
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(one, dict) and "name" in one for one in values):
             return calls
         calls += map(_call_of, values)
-        at = _BETWEEN.match(said, at).end()  # type: ignore[union-attr]
+        at = _BETWEEN.match(said, end).end()  # type: ignore[union-attr]
     return calls
 
 
 def _call_in(content: str) -> ToolCall:
     try:
-        return _call_of(_DECODER.decode(content))
-    except (ValueError, RecursionError) as error:
-        return ToolCall("", content.strip()[:500], f"a call must be JSON: {_short(error)}")
+        return _call_of(msgspec.json.decode(content))
+    except _BROKEN as error:
+        return _broken(content, error)
+
+
+def _broken(content: str, error: BaseException) -> ToolCall:
+    why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)[:120]
+    return ToolCall("", content.strip()[:500], f"a call must be JSON: {why}")
 
 
 def _call_of(value: Any) -> ToolCall:
     """A call from what its JSON says; its arguments may be JSON text, and stand under another name."""
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str):
-        text = json.dumps(value, ensure_ascii=True)[:500]
+        text = json.dumps(value)[:500]
         return ToolCall("", text, 'a call must be such as {"name": "...", "arguments": {...}}')
     given = value.get("arguments", value.get("parameters"))
     if isinstance(given, str) and given.strip():
         try:
-            given = _DECODER.decode(given)
-        except (ValueError, RecursionError):
-            return ToolCall(_plain(name), _plain(given)[:500], "the arguments must be a JSON object")
+            given = msgspec.json.decode(given)
+        except _BROKEN:
+            return ToolCall(name, given[:500], "the arguments must be a JSON object")
     arguments = given if given or isinstance(given, bool | int | float) else {}
-    error = None
     if not isinstance(arguments, dict):
         error = f"the arguments must be a JSON object, got {json.dumps(arguments)[:80]}"
-    elif _depth(arguments) > MOST_DEPTH:
-        arguments, error = {}, f"the arguments must be nested at most {MOST_DEPTH} deep"
-    elif _plain(text := json.dumps(value, ensure_ascii=False)) != text:
-        arguments, error = {}, "the arguments hold half a character (a lone surrogate)"
-    return ToolCall(_plain(name), arguments, error)
-
-
-def _whole(digits: str) -> int:
-    number = int(digits)
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"a whole number must have 64 bits, got {digits[:30]}")
-    return number
-
-
-def _finite(digits: str) -> float:
-    if not math.isfinite(number := float(digits)):
-        raise ValueError(f"{digits[:30]} is no finite number")
-    return number
-
-
-_DECODER = json.JSONDecoder(parse_int=_whole, parse_float=_finite, parse_constant=_finite)
+        return ToolCall(name, arguments, error)
+    if _depth(arguments) > MOST_DEPTH:
+        return ToolCall(name, {}, f"the arguments must be nested at most {MOST_DEPTH} deep")
+    try:
+        msgspec.msgpack.encode(arguments)  # as hosts and drivers send them
+    except OverflowError:
+        return ToolCall(name, {}, "whole numbers must have 64 bits")
+    return ToolCall(name, arguments)
 
 
 def _depth(value: Any, depth: int = 0) -> int:
@@ -135,10 +130,6 @@ def _depth(value: Any, depth: int = 0) -> int:
         return depth
     inside = value.values() if isinstance(value, dict) else value
     return max((_depth(item, depth + 1) for item in inside), default=depth + 1)
-
-
-def _short(error: BaseException) -> str:
-    return "it is nested too deep" if isinstance(error, RecursionError) else str(error)[:120]
 
 
 def _plain(text: str) -> str:

@@ -48,22 +48,7 @@ class ToolChat:
     # --- prompts
     def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt for a chat, tools and all."""
-        ids: tuple[int, ...] = self.inner.start(self._with_tools(messages))
-        return ids
-
-    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
-        """As the tokenizer does it."""
-        ids: tuple[int, ...] = self.inner.extend(response_ids, message)
-        return ids
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """As the tokenizer does it."""
-        ids: tuple[int, ...] = self.inner.encode(text)
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """As the tokenizer does it."""
-        return str(self.inner.decode(ids))
+        return tuple(self.inner.start(self._with_tools(messages)))
 
     @property
     def render(self) -> Any:
@@ -74,10 +59,10 @@ class ToolChat:
     def extend_results(self, response_ids: tuple[int, ...], uses: Sequence[ToolUse]) -> tuple[int, ...]:
         """What follows a response with calls: its end, the results in the order of the calls, the next header."""
         if self._own:
-            ids: tuple[int, ...] = self.inner.extend_tools(response_ids, [use.shown for use in uses])
-            return ids
-        [message] = self.messages(uses)
-        return self.extend(response_ids, message)
+            ids = self.inner.extend_tools(response_ids, [use.shown for use in uses])
+        else:
+            ids = self.inner.extend(response_ids, *self.messages(uses))
+        return tuple(ids)
 
     def messages(self, uses: Sequence[ToolUse]) -> list[Message]:
         """The results as messages of the chat."""
@@ -100,15 +85,15 @@ class ToolChat:
         calls = read_calls(text, self.grammar)
         if not calls:
             return otherwise(text)
-        known = [call if call.error or call.name in self.tools else self._unknown(call) for call in calls]
-        valid = all(call.error is None for call in known)
-        return Projected((), valid, tuple(map(self._checked, known)))
-
-    def _unknown(self, call: ToolCall) -> ToolCall:
-        return replace(call, error=f"there is no tool {call.name[:64]!r}; there are: {', '.join(self.tools)}")
+        valid = all(call.error is None and call.name in self.tools for call in calls)
+        return Projected((), valid, tuple(map(self._checked, calls)))
 
     def _checked(self, call: ToolCall) -> ToolCall:
-        return call if call.error else replace(call, error=self.tools[call.name].problem(call.arguments))
+        if call.error is not None:
+            return call
+        if (tool := self.tools.get(call.name)) is not None:
+            return replace(call, error=tool.problem(call.arguments))
+        return replace(call, error=f"there is no tool {call.name[:64]!r}; there are: {', '.join(self.tools)}")
 
     def written(self, call: ToolCall) -> str:
         """A call as this model writes it."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.core.data import ToolUse
 from shoal.core.errors import ConfigError, format_error
-from shoal.core.executors import OwnThread
+from shoal.core.executors import in_own_thread
 from shoal.envs.actions import ToolCall
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}\Z", re.ASCII)
@@ -31,8 +31,11 @@ class Tool:
     max_chars: int = 4096  # of a result; the rest is cut
     function: Callable[..., Any] | None = None
     """Its arguments are checked against its signature; None of a server's, which checks them itself."""
-    in_hosts: bool = False
-    """Whether the function runs where episodes are played; other tools run beside the driver."""
+
+    @property
+    def in_hosts(self) -> bool:
+        """Whether it runs where episodes are played; other tools run beside the driver."""
+        return self.function is not None and not inspect.iscoroutinefunction(self.function)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def function_tool(
     Raises:
         ConfigError: a parameter without a type, or with one that JSON has not; it names function and parameter.
     """
-    name = getattr(function, "__name__", type(function).__name__)
+    name = getattr(function, "__name__", "")
     if not NAME.match(name):
         raise ConfigError(f"a tool must be a function with a name, got {function!r:.80}: use def")
     try:
@@ -83,8 +86,7 @@ def function_tool(
     if parts:
         schema["$defs"] = parts
     description, _ = _docstring(inspect.getdoc(function) or "")
-    in_hosts = not inspect.iscoroutinefunction(function)
-    return Tool(name, description, schema, timeout, max_chars, function, in_hosts)
+    return Tool(name, description, schema, timeout, max_chars, function)
 
 
 @lru_cache(maxsize=256)
@@ -109,24 +111,6 @@ def _checks(function: Callable[..., Any]) -> type:
     return msgspec.defstruct(function.__name__, fields, kw_only=True, forbid_unknown_fields=True)
 
 
-def named_function(name: str) -> Callable[..., Any]:
-    """The function `module:name`; found as any import.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
-    module, colon, attribute = name.partition(":")
-    if not colon or not module or not attribute:
-        raise ConfigError(f"a tool is named as module:function, got {name!r}")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        raise ConfigError(f"the tool {name} cannot be imported: {format_error(error)}") from error
-    if not callable(function):
-        raise ConfigError(f"the tool {name} must be a function, got {function!r:.80}")
-    return function  # type: ignore[no-any-return]
-
-
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
     """What a docstring says before `Args:`, and of each parameter there (Google's form)."""
     head, _, rest = text.partition("\nArgs:\n")
@@ -144,65 +128,43 @@ def _docstring(text: str) -> tuple[str, dict[str, str]]:
     return " ".join(head.split()), notes
 
 
-class FunctionRunner:
-    """Runs functions in a thread, each call within its time; a thread in which one hangs is left behind."""
+def run_functions(
+    tools: Mapping[str, Tool], calls: Sequence[ToolCall]
+) -> tuple[list[ToolUse | None], tuple[ToolCall, ...]]:
+    """What came of calls, one after the other; None of those that run beside the driver, and these calls."""
+    uses: list[ToolUse | None] = []
+    for call in calls:
+        if call.error is not None:
+            uses.append(ToolUse(call.name, call.arguments, error=call.error))
+        else:
+            uses.append(_run(tools[call.name], call) if tools[call.name].in_hosts else None)
+    return uses, tuple(call for call, use in zip(calls, uses, strict=True) if use is None)
 
-    def __init__(self) -> None:
-        self._thread: OwnThread | None = None
 
-    def run_all(
-        self, tools: Mapping[str, Tool], calls: Sequence[ToolCall]
-    ) -> tuple[list[ToolUse | None], tuple[ToolCall, ...]]:
-        """What came of calls, one after the other; None of those that run beside the driver, and these calls."""
-        uses: list[ToolUse | None] = []
-        left: list[ToolCall] = []
-        for call in calls:
-            if call.error is not None:
-                uses.append(ToolUse(call.name, call.arguments, error=call.error))
-            elif tools[call.name].in_hosts:
-                uses.append(self._run(tools[call.name], call))
-            else:
-                uses.append(None)
-                left.append(call)
-        return uses, tuple(left)
+def _run(tool: Tool, call: ToolCall) -> ToolUse:
+    function: Any = tool.function
+    running = in_own_thread(lambda: tool.result(function(**tool.converted(call.arguments))), "shoal-tool")
+    wait([running], tool.timeout)
+    return came_of(tool, call, running)
 
-    def _run(self, tool: Tool, call: ToolCall) -> ToolUse:
-        assert tool.function is not None
-        if self._thread is None:
-            self._thread = OwnThread("shoal-tool")
-        running = self._thread.submit(lambda: tool.result(tool.function(**tool.converted(call.arguments))))  # type: ignore[misc]
-        try:
-            return ToolUse(call.name, call.arguments, running.result(tool.timeout))
-        except TimeoutError:
-            if not running.done():
-                self._thread.end()
-                self._thread = None
-                return ToolUse(call.name, call.arguments, error=late(tool))
-            error: BaseException = running.exception() or TimeoutError()
-        except BaseException as raised:
-            if isinstance(raised, KeyboardInterrupt) and not running.done():  # of this thread
-                raise
-            error = raised
-        return ToolUse(call.name, call.arguments, error=failed(error))
 
-    def end(self) -> None:
-        """End the thread after what it is at."""
-        if self._thread is not None:
-            self._thread.end()
-        self._thread = None
+def came_of(tool: Tool, call: ToolCall, running: Future[str]) -> ToolUse:
+    """What came of a call that has ended, or has taken too long."""
+    if not running.done():
+        running.cancel()
+        return late(tool, call)
+    if (error := running.exception()) is not None:
+        return ToolUse(call.name, call.arguments, error=format_error(error)[:500])
+    return ToolUse(call.name, call.arguments, running.result())
+
+
+def late(tool: Tool, call: ToolCall) -> ToolUse:
+    """A call that has taken too long."""
+    error = f"{tool.name} did not answer within {tool.timeout:g} s"
+    return ToolUse(call.name, call.arguments, error=error)
 
 
 def filled(uses: Sequence[ToolUse | None], rest: Sequence[ToolUse]) -> list[ToolUse]:
     """The results with the rest of them in the places of None, in order."""
     others = iter(rest)
     return [next(others) if use is None else use for use in uses]
-
-
-def late(tool: Tool) -> str:
-    """What a model is told of a tool that was too slow."""
-    return f"{tool.name} did not answer within {tool.timeout:g} s"
-
-
-def failed(error: BaseException) -> str:
-    """What a model is told of a tool that raised."""
-    return format_error(error)[:500]

@@ -79,7 +79,11 @@ class McpServer:
         client, _ = await self._connected()
         try:
             async with asyncio.timeout(START_SECONDS):
-                listed = await self._all_tools(client)
+                page = await client.list_tools()
+                listed = list(page.tools)
+                while page.next_cursor and len(listed) < 1000:
+                    page = await client.list_tools(cursor=page.next_cursor)
+                    listed += page.tools
         except Exception as error:
             raise ToolsFailedError(
                 f"MCP server {self.config} lists no tools: {format_error(error)}"
@@ -91,14 +95,6 @@ class McpServer:
             )
         return [tool for tool in listed if not names or tool.name in names]
 
-    async def _all_tools(self, client: Any) -> list[Any]:
-        page = await client.list_tools()
-        found = list(page.tools)
-        while page.next_cursor and len(found) < 1000:
-            page = await client.list_tools(cursor=page.next_cursor)
-            found += page.tools
-        return found
-
     async def call(self, name: str, arguments: Mapping[str, Any], timeout: float) -> tuple[str, bool]:
         """What a tool said, and whether that is an error.
 
@@ -108,20 +104,16 @@ class McpServer:
         """
         for _ in range(2):
             client, task = await self._connected()
-            asked = asyncio.ensure_future(client.call_tool(name, dict(arguments)))
             try:
-                await asyncio.wait({asked, task}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-                if asked.done() and not asked.cancelled():
-                    if (error := asked.exception()) is None:
-                        return _text(asked.result())
-                    if not task.done() and not _is_end(error):
-                        return format_error(error), True
-                elif not task.done() and not asked.done():
-                    if not await self._lives(client):
-                        await self._stop(task)
-                    raise TimeoutError
-            finally:
-                asked.cancel()
+                async with asyncio.timeout(timeout):
+                    return _text(await client.call_tool(name, dict(arguments)))
+            except TimeoutError:
+                if not await self._lives(client):
+                    await self._stop(task)
+                raise
+            except Exception as error:
+                if not _is_end(error):
+                    return format_error(error), True
             await self._stop(task)
         raise ToolsFailedError(
             f"MCP server {self.config} ended in a call of {name}, twice{self._last_words()}"

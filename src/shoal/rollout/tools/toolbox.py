@@ -1,7 +1,7 @@
 """The tools of a run: opened once, called beside the driver, and recorded so that a run repeats without them.
 
-Functions run in the hosts, where episodes are played. Functions that are `async`, and MCP servers, run here, in threads
-of their own with an event loop each.
+Functions run in the hosts, where episodes are played. Functions that are `async`, and MCP servers, run here, in one
+event loop in a thread of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,20 @@ from shoal.core.configuration import from_mapping
 from shoal.core.data import ToolUse, Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import Closing
-from shoal.core.files import append_line, read_json, write_bytes
+from shoal.core.files import append_line, read_json, whole_lines, write_bytes
 from shoal.envs.actions import ToolCall
+from shoal.envs.catalogue import function_named
 from shoal.rollout.loops import LoopThread
 from shoal.rollout.samplers.sampler import ChatTokenizer
 from shoal.rollout.samplers.settings import check_settings
 from shoal.rollout.tools.chat import MAX_TURNS, ToolChat
-from shoal.rollout.tools.functions import NAME, Tool, failed, function_tool, late, named_function
+from shoal.rollout.tools.functions import NAME, Tool, came_of, function_tool, late
 from shoal.rollout.tools.mcp import STOP_SECONDS, McpConfig, McpServer, ToolsFailedError
 
 FILE = "tools.json"
 """Of a run folder: what the model was told of its tools."""
 RECORD = "tool_uses.jsonl"
 """Of a run folder: what they answered, in all episodes."""
-GRACE_SECONDS = 1.0
-"""After which the loop of a function that does not let go of it is left behind."""
 _Place = tuple[str, int, int, int, int, int, int]
 """Env, iteration, group, member, env seed, version of the weights, and turn."""
 
@@ -78,11 +76,11 @@ class Toolbox(Closing):
     def __init__(self, items: Sequence[Any], max_turns: int = MAX_TURNS) -> None:
         self._max_turns = max_turns
         self.tools: dict[str, Tool] = {}
+        self._started: list[McpServer] = []
         self._servers: dict[str, McpServer] = {}  # by the names of their tools
         self._answers: dict[_Place, tuple[ToolUse, ...]] | None = None
         self._record: Path | None = None
-        self._functions: LoopThread | None = None
-        self._mcp: LoopThread | None = None
+        self._loop = LoopThread("shoal-tools") if items else None
         try:
             for item in items:
                 self._add(item)
@@ -104,13 +102,17 @@ class Toolbox(Closing):
 
     def _found(self, config: ToolConfig) -> list[Tool]:
         if config.function is not None:
-            return [function_tool(named_function(config.function), config.timeout, config.max_chars)]
+            return [
+                function_tool(function_named(config.function, "the tool"), config.timeout, config.max_chars)
+            ]
         if config.recorded is not None:
             self._answers = _answers_of(Path(config.recorded))
             return recorded_tools(Path(config.recorded))
         assert config.mcp is not None
-        self._mcp = self._mcp or LoopThread("shoal-mcp")
-        server, listed = self._mcp.run(_started(config.mcp))
+        assert self._loop is not None
+        server = McpServer(config.mcp)
+        self._started.append(server)
+        listed = self._loop.run(server.tools())
         self._servers |= {tool.name: server for tool in listed}
         return [
             Tool(tool.name, tool.description or "", tool.input_schema, config.timeout, config.max_chars)
@@ -136,11 +138,13 @@ class Toolbox(Closing):
 
     def record(self, episode: Trajectory) -> None:
         """Write down what tools answered in an episode that has ended."""
+        if self._record is None:
+            return
         place = episode.env, episode.iteration, episode.group, episode.member, episode.env_seed
-        for number, turn in enumerate(episode.turns if self._record is not None else ()):
-            if self._record is not None and turn.tools:
+        for number, turn in enumerate(episode.turns):
+            if turn.tools:
                 answered = (*place, episode.call_of(turn).weights_version, number), turn.tools
-                append_line(self._record, msgspec.json.encode(answered) + b"\n", durable=False)
+                append_line(self._record, msgspec.json.encode(answered) + b"\n")
 
     # --- calls
     async def use(self, calls: Sequence[ToolCall], place: _Place) -> tuple[ToolUse, ...]:
@@ -150,68 +154,36 @@ class Toolbox(Closing):
             ToolsFailedError: a server is gone, or the record has other calls.
         """
         if self._answers is not None:
-            return _recorded(self._answers.get(place), calls, place)
+            return _recorded(self._answers.get(place, ()), calls, place)
         return tuple(await asyncio.gather(*(self._use(call) for call in calls)))
 
     async def _use(self, call: ToolCall) -> ToolUse:
-        tool = self.tools[call.name]
+        assert self._loop is not None
+        tool, server = self.tools[call.name], self._servers.get(call.name)
+        if server is None:
+            running = self._loop.submit(_called(tool, call))
+            await asyncio.wait([asyncio.wrap_future(running)], timeout=tool.timeout)
+            return came_of(tool, call, running)
         try:
-            if (server := self._servers.get(call.name)) is not None:
-                assert self._mcp is not None
-                text, is_error = await asyncio.wrap_future(
-                    self._mcp.submit(server.call(call.name, call.arguments, tool.timeout))
-                )
-                text = tool.result(text)
-                return ToolUse(call.name, call.arguments, *(("", text) if is_error else (text,)))
-            return ToolUse(call.name, call.arguments, tool.result(await self._function(tool, call)))
+            said, is_error = await self._loop.within(server.call(call.name, call.arguments, tool.timeout))
         except TimeoutError:
-            return ToolUse(call.name, call.arguments, error=late(tool))
-        except ToolsFailedError:
-            raise
-        except Exception as error:
-            return ToolUse(call.name, call.arguments, error=failed(error))
-
-    async def _function(self, tool: Tool, call: ToolCall) -> Any:
-        self._functions = loop = self._functions or LoopThread("shoal-tools")
-
-        async def limited() -> Any:
-            assert tool.function is not None
-            async with asyncio.timeout(tool.timeout):
-                return await tool.function(**tool.converted(call.arguments))
-
-        running: Future[Any] = loop.submit(limited())
-        try:
-            async with asyncio.timeout(tool.timeout + GRACE_SECONDS) as waiting:
-                return await asyncio.wrap_future(running)
-        except TimeoutError:
-            if waiting.expired() and self._functions is loop:
-                self._functions = None  # it blocks the loop
-            raise
+            return late(tool, call)
+        text = tool.result(said)
+        return ToolUse(call.name, call.arguments, *(("", text) if is_error else (text,)))
 
     def close(self) -> None:
-        """End servers and threads; may be called twice."""
-        servers = list(dict.fromkeys(self._servers.values()))
-        self._servers = {}
-        if self._mcp is not None:
-            with contextlib.suppress(Exception):
-                self._mcp.run(_stopped(servers), 3 * STOP_SECONDS)
-            self._mcp.close()
-        if self._functions is not None:
-            self._functions.close()
-        self._mcp = self._functions = None
+        """End the servers and the event loop; may be called twice."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            for server in self._started:
+                with contextlib.suppress(Exception):
+                    loop.run(server.stop(), 3 * STOP_SECONDS)
+            loop.close()
 
 
-async def _started(config: McpConfig) -> tuple[McpServer, list[Any]]:
-    server = McpServer(config)
-    try:
-        return server, await server.tools()
-    except BaseException:
-        await server.stop()
-        raise
-
-
-async def _stopped(servers: Sequence[McpServer]) -> None:
-    await asyncio.gather(*(server.stop() for server in servers))
+async def _called(tool: Tool, call: ToolCall) -> str:
+    function: Any = tool.function
+    return tool.result(await function(**tool.converted(call.arguments)))
 
 
 def _config_of(item: Any) -> ToolConfig:
@@ -234,27 +206,18 @@ def recorded_tools(run: Path) -> list[Tool]:
 def _answers_of(run: Path) -> dict[_Place, tuple[ToolUse, ...]]:
     if not (run / RECORD).exists():
         raise ConfigError(f"recorded: {run} has no {RECORD}: no tool was called in it")
-    lines = (run / RECORD).read_bytes().splitlines()
-    try:
-        return dict(msgspec.json.decode(line, type=tuple[_Place, tuple[ToolUse, ...]]) for line in lines)
-    except msgspec.MsgspecError as error:
-        raise DataError(f"{run / RECORD} holds no results of tools: {error}") from error
+    return dict(whole_lines(run / RECORD, tuple[_Place, tuple[ToolUse, ...]]))
 
 
-def _recorded(
-    uses: Sequence[ToolUse] | None, calls: Sequence[ToolCall], place: _Place
-) -> tuple[ToolUse, ...]:
+def _recorded(uses: Sequence[ToolUse], calls: Sequence[ToolCall], place: _Place) -> tuple[ToolUse, ...]:
     """The recorded results of these calls, which are in the order of the recorded ones."""
-    left, found = list(uses or ()), list[ToolUse]()
+    left, found = iter(uses), list[ToolUse]()
     for call in calls:
-        match = [
-            at for at, use in enumerate(left) if (use.name, use.arguments) == (call.name, call.arguments)
-        ]
-        if not match:
+        same = (use for use in left if (use.name, use.arguments) == (call.name, call.arguments))
+        if (use := next(same, None)) is None:
             raise ToolsFailedError(
                 f"the record has no result of {call.name} in turn {place[-1] + 1} of this episode, which went on "
                 f"otherwise then"
             )
-        found.append(left[match[0]])
-        del left[: match[0] + 1]
+        found.append(use)
     return tuple(found)
