@@ -52,6 +52,14 @@ def test_a_response_that_is_itself_the_action_is_shown_once(run, capsys):
     assert "    seen\n  → higher   reward 1\n" in capsys.readouterr().out
 
 
+def test_why_a_run_failed_is_shown(run, capsys):
+    (run / "summary.json").write_text(
+        json.dumps({"command": "train", "status": "failed", "error": "EnvError: no lake", "metrics": {}})
+    )
+    assert main(["show", str(run)]) == 0
+    assert "EnvError: no lake" in capsys.readouterr().out
+
+
 def test_scores_of_rewards_are_shown_with_their_weights(run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     scores = (Score("env", 1.0, 0.25), Score("judge", 0.5, -1.0), Score("late", 2.0, None))

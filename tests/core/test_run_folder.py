@@ -401,6 +401,16 @@ def test_a_run_stays_in_its_folder_when_the_working_directory_changes(tmp_path, 
     assert (tmp_path / "runs" / "mine" / "summary.json").exists()
 
 
+def test_the_summary_of_a_failed_run_says_why(tmp_path: Path) -> None:
+    for number, error in enumerate((RuntimeError("nan loss"), KeyboardInterrupt())):
+        with RunFolder(tmp_path / str(number), "train", 0) as run:
+            run.fail(error)
+    failed, interrupted = (json.loads((tmp_path / str(n) / "summary.json").read_text()) for n in (0, 1))
+    assert (failed["status"], failed["error"]) == ("failed", "RuntimeError: nan loss")
+    assert interrupted["status"] == "interrupted"
+    assert "error" not in interrupted
+
+
 def test_a_summary_that_cannot_be_written_does_not_hide_why_a_run_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

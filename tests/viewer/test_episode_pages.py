@@ -262,6 +262,20 @@ def test_tool_calls_and_results_are_set_apart_and_indented():
     assert readable("plain <b>") == "plain &lt;b&gt;"
 
 
+def test_an_answer_that_is_itself_the_action_stands_there_once(tmp_path):
+    folder = make_run(tmp_path / "run")
+    made = episode((0.5,))
+    turn = replace(made.turns[0], response="higher", action="higher", action_is_valid=True)
+    others = replace(turn, action="up"), replace(turn, action_is_valid=False)
+    played = [replace(made, turns=(one,)) for one in (turn, *others)]
+    write_trajectories(folder / "trajectories" / "train-000001.jsonl", played)
+    run = Run(folder)
+    run.index.refresh()
+    bodies = [page_for(Site([run]), "run/0/episode", {"name": f"train-000001:{n}"}).body for n in range(3)]
+    assert [body.count('class="did') for body in bodies] == [0, 1, 1]
+    assert bodies[0].count('<pre class="said">higher</pre>') == 1
+
+
 def test_scores_of_judges_are_shown_with_what_was_asked_and_answered(tmp_path):
     folder = make_run(tmp_path / "run")
     scored = Score("clarity", 0.5, 0.75, "Is it <clear>?", "0.75, mostly"), Score("length", 1.0, None)

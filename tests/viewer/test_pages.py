@@ -475,3 +475,11 @@ def test_advantages_of_a_file_with_a_damaged_line_are_not_told_as_those_of_other
     file.write_bytes(b"x" + file.read_bytes())
     index.refresh()
     assert index.advantages(index.episodes()) is None
+
+
+def test_the_page_of_a_failed_run_says_why(tmp_path, opened):
+    folder = make_run(tmp_path / "run", rows=0)
+    told = {"command": "train", "status": "failed", "error": "EnvError: no <lake>", "metrics": {}}
+    (folder / "summary.json").write_text(json.dumps(told))
+    body = page_for(Site([opened(folder)]), "run/0", {}).body
+    assert '<p class="error">EnvError: no &lt;lake&gt;</p>' in body

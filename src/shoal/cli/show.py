@@ -138,6 +138,8 @@ def summary_table(run: Path, about: Mapping[str, Any], *, everything: bool = Fal
         summary = read_summary(run)
         for key in ("command", "status", "seed"):
             table.add_row(key, harmless(str(summary.get(key))))
+        if "error" in summary:
+            table.add_row("error", harmless(str(summary["error"])))
     else:
         now = "running now" if about["status"] == "running" else "not finished"
         table.add_row("status", f"{now}; {count_of(about['rows'] or 0, 'row')} of metrics so far")
@@ -287,7 +289,7 @@ def print_turn(
     for match in ACTION.finditer(response.plain):
         response.stylize("bold green" if turn.action_is_valid else "bold red", *match.span())
     verdict = f"{turn.action}, " if turn.action_is_valid else "no valid action, "
-    if turn.action == turn.response:  # as of a program, or of an env that takes free text
+    if turn.action_is_valid and turn.action == turn.response:  # of a program: it stands before
         verdict = ""
     console.print(
         Text("  → ")

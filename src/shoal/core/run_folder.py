@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.core.errors import ConfigError, DataError, WorkerError
+from shoal.core.errors import ConfigError, DataError, WorkerError, with_frames
 from shoal.core.executors import Closing
 from shoal.core.files import append_line, read_json, write_bytes, write_json
 
@@ -408,9 +408,16 @@ class RunFolder(Closing):
         """
         if not (self.path / "summary.json").exists():
             try:
-                self.finish({}, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+                if isinstance(error, KeyboardInterrupt):
+                    self.finish({}, "interrupted")
+                else:
+                    self.finish({}, "failed", error=with_frames(error)[:MOST_REASON])
             except (OSError, WorkerError) as other:
                 logger.error("the run failed, and its summary could not be written: %s", other)
+
+
+MOST_REASON = 2000
+"""Characters of the error that a summary keeps."""
 
 
 def _cpu_seconds() -> float:

@@ -480,6 +480,11 @@ _RULES: tuple[Rule, ...] = (
     ),
     _failures,
     _beyond(
+        "tool_errors", 0.5, "Calls of tools fail",
+        "{:.0%} of the calls of tools are answered by an error: a tool raises, or the model writes calls that do not "
+        "fit. The errors stand in the episodes.",
+    ),
+    _beyond(
         "clip_fraction", 0.4, "Steps are too large",
         "{:.0%} of the samples are clipped. Lower the learning rate or the number of epochs.",
         at_least=2,

@@ -322,6 +322,7 @@ def overview(site: Site, run: Run) -> Page:
     }
     parts = [
         tag("header", tag("h1", run.name, " ", state(run.status())), facts(told)),
+        tag("p", str(summary["error"]), class_="error") if "error" in summary else None,
         advice_list(advise(rows, config)) if run.kind in PANELS and rows else None,
     ]
     own = {"skills": skills_section, "split": samples_section}.get(run.kind)

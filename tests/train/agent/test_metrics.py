@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.records import Exchange, trajectory_of
 
-from shoal.core.data import read_trajectories
+from shoal.core.data import ToolUse, read_trajectories
 from shoal.rollout.driver import RolloutReport
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampling
@@ -234,6 +234,17 @@ def test_failures_are_counted_by_their_kind():
     assert (row["failed/timeout"], row["failed/env_error"]) == (2, 1)
     assert "failed/engine_error" not in row
     assert row["success"] == 1.0
+
+
+def test_calls_of_tools_and_their_errors_are_counted_where_there_are_some():
+    seen = Exchange("s", (7,), (1,), (-0.1,), "said", "call", True, 0.0, "s", None, "stop")
+    plain = trajectory_of("Lake", 0, 0, 0, 1, (seen, seen), success=True, terminated=True, truncated=False)
+    assert not [key for key in rollout_metrics([plain]) if "tool" in key]
+    good, bad = ToolUse("add", {}, "5"), ToolUse("add", {}, error="no number")
+    first, second = plain.turns
+    called = replace(plain, turns=(replace(first, tools=(good, bad)), replace(second, tools=(good,))))
+    row = rollout_metrics([plain, called, replace(called, status="timeout")])
+    assert (row["tool_calls"], row["tool_errors"]) == (1.5, pytest.approx(1 / 3))
 
 
 def test_a_parallel_rollout_is_reported_whole_with_its_refills_and_from_all_processes(monkeypatch):

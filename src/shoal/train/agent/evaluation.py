@@ -43,6 +43,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
     failures = Counter(t.status for t in trajectories if t.status != "ok")
     row |= {f"failed/{status}": float(count) for status, count in sorted(failures.items())}
+    if uses := [use for turn in turns for use in turn.tools]:
+        row["tool_calls"] = len(uses) / n
+        row["tool_errors"] = sum(use.error is not None for use in uses) / len(uses)
     return row | score_metrics(trajectories) | success_by_kind(whole)
 
 
