@@ -11,7 +11,7 @@ from tests.viewer.test_index import episode
 from shoal.cli.grammar import came_to_an_end, show_warnings
 from shoal.cli.main import main
 from shoal.cli.output import program
-from shoal.core.data import write_trajectories
+from shoal.core.data import Judged, Score, write_trajectories
 from shoal.core.errors import EngineError
 from shoal.core.run_folder import RunFolder
 from shoal.viewer.index import EpisodeIndex
@@ -50,6 +50,17 @@ def test_a_response_that_is_itself_the_action_is_shown_once(run, capsys):
     write_trajectories(run / "trajectories" / "heldout-000002.jsonl", [played])
     assert main(["show", str(run)]) == 0
     assert "    seen\n  → higher   reward 1\n" in capsys.readouterr().out
+
+
+def test_scores_of_rewards_are_shown_with_their_weights(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    scores = (Score("env", 1.0, 0.25), Score("judge", 0.5, -1.0), Score("late", 2.0, None))
+    judged = replace(episode((0.25,)), judged=Judged((0.25,), scores))
+    write_trajectories(run / "trajectories" / "heldout-000002.jsonl", [judged])
+    assert main(["show", str(run)]) == 0
+    assert (
+        "rewards: env 0.25 (weight 1), judge -1 (weight 0.5), late - (weight 2)\n" in capsys.readouterr().out
+    )
 
 
 def test_a_run_without_episodes_shows_its_summary_and_refuses_to_show_one(run, capsys):

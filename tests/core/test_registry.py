@@ -1,5 +1,8 @@
 """Names find code."""
 
+import importlib.util
+import sys
+
 import pytest
 
 from shoal.core.errors import UnknownNameError
@@ -29,3 +32,19 @@ def test_a_name_that_is_taken_is_refused_unless_the_same_code_registers_it_again
         envs.register("mine", len)
     envs.register("mine", len, replace=True)
     assert envs["mine"] is len
+
+
+def test_a_file_that_is_imported_by_two_names_registers_its_own_again(tmp_path, monkeypatch):
+    def mine_of(file, module):
+        (tmp_path / file).write_text("def mine(): ...")
+        spec = importlib.util.spec_from_file_location(module, tmp_path / file)
+        monkeypatch.setitem(sys.modules, module, made := importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(made)
+        return made.mine
+
+    envs = Registry("env")
+    envs.register("mine", mine_of("own.py", "own"))
+    again = envs.register("mine", mine_of("own.py", "shoal_imports.own"))
+    assert envs["mine"] is again
+    with pytest.raises(ValueError, match="'mine' is registered already"):
+        envs.register("mine", mine_of("other.py", "other"))

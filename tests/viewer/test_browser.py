@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from tests.viewer.browser import Browser, chromium
 from tests.viewer.test_index import episode
 from tests.viewer.test_server import HOSTILE, make_run
 
@@ -17,14 +16,6 @@ from shoal.viewer.export import export
 from shoal.viewer.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if chromium() is None:
-        pytest.fail("Chromium is not installed: `make test-browser` installs it from Debian's packages")
-    with Browser() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +88,7 @@ def test_a_run_is_read_from_its_curves_to_a_token(browser, demo, tmp_path):
         # their advantages
         browser.open(f"{address}run/0/episodes?file=train-000001.jsonl&order=best")
         browser.click("table.episodes a.row-link")
-        browser.until("!!document.querySelector('.strip .token.a9')")
+        browser.until("!!document.querySelector('.js .strip .token.a9')")
         assert not browser.run("document.querySelector('.key-line.worth').checkVisibility()")
         browser.press("a")
         assert browser.run("document.querySelector('.key-line.worth').checkVisibility()")

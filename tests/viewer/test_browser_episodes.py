@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from tests.viewer.browser import Browser, chromium
 from tests.viewer.test_browser import served
 from tests.viewer.test_episode_pages import member_of, move
 from tests.viewer.test_index import episode
@@ -17,14 +16,6 @@ from shoal.viewer.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 LAKE, _ = make("frozen_lake", desc="4x4").reset(seed=0)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if chromium() is None:
-        pytest.fail("Chromium is not installed: `make test-browser` installs it from Debian's packages")
-    with Browser() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +214,7 @@ def test_a_narrow_window_has_everything_and_keys_reach_it(browser, address, dark
     ):
         browser.open(address + path)
         assert browser.run("document.documentElement.scrollWidth") <= 390, path
-        for reached in ("main button", "main input", "main select", "main a[href]", ".sides", "img.enlarges"):
+        for reached in ("main button", "main input", "main select", "main a[href]", ".wide", "img.enlarges"):
             left_out = f"[...document.querySelectorAll('{reached}')].filter(e => e.tabIndex < 0 && !e.closest('svg'))"
             assert browser.run(f"{left_out}.length") == 0, (path, reached)
     browser.size(1280)

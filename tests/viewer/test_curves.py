@@ -10,7 +10,6 @@ import sys
 import time
 
 import pytest
-from tests.viewer.browser import Browser, chromium
 from tests.viewer.test_browser import served
 from tests.viewer.test_index import episode
 from tests.viewer.test_server import make_run
@@ -24,16 +23,6 @@ CHART = "document.querySelectorAll('figure[data-lines]')[0]"
 CIRCLES = (
     f"[...{CHART}.querySelectorAll('.s0 circle')].map(c => ['cx', 'cy'].map(k => Number(c.getAttribute(k))))"
 )
-TICKS = "[...{}.querySelectorAll('.axes text')].map(t => t.textContent)"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if chromium() is None:
-        pytest.fail("Chromium is not installed: `make test-browser` installs it from Debian's packages")
-    with Browser() as browser:
-        browser.size(1280)
-        yield browser
 
 
 @pytest.fixture

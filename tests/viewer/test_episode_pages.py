@@ -323,33 +323,3 @@ def test_calls_that_branch_are_a_tree():
 @pytest.mark.parametrize("parents", [(None,), (None, 0, 1), (None, None, None)])
 def test_calls_that_follow_one_another_need_no_tree(parents):
     assert tree_of(*parents) is None
-
-
-# --- colours
-def _luminance(colour):
-    colour = colour if len(colour) == 6 else "".join(2 * c for c in colour)
-    parts = [int(colour[k : k + 2], 16) / 255 for k in (0, 2, 4)]
-    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one, other):
-    """As WCAG 2 defines it."""
-    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def test_colours_of_text_and_of_edges_have_the_contrast_of_aa():
-    from shoal.viewer.server import static
-
-    assert contrast("fff", "000") == pytest.approx(21)
-    style = static("view.css")
-    for theme in (style.split("@media")[0], style.split(":root[data-theme=dark]{")[1]):
-        colours = dict(re.findall(r"--(\w+):#(\w{3,6})", theme.split("color-scheme")[0]))
-        texts = [(ink, ground) for ink in ("ink", "dim", "link", "bad") for ground in ("bg", "card")]
-        texts += [(kind, f"{kind}bg") for kind in ("good", "bad", "warn")]
-        texts += [("ink", "soft"), ("good", "soft"), *(("ink", f"p{k}") for k in range(10))]
-        edges = [("c1", "card"), ("accent", "card"), ("dim", "card"), ("dim", "bg"), ("good", "card")]
-        low = [pair for pair in texts if contrast(colours[pair[0]], colours[pair[1]]) < 4.5]
-        low += [pair for pair in edges if contrast(colours[pair[0]], colours[pair[1]]) < 3]
-        assert not low

@@ -25,20 +25,9 @@ from shoal.viewer.curves import meaning, table
 from shoal.viewer.export import export
 from shoal.viewer.markup import spark
 from shoal.viewer.pages import Site, compare
-from shoal.viewer.runs import Run
 from shoal.viewer.server import page_for
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def opened():
-    def open_run(folder):
-        run = Run(folder)
-        run.index.refresh()
-        return run
-
-    return open_run
 
 
 def page(run, path="", **query):
@@ -384,19 +373,25 @@ def _contrast(one, other):
 
 TEXT = [
     *[(ink, ground) for ink in ("ink", "dim", "link", "good", "bad", "warn") for ground in ("bg", "card")],
-    *[(ink, "soft") for ink in ("ink", "dim", "link")],
+    *[(ink, "soft") for ink in ("ink", "dim", "link", "good")],
     *[(level, f"{level}bg") for level in ("good", "bad", "warn")],
     *[("ink", f"p{k}") for k in range(10)],
     ("bg", "ink"),
 ]
-CURVES = [(f"c{k}", "card") for k in range(8)]
+LINES = [
+    *((f"c{k}", "card") for k in range(8)),
+    ("accent", "card"),
+    ("dim", "card"),
+    ("dim", "bg"),
+    ("good", "card"),
+]
 
 
 @pytest.mark.parametrize("theme", [0, 1, 2])  # light; dark by preference; dark by the button
-def test_text_and_curves_have_the_contrast_of_wcag_aa(theme):
+def test_text_and_lines_have_the_contrast_of_wcag_aa(theme):
     blocks = re.findall(r"\{([^{}]*--bg:[^{}]*)\}", server.static("view.css"))
     colours = dict(re.findall(r"--(\w+):(#[0-9a-f]+)", blocks[theme]))
-    found = {pair: _contrast(colours[pair[0]], colours[pair[1]]) for pair in TEXT + CURVES}
+    found = {pair: _contrast(colours[pair[0]], colours[pair[1]]) for pair in TEXT + LINES}
     assert {pair: ratio for pair, ratio in found.items() if ratio < (4.5 if pair in TEXT else 3.0)} == {}
     assert blocks[1].split() == blocks[2].split()
 

@@ -26,21 +26,11 @@ from shoal.viewer.export import export
 from shoal.viewer.group_pages import parting
 from shoal.viewer.markup import Html, graph, histogram, join, spark, tag, thinned
 from shoal.viewer.pages import Site, compare, overview
-from shoal.viewer.runs import Run, whole_rows
+from shoal.viewer.runs import whole_rows
 from shoal.viewer.server import page_for
 
 FIXTURES = Path(__file__).with_name("fixtures")
 """Finished runs of four commands."""
-
-
-@pytest.fixture
-def opened():
-    def open_run(folder):
-        run = Run(folder)
-        run.index.refresh()
-        return run
-
-    return open_run
 
 
 # --- markup
@@ -92,6 +82,10 @@ def test_a_histogram_has_a_bar_for_each_and_its_successes():
     assert drawn.count('class="bar"') == 2
     assert drawn.count("<a ") == 1
     assert "reward 1: 10 episodes, 10 solved" in drawn
+    # 30 episodes reach from 158 up to 10; 10 of them a third of that, 148 / 3
+    bars = re.findall(r'y="([\d.]+)" width="48" height="([\d.]+)" class="(\w+)"', drawn)
+    assert bars[:2] == [("10.0", "148.0", "other"), ("158.0", "0.0", "won")]
+    assert bars[2:] == [("108.7", "0.0", "other"), ("108.7", "49.3", "won")]
 
 
 def test_a_graph_stands_right_of_what_it_needs_and_bears_circles():
@@ -421,8 +415,9 @@ def test_settings_that_stand_for_more_than_fits_hide_no_comparison(tmp_path, ope
     listed = "a0: &a0 [1, 2]\n" + "".join(
         f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12)
     )
-    runs = [make_run(tmp_path / name) for name in ("one", "two", "three")]
-    for run, text in zip(runs, (bomb, listed, "a: &a {b: *a}\n"), strict=True):
+    deep = "a: " + "[" * 10**5 + "]" * 10**5  # on which the fast loader of PyYAML ends the process
+    runs = [make_run(tmp_path / name) for name in ("one", "two", "three", "four")]
+    for run, text in zip(runs, (bomb, listed, "a: &a {b: *a}\n", deep), strict=True):
         (run / "config.yaml").write_text(text)
     assert "Runs compared" in compare(Site([opened(run) for run in runs]), {}).body
 

@@ -96,6 +96,8 @@ def test_every_page_answers_with_all_its_guards(client, path):
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
     assert "unsafe" not in POLICY
+    wide = re.findall(r'<div class="wide[^>]*>', answer.text)
+    assert all('tabindex="0" role="region" aria-label="' in box for box in wide)
 
 
 @pytest.mark.parametrize("path", PAGES)

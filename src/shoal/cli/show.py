@@ -20,7 +20,7 @@ from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import describe, is_run
-from shoal.core.data import Trajectory
+from shoal.core.data import Judged, Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import UNFINISHED, command_of, read_summary, whole_rows
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
@@ -260,6 +260,9 @@ def print_episode(
         f"{outcome(trajectory)}, reward {trajectory.reward:g} in {count_of(len(trajectory.turns), 'turn')}"
     )
     console.print(harmless(told), markup=False)
+    if isinstance(trajectory.judged, Judged):
+        scores = [f"{s.name} {readable(s.value)} (weight {s.weight:g})" for s in trajectory.judged.scores]
+        console.print(harmless(f"rewards: {', '.join(scores)}"))
     for at in range(min(max_turns, len(trajectory.turns))):
         print_turn(console, trajectory, at, decode)
     left = len(trajectory.turns) - max_turns

@@ -216,7 +216,11 @@ def first_change(old: Any, new: Any, path: str = "") -> str:
 
     >>> first_change({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
     'a.c was 2 and is 3'
+    >>> first_change({"a": [{"b": 1}, {"b": 2}]}, {"a": [{"b": 1}, {"b": 3}]})
+    'a.1.b was 2 and is 3'
     """
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted({*old, *new}):
             found = first_change(old.get(key), new.get(key), f"{path}.{key}" if path else key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
@@ -28,7 +29,7 @@ class Registry(Generic[T]):
     """Things by name, for any number of threads.
 
     A name that is taken is refused, unless `replace=True` or the same code registers it again, as a module does whose
-    first import failed midway.
+    first import failed midway, or a file that is imported by two names.
     """
 
     def __init__(self, kind: str) -> None:
@@ -64,7 +65,9 @@ class Registry(Generic[T]):
 
 
 def _code(item: Any) -> str:
-    """Module and name of what is registered, or of the function that it holds."""
+    """File and name of what is registered, or of the function that it holds."""
     code = getattr(item, "compute", item)
-    named = hasattr(code, "__module__") and hasattr(code, "__qualname__")
-    return f"{code.__module__}.{code.__qualname__}" if named else repr(item)
+    if not (hasattr(code, "__module__") and hasattr(code, "__qualname__")):
+        return repr(item)
+    file = getattr(sys.modules.get(code.__module__), "__file__", None)
+    return f"{file or code.__module__}.{code.__qualname__}"

@@ -334,6 +334,8 @@ def attribute_named(name: str, kind: str) -> tuple[Any, Any]:
 def function_named(name: str, kind: str) -> Callable[..., Any]:
     """The function that "module:function" stands for; raises as `attribute_named` does."""
     _, found = attribute_named(name, kind)
+    if found is None:
+        raise ConfigError(f"{kind} {name!r}: its module holds nothing of that name")
     if not callable(found):
         raise ConfigError(f"{kind} {name!r} must be a function, got {found!r:.80}")
     return found  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ import gymnasium
 from numpy.random import Generator
 
 from shoal.core.data import check_step_result, info_of
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import stream
 from shoal.envs import TextEnv
 from shoal.envs.actions import ToolCall
@@ -64,10 +64,16 @@ class CoachedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         if rng is None:  # an env that took the place of another: its episode is over
             return info
         ask = self._share and rng.random() < self._share
-        word = self._text.expert_action() if ask else None
+        word, source = self._text.expert_action() if ask else None, "expert_action"
         learned = word is not None or not self._only_expert
         if word is None:
-            word = self._text.random_action(rng)
+            word, source = self._text.random_action(rng), "random_action"
+        parts = word if isinstance(word, tuple | list) else () if word is None else (word,)
+        if not all(isinstance(part, str | ToolCall) for part in parts):
+            raise EnvError(
+                f"{type(self._text).__name__}.{source}() must return the action as text, or a tuple of ToolCalls "
+                f"and the action as text, got {word!r:.120}"
+            )
         return {**info_of(info), ANSWER: (word, learned, pickle.dumps(rng))}
 
 
@@ -104,6 +110,8 @@ class Coach:
         results = self._pool.reset_some(indices, seeds, {NUMBERS: numbers})
         for i, (_, info) in zip(indices, results, strict=True):
             self.learned[i] = []
+            if ANSWER not in info:  # of an env that took the place of one that failed
+                raise EnvError(f"reset failed: {info.get('worker_summary')}")
             self._hear(i, info)
         return results
 

@@ -109,7 +109,7 @@ class Prompter:
         """What shows tools and reads calls of them, a `ToolChat`; None where there are none."""
         if self.tools is not None and (config.prefill or config.closing):
             raise ConfigError(
-                "tools work without prompt.prefill and prompt.closing, which say how each answer begins and ends: "
+                "tools work without agent_proxy.prompt.prefill and closing, which say how each answer begins and ends: "
                 "set both to ''"
             )
         self.shows_images = bool(getattr(tokenizer, "takes_images", False))

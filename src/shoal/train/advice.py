@@ -421,9 +421,9 @@ def _failures(rows: Rows, known: Known) -> Iterator[Advice]:
     failed, episodes = sum(_values(rows, "failed_episodes")), _values(rows, "episodes")
     if failed and episodes:
         text = (
-            f"{failed:.0f} of {episodes[-1]:.0f} training episodes failed, by an error of the environment or the "
-            f"engine. They are left out, so success is that of the others. Their causes: shoal view {known.run}, "
-            "Episodes."
+            f"{failed:.0f} of {episodes[-1]:.0f} training episodes failed, by an error of the environment, the "
+            "engine or a reward. They are left out, so success is that of the others. Their causes: "
+            f"shoal view {known.run}, Episodes."
         )
         yield Advice("bad", "failed_episodes", "Episodes failed", text)
     if deaths := sum(_values(rows, "worker_deaths")):

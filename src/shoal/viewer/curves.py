@@ -141,7 +141,7 @@ def of_a_run(kind: str, rows: Rows, x: str, links: Links, said: str | None) -> H
             said_of_it = tag("dd", tag("b", number(values.pop())), " ", meaning(kind, name))
             constants.append(tag("div", tag("dt", name), said_of_it))
         else:
-            groups.setdefault(_heading(kind, name), []).append(name)
+            groups.setdefault(_told_of(kind, name)[0], []).append(name)
     more = []
     for heading, inside in groups.items():
         drawn = [figure(name, [Line(name, name)], kind) for name in inside]
@@ -160,19 +160,16 @@ def _sentences() -> dict[str, dict[str, dict[str, str]]]:
     return msgspec.json.decode(data, type=dict[str, dict[str, dict[str, str]]])
 
 
-def _heading(kind: str, name: str) -> str:
-    known = _sentences().get(kind, {})
-    return next((heading for heading, told in known.items() if _defined(told, name)), "Others")
-
-
-def _defined(told: Mapping[str, str], name: str) -> str | None:
-    """The sentence of a metric; `success/Lake` is one of `success/<tag>`."""
-    begin = name.partition("/")[0] + "/<"
-    of_kind = (said for key, said in told.items() if "/" in name and key.startswith(begin))
-    return told.get(name) or next(of_kind, None)
+def _told_of(kind: str, name: str) -> tuple[str, str | None]:
+    """The heading under which the docs define a metric, and its sentence; `success/Lake` is one of `success/<tag>`."""
+    first, slash, _ = name.partition("/")
+    for heading, told in _sentences().get(kind, {}).items():
+        for key, said in told.items():
+            if key == name or (slash and key.startswith(f"{first}/<")):
+                return heading, said
+    return "Others", None
 
 
 def meaning(kind: str, name: str) -> str | None:
     """What a metric is, in the words of the docs."""
-    found = (_defined(told, name) for told in _sentences().get(kind, {}).values())
-    return next(filter(None, found), None)
+    return _told_of(kind, name)[1]

@@ -5,24 +5,24 @@ Pages of an episode or a group carry that part of the address, so that next, pre
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
+
+import msgspec
 
 from shoal.core.errors import DataError
 from shoal.viewer.index import COLUMNS, ORDERS, Episode, Filter
 from shoal.viewer.markup import Html, histogram, join, number, tag
-from shoal.viewer.pages import Page, Site, Ways, anchor, table
+from shoal.viewer.pages import Page, Site, Ways, anchor, arrows, reading_hint, table
 from shoal.viewer.runs import Run
 
 PAGE = 50
 """Episodes on a page."""
 OUTCOMES = {"success": "solved", "failed": "failed", "truncated": "out of turns", "error": "error"}
-_FILTERS = (
-    "text", "outcome", "cause", "env", "iteration", "group", "file", "invalid", "reward_from", "reward_to"
-)  # fmt: skip
+_PAGES = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""What `page` in an address may be."""
 _HEADS = (
     ("episode", "file"), ("end", "outcome"), ("reward", "reward"), ("turns", "turns"), ("group.member", "group"),
     ("tokens", "tokens"), ("invalid", "invalid"), ("iteration", "iteration"), ("env", "env"),
@@ -34,13 +34,13 @@ def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     """A page of episodes with the histogram and the causes of failures as filters."""
     query = {key: value for key, value in query.items() if value}  # a form sends what is left empty too
     wanted, order = read_filter(query)
-    at = max(0, _whole(query.get("page", "0")))
+    at = _converted(query.get("page", 0), _PAGES)
     place = f"{site.place(run)}/episodes"
     outcomes = run.index.outcomes(replace(wanted, outcome=None))
     total = sum(outcomes.values()) if wanted.outcome is None else outcomes[wanted.outcome]
 
     def with_(**changes: Any) -> dict[str, Any]:
-        return {key: value for key, value in {**query, "page": None, **changes}.items() if value is not None}
+        return {**query, "page": None, **changes}
 
     chips = [
         anchor(
@@ -75,13 +75,12 @@ def episodes(site: Site, run: Run, query: Mapping[str, str]) -> Page:
         tag("a", "later →", href=forth, rel="next") if forth else None,
         class_="pager",
     )
-    done, todo = run.index.progress
     ends = tag("h2", "How they ended"), tag("p", chips, class_="chips")
     whys = (tag("h2", "Why they broke off"), tag("ul", lines, class_="causes")) if causes else None
     rewards = tag("figure", tag("figcaption", tag("b", "Rewards")), drawn)
     body = join(
         tag("header", tag("h1", f"Episodes of {wanted.file}" if wanted.file else "Episodes")),
-        tag("p", f"reading episodes: {done / todo:.0%}", class_="hint") if todo else None,
+        reading_hint(run),
         _form(site, run, place, query, order, [cause for cause, _ in causes]) if site.only is None else None,
         tag("div", rewards, tag("div", ends, whys), class_="split"),
         pager,
@@ -156,8 +155,7 @@ def _table(site: Site, run: Run, found: Sequence[Episode], query: Mapping[str, s
     for title, column in _HEADS:
         falling = sorted_by == f"-{column}"
         mark = " ▼" if falling else " ▲" if sorted_by == column else ""
-        asked = {**query, "order": column if falling else f"-{column}"}
-        asked.pop("page", None)
+        asked = {**query, "page": None, "order": column if falling else f"-{column}"}
         heads.append(
             anchor(site, title + mark, f"{place}/episodes", class_="sort", **asked) if found else title
         )
@@ -171,26 +169,18 @@ def ended(episode: Episode) -> Html:
 
 def read_filter(query: Mapping[str, str]) -> tuple[Filter, str]:
     """The filter and the order that a link asks for; what it does not say right is a `DataError`."""
-    outcome, order = query.get("outcome"), query.get("order", "file")
-    if outcome not in (None, *OUTCOMES) or (order not in ORDERS and order.removeprefix("-") not in COLUMNS):
-        raise DataError("that is no kind of episode, or no order, that there is")
-    whole = {key: _whole(query[key]) for key in ("iteration", "group") if query.get(key)}
-    real = {key: _real(query[key]) for key in ("reward_from", "reward_to") if query.get(key)}
-    text = {key: query[key] for key in ("file", "env", "cause", "text") if query.get(key)}
-    return Filter(**text, **whole, **real, outcome=outcome, contains_invalid="invalid" in query), order  # type: ignore[arg-type]
+    order = query.get("order", "file")
+    if order not in ORDERS and order.removeprefix("-") not in COLUMNS:
+        raise DataError(f"the order must be one of {', '.join((*ORDERS, *COLUMNS))}, got {order[:40]!r}")
+    return _converted({key: value for key, value in query.items() if value}, Filter), order
 
 
-def _whole(text: str) -> int:
-    if not re.fullmatch(r"-?[0-9]{1,15}", text):
-        raise DataError(f"{text[:40]!r} is no whole number")
-    return int(text)
-
-
-def _real(text: str) -> float:
+def _converted(asked: Any, kind: Any) -> Any:
+    """What stands in an address as text, as the types of `kind`."""
     try:
-        return float(text)
-    except ValueError:
-        raise DataError(f"{text[:40]!r} is no number") from None
+        return msgspec.convert(asked, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise DataError(f"the address asks for episodes in a way that cannot be read: {error}") from error
 
 
 # --- the list that one came from
@@ -198,7 +188,7 @@ def within_list(site: Site, query: Mapping[str, str]) -> dict[str, str]:
     """What a link to an episode says of its list, if there is one; nothing in a static file, which has no forms."""
     if site.only is not None or not query.get("order"):
         return {}
-    return {key: query[key] for key in (*_FILTERS, "order") if query.get(key)}
+    return {key: query[key] for key in (*Filter.__dataclass_fields__, "order") if query.get(key)}
 
 
 def steps(site: Site, run: Run, kind: str, episode: Episode, query: Mapping[str, str]) -> tuple[Html, Ways]:
@@ -223,13 +213,6 @@ def steps(site: Site, run: Run, kind: str, episode: Episode, query: Mapping[str,
         up = site.link(f"{place}/episodes", file=episode.file) or site.link(place) or "#"
     where = "not in the list" if spot.at is None else f"{kind} {spot.at + 1:,} of {spot.total:,}"
     told = ", ".join(f"{key.replace('_', ' ')} {value[:40]}" for key, value in came.items())
-    arrows = tag(
-        "nav",
-        tag("a", "← previous", href=before, class_="button", rel="prev") if before else None,
-        tag("a", "↑ list", href=up, class_="button"),
-        tag("a", "next →", href=behind, class_="button", rel="next") if behind else None,
-        tag("small", f"{where} ({told})") if site.only is None else None,
-        class_="steps",
-        aria_label="in the list",
-    )
-    return arrows, (before, behind, up)
+    ways = before, behind, up
+    place_in_list = tag("small", f"{where} ({told})") if site.only is None else None
+    return arrows("in the list", ways, tag("a", "↑ list", href=up, class_="button"), place_in_list), ways

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from shoal.envs.pictures import THEMES, picture_of
 from shoal.rollout.images import picture_url
 from shoal.viewer.episode_lists import ended, steps, within_list
 from shoal.viewer.index import Episode
-from shoal.viewer.markup import ACTION, Html, counted, join, number, tag
+from shoal.viewer.markup import ACTION, Html, counted, fold, join, number, tag
 from shoal.viewer.pages import Page, Site, anchor, command, facts
 from shoal.viewer.runs import PICTURES, Run
 
@@ -52,11 +53,9 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
         strip(call, spell, trained=used or None, advantages=own[k] if own else (), largest=largest)
         for k, call in enumerate(map(trajectory.call_of, trajectory.turns))
     ]
-    versus = (
-        f"{episode.reward - mean:+.3g} against the mean of its {len(members)} members"
-        if len(members) > 1
-        else None
-    )
+    versus = None
+    if len(members) > 1:
+        versus = f"{episode.reward - mean:+.3g} against the mean of its {len(members)} members"
     versions = sorted({call.weights_version for call in trajectory.calls})
     told = {
         "env": episode.env,
@@ -130,8 +129,7 @@ def _overview(site: Site, turns: Sequence[Turn]) -> Html:
     for k, turn in enumerate(turns):
         did = (turn.action or "")[:20] if turn.action_is_valid else "✗"
         paid = f" {turn.reward:+.3g}" if turn.reward else ""
-        text = f"{k + 1} {did}{paid}"
-        links.append(tag("a", text, href=f"#turn-{k + 1}", class_="chip") if site.only is None else None)
+        links.append(tag("a", f"{k + 1} {did}{paid}", href=f"#turn-{k + 1}", class_="chip"))
     slider = tag("input", type="range", min=1, max=len(turns), value=1, aria_label="turn that is shown")
     player = tag(
         "div",
@@ -157,7 +155,8 @@ def _turn(
     ids, cut = trajectory.prompt_ids(turn.call), trajectory.call_of(turn).finish == "length"
     verdict = turn.action if turn.action_is_valid else "no valid action"
     prompt = "".join(spell(ids)) if spell and ids else None
-    length = counted(len(ids), "token")
+    length = f"prompt of {counted(len(ids), 'token')}"
+    short = tag("small", length, class_="prompt")
     drawn = _image(site, run, turn.image) or drawing(turn.observation)
     saw = tag("pre", readable(turn.observation), class_="saw")
     did = tag("p", "→ ", tag("b", verdict), class_="did" if turn.action_is_valid else "did invalid")
@@ -173,9 +172,7 @@ def _turn(
     )
     said = tag(
         "div",
-        tag("details", tag("summary", f"prompt of {length}"), tag("pre", prompt), class_="prompt")
-        if prompt
-        else tag("small", f"prompt of {length}", class_="prompt"),
+        fold(length, tag("pre", prompt), class_="prompt") if prompt else short,
         tag("pre", marked(turn.response.strip("\n"), turn.action_is_valid), class_="said"),
         tokens,
         did,
@@ -191,11 +188,12 @@ def _turn(
 
 def _tools(turn: Turn) -> list[Html]:
     """The tools that a turn called, with what the model was shown of each."""
-    kinds = ["tool" if use.error is None else "tool failed" for use in turn.tools]
-    return [
-        tag("pre", tag("b", use.name), " ", _indented(use.arguments), "\n", use.shown, class_=kind)
-        for use, kind in zip(turn.tools, kinds, strict=True)
-    ]
+    found = []
+    for use in turn.tools:
+        style = "tool" if use.error is None else "tool failed"
+        words = (tag("b", use.name), " ", _indented(use.arguments), "\n", use.shown)
+        found.append(tag("pre", words, class_=style))
+    return found
 
 
 def scores(trajectory: Trajectory) -> Html | None:
@@ -206,7 +204,7 @@ def scores(trajectory: Trajectory) -> Html | None:
         asked = (("asked", score.prompt), ("answered", score.answer))
         parts += [tag("pre", tag("b", f"{word}\n"), text) for word, text in asked if text]
     total = f"{counted(len(trajectory.scores), 'reward')} judged it"
-    return tag("details", tag("summary", total), parts) if parts else None
+    return fold(total, parts) if parts else None
 
 
 def _indented(value: Any) -> str:
@@ -281,17 +279,15 @@ def call_tree(trajectory: Trajectory, spell: Spell | None) -> Html | None:
             begins = "begins anew" if call.parent is None else f"branch of call {call.parent + 1}"
         turn = f"turn {of_turn[one] + 1}" if one in of_turn else "in no turn"
         sizes = f"{counted(len(call.new_prompt_ids), 'new token')}, {counted(len(call.response_ids), 'token')} answered"
-        parts = [
-            tag("summary", f"call {one + 1} ", tag("small", ", ".join(filter(None, (turn, begins, sizes)))))
-        ]
+        title = f"call {one + 1} ", tag("small", ", ".join(filter(None, (turn, begins, sizes))))
+        texts = []
         if spell:
-            asked = "".join(spell(call.new_prompt_ids[:_CALL]))
-            parts += [tag("pre", readable(asked), class_="saw")]
-            parts += [tag("pre", readable("".join(spell(call.response_ids))), class_="said")]
-        lines.append(tag("li", tag("details", *parts), class_=f"depth-{min(depth, 6)}"))
+            for style, ids in (("saw", call.new_prompt_ids[:_CALL]), ("said", call.response_ids)):
+                texts.append(tag("pre", readable("".join(spell(ids))), class_=style))
+        lines.append(tag("li", fold(title, texts), class_=f"depth-{min(depth, 6)}"))
     kinds = f"{counted(len(roots), 'prompt')} from the start, branches at {counted(branches, 'call')}"
     said = f"{counted(len(calls), 'call')}: {kinds}"
-    return tag("details", tag("summary", said), tag("ol", lines, class_="calls"), class_="call-tree")
+    return fold(said, tag("ol", lines, class_="calls"), class_="call-tree")
 
 
 # --- tokens
@@ -301,11 +297,8 @@ def strip(
     """The tokens of a response, coloured by their probability or their advantage; both stand in the tip."""
     if not call.response_ids:
         return None
-    n = len(call.response_ids)
     pieces = spell(call.response_ids) if spell else [str(i) for i in call.response_ids]
-    columns = zip(
-        call.response_ids, pieces, call.logprobs or (None,) * n, advantages or (None,) * n, strict=False
-    )
+    columns = itertools.zip_longest(call.response_ids, pieces, call.logprobs or (), advantages)
     tokens = [token(i, piece, p, trained=trained, advantage=a, largest=largest) for i, piece, p, a in columns]
     return tag("p", tokens, class_="strip")
 
@@ -346,24 +339,18 @@ def _image(site: Site, run: Run, image: str | None) -> Html | None:
         run.file(image, PICTURES)
     except DataError:
         return tag("small", f"picture {image[:200]} is not in the run folder")
-    address = site.picture(run, image)
-    return (
-        tag("img", src=address, alt="what the agent saw", class_="shot", loading="lazy") if address else None
-    )
+    if (address := site.picture(run, image)) is None:
+        return None
+    return tag("img", src=address, alt="what the agent saw", class_="shot", loading="lazy")
 
 
 # --- tokens as text, by the tokenizer that lies in the run; without one they are shown by their numbers
 def spelling(run: Path) -> Spell | None:
-    """How the tokens of a run are written; None if nothing in its folder tells."""
-    for folder in _engines(run):
-        return _spelling(str(folder), (folder / "engine.json").stat().st_mtime_ns)
+    """How the tokens of a run are written, by its newest engine; None if nothing in its folder tells."""
+    for place in (run / "engine", *sorted(run.glob("checkpoints/*/engine"), reverse=True)):
+        if (file := place / "engine.json").is_file():
+            return _spelling(str(place), file.stat().st_mtime_ns)
     return None
-
-
-def _engines(run: Path) -> list[Path]:
-    """Folders of an engine in a run, those of the newest weights first."""
-    places = [run / "engine", *sorted(run.glob("checkpoints/*/engine"), reverse=True)]
-    return [place for place in places if (place / "engine.json").is_file()]
 
 
 @functools.lru_cache(maxsize=16)
@@ -373,19 +360,14 @@ def _spelling(folder: str, changed: int) -> Spell | None:
         if described.get("engine") == "tiny":
             from shoal.rollout.samplers.tokenizers import TinyTokenizer
 
-            return functools.partial(_by_table, TinyTokenizer(described["words"]).tokens)
+            tokens = TinyTokenizer(described["words"]).tokens
+            return lambda ids: [tokens[i] if 0 <= i < len(tokens) else f"#{i}" for i in ids]
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever lies there, the page is shown, with numbers
         logger.warning("the tokenizer in %s cannot be read (%s); tokens are shown by number", folder, error)
         return None
-    return functools.partial(_by_tokenizer, tokenizer, frozenset(tokenizer.get_vocab().values()))
-
-
-def _by_table(tokens: Sequence[str], ids: Sequence[int]) -> list[str]:
-    return [tokens[i] if 0 <= i < len(tokens) else f"#{i}" for i in ids]
-
-
-def _by_tokenizer(tokenizer: Any, known: Set[int], ids: Sequence[int]) -> list[str]:
-    return [tokenizer.decode([i], skip_special_tokens=False) if i in known else f"#{i}" for i in ids]
+    known = frozenset(tokenizer.get_vocab().values())
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+    return lambda ids: [decode([i]) if i in known else f"#{i}" for i in ids]

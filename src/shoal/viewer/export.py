@@ -27,30 +27,21 @@ def export(runs: Sequence[Run], episodes: int = 60) -> str:
         runs: to be shown, their indexes up to date.
         episodes: of each run at most; the worst, the best, failed ones and the newest.
     """
-    addresses = list(dict.fromkeys(_addresses(Site(runs), episodes)))
     names: dict[str, str] = {}  # of sections, by address
-    for path, query in addresses:
-        name = _name(path + query)
-        names[path + query] = f"{name}.{len(names)}" if name in names.values() else name
+    for address in _addresses(Site(runs), episodes):
+        name = re.sub(r"[^A-Za-z0-9.:_-]+", "-", address).strip("-") or "runs"
+        names[address] = f"{name}.{len(names)}" if name in names.values() else name
     site = Site(runs, only={address: f"#{name}" for address, name in names.items()})
     sections = []
-    for path, query in addresses:
+    for address, name in names.items():
+        path, _, query = address.partition("?")
         try:
-            page = page_for(site, path, _read(query))
+            page = page_for(site, path, dict(parse_qsl(query)))
         except DataError as error:  # one record that cannot be read hides no other
             page = not_here(str(error), site.link(""))
         ways = {"data_prev": page.previous, "data_next": page.next, "data_up": page.up}
-        sections.append(
-            tag(
-                "div",
-                bar(page),
-                tag("main", page.body),
-                class_="page",
-                id=names[path + query],
-                data_title=page.title,
-                **ways,
-            )
-        )
+        known = {"id": name, "data_title": page.title, **ways}
+        sections.append(tag("div", bar(page), tag("main", page.body), class_="page", **known))
     style = static("view.css")
     scripts = [static(name).replace("</", "<\\/") for name in SCRIPTS]
     sums = " ".join(f"'{_sum(script)}'" for script in scripts)
@@ -76,34 +67,16 @@ def _sum(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _name(address: str) -> str:
-    """An address as the name of a section."""
-    return re.sub(r"[^A-Za-z0-9.:_-]+", "-", address).strip("-") or "runs"
-
-
-def _read(query: str) -> dict[str, str]:
-    return dict(parse_qsl(query.removeprefix("?")))
-
-
-def _addresses(site: Site, most: int) -> list[tuple[str, str]]:
+def _addresses(site: Site, most: int) -> list[str]:
     """Path and query of every page that the file holds."""
-    found = [("", "")]
-
-    def add(path: str, **query: str) -> None:
-        address = address_of(path, **query)
-        found.append((path, address[len(path) :]))
-
+    found = [""]
     for run in site.runs:
         place = site.place(run)
-        add(place)
-        for skill in run.skills()["skill"]:
-            add(f"{place}/skill", name=str(skill["name"]))
-        for k in range(min(len(run.samples()), most)):
-            add(f"{place}/sample", number=str(k))
-        if run.index.files():
-            add(f"{place}/episodes")
-            for file in run.index.files()[-FILES:]:
-                add(f"{place}/episodes", file=file)
+        found.append(place)
+        found += [address_of(f"{place}/skill", name=skill["name"]) for skill in run.skills()["skill"]]
+        found += [address_of(f"{place}/sample", number=k) for k in range(min(len(run.samples()), most))]
+        files = run.index.files()[-FILES:]
+        found += [address_of(f"{place}/episodes", file=file) for file in (None, *files)] if files else []
         part = max(1, most // 4)
         chosen = [
             *run.index.episodes(order="worst", limit=part),
@@ -112,11 +85,9 @@ def _addresses(site: Site, most: int) -> list[tuple[str, str]]:
             *run.index.episodes(order="newest", limit=part),
         ]
         names = list(dict.fromkeys(episode.name for episode in chosen))[:most]
-        for name in names:
-            add(f"{place}/episode", name=name)
-        for name in names[: max(1, most // 4)]:
-            add(f"{place}/group", name=name)
+        found += [address_of(f"{place}/episode", name=name) for name in names]
+        found += [address_of(f"{place}/group", name=name) for name in names[:part]]
     kinds = [run.kind for run in site.runs if run.kind in PANELS]
     if len(kinds) > len(set(kinds)):  # two of a kind
-        add("compare")
+        found.append("compare")
     return found

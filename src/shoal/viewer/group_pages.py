@@ -11,7 +11,7 @@ from shoal.core.data import Trajectory, Turn
 from shoal.viewer.episode_lists import ended, steps, within_list
 from shoal.viewer.episode_pages import compared, marked
 from shoal.viewer.index import Episode
-from shoal.viewer.markup import Html, counted, join, number, tag
+from shoal.viewer.markup import Html, counted, join, number, tag, wide
 from shoal.viewer.pages import Page, Site, anchor, facts
 from shoal.viewer.runs import Run
 
@@ -46,9 +46,8 @@ def parting(trajectories: Sequence[Trajectory]) -> int | None:
 
     A member that has ended parts from one that goes on.
     """
-    longest = max((len(t.turns) for t in trajectories), default=0)
-    for k in range(longest):
-        if len({_act(t.turns[k]) if k < len(t.turns) else None for t in trajectories}) > 1:
+    for k in range(max((len(t.turns) for t in trajectories), default=0)):
+        if len({turn and _act(turn) for turn in _turns_at(k, trajectories)}) > 1:
             return k
     return None
 
@@ -62,10 +61,11 @@ def kinds_of(columns: Sequence[Column]) -> list[list[str]]:
 
     The state is the observations up to there; of equally frequent actions that of the higher reward counts as most.
     """
+    trajectories = [column.trajectory for column in columns]
     states: list[int] = [0] * len(columns)
     kinds = []
-    for k in range(max((len(c.trajectory.turns) for c in columns), default=0)):
-        turns = _turns_at(k, columns)
+    for k in range(max((len(t.turns) for t in trajectories), default=0)):
+        turns = _turns_at(k, trajectories)
         states = [hash((s, t.observation)) if t else -1 for s, t in zip(states, turns, strict=True)]
         acts: dict[int, Counter[Any]] = {}
         for state, turn, column in zip(states, turns, columns, strict=True):
@@ -79,8 +79,8 @@ def kinds_of(columns: Sequence[Column]) -> list[list[str]]:
     return kinds
 
 
-def _turns_at(k: int, columns: Sequence[Column]) -> list[Turn | None]:
-    return [c.trajectory.turns[k] if k < len(c.trajectory.turns) else None for c in columns]
+def _turns_at(k: int, trajectories: Sequence[Trajectory]) -> list[Turn | None]:
+    return [t.turns[k] if k < len(t.turns) else None for t in trajectories]
 
 
 def group(site: Site, run: Run, query: Mapping[str, str]) -> Page:
@@ -111,7 +111,7 @@ def group(site: Site, run: Run, query: Mapping[str, str]) -> Page:
         tag("header", tag("h1", f"Group {episode.group}"), arrows, facts(told)),
         None if spread else tag("p", equal, class_="hint"),
         tag("p", legend, class_="key-line") if part is not None else None,
-        tag("div", side, class_="wide sides", tabindex="0", role="region", aria_label="members side by side"),
+        wide(side, "members side by side", "wide sides"),
     )
     files = site.link(f"{place}/episodes", file=episode.file)
     behind = (episode.file.removesuffix(".jsonl"), files), (f"group {episode.group}", None)
@@ -141,7 +141,7 @@ def _head(
 def _row(k: int, columns: Sequence[Column], kinds: Sequence[str], part: int | None) -> Html:
     """One turn of all members: a cell for all until they part, then one each."""
     head = tag("th", str(k + 1), tag("small", "they part here") if k == part else None, scope="row")
-    turns = _turns_at(k, columns)
+    turns = _turns_at(k, [column.trajectory for column in columns])
     if part is None or k < part:
         same = tag("small", "the same in all")
         return tag("tr", head, [tag("td", _cell(turns[0]), same, colspan=len(turns), class_="same")])

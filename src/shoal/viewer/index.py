@@ -7,7 +7,6 @@ without its newline is still being written, and waits.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import threading
 from collections import Counter
@@ -92,16 +91,16 @@ class Episode:
 class Filter:
     """Which episodes are meant; None of all means all."""
 
-    file: str | None = None
-    iteration: int | None = None
-    group: int | None = None
-    env: str | None = None
+    text: str | None = None  # in an observation, a response or an action; a to z match both cases
     outcome: Outcome | None = None
     cause: str | None = None  # status and error
+    env: str | None = None
+    iteration: int | None = None
+    group: int | None = None
+    file: str | None = None
+    invalid: bool = False  # those that have an invalid action
     reward_from: float | None = None
     reward_to: float | None = None
-    contains_invalid: bool = False
-    text: str | None = None  # in an observation, a response or an action; a to z match both cases
 
 
 class Place(NamedTuple):
@@ -143,9 +142,7 @@ class EpisodeIndex:
     # --- bringing it up to date
     def files(self) -> list[str]:
         """The names of the run's files of episodes as they are now, in order."""
-        with contextlib.suppress(OSError):
-            return sorted(entry.name for entry in os.scandir(self.folder) if _is_file_of_episodes(entry))
-        return []
+        return sorted(path.name for path in self.folder.glob("[!.]*.jsonl") if path.is_file())
 
     def refresh(self, only: str | None = None) -> EpisodeIndex:
         """Read the files that are new or changed, all of them or the one of that name; returns itself."""
@@ -223,7 +220,7 @@ class EpisodeIndex:
             keep &= rows["reward"] >= wanted.reward_from
         if wanted.reward_to is not None:
             keep &= rows["reward"] <= wanted.reward_to
-        if wanted.contains_invalid:
+        if wanted.invalid:
             keep &= rows["invalid"] > 0
         if wanted.cause is not None:
             of_cause = [number for end, number in self._ends.items() if _cause(end) == wanted.cause]
@@ -373,25 +370,26 @@ class EpisodeIndex:
         Raises:
             DataError: the file has changed since it was indexed, or holds something else than a trajectory there.
         """
-        line = self.line(episode)
+        path = self.folder / episode.file
         try:
+            with path.open("rb") as file:
+                file.seek(episode.start)
+                line = file.read(episode.length)
             return decode_trajectory(line)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
         except DataError as error:
             if _decoded(line, _EPISODE) is None:
-                raise DataError(
-                    f"{self.folder / episode.file} changed while it was read; look again"
-                ) from error
-            raise DataError(f"{self.folder / episode.file}, episode {episode.row}: {error}") from error
+                raise DataError(f"{path} changed while it was read; look again") from error
+            raise DataError(f"{path}, episode {episode.row}: {error}") from error
 
     def advantages(self, members: Sequence[Episode]) -> list[Advantages | None] | None:
         """What an update computed for the tokens of some episodes of a file, None for one that it did not learn from.
 
         None for all if nothing was kept: nobody learned from the file, or its run is of before advantages were.
         """
-        path, known = (
-            self.folder.with_name("advantages") / members[0].file,
-            self._table[0].get(members[0].file),
-        )
+        file = members[0].file
+        path, known = self.folder.with_name("advantages") / file, self._table[0].get(file)
         if known is None or known.broken or not path.is_file():  # of which lines they are is not known
             return None
         try:
@@ -399,19 +397,6 @@ class EpisodeIndex:
         except (DataError, OSError):
             return None
         return [found.get(member.row) for member in members] if found else None
-
-    def line(self, episode: Episode) -> bytes:
-        """The bytes of the episode's line."""
-        try:
-            with (self.folder / episode.file).open("rb") as file:
-                file.seek(episode.start)
-                return file.read(episode.length)
-        except OSError as error:
-            raise DataError(f"{self.folder / episode.file} cannot be read: {error.strerror}") from error
-
-
-def _is_file_of_episodes(entry: os.DirEntry[str]) -> bool:
-    return entry.name.endswith(".jsonl") and not entry.name.startswith(".") and entry.is_file()
 
 
 def _cause(end: tuple[str, str | None]) -> str | None:

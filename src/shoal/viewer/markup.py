@@ -9,7 +9,6 @@ import html
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 NONE = "\N{EN DASH}"
@@ -72,9 +71,14 @@ def join(*children: Any) -> Html:
     return Html("".join(parts))
 
 
-def fold(title: str, *inside: Any, **attributes: Any) -> Html:
+def fold(title: Any, *inside: Any, **attributes: Any) -> Html:
     """What is seen once its title is clicked."""
     return tag("details", tag("summary", title), *inside, **attributes)
+
+
+def wide(inside: Html, label: str, class_: str = "wide") -> Html:
+    """What may be wider than the window, and is then scrolled, by the keyboard too."""
+    return tag("div", inside, class_=class_, tabindex=0, role="region", aria_label=label)
 
 
 def _is_safe(address: str) -> bool:
@@ -102,6 +106,11 @@ def number(value: Any, digits: int = 4) -> str:
     return str(value)
 
 
+def share(value: float | None) -> str:
+    """`12.5%`."""
+    return NONE if value is None else f"{value:.1%}"
+
+
 def counted(n: int, noun: str) -> str:
     """`1 turn`, `2 turns`."""
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
@@ -110,28 +119,6 @@ def counted(n: int, noun: str) -> str:
 # --- charts
 MOST_POINTS = 600
 """Of a curve; of longer ones the lowest and the highest of each stretch are drawn."""
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """From values to places in the picture."""
-
-    x0: float
-    x1: float
-    y0: float
-    y1: float
-    left: float = 46
-    right: float = 408
-    top: float = 10
-    bottom: float = 158
-
-    def x(self, value: float) -> float:
-        return round(self.left + (value - self.x0) / ((self.x1 - self.x0) or 1) * (self.right - self.left), 1)
-
-    def y(self, value: float) -> float:
-        return round(
-            self.bottom - (value - self.y0) / ((self.y1 - self.y0) or 1) * (self.bottom - self.top), 1
-        )
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
@@ -166,23 +153,13 @@ def _picture(kind: str, box: str, label: str, *children: Any, **attributes: Any)
     return tag("svg", *children, class_=kind, viewBox=box, **attributes, role=role, aria_label=label)
 
 
+def _rect(x: float, y: float, width: float, height: float, *inside: Any, **attributes: Any) -> Html:
+    place = {"x": round(x, 1), "y": round(y, 1), "width": round(width, 1), "height": round(height, 1)}
+    return tag("rect", *inside, **place, **attributes)
+
+
 def _words(text: str, x: float, y: float, anchor: str = "middle", class_: str | None = None) -> Html:
     return tag("text", text, x=x, y=y, text_anchor=anchor, class_=class_)
-
-
-def _axes(frame: _Frame, across: Sequence[float], along: Sequence[tuple[float, str]], name: str) -> Html:
-    """Lines across at these values, words along at these places, and what is along."""
-    lines = [
-        join(
-            tag("line", x1=frame.left, x2=frame.right, y1=frame.y(v), y2=frame.y(v), class_="grid"),
-            _words(number(v, 3), frame.left - 6, frame.y(v) + 3.5, "end"),
-        )
-        for v in across
-    ]
-    words = [_words(text, x, frame.bottom + 14) for x, text in along]
-    return tag(
-        "g", lines, words, _words(name, (frame.left + frame.right) / 2, frame.bottom + 28), class_="axes"
-    )
 
 
 def histogram(
@@ -193,31 +170,31 @@ def histogram(
     """Bars of episodes by reward, the part that succeeded in another colour; each bar is a link to its episodes."""
     if not bars:
         return tag("p", "no episodes", class_="empty")
-    frame = _Frame(0, len(bars), 0, max(n for _, _, n, _ in bars))
+    left, right, top, bottom = 46, 408, 10, 158
+    most = max(n for _, _, n, _ in bars)
+    step, unit = (right - left) / len(bars), (bottom - top) / most
     drawn = []
-    wide = (frame.right - frame.left) / len(bars)
     for k, ((low, high, n, won), link) in enumerate(zip(bars, links, strict=True)):
         reach = number(low) if low == high else f"{number(low)} to {number(high)}"
         said = f"reward {reach}: {n:,} episodes, {won:,} solved"
-        x = frame.left + k * wide
-        thick = round(max(min(wide - 2, 48), 1), 1)
-        left = round(x + (wide - thick) / 2, 1)
-        top, border = frame.y(n), frame.y(won)
-        tall = frame.bottom - frame.top
+        thick = max(min(step - 2, 48), 1)
+        x = left + k * step + (step - thick) / 2
         rects = [
-            tag("rect", x=round(x, 1), y=frame.top, width=round(wide, 1), height=tall, class_="hit"),
-            tag("rect", x=left, y=top, width=thick, height=round(max(border - top, 0), 1), class_="other"),
-            tag("rect", x=left, y=border, width=thick, height=round(frame.bottom - border, 1), class_="won"),
+            _rect(left + k * step, top, step, bottom - top, class_="hit"),
+            _rect(x, bottom - n * unit, thick, (n - won) * unit, class_="other"),
+            _rect(x, bottom - won * unit, thick, won * unit, class_="won"),
         ]
         bar = tag("g", tag("title", said), rects, class_="bar chosen" if chosen == (low, high) else "bar")
         drawn.append(tag("a", bar, href=link, aria_label=said) if link else bar)
-    every = max(1, math.ceil(len(bars) / 6))
-    along = [
-        (round(frame.left + (k + 0.5) * wide, 1), number(bar[0], 3))
-        for k, bar in enumerate(bars)
-        if k % every == 0
-    ]
-    axes = _axes(frame, ticks(0, frame.y1, 3), along, "reward of an episode")
+    lines = []
+    for count in ticks(0, most, 3):
+        y = round(bottom - count * unit, 1)
+        line = tag("line", x1=left, x2=right, y1=y, y2=y, class_="grid")
+        lines.append(join(line, _words(number(count, 3), left - 6, y + 3.5, "end")))
+    labelled = range(0, len(bars), math.ceil(len(bars) / 6))
+    words = [_words(number(bars[k][0], 3), round(left + (k + 0.5) * step, 1), bottom + 14) for k in labelled]
+    name = _words("reward of an episode", (left + right) / 2, bottom + 28)
+    axes = tag("g", lines, words, name, class_="axes")
     return _picture("chart histogram", "0 0 416 190", "histogram of rewards", axes, drawn)
 
 
@@ -255,9 +232,9 @@ def graph(needs: Mapping[str, Sequence[str]], states: Mapping[str, str], links: 
     for name, place in at.items():
         box = _box(name, states.get(name, ""), *place)
         boxes.append(tag("a", box, href=links[name]) if links.get(name) else box)
-    size = f"0 0 {max(width, 1)} {max(height, 1)}"
+    size = f"0 0 {width} {height}"
     drawn = _picture("graph", size, "graph of skills", _TIP, arrows, boxes, width=width, height=height)
-    return tag("div", drawn, class_="wide")
+    return wide(drawn, "graph of skills")
 
 
 _WIDE, _HIGH, _GAP_X, _GAP_Y = 150, 42, 46, 18
@@ -282,9 +259,7 @@ def _laid_out(needs: Mapping[str, Sequence[str]]) -> tuple[dict[str, tuple[float
 
     columns: dict[int, list[str]] = {}
     for name in needs:
-        place(name)
-    for name in needs:
-        columns.setdefault(depth[name], []).append(name)
+        columns.setdefault(place(name), []).append(name)
     step = _HIGH + _GAP_Y
     height = max(map(len, columns.values()), default=0) * step + _GAP_Y
     at: dict[str, tuple[float, float]] = {
@@ -311,7 +286,7 @@ def _box(name: str, state: str, x: float, y: float) -> Html:
         tag("rect", x=x, y=y, width=_WIDE, height=_HIGH, rx=6),
         _words(_short(name), x + _WIDE / 2, y + 18, class_="name"),
         _words(state, x + _WIDE / 2, y + 33),
-        class_=f"box {_word(state)}",
+        class_=f"box {state_class(state)}",
     )
 
 
@@ -325,29 +300,24 @@ def timeline(bars: Sequence[tuple[str, float, float, str]]) -> Html:
         return tag("p", "nothing has run yet", class_="empty")
     names = list(dict.fromkeys(name for name, *_ in bars))
     begin, end = min(bar[1] for bar in bars), max(bar[2] for bar in bars)
-    frame = _Frame(0, max(end - begin, 1e-9), 0, 1, left=150, right=620)
+    left, second = 150, 470 / max(end - begin, 1e-9)
     high = 24
     bottom = len(names) * high + 8
     drawn = [_words(_short(name), 142, k * high + 20, "end", "name") for k, name in enumerate(names)]
-    lines = [
-        join(
-            tag("line", x1=frame.x(t), x2=frame.x(t), y1=4, y2=bottom, class_="grid"),
-            _words(f"{number(t, 3)} s", frame.x(t), bottom + 13),
-        )
-        for t in ticks(0, end - begin, 5)
-    ]
+    lines = []
+    for t in ticks(0, end - begin, 5):
+        x = round(left + t * second, 1)
+        line = tag("line", x1=x, x2=x, y1=4, y2=bottom, class_="grid")
+        lines.append(join(line, _words(f"{number(t, 3)} s", x, bottom + 13)))
     for name, start, stop, state in bars:
-        x, y = frame.x(start - begin), names.index(name) * high + 8
-        wide = round(max(frame.x(stop - begin) - x, 2), 1)
+        x, y = left + (start - begin) * second, names.index(name) * high + 8
         said = tag("title", f"{name}: {state}, {number(stop - start, 3)} s")
-        drawn.append(
-            tag("rect", said, x=x, y=y, width=wide, height=high - 8, rx=3, class_=f"span {_word(state)}")
-        )
+        style = f"span {state_class(state)}"
+        drawn.append(_rect(x, y, max((stop - start) * second, 2), high - 8, said, rx=3, class_=style))
     axes = tag("g", lines, class_="axes")
-    picture = _picture("timeline", f"0 0 640 {bottom + 20}", "time line", axes, drawn)
-    return tag("div", picture, class_="wide")
+    return wide(_picture("timeline", f"0 0 640 {bottom + 20}", "time line", axes, drawn), "time line")
 
 
-def _word(text: str) -> str:
-    """A class name from any text."""
-    return "is-" + ("".join(c for c in text.split(",")[0].lower() if c.isascii() and c.isalpha()) or "none")
+def state_class(text: str) -> str:
+    """The class of what is in a state, which is the first word."""
+    return "is-" + re.split(r"[^a-z]", text)[0]

@@ -23,7 +23,7 @@ from shoal.core.run_folder import is_number
 from shoal.train.advice import Advice, advise
 from shoal.viewer import curves
 from shoal.viewer.curves import AXES, PANELS, SHARES, Line
-from shoal.viewer.markup import NONE, Html, counted, fold, join, number, spark, tag
+from shoal.viewer.markup import NONE, Html, counted, fold, join, number, share, spark, state_class, tag, wide
 from shoal.viewer.runs import FILMS, PICTURES, Run, points
 
 EMBEDDED = 4 * 2**20
@@ -146,10 +146,8 @@ class Site:
 
 
 def address_of(path: str, **query: Any) -> str:
-    """Path and query of a page; `name_` means `name`, what is None or False is left out."""
-    asked = {
-        key.rstrip("_"): value for key, value in query.items() if value is not None and value is not False
-    }
+    """Path and query of a page; what is None is left out."""
+    asked = {key: value for key, value in query.items() if value is not None}
     return path + (f"?{urlencode(asked)}" if asked else "")
 
 
@@ -157,6 +155,21 @@ def anchor(site: Site, content: Any, path: str, class_: str | None = None, **que
     """A link where there is something behind it, else its content alone."""
     address = site.link(path, **query)
     return tag("a", content, href=address, class_=class_) if address else tag("span", content, class_=class_)
+
+
+def arrows(label: str, ways: Ways, *between: Html | None) -> Html:
+    """Links to the page before and to the next one, and what stands between and behind them."""
+    before, after, _ = ways
+    first, *behind = between
+    return tag(
+        "nav",
+        tag("a", "← previous", href=before, class_="button", rel="prev") if before else None,
+        first,
+        tag("a", "next →", href=after, class_="button", rel="next") if after else None,
+        *behind,
+        class_="steps",
+        aria_label=label,
+    )
 
 
 def facts(pairs: Mapping[str, Any]) -> Html:
@@ -173,19 +186,15 @@ def _value(value: Any) -> Any:
 
 def table(head: Sequence[Any], rows: Sequence[Sequence[Any]], class_: str = "") -> Html:
     """A table; the cells of numbers stand on the right."""
-    lines = [
-        tag(
-            "tr",
-            [tag("td", _value(cell), class_="n" if isinstance(cell, int | float) else None) for cell in row],
-        )
-        for row in rows
-    ]
-    right = [isinstance(cell, int | float) for cell in rows[0]] if rows else [False] * len(head)
-    header = tag(
-        "thead",
-        tag("tr", [tag("th", c, class_="n" if n else None) for c, n in zip(head, right, strict=True)]),
-    )
-    return tag("div", tag("table", header, tag("tbody", lines), class_=class_ or None), class_="wide")
+    first = rows[0] if rows else head
+    names = tag("tr", [tag("th", name, class_=_side(cell)) for name, cell in zip(head, first, strict=True)])
+    lines = [tag("tr", [tag("td", _value(cell), class_=_side(cell)) for cell in row]) for row in rows]
+    made = tag("table", tag("thead", names), tag("tbody", lines), class_=class_ or None)
+    return wide(made, class_ or ", ".join(head))
+
+
+def _side(cell: Any) -> str | None:
+    return "n" if isinstance(cell, int | float) else None
 
 
 def command(words: Sequence[str]) -> Html:
@@ -213,7 +222,7 @@ def home(site: Site) -> Page:
         class_="tools",
     )
     listed = tag("table", tag("thead", tag("tr", head)), tag("tbody", rows), class_="runs")
-    body = tag("section", tag("h1", "Runs"), tools, tag("div", listed, class_="wide"))
+    body = tag("section", tag("h1", "Runs"), tools, wide(listed, "runs"))
     return Page("Runs", body, (("runs", None),))
 
 
@@ -290,8 +299,7 @@ def duration(seconds: float | None) -> str:
 
 def state(text: str) -> Html:
     """A state as a coloured word."""
-    word = "".join(c for c in text.split(":")[0] if c.isascii() and c.isalnum())
-    return tag("span", text, class_=f"state is-{word}")
+    return tag("span", text, class_=f"state {state_class(text)}")
 
 
 # --- one run
@@ -338,15 +346,12 @@ def _envs(config: Mapping[str, Any]) -> str | None:
 
 def advice_list(found: Sequence[Advice]) -> Html:
     """Advice as boxes, each with a link to its curve."""
-    if not found:
-        return tag(
-            "section", tag("h2", "Advice"), tag("p", "Nothing striking in the metrics.", class_="hint")
-        )
     boxes = [
         tag("li", tag("b", item.title), tag("span", item.text), tag("code", item.metric), class_=item.level)
         for item in found
     ]
-    return tag("section", tag("h2", "Advice"), tag("ul", boxes, class_="advice"))
+    nothing = tag("p", "Nothing striking in the metrics.", class_="hint")
+    return tag("section", tag("h2", "Advice"), tag("ul", boxes, class_="advice") if boxes else nothing)
 
 
 def _curves(site: Site, run: Run, rows: Sequence[Mapping[str, Any]]) -> Html:
@@ -370,12 +375,10 @@ def evaluations(rows: Sequence[Mapping[str, Any]]) -> Html | None:
     found = [row for row in rows if is_number(row.get("eval_return_mean"))]
     if not found:
         return None
-    lines = [
-        (row.get("steps"), float(row["eval_return_mean"]), row.get("eval_return_std"), row.get("seconds"))
-        for row in found
-    ]
     heads = ("steps", "mean return", "standard deviation", "after seconds of training")
-    return tag("section", tag("h2", "Evaluations"), table(heads, lines[-12:]))
+    names = ("steps", "eval_return_mean", "eval_return_std", "seconds")
+    lines = [[row.get(name) for name in names] for row in found[-12:]]
+    return tag("section", tag("h2", "Evaluations"), table(heads, lines))
 
 
 def media(site: Site, run: Run) -> Html | None:
@@ -385,9 +388,9 @@ def media(site: Site, run: Run) -> Html | None:
         with contextlib.suppress(DataError):  # it made none of that name
             _, kind = run.file(name, PICTURES | FILMS)
             if (address := site.picture(run, name)) is not None:
-                film = tag("video", src=address, controls=True, muted=True)
-                picture = tag("img", src=address, alt=name, loading="lazy")
-                seen = film if kind in FILMS.values() else picture
+                seen = tag("img", src=address, alt=name, loading="lazy")
+                if kind in FILMS.values():
+                    seen = tag("video", src=address, controls=True, muted=True)
                 shown.append(tag("figure", seen, tag("figcaption", name)))
     return tag("section", tag("h2", "Pictures"), tag("div", shown, class_="media")) if shown else None
 
@@ -395,42 +398,37 @@ def media(site: Site, run: Run) -> Html | None:
 def files_section(site: Site, run: Run) -> Html:
     """The files of episodes with their means, the newest first."""
     place = f"{site.place(run)}/episodes"
-    done, todo = run.index.progress
-    reading = tag("p", f"reading episodes: {done / max(todo, 1):.0%}", class_="hint") if todo else None
     summary = run.index.summary()
     is_broken = any(row["broken"] for row in summary)
-    rows = [
-        (
-            anchor(site, row["file"], place, class_="row-link", file=row["file"]),
-            row["episodes"],
-            float(row["reward"]) if row["reward"] is not None else NONE,
-            f"{row['success']:.1%}" if row["success"] is not None else NONE,
-            anchor(site, number(row["errors"]), place, file=row["file"], outcome="error")
-            if row["errors"]
-            else "0",
-            *([row["broken"] or ""] if is_broken else []),
-        )
-        for row in reversed(summary[-200:])
-    ]
+    rows = []
+    for row in reversed(summary[-200:]):
+        file, errors = row["file"], row["errors"]
+        name = anchor(site, file, place, class_="row-link", file=file)
+        failed = anchor(site, number(errors), place, file=file, outcome="error") if errors else "0"
+        unreadable = [row["broken"] or ""] if is_broken else []
+        rows.append((name, row["episodes"], row["reward"], share(row["success"]), failed, *unreadable))
     heads = ("file", "episodes", "mean reward", "solved", "errors", *["unreadable lines"] * is_broken)
     every = anchor(site, "All episodes", place, class_="button")
     newest, older = table(heads, rows[:NEWEST]), rows[NEWEST:]
     more = fold(counted(len(older), "older file"), table(heads, older)) if older else None
-    return tag("section", tag("h2", "Episodes"), reading, every, newest, more, id="episodes")
+    return tag("section", tag("h2", "Episodes"), reading_hint(run), every, newest, more, id="episodes")
+
+
+def reading_hint(run: Run) -> Html | None:
+    """How far the episodes of a run are read, until all are."""
+    done, todo = run.index.progress
+    return tag("p", f"reading episodes: {done / todo:.0%}", class_="hint") if todo else None
 
 
 def _settings(run: Run, summary: Mapping[str, Any]) -> Html:
     """The settings as they were written, and the numbers of the summary."""
     try:
-        text = run.place_of("config.yaml").read_text("utf-8", "replace")[:200_000]
+        text = run.path_of("config.yaml").read_text("utf-8", "replace")[:200_000]
     except OSError:
         text = ""
-    final = summary.get("metrics")
-    numbers = [
-        row
-        for key, value in (final.items() if isinstance(final, dict) else ())
-        for row in (sorted(flattened({key: value}).items()) if isinstance(value, dict) else [(key, value)])
-    ]
+    numbers: list[tuple[str, Any]] = []
+    for key, value in (summary.get("metrics") or {}).items():
+        numbers += sorted(flattened({key: value}).items()) if isinstance(value, dict) else [(key, value)]
     return tag(
         "section",
         fold("Settings", tag("pre", text, tabindex=0)) if text else None,
@@ -444,12 +442,8 @@ def compare(site: Site, query: Mapping[str, str]) -> Page:
     asked = query.get("runs")
     runs = [site.run(name) for name in asked.split(",")] if asked else site.runs
     parts = [_compared(of_kind, kind) for kind in PANELS if (of_kind := [r for r in runs if r.kind == kind])]
-    left = [run.name for run in runs if run.kind not in PANELS]
-    told = (
-        tag("p", f"Left out, having no curves to compare: {', '.join(left)}.", class_="hint")
-        if left
-        else None
-    )
+    left = ", ".join(run.name for run in runs if run.kind not in PANELS)
+    told = tag("p", f"Left out, having no curves to compare: {left}.", class_="hint") if left else None
     nothing = tag("p", "no curves to compare", class_="empty")
     body = join(tag("header", tag("h1", "Runs compared"), told), parts or nothing)
     return Page("Runs compared", body, (("runs", site.link("")), ("compared", None)), up=site.link(""))

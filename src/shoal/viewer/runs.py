@@ -78,14 +78,16 @@ class Run:
                 known = self._known.get(name)
             if known is not None and known[0] == mark:
                 return known[1]
-            value = make(self.place_of(name))
-        except (OSError, ValueError, RecursionError):
+            value, real = empty, self.path_of(name)
+            with contextlib.suppress(ValueError, RecursionError):  # what cannot be read is not tried again
+                value = make(real)
+        except OSError:
             return empty
         with self._lock:
             self._known[name] = (mark, value)
         return value
 
-    def place_of(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """Where a file of the run is.
 
         Raises:
@@ -120,8 +122,7 @@ class Run:
         """`running`, `completed` and so on, or `stopped` when no file says how it ended."""
         if self.is_running():
             return "running"
-        said = self.summary().get("status")
-        return str(said) if said else "stopped"
+        return str(self.summary().get("status") or "stopped")
 
     def progress(self) -> tuple[float, float, float | None] | None:
         """How far the last row is on the x axis, where the run ends, and the seconds left at the pace so far."""
@@ -176,7 +177,7 @@ class Run:
         """
         media = kinds.get(Path(name).suffix.lower())
         with contextlib.suppress(OSError, ValueError):
-            place = self.place_of(name)
+            place = self.path_of(name)
             if media and place.stat().st_size <= _LARGEST:
                 return place, media
         raise DataError(f"{name[:200]!r} is no picture or film of this run")

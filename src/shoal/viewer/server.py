@@ -68,11 +68,7 @@ def static(name: str) -> str:
 
 def document(page: Page, base: str, version: str = "") -> str:
     """The whole HTML of a page."""
-    ways = [
-        tag("link", rel=rel, href=href)
-        for rel, href in (("prev", page.previous), ("next", page.next), ("up", page.up))
-        if href
-    ]
+    ways = {"prev": page.previous, "next": page.next, "up": page.up}
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -81,12 +77,11 @@ def document(page: Page, base: str, version: str = "") -> str:
         tag("link", rel="icon", href="data:image/png;base64,iVBORw0KGgo="),
         tag("link", rel="stylesheet", href=f"{base}static/view.css"),
         [tag("script", Html(""), type="module", src=f"{base}static/{name}") for name in SCRIPTS],
-        ways,
+        [tag("link", rel=rel, href=href) for rel, href in ways.items() if href],
     )
     lost = tag("p", "", id="lost", role="status", hidden=True)
-    body = tag(
-        "body", bar(page), lost, tag("main", page.body, id="main", data_version=version or None), keys()
-    )
+    main = tag("main", page.body, id="main", data_version=version or None)
+    body = tag("body", bar(page), lost, main, keys())
     return "<!doctype html>\n" + tag("html", head, body, lang="en")
 
 
@@ -239,10 +234,8 @@ def refusal(headers: Any, given: str, token: str) -> str | None:
     origin = headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != headers.get("host"):
         return "requests of other sites are refused"
-    if (
-        headers.get("sec-fetch-site") in ("cross-site", "same-site")
-        and headers.get("sec-fetch-mode") != "navigate"
-    ):
+    site, mode = headers.get("sec-fetch-site"), headers.get("sec-fetch-mode")
+    if site in ("cross-site", "same-site") and mode != "navigate":
         return "requests of other sites are refused"
     if not hmac.compare_digest(given.encode(), token.encode()):
         return "the token is missing or wrong: use the whole address that shoal view printed"

@@ -12,27 +12,15 @@ from shoal.core.run_folder import latest, whole_rows
 from shoal.skills.learning.spec import slug
 from shoal.viewer import curves
 from shoal.viewer.curves import Line
-from shoal.viewer.markup import NONE, Html, counted, fold, graph, join, tag, timeline
+from shoal.viewer.markup import NONE, Html, counted, fold, graph, join, share, tag, timeline
 from shoal.viewer.pages import Page, Site, anchor, duration, facts, media, state, table
 from shoal.viewer.runs import Run
 
 Row = dict[str, Any]
 
 
-def _json(text: Any, empty: Any) -> Any:
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        value = json.loads(text)
-        if isinstance(value, type(empty)):
-            return value
-    return empty
-
-
 def _rate(skill: Row) -> str:
-    return _share(_json(skill.get("result"), {}).get("success"))
-
-
-def _share(value: Any) -> str:
-    return f"{value:.1%}" if isinstance(value, int | float) else NONE
+    return share(json.loads(skill["result"]).get("success"))
 
 
 def _training_rows(run: Run, attempts: list[Row], skill: str) -> list[Row]:
@@ -41,7 +29,7 @@ def _training_rows(run: Run, attempts: list[Row], skill: str) -> list[Row]:
     own = [str(a["run_folder"]) for a in attempts if a["skill"] == skill]
     for folder in [*own[-1:], *(f"skills/{name}" for name in kept)]:
         with contextlib.suppress(OSError):
-            return latest(whole_rows(run.place_of(f"{folder}/metrics.jsonl").read_bytes()), "step")
+            return latest(whole_rows(run.path_of(f"{folder}/metrics.jsonl").read_bytes()), "step")
     return []
 
 
@@ -62,7 +50,7 @@ def skills_section(site: Site, run: Run) -> Html:
         return tag("p", "no skills yet, or state.db has a layout that is not known here", class_="empty")
     place = f"{site.place(run)}/skill"
     names = [str(skill["name"]) for skill in skills]
-    needs = {str(s["name"]): [str(n) for n in _json(s.get("dependencies"), [])] for s in skills}
+    needs = {str(s["name"]): json.loads(s["dependencies"]) for s in skills}
     states = {
         str(s["name"]): f"{s['status']}, own test {_rate(s)}".removesuffix(f", own test {NONE}")
         for s in skills
@@ -78,7 +66,7 @@ def skills_section(site: Site, run: Run) -> Html:
             anchor(site, s["name"], place, class_="row-link", name=s["name"]),
             state(str(s["status"])),
             _rate(s),
-            _share(on_chain.get(s["name"])),
+            share(on_chain.get(s["name"])),
             _steps_used(run, attempts, s),
             s["budget_total"],
             sum(a["skill"] == s["name"] for a in attempts),
@@ -87,11 +75,11 @@ def skills_section(site: Site, run: Run) -> Html:
         for s in skills
     ]
     heads = ("skill", "state", "own test", "on the chain", "env steps used", "of", "trainings", "reason")
-    training = sum(_json(s.get("result"), {}).get("seconds") or 0.0 for s in skills)
+    training = sum(json.loads(s["result"]).get("seconds") or 0.0 for s in skills)
     span = max((b[2] for b in bars), default=0.0) - min((b[1] for b in bars), default=0.0)
     done = sum(s["status"] == "completed" for s in skills)
     said = {
-        "whole chain, on unseen worlds": _share(final["chain_success"]) if "chain_success" in final else None,
+        "whole chain, on unseen worlds": share(final["chain_success"]) if "chain_success" in final else None,
         "skills": f"{done} of {len(skills)} completed",
         "trainings": len(attempts),
         "from the first to the last": duration(span),
@@ -129,9 +117,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         raise DataError(f"there is no skill {name[:80]!r} in this run")
     skill = found[0]
     heads = {h["version"] for h in tables["head"] if h["expert"] == skill["expert"]}
-    versions = [
-        v for v in tables["version"] if v["expert"] == skill["expert"] and skill["expert"] is not None
-    ]
+    versions = [v for v in tables["version"] if v["expert"] == skill["expert"]]
     attempts = [a for a in tables["attempt"] if a["skill"] == name]
     rows = _training_rows(run, attempts, name)
     steps = int(rows[-1]["step"]) if rows else NONE
@@ -139,7 +125,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         (
             v["id"],
             "head" if v["id"] in heads else "",
-            v["parent"] if v["parent"] is not None else NONE,
+            v["parent"],
             str(v["kind"]),
             str(v["rule"] or ""),
             f"{v['wins']} of {v['episodes']}" if v["episodes"] else NONE,
@@ -160,10 +146,10 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         )
         for a in attempts
     ]
-    spec = json.dumps(_json(skill.get("spec"), {}), indent=2, ensure_ascii=False)
+    spec = json.dumps(json.loads(skill["spec"]), indent=2, ensure_ascii=False)
     told = {
         "expert": skill["expert"],
-        "needs": ", ".join(map(str, _json(skill.get("dependencies"), []))) or "nothing",
+        "needs": ", ".join(json.loads(skill["dependencies"])) or "nothing",
         "own test": _rate(skill),
         "env steps used": _steps_used(run, attempts, skill),
         "of": skill["budget_total"],
@@ -171,16 +157,13 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
     of_version = ("version", "", "made from", "kind", "rule", "won", "env steps", "", "file")
     of_attempt = ("no.", "end", "took, with its start", "env steps", "launcher", "reason")
     none_yet = tag("p", "None: no training of it was accepted.", class_="hint")
+    listed = table(of_version, version_rows) if versions else none_yet
     body = join(
         tag("header", tag("h1", name, " ", state(str(skill["status"])))),
         facts(told),
         tag("p", skill["reason"], class_="error") if skill["reason"] else None,
         _curves(rows),
-        tag(
-            "section",
-            tag("h2", "Versions of its expert"),
-            table(of_version, version_rows) if versions else none_yet,
-        ),
+        tag("section", tag("h2", "Versions of its expert"), listed),
         tag("section", tag("h2", "Trainings"), table(of_attempt, attempt_rows)),
         tag("section", tag("h2", "Specification"), tag("pre", spec, tabindex=0)),
     )

@@ -17,11 +17,13 @@ from shoal.core.errors import DataError, reading
 from shoal.splitting.images import joined_patches, thumbnail_url
 from shoal.splitting.processors import CONTROL_TOKENS
 from shoal.viewer.episode_pages import Spell, token
-from shoal.viewer.markup import Html, counted, join, tag
-from shoal.viewer.pages import Page, Site, anchor, facts, table
+from shoal.viewer.markup import Html, counted, fold, join, tag
+from shoal.viewer.pages import Page, Site, anchor, arrows, facts, table
 from shoal.viewer.runs import Run
 
 AGAIN = "; make the batch again"
+SIDES = {"prompt": ("prompt_ids",), "response": ("response_ids", "response_mask", "rewards", "logprobs")}
+"""The arrays of a batch that are shown, by whether they are along its prompts or its responses."""
 SHOWN = 400
 """Samples that the table lists."""
 _WIDEST = 1280
@@ -77,54 +79,42 @@ def sample_page(site: Site, run: Run, index: int, scale: str = "recorded") -> Pa
     if scale not in SCALES:
         raise DataError(f"points must be one of {', '.join(SCALES)}, got {scale[:40]!r}")
     described = samples[index]
-    arrays = _Arrays(run.path / (run.batch_folder or "batch") / "batch.safetensors")
-    prompt, response = arrays.sample(index)
-    spell = run.spell or _spelling(described.get("messages"), response["ids"])
+    batch = _opened(run.path / (run.batch_folder or "batch") / "batch.safetensors")
+    arrays = _arrays_of(index, batch)
+    spell = run.spell or _spelling(described.get("messages"), arrays["response_ids"])
     sizes = run.image_sizes(described.get("traj_index"))
     widest = _WIDEST if site.only is None else _WIDEST // 2
-    pictures = _pictures(described, arrays, sizes, scale, widest)
+    pictures = _pictures(described, batch, sizes, scale, widest)
     here = site.only is None
-    blocks = _blocks(described, prompt, response, spell, pictures, "response" if here else None)
+    blocks = _blocks(described, arrays, spell, pictures, "response" if here else None)
     place, more = site.place(run), {"points": scale} if here and scale != "recorded" else {}
     messages = json.dumps(described.get("messages"), indent=2, ensure_ascii=False)[:200_000]
     told = {
         "recording": str(described.get("dataset_id")),
         "task": str(described.get("uid")),
         "step": _step(described),
-        "prompt tokens": len(prompt["ids"]),
-        "response tokens": len(response["ids"]),
-        "trained": int(response["mask"].sum()),
+        "prompt tokens": len(arrays["prompt_ids"]),
+        "response tokens": len(arrays["response_ids"]),
+        "trained": int(arrays["response_mask"].astype(bool).sum()),
         "images": _count(described.get("images")),
-        "reward": float(response["rewards"].sum()),
+        "reward": float(arrays["rewards"].sum()),
     }
     kinds = (("read", "masked"), ("trained", ""), ("carries the reward", "up"))
     before = site.link(f"{place}/sample", number=index - 1, **more) if index else None
     after = site.link(f"{place}/sample", number=index + 1, **more) if index + 1 < len(samples) else None
-    jump = "to the response, which is trained ↓"
-    scales = [
-        anchor(
-            site,
-            text,
-            f"{place}/sample",
-            "chip chosen" if name == scale else "chip",
-            number=index,
-            points=name,
-        )
-        for name, text in SCALES.items()
-    ]
+    ways = before, after, site.link(place)
+    words = "to the response, which is trained ↓"
+    jump = tag("button", words, type="button", data_do="jump")
+    if here:
+        jump = tag("a", words, href="#response", class_="button")
+    scales = []
+    for name, text in SCALES.items():
+        style = "chip chosen" if name == scale else "chip"
+        scales.append(anchor(site, text, f"{place}/sample", style, number=index, points=name))
     body = join(
         tag("header", tag("h1", f"Sample {index}")),
         facts(told),
-        tag(
-            "nav",
-            tag("a", "← previous", href=before, class_="button", rel="prev") if before else None,
-            tag("a", jump, href="#response", class_="button")
-            if here
-            else tag("button", jump, type="button", data_do="jump"),
-            tag("a", "next →", href=after, class_="button", rel="next") if after else None,
-            class_="steps",
-            aria_label="samples",
-        ),
+        arrows("samples", ways, jump),
         tag(
             "p",
             [tag("span", text, class_=f"token plain {kind}") for text, kind in kinds],
@@ -135,59 +125,44 @@ def sample_page(site: Site, run: Run, index: int, scale: str = "recorded") -> Pa
         if any(said for _, said in pictures)
         else None,
         blocks,
-        tag("details", tag("summary", "messages as they were cut"), tag("pre", messages, tabindex="0")),
+        fold("messages as they were cut", tag("pre", messages, tabindex="0")),
     )
-    ways = before, after, site.link(place)
     return site.page(run, f"Sample {index}", body, (f"sample {index}", None), ways=ways)
 
 
-class _Arrays:
+def _opened(path: Path) -> Any:
     """The arrays of a batch on disk, of which only the part that is asked for is read."""
+    from safetensors import safe_open
 
-    def __init__(self, path: Path) -> None:
-        from safetensors import safe_open
+    with reading(path, "cannot be read", AGAIN):
+        return safe_open(path, framework="numpy")
 
-        with reading(path, "cannot be read", AGAIN):
-            opened: Any = safe_open(path, framework="numpy")
-            self._file = opened
-            self.names: set[str] = set(self._file.keys())
 
-    def get(self, name: str) -> Any:
-        return self._file.get_tensor(name)
-
-    def part(self, name: str, begin: int, end: int) -> Any:
-        return self._file.get_slice(name)[begin:end]
-
-    def sample(self, index: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Prompt and response of one sample."""
-        with reading(f"sample {index}", "cannot be read", AGAIN):
-            p = np.concatenate([[0], np.cumsum(self.get("prompt_lengths"))])
-            r = np.concatenate([[0], np.cumsum(self.get("response_lengths"))])
-            a, b, c, d = (int(v) for v in (p[index], p[index + 1], r[index], r[index + 1]))
-            response = {
-                "ids": self.part("response_ids", c, d),
-                "mask": self.part("response_mask", c, d).astype(bool),
-                "rewards": self.part("rewards", c, d),
-                "logprobs": self.part("logprobs", c, d) if "logprobs" in self.names else None,
-            }
-            return {"ids": self.part("prompt_ids", a, b)}, response
+def _arrays_of(index: int, batch: Any) -> dict[str, Any]:
+    """The arrays of one sample."""
+    found = {}
+    with reading(f"sample {index}", "cannot be read", AGAIN):
+        for side, names in SIDES.items():
+            lengths = batch.get_tensor(f"{side}_lengths")
+            begin = int(lengths[:index].sum())
+            for name in {*names} & {*batch.keys()}:
+                found[name] = batch.get_slice(name)[begin : begin + int(lengths[index])]
+    return found
 
 
 def _blocks(
-    described: dict[str, Any], prompt: Any, response: Any, spell: Spell | None,
+    described: dict[str, Any], arrays: dict[str, Any], spell: Spell | None,
     pictures: list[tuple[str, str | None]], border_id: str | None,
 ) -> list[Html]:  # fmt: skip
     """One block per stretch of a role; the response token by token."""
-    ids = [int(i) for i in (*prompt["ids"], *response["ids"])]
-    border = len(prompt["ids"])
+    ids = [*arrays["prompt_ids"].tolist(), *arrays["response_ids"].tolist()]
+    border = len(arrays["prompt_ids"])
     spans = {
         int(first): (k, int(last)) for k, (_, first, last) in enumerate(described.get("image_spans") or ())
     }
     blocks = []
-    for role, first, last in described.get("roles") or [
-        ["prompt", 0, border],
-        ["response", border, len(ids)],
-    ]:
+    without_roles = ("prompt", 0, border), ("response", border, len(ids))
+    for role, first, last in described.get("roles") or without_roles:
         parts: list[Any] = []
         at, end = int(first), min(int(last), len(ids))
         if at == border:
@@ -209,7 +184,7 @@ def _blocks(
                 parts.append(tag("span", text))
                 at = stop
             else:
-                parts.append(_token(ids[at], at - border, response, spell))
+                parts.append(_token(ids[at], at - border, arrays, spell))
                 at += 1
         kind = role if role in ("system", "user", "assistant") else "other"
         blocks.append(
@@ -218,14 +193,13 @@ def _blocks(
     return blocks
 
 
-def _token(i: int, k: int, response: Any, spell: Spell | None) -> Html:
-    logprobs = response["logprobs"]
+def _token(i: int, k: int, arrays: dict[str, Any], spell: Spell | None) -> Html:
     return token(
         i,
         spell([i])[0] if spell else str(i),
-        float(logprobs[k]) if logprobs is not None else None,
-        trained=bool(response["mask"][k]),
-        advantage=float(response["rewards"][k]) or None,
+        float(arrays["logprobs"][k]) if "logprobs" in arrays else None,
+        trained=bool(arrays["response_mask"][k]),
+        advantage=float(arrays["rewards"][k]) or None,
     )
 
 
@@ -239,19 +213,15 @@ def _spelling(messages: Any, ids: Any) -> Spell | None:
         return [table.get(int(i), b"#%d" % int(i)).decode(errors="replace") for i in wanted]
 
     written = b"".join(table.get(int(i), b"") for i in ids).decode(errors="replace")
-    said = [text for text in _texts(messages) if text.strip()]
-    return spell if any(text.strip()[:24] in written for text in said) else None
+    answers = [message for message in messages or () if message["role"] == "assistant"]
+    said = [str(part.get("text") or "").strip()[:24] for answer in answers for part in _parts(answer)]
+    return spell if any(text and text in written for text in said) else None
 
 
-def _texts(messages: Any) -> list[str]:
-    """What the assistant says in the messages of a sample."""
-    found = []
-    for message in messages if isinstance(messages, list) else []:
-        if isinstance(message, dict) and message.get("role") == "assistant":
-            content = message.get("content")
-            parts = content if isinstance(content, list) else [{"text": content}]
-            found += [str(part["text"]) for part in parts if isinstance(part, dict) and part.get("text")]
-    return found
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a message is made of, also one of text alone."""
+    content = message.get("content")
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
 @functools.cache
@@ -261,16 +231,12 @@ def _qwen() -> dict[int, bytes] | None:
     if found is None or found.origin is None:
         return None
     lines = (Path(found.origin).parent / "resources" / "qwen.tiktoken").read_bytes().splitlines()
-    table = {
-        int(rank): base64.b64decode(word)
-        for word, _, rank in (line.partition(b" ") for line in lines)
-        if rank
-    }
-    return table | {len(table) + k: name.encode() for k, name in enumerate(CONTROL_TOKENS)}
+    words = [base64.b64decode(line.split()[0]) for line in lines]  # in the order of their ids
+    return dict(enumerate([*words, *(name.encode() for name in CONTROL_TOKENS)]))
 
 
 def _pictures(
-    described: dict[str, Any], arrays: _Arrays, sizes: Sequence[Any], scale: str, widest: int
+    described: dict[str, Any], batch: Any, sizes: Sequence[Any], scale: str, widest: int
 ) -> list[tuple[str, str | None]]:
     """The images of a sample, made of the pixels that the model gets, with the point of the next answer.
 
@@ -281,14 +247,14 @@ def _pictures(
     except ImportError:
         return []
     base = f"pixels.{described.get('traj_index')}"
-    if f"{base}.rows" not in arrays.names or f"{base}.grids" not in arrays.names:
+    if f"{base}.rows" not in batch.keys():  # noqa: SIM118 - it is no dict
         return []
-    grids = arrays.get(f"{base}.grids")
+    grids = batch.get_tensor(f"{base}.grids")
     offsets = np.concatenate([[0], np.cumsum(np.prod(grids, axis=1))])
     found = []
     images = described.get("images") or ()
     for image, point in zip(images, _points(described.get("messages"), len(images)), strict=True):
-        rows = arrays.part(f"{base}.rows", int(offsets[image]), int(offsets[image + 1]))
+        rows = batch.get_slice(f"{base}.rows")[int(offsets[image]) : int(offsets[image + 1])]
         if rows.dtype != np.uint8 or rows.ndim != 3:
             return []
         picture = Image.fromarray(joined_patches(rows, grids[image]))
@@ -300,7 +266,8 @@ def _pictures(
             part, said = _part(
                 point, {"recorded": recorded, "resized": resized}.get(scale, (1000, 1000)), scale
             )
-            _draw_point(picture, part)
+            if part is not None:
+                _draw_point(picture, part)
         found.append((thumbnail_url(picture), said))
     return found
 
@@ -324,10 +291,9 @@ def _points(messages: Any, count: int) -> list[tuple[float, float] | None]:
     """
     points: list[tuple[float, float] | None] = []
     waiting = False  # whether an image has no answer yet
-    for message in messages if isinstance(messages, list) else ():
-        content = message.get("content") if isinstance(message, dict) else None
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        if message.get("role") == "assistant":
+    for message in messages or ():
+        parts = _parts(message)
+        if message["role"] == "assistant":
             found = POINT.search(re.sub(r"<\|[a-z_]+\|>", "", "".join(str(p.get("text", "")) for p in parts)))
             if found and waiting:
                 points[-1] = (float(found[1]), float(found[2]))
@@ -338,12 +304,10 @@ def _points(messages: Any, count: int) -> list[tuple[float, float] | None]:
     return points if len(points) == count else [None] * count
 
 
-def _draw_point(picture: Any, part: tuple[float, float] | None) -> None:
+def _draw_point(picture: Any, part: tuple[float, float]) -> None:
     """Mark a point of the picture."""
     from PIL import ImageDraw
 
-    if part is None:
-        return
     pen, x, y = ImageDraw.Draw(picture), part[0] * picture.size[0], part[1] * picture.size[1]
     unit = max(picture.size) / 640
     for radius, colour in ((11 * unit, "white"), (9 * unit, "#e6194b")):

@@ -441,7 +441,8 @@ def test_a_manager_that_is_closed_ends_the_rollout_that_waits_for_its_judge():
         ({"name": "env", "prompt": "{answer}"}, "prompt is what a model is asked"),
         ({"model": {"base_url": "http://a", "model": "m"}, "prompt": "{anwser}"}, "Did you mean 'answer'"),
         ({"function": "no_such_module:score"}, "cannot import a reward's function"),
-        ({"function": "json:nothing"}, "'json:nothing' must be a function, got None"),
+        ({"function": "json:nothing"}, "'json:nothing': its module holds nothing of that name"),
+        ({"function": "math:pi"}, "must be a function, got 3.14"),
         ({"name": "env", "concurrency": 0}, "concurrency must be at least 1"),
     ],
 )

@@ -79,8 +79,10 @@ def test_a_judged_run_resumes_and_replays_the_same_when_its_server_is_gone(tmp_p
             found = find_episode(tmp_path / "whole", name)
             assert found.trajectory.scores
             assert replay.play(found).difference is None
-    with pytest.raises(DataError, match=r"with other settings: rewards"):
-        train(tmp_path / "part", ["env"], "resume=true")
+    heavier = [*rewards(server)[:-1], {**rewards(server)[-1], "weight": 9}]
+    for other, told in ((["env"], "rewards was"), (heavier, r"rewards\.\d\.weight was .* and is 9")):
+        with pytest.raises(DataError, match=rf"with other settings: {told}"):
+            train(tmp_path / "part", other, "resume=true")
 
 
 def test_what_was_judged_before_an_interruption_is_not_asked_again(tmp_path, server):

@@ -310,6 +310,21 @@ def test_an_env_that_always_fails_ends_the_warm_up_with_its_reason():
         played(Lost, 1)
 
 
+def test_a_random_action_that_is_no_text_or_raises_ends_the_warm_up_with_its_reason():
+    class Numbers(FrozenLake):
+        def random_action(self, rng):
+            return 3
+
+    class Broken(FrozenLake):
+        def random_action(self, rng):
+            raise ValueError("no dice")
+
+    with pytest.raises(EnvError, match=r"Numbers\.random_action\(\) must return the action as text.*got 3"):
+        played(Numbers, 1)
+    with pytest.raises(EnvError, match=r"the last: reset failed: ValueError: no dice"):
+        played(Broken, 1)
+
+
 def test_the_experts_moves_alone_need_a_share_of_them():
     with pytest.raises(ConfigError, match=r"set warmup.expert above 0"):
         compose_config("sokoban", ["warmup.expert=0", "warmup.only_expert=true"])

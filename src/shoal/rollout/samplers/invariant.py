@@ -156,7 +156,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(values, weight)
-        return _in_tiles(partial(F.linear, weight=weight, bias=bias), values)
+        return _tiled_linear(F.linear, values, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
@@ -182,9 +182,17 @@ def _in_tiles(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     return found.view(*values.shape[:-1], -1)
 
 
+def _tiled_linear(plain: Any, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In tiles; to few columns, as in adapters, others are added: some CPUs multiply those otherwise in each row."""
+    columns, added = len(weight), max(0, 16 - len(weight))
+    if added:
+        weight, bias = F.pad(weight, (0, 0, 0, added)), None if bias is None else F.pad(bias, (0, added))
+    return _in_tiles(partial(plain, weight=weight, bias=bias), values)[..., :columns]
+
+
 def _linear(plain: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not torch.is_grad_enabled():
-        return _in_tiles(partial(plain, weight=weight, bias=bias), input)
+        return _tiled_linear(plain, input, weight, bias)
     return _Linear.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -325,6 +333,7 @@ def _attend(places: Places, scale: float, query: Tensor, key: Tensor, value: Ten
     seen = F.pad(places.seen, (0, behind))[:, None, None, :, None]
     keys, values = (_in_blocks(each, places, blocks) for each in (key, value))
     values = F.pad(values, (0, 1), value=1.0)  # a column of ones: the sum of the weights
+    values = F.pad(values, (0, -(width + 1) % 8))  # on some CPUs a row of an odd length depends on its place
     slots = torch.arange(blocks * BLOCK, device=query.device).view(blocks, 1, 1, 1, 1, BLOCK)
     answers = []
     for tile in (slice(first, first + taken) for first in range(0, queries, taken)):
@@ -344,7 +353,7 @@ def _attend(places: Places, scale: float, query: Tensor, key: Tensor, value: Ten
         )
         for part in parts:  # one after the other: blocks in which nothing is seen add 0
             total = total + part
-        answer = total[..., :-1] / total[..., -1:].clamp(min=torch.finfo(torch.float32).tiny)
+        answer = total[..., :width] / total[..., width : width + 1].clamp(min=torch.finfo(torch.float32).tiny)
         answers.append(answer.view(sequences, heads, group, taken, width))
     joined = torch.cat(answers, 3)[:, :, :, :queries].permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
     if places.most is None:

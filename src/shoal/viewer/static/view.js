@@ -155,7 +155,7 @@ let pressed = false; // what is under a pressed pointer stays, or its click woul
 addEventListener("pointerdown", () => { pressed = true; }, true);
 for (const end of ["pointerup", "pointercancel"]) addEventListener(end, () => setTimeout(() => { pressed = false; }), true);
 
-const CONTROLS = "a, button, input, select, summary, svg[tabindex]";
+const CONTROLS = "a, button, input, select, summary, svg[tabindex], .wide";
 let wait = 1500; // longer while nobody answers, so that failed requests do not pile up
 
 function lost(text) {
