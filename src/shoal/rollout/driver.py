@@ -425,20 +425,10 @@ class Driver:
     async def _use(self, assignment: Assignment, event: Use, version: int) -> Reply:
         """What came of calls of tools."""
         assert self._toolbox is not None, "there are no tools"
-        place = assignment.place
+        tag, place = assignment.tag, assignment.place
+        where = tag, place.iteration, place.group, place.member, place.env_seed, version, event.turn
         try:
-            uses = await self._toolbox.use(
-                event.calls,
-                (
-                    assignment.tag,
-                    place.iteration,
-                    place.group,
-                    place.member,
-                    place.env_seed,
-                    version,
-                    event.turn,
-                ),
-            )
+            uses = await self._toolbox.use(event.calls, where)
         except ToolsFailedError as error:
             return Refused(event.slot, "env_error", str(error))
         return Used(event.slot, uses)

@@ -211,5 +211,5 @@ def test_a_control_token_in_what_a_tool_says_of_itself_is_refused():
 def test_tools_and_a_given_beginning_of_answers_exclude_each_other():
     settings = config("window")
     settings["agent_proxy"]["prompt"] = {"prefill": "<action>"}
-    with pytest.raises(ConfigError, match="without prompt.prefill"):
+    with pytest.raises(ConfigError, match="without agent_proxy.prompt.prefill"):
         ParallelRolloutManager(settings, Says("tagged"), tools=TOOLS)

@@ -267,12 +267,10 @@ class ModelScorer:
         began, patience = time.monotonic(), self._model.patience
         for _ in range(self._config.retries + 1):
             async with self._free:
-                if (
-                    time.monotonic() - max(began, self._heard) > patience
-                ):  # others have asked in vain meanwhile
-                    raise EngineError(
-                        f"{self._client.url} has answered nothing for {patience:g} s (patience)"
-                    )
+                # while this one waited, others may have asked in vain
+                if time.monotonic() - max(began, self._heard) > patience:
+                    why = f"{self._client.url} has answered nothing for {patience:g} s (patience)"
+                    raise EngineError(why)
                 reply = await self._client.request("POST", "/chat/completions", body, key)
                 self._heard = time.monotonic()
             try:

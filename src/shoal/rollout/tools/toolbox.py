@@ -102,9 +102,8 @@ class Toolbox(Closing):
 
     def _found(self, config: ToolConfig) -> list[Tool]:
         if config.function is not None:
-            return [
-                function_tool(function_named(config.function, "the tool"), config.timeout, config.max_chars)
-            ]
+            function = function_named(config.function, "the tool")
+            return [function_tool(function, config.timeout, config.max_chars)]
         if config.recorded is not None:
             self._answers = _answers_of(Path(config.recorded))
             return recorded_tools(Path(config.recorded))
