@@ -11,12 +11,14 @@ import psutil
 import pytest
 
 from shoal import ParallelRolloutManager
+from shoal.cli.main import main
 from shoal.core.errors import ConfigError
 from shoal.envs.catalogue import make
 from shoal.envs.check import quick_check
 from shoal.gateway.programs import sessions_of
 from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.testing.replay import Replay, find_episode
 from shoal.train.agent.advantages import turn_advantages
 from shoal.train.agent.batch import make_samples
 from shoal.train.agent.config import compose_config
@@ -281,7 +283,7 @@ def test_the_check_before_a_training_reads_the_tasks_of_a_program(tmp_path):
         quick_check("program", {"function": "a:b", "tasks": str(tmp_path / "none.jsonl")})
 
 
-def test_a_training_on_a_program_learns_what_it_pays_and_resumes_equal(tmp_path):
+def test_a_training_on_a_program_learns_what_it_pays_and_resumes_equal(tmp_path, capsys):
     overrides = [
         "trainer.iterations=3",
         "trainer.save_every=1",
@@ -304,3 +306,7 @@ def test_a_training_on_a_program_learns_what_it_pays_and_resumes_equal(tmp_path)
     _, resumed = train("half", "resume=true")
     assert all((a == b).all() for a, b in zip(weights, resumed, strict=True))
     assert not left_behind()
+    with Replay(tmp_path / "whole") as replay, pytest.raises(ConfigError, match="was played by a program"):
+        replay.play(find_episode(tmp_path / "whole", "train-000001:0"))
+    assert main(["eval", str(tmp_path / "whole")]) == 2
+    assert "custom_envs.Agent is a program, which only a training plays" in capsys.readouterr().err

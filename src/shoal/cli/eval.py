@@ -444,7 +444,7 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
     from shoal.core.configuration import to_mapping
     from shoal.core.seeding import derive_seed
     from shoal.envs.catalogue import parse_env_kwargs
-    from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager
+    from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager, program_tags
 
     if options.env is None:
         tags = run.es_manager.val.env_configs
@@ -456,6 +456,11 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
         kinds = {options.env: EnvTag(options.env, env_config=told, prompt=next(known, {}))}
     if not tags.tags:
         raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
+    if programs := program_tags(kinds, tags.tags):
+        raise ConfigError(
+            f"custom_envs.{programs[0]} is a program, which only a training plays: look at its held-out success in "
+            f"shoal show, or name another env with --env"
+        )
     shares = sum(tags.n_groups) if tags.n_groups else len(tags.tags)
     at_once = shares * max(1, min(options.episodes, 64) // shares)
     groups = EnvGroups(at_once, 1, tags)

@@ -135,9 +135,13 @@ class Replay(Closing):
             told: gets the episode so far after each turn.
 
         Raises:
-            ConfigError: a fork that nobody can play on, or an action that the env does not know.
+            ConfigError: a fork that nobody can play on, an action that the env does not know, or a program's episode.
         """
         record = found.trajectory.as_played  # its scores are in the record
+        if self._kind(record.env)[0] == "program":
+            raise ConfigError(
+                f"{found.name} was played by a program, which is not played again: shoal show has its turns"
+            )
         role = self._role(record.env)
         sampler, tokenizer, source = self._source(found)
         if self.tools:
