@@ -12,6 +12,7 @@ import pytest
 
 from shoal import ParallelRolloutManager
 from shoal.cli.main import main
+from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError
 from shoal.envs.catalogue import make
 from shoal.envs.check import quick_check
@@ -308,5 +309,12 @@ def test_a_training_on_a_program_learns_what_it_pays_and_resumes_equal(tmp_path,
     assert not left_behind()
     with Replay(tmp_path / "whole") as replay, pytest.raises(ConfigError, match="was played by a program"):
         replay.play(find_episode(tmp_path / "whole", "train-000001:0"))
-    assert main(["eval", str(tmp_path / "whole")]) == 2
-    assert "custom_envs.Agent is a program, which only a training plays" in capsys.readouterr().err
+    results = []
+    for name in ("one", "other"):
+        out = tmp_path / name
+        assert main(["eval", str(tmp_path / "whole"), "--episodes", "5", "--json", "--out", str(out)]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+        assert results[-1]["episodes"] == 5
+        assert read_trajectories(out / "trajectories" / "eval.jsonl")
+    assert results[0]["reward"] == results[1]["reward"]
+    assert not left_behind()

@@ -444,7 +444,7 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
     from shoal.core.configuration import to_mapping
     from shoal.core.seeding import derive_seed
     from shoal.envs.catalogue import parse_env_kwargs
-    from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager, program_tags
+    from shoal.rollout.factory import EnvGroups, EnvironmentConfig, EnvMix, EnvTag, EsManager
 
     if options.env is None:
         tags = run.es_manager.val.env_configs
@@ -456,11 +456,6 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
         kinds = {options.env: EnvTag(options.env, env_config=told, prompt=next(known, {}))}
     if not tags.tags:
         raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
-    if programs := program_tags(kinds, tags.tags):
-        raise ConfigError(
-            f"custom_envs.{programs[0]} is a program, which only a training plays: look at its held-out success in "
-            f"shoal show, or name another env with --env"
-        )
     shares = sum(tags.n_groups) if tags.n_groups else len(tags.tags)
     at_once = shares * max(1, min(options.episodes, 64) // shares)
     groups = EnvGroups(at_once, 1, tags)
@@ -485,21 +480,8 @@ def _planned(options: EvalOptions, run: Any) -> _Plan:
 
 def _play(options: EvalOptions, engine: Any, run: Any, plan: _Plan, journal: Journal) -> list[Any]:
     """The episodes."""
-    from shoal.rollout.collector import TrajectoryCollector
-    from shoal.rollout.factory import make_roles, make_set
-    from shoal.rollout.tools.toolbox import Toolbox
-
-    made = make_set(plan.envs, plan.envs.es_manager.val)
-    proxy, max_turn = run.agent_proxy, plan.settings["agent_proxy"]["max_turn"]
-    roles = make_roles(plan.envs.custom_envs, made.tags, max_turn)
-    toolbox = Toolbox(proxy.tools, proxy.max_tool_turns)
-    try:
-        if options.out is not None:
-            toolbox.keep(options.out)
-        collector = TrajectoryCollector(
-            made.pool, made.tags, roles, 1, engine, proxy.prompt, plan.seed,
-            env_retries=proxy.parallel.env_retries, journal=journal, toolbox=toolbox,
-        )  # fmt: skip
+    with contextlib.ExitStack() as ending:
+        collector = _collector(options, engine, run, plan, journal, ending)
         played: list[Any] = []
         with Progress("playing", sys.stderr) as progress:
             progress.doing = lambda: (
@@ -510,9 +492,37 @@ def _play(options: EvalOptions, engine: Any, run: Any, plan: _Plan, journal: Jou
                 done = min(len(played), options.episodes)
                 progress.at(done / options.episodes, f"{done}/{options.episodes} episodes")
         return played[: options.episodes]
-    finally:
-        toolbox.close()
-        made.pool.close()
+
+
+def _collector(
+    options: EvalOptions, engine: Any, run: Any, plan: _Plan, journal: Journal, ending: contextlib.ExitStack
+) -> Any:
+    """What plays episodes of the plan: programs on the run's hosts with a gateway, envs in this process."""
+    from shoal.gateway.programs import sessions_of
+    from shoal.rollout.collector import TrajectoryCollector
+    from shoal.rollout.factory import make_roles, make_set, program_tags
+    from shoal.rollout.rollouts import ParallelRolloutManager
+    from shoal.rollout.tools.toolbox import Toolbox
+
+    proxy, kinds, side = run.agent_proxy, plan.envs.custom_envs, plan.envs.es_manager.val
+    if program_tags(kinds, side.env_configs.tags):
+        config = replace(run, es_manager=plan.envs.es_manager, custom_envs=kinds, rewards=())
+        return ending.enter_context(
+            ParallelRolloutManager(
+                config, engine, side="val", seed=plan.seed, journal=journal, sessions=sessions_of
+            )
+        )
+    made = make_set(plan.envs, side)
+    ending.callback(made.pool.close)
+    toolbox = Toolbox(proxy.tools, proxy.max_tool_turns)
+    ending.callback(toolbox.close)
+    if options.out is not None:
+        toolbox.keep(options.out)
+    roles = make_roles(kinds, made.tags, plan.settings["agent_proxy"]["max_turn"])
+    return TrajectoryCollector(
+        made.pool, made.tags, roles, 1, engine, proxy.prompt, plan.seed,
+        env_retries=proxy.parallel.env_retries, journal=journal, toolbox=toolbox,
+    )  # fmt: skip
 
 
 def engine_of(options: EvalOptions) -> tuple[Any, Any, str]:
