@@ -141,7 +141,7 @@ class RolloutConfig(EnvironmentConfig):
 
     seed: int = 0
     agent_proxy: RolloutSettings = RolloutSettings()
-    rewards: tuple[RewardConfig, ...] = ()
+    rewards: tuple[str | RewardConfig, ...] = ()
 
 
 def rollout_config(config: Any) -> RolloutConfig:

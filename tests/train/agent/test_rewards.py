@@ -108,7 +108,7 @@ def test_the_settings_name_rewards_and_workers_give_the_same_scores(tmp_path, se
         "def turns(episodes):\n"
         "    return [-len(episode.turns) / 100 for episode in episodes]\n"
     )
-    listed = f"rewards=[{{name: turns}}, {{model: {{base_url: '{server.url}/v1', model: m}}, weight: 0.5}}]"
+    listed = f"rewards=[turns, {{model: {{base_url: '{server.url}/v1', model: m}}, weight: 0.5}}]"
     use = [f"agent_proxy.use_parallel_rollout={parallel}", "trainer.iterations=1"]
     config = compose_config(
         "demo", [*SMALL, f"imports=[{tmp_path / 'own.py'}]", listed, *use, f"run_dir={tmp_path / 'run'}"]

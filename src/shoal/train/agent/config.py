@@ -475,7 +475,7 @@ class AgentConfig:
     use_parallel_envs: bool = True
     """Step the envs in workers, as `vector` says; false steps them one after the other in this process."""
     vector: VectorConfig = VectorConfig()
-    rewards: tuple[RewardConfig, ...] = ()
+    rewards: tuple[str | RewardConfig, ...] = ()
     """What an episode is paid: the weighted sum of this list. An empty one pays the environment's own reward."""
     algorithm: Algorithm = Algorithm()
     warmup: Warmup = Warmup()
@@ -590,7 +590,10 @@ def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("device", "threads", "vllm", "server"):
         del engine[key]
     engine["replicas"] = {"engine": engine["replicas"]["engine"]}
-    for reward in (rewards := known.pop("rewards", [])):  # where a judge runs, and how long it is waited for
+    rewards = known.pop("rewards", [])
+    for reward in (
+        one for one in rewards if isinstance(one, dict)
+    ):  # where a judge runs, how long it is waited for
         for key in ("timeout", "retries", "concurrency"):
             del reward[key]
         for key in ("base_url", "api_key_env", "patience") if reward["model"] else ():
