@@ -79,12 +79,12 @@ def sections(kind: Any, path: str) -> Iterator[str]:
     hints, notes = get_type_hints(kind), field_notes(kind)
     rows, inner = [], []
     for item in dataclasses.fields(kind):
-        section = section_in(hints[item.name])
-        if section is None:
+        section, within = section_in(hints[item.name]), get_origin(hints[item.name])
+        if section is None or within is tuple:  # a list is a setting, and so are those of its entries
             meaning = notes[item.name] + choices(hints[item.name], notes[item.name])
             rows.append(f"| `{path}{item.name}` | {default_of(item)} | {cell(meaning)} |")
-        else:
-            below = {dict: ".NAME", tuple: ".N"}.get(get_origin(hints[item.name]), "")
+        if section is not None:
+            below = {dict: ".NAME", tuple: ".N"}.get(within, "")
             inner.append((section, f"{path}{item.name}{below}."))
     if path and rows:
         yield f"## `{path.removesuffix('.')}`\n"
@@ -102,7 +102,9 @@ def sections(kind: Any, path: str) -> Iterator[str]:
 
 def section_in(hint: Any) -> Any:
     """The dataclass of settings that a field holds, alone or by names; None if it holds a value."""
-    return next((kind for kind in (hint, *get_args(hint)) if dataclasses.is_dataclass(kind)), None)
+    inside = [hint, *get_args(hint)]
+    inside += [kind for one in get_args(hint) for kind in get_args(one)]
+    return next((kind for kind in inside if dataclasses.is_dataclass(kind)), None)
 
 
 def default_of(item: Any) -> str:
