@@ -45,12 +45,19 @@ PLACES = [
 ]
 
 
-def digest(trajectories):
-    """One hash of all tokens with their log-probabilities, and of all rewards."""
+def digest(trajectories, digits=4):
+    """One hash of all tokens, of their log-probabilities to so many digits (None: without them), and of all rewards."""
     told = [
         (
             *(t.env, t.iteration, t.group, t.member, t.env_seed, t.status, t.terminated, t.truncated),
-            *((u.response_ids, [round(p, 4) for p in u.logprobs], u.reward) for u in exchanges(t)),
+            *(
+                (
+                    u.response_ids,
+                    *([] if digits is None else [[round(p, digits) for p in u.logprobs]]),
+                    u.reward,
+                )
+                for u in exchanges(t)
+            ),
         )
         for t in trajectories
     ]
@@ -88,9 +95,10 @@ def of_base_parallel(backend, n_jobs):
 
 
 def of_llama(backend, n_jobs):
+    """Tokens and rewards alone: log-probabilities of a transformer differ in the last digits between batches."""
     config = compose_config("base-parallel", [*LLAMA, "agent_proxy.prompt.mode=append"])
     with ParallelRolloutManager(config, llama_engine(context=400), n_jobs, backend=backend) as manager:
-        return digest(manager.collect(0))
+        return digest(manager.collect(0), digits=None)
 
 
 def known(name, found):

@@ -40,7 +40,7 @@ CASES = [
     "lora-bfloat16",
 ]
 ROUGH = {"llama-autocast", "llama-bfloat16", "lora-bfloat16"}  # eight bits of a sum depend on its order
-RARE = {"mixtral"}  # gradients of an expert with a token or two are near Adam's epsilon: their rounding grows
+FINE = 5e-5  # some CPUs add in an order that depends on the shape, and Adam lets the rounding of small gradients grow
 
 
 CUT = """
@@ -92,7 +92,7 @@ def told(tmp_path_factory):
 
 
 def check(told, case):
-    tolerance = 3e-3 if case in ROUGH else 2e-5 if case in RARE else 2e-6
+    tolerance = 3e-3 if case in ROUGH else FINE
     weights = (
         2**-7 if case == "llama-bfloat16" else tolerance
     )  # masters as near as that may round to neighbours
