@@ -159,11 +159,11 @@ def _turn(
     short = tag("small", length, class_="prompt")
     drawn = _image(site, run, turn.image) or drawing(turn.observation)
     saw = tag("pre", readable(turn.observation), class_="saw")
-    did: Html | None = tag(
-        "p", "→ ", tag("b", verdict), class_="did" if turn.action_is_valid else "did invalid"
-    )
-    if turn.action_is_valid and turn.action == turn.response:  # of a program: it stands above
-        did = None
+    above = (
+        turn.action_is_valid and turn.action == turn.response
+    )  # of a program: only the player shows it again
+    words = "did" if turn.action_is_valid else "did invalid"
+    did = tag("p", "→ ", tag("b", verdict), class_=words, hidden=above)
     head = tag(
         "summary",
         tag(

@@ -26,7 +26,9 @@ function showTurn(number) {
   shownTurn = number;
   player.querySelector("input").value = number;
   const seen = turn.querySelector("img.shot, pre.saw").cloneNode(true);
-  player.querySelector(".stage").replaceChildren(seen, turn.querySelector(".did").cloneNode(true));
+  const did = turn.querySelector(".did").cloneNode(true);
+  did.hidden = false;
+  player.querySelector(".stage").replaceChildren(seen, did);
   player.querySelector("output").textContent = `turn ${number} of ${turns.length}`;
   turns.forEach((one) => one.classList.toggle("chosen", one === turn));
 }
