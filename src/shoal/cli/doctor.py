@@ -23,7 +23,7 @@ SMALL_SHM = 256 * 2**20
 MORE = """\
 Each line is ok, missing (an optional part), warning (it works, with less) or
 failed. The pip lines are for the clone of shoal that it was installed from.
-Exit status: 0 if nothing failed, 1 otherwise. 
+Exit status: 0 if nothing failed, 1 otherwise.
 `shoal prove --quick` tests the installation by training.
 
 examples:

@@ -127,6 +127,11 @@ def needs_extra(feature: str, extra: str) -> Iterator[None]:
         raise missing_extra(feature, extra) from error
 
 
+def whole_characters(text: str) -> str:
+    """Text that can be written as UTF-8: half a character becomes its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def format_error(error: BaseException) -> str:
     r"""The type and message of an exception, also where its `__str__` raises.
 
@@ -140,7 +145,7 @@ def format_error(error: BaseException) -> str:
     ValueError: caf\udce9
     """
     try:
-        message = str(error).encode("utf-8", "backslashreplace").decode()
+        message = whole_characters(str(error))
     except BaseException as problem:  # SystemExit, say
         message = f"its message raises {type(problem).__name__}"
     return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -25,7 +25,7 @@ from shoal.core.data import (
     info_of,
     reward_of,
 )
-from shoal.core.errors import EngineError, EnvError, format_error
+from shoal.core.errors import EngineError, EnvError, format_error, whole_characters
 from shoal.envs.actions import Projected, Projection, ToolCall
 from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene, first_difference
@@ -271,7 +271,7 @@ class Episode:
             terminated=self._terminated,
             truncated=self._truncated,
             status=status,
-            error=None if error is None else error.encode("utf-8", "backslashreplace").decode(),
+            error=None if error is None else whole_characters(error),
             finish="context" if self._full else None,
         )
 

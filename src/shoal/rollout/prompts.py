@@ -21,8 +21,8 @@ from shoal.rollout.samplers.settings import check_settings
 logger = logging.getLogger(__name__)
 
 FIELDS = ("instructions", "observation", "history", "actions", "step", "max_turns")
-TURN_FIELDS = ("step", "observation", "response", "action", "reward")
-_FIELD = re.compile(r"\{([a-z_]+)\}")
+TURNFIELDS = ("step", "observation", "response", "action", "reward")
+FIELD = re.compile(r"\{([a-z_]+)\}")
 _DRIFT_CHECKS = 8  # a template that rewrites earlier turns does it in the first of them
 
 
@@ -63,8 +63,8 @@ class PromptConfig:
                 "prompt.prefill and prompt.closing work in window mode only, since append mode keeps the model's own "
                 "tokens: set both to ''"
             )
-        for name, fields in (("first", FIELDS), ("later", FIELDS), ("turn", TURN_FIELDS)):
-            for field in _FIELD.findall(getattr(self, name)):
+        for name, fields in (("first", FIELDS), ("later", FIELDS), ("turn", TURNFIELDS)):
+            for field in FIELD.findall(getattr(self, name)):
                 if field not in fields:
                     raise ConfigError(f"prompt.{name} has no field {{{field}}}.{did_you_mean(field, fields)}")
 
@@ -218,7 +218,7 @@ def fill(template: str, fields: dict[str, str]) -> str:
     >>> fill("{a} {b}", {"a": "{b}", "b": "x"})
     '{b} x'
     """
-    return _FIELD.sub(lambda match: fields[match[1]], template)
+    return FIELD.sub(lambda match: fields[match[1]], template)
 
 
 # --- where a chat template would write a chat otherwise than the model saw it

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.core.data import Trajectory, reward_of
-from shoal.core.errors import ConfigError, EngineError, EnvError, with_frames
+from shoal.core.errors import ConfigError, EngineError, EnvError, whole_characters, with_frames
 from shoal.core.executors import in_own_thread
 from shoal.core.files import append_line, whole_lines
 from shoal.core.workers import describe_exit
@@ -33,7 +33,8 @@ from shoal.envs.actions import last_tag
 from shoal.envs.catalogue import function_named
 from shoal.rollout.functions import FunctionFailedError, FunctionProcesses
 from shoal.rollout.loops import LoopThread
-from shoal.rollout.rewards.settings import FIELD, PROMPT, REWARDS, JudgeConfig, RewardConfig
+from shoal.rollout.prompts import fill
+from shoal.rollout.rewards.settings import PROMPT, REWARDS, JudgeConfig, RewardConfig
 from shoal.rollout.samplers.http import HttpClient, RetryPolicy
 
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
@@ -274,7 +275,7 @@ class ModelScorer:
                 reply = await self._client.request("POST", "/chat/completions", body, key)
                 self._heard = time.monotonic()
             try:
-                answer = plain(reply["choices"][0]["message"]["content"] or "")
+                answer = whole_characters(reply["choices"][0]["message"]["content"] or "")
             except (AttributeError, LookupError, TypeError) as error:
                 raise EngineError(f"the reply is no chat completion: {reply!s:.200}") from error
             if self._score_in(answer) is not None:
@@ -304,12 +305,7 @@ def filled(template: str, episode: Trajectory, task: Any, model: JudgeConfig) ->
         "lowest": f"{model.lowest:g}",
         "highest": f"{model.highest:g}",
     }
-    return plain(FIELD.sub(lambda match: values.get(match[1], match[0]), template))
-
-
-def plain(text: str) -> str:
-    """Text that can be written as UTF-8: half a character becomes its escape."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return whole_characters(fill(template, values))
 
 
 def score_of(answer: str) -> float | None:

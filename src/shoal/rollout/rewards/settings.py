@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from shoal.core.configuration import from_mapping
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.registry import Registry, check_name
+from shoal.rollout.prompts import FIELD
 from shoal.rollout.samplers.settings import check_settings
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,7 +18,6 @@ ENV = "env"
 """The name of the environment's own reward."""
 FIELDS = ("transcript", "question", "answer", "task", "lowest", "highest")
 """What a prompt may hold in braces."""
-FIELD = re.compile(r"\{([a-z_]+)\}")
 PROMPT = (
     "Below is what an agent saw and what it answered.\n\n{transcript}\n\nHow good were its answers? Think it over in a "
     "few sentences, then end with one number from {lowest} (useless) to {highest} (perfect), written as "

@@ -38,7 +38,7 @@ class Found(NamedTuple):
 
 def read_calls(text: str, grammar: Grammar) -> list[ToolCall]:
     """The calls in an answer, outside thoughts, in order; what is beyond `MOST_CALLS` becomes one with an error."""
-    text = _plain(text)
+    text = plain(text)
     calls = [found.call for found in tagged_calls(text)] if grammar == "tags" else _bare_calls(text)
     if grammar == "tags" and not calls and _cut_off(text):
         calls = [ToolCall("", text[-80:], "a call must end with </tool_call>")]
@@ -132,7 +132,7 @@ def _depth(value: Any, depth: int = 0) -> int:
     return max((_depth(item, depth + 1) for item in inside), default=depth + 1)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """The text without half characters, which can neither be tokenized nor recorded."""
     return text.encode("utf-8", "replace").decode()
 

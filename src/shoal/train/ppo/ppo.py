@@ -152,8 +152,8 @@ class PPO(Closing):
 
         Schedules run over the `total_timesteps` of the class, or else over all that was asked for so far. A rate that
         has decayed does not rise again, so a second call without it trains on with rates near 0, and a warning says so.
-        Ctrl-C waits for the update in progress, after which the run can be saved or go
-        on; a second one ends at once, and then the last checkpoint is what there is.
+        Ctrl-C waits for the update in progress, after which the run can be saved or go on; a second one ends at once,
+        and then the last checkpoint is what there is.
 
         Args:
             total_timesteps: env steps of all environments together; the last rollout may exceed them.
