@@ -28,8 +28,7 @@ from tests.gateway.test_command import ask, recorded
 
 KILLS = int(os.environ.get("SHOAL_KILLS", "10"))
 PROGRAM = Path(__file__).with_name("agent_program.py")
-START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["shoal.train.agent.trainer", __name__])
+START = multiprocessing.get_context("spawn")
 
 
 def config(where, kind, *overrides):

@@ -226,7 +226,7 @@ class _BackwardClock:
 def test_what_is_in_training_is_told_in_between_whatever_the_clock_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.cli.skills_train.HEARTBEAT", 0.0)
+    monkeypatch.setattr("shoal.cli.skills_train.HEARTBEAT", 0.01)
     monkeypatch.setattr("shoal.cli.skills_train.time", _BackwardClock)
     few = [*QUICK, "--max_nodes", "1", "--evaluation-worlds", "0"]
     assert skills("train", "--graph-path", str(tmp_path), *few) == 0

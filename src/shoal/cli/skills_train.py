@@ -397,7 +397,7 @@ class _Show:
         clock, began = time.time(), time.monotonic()
         said = began
         while True:
-            over = self._done.wait(0.5)
+            over = self._done.wait(min(0.5, HEARTBEAT))
             for event in self.scheduler.store.events(told):
                 told = event["seq"]
                 if event["kind"] in ("running", "completed", "failed", "blocked", "corrected"):
