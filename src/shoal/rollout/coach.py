@@ -130,7 +130,14 @@ class Coach:
         if ANSWER not in info:
             return
         word, learned, rng = info[ANSWER]
-        self._answers[i] = list(word) if isinstance(word, tuple | list) else [word], learned, rng
+        words = list(word) if isinstance(word, tuple | list) else [word]
+        called = [part.name for part in words if isinstance(part, ToolCall)]
+        if called and not hasattr(self.tokenizer, "written"):
+            raise ConfigError(
+                f"the warm-up of {self._at[i][1]!r} calls the tool {called[0]!r}, and there are no tools: "
+                f"name them in agent_proxy.tools, or set warmup.steps=0"
+            )
+        self._answers[i] = words, learned, rng
         if word is None:
             raise ConfigError(
                 f"warm-up on random play needs an env that draws random actions, and {self._at[i][1]!r} takes "

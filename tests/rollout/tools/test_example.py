@@ -16,6 +16,7 @@ from tests.train.agent.test_trainer import results
 
 from shoal import AgentTrainer
 from shoal.core.data import read_trajectories
+from shoal.core.errors import ConfigError
 from shoal.testing.replay import Replay, find_episode
 from shoal.train.agent.config import compose_config
 
@@ -131,6 +132,16 @@ def test_without_tools_the_doors_can_only_be_guessed(vault):
         env.reset(seed=seed)
         doors[env.expert_action()[-1]] += 1
     assert max(doors.values()) < 0.25 * 2000
+
+
+def test_a_warm_up_that_calls_tools_where_there_are_none_is_refused(vault):
+    with (
+        pytest.raises(
+            ConfigError, match=r"'Vault' calls the tool '\w+', and there are no tools: name them in agent"
+        ),
+        AgentTrainer(vault(*SMALL, "agent_proxy.tools=[]", "run_dir=null")) as trainer,
+    ):
+        list(trainer.train())
 
 
 @pytest.mark.slow
