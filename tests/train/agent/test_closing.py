@@ -1,7 +1,7 @@
 """A trainer ends what it began: envs, rollout workers and engines, also when it cannot begin."""
 
 import pytest
-from tests.train.agent.test_crash_points import SMALL, train
+from tests.train.agent.test_crash_points import SMALL
 
 from shoal.core.errors import ConfigError
 from shoal.rollout.samplers.tiny import TinyEngine
@@ -87,13 +87,3 @@ def test_gradient_checkpointing_that_a_model_cannot_do_is_refused_and_its_engine
     with pytest.raises(ConfigError, match="gradient_checkpointing=true has no effect on this model"):
         AgentTrainer(compose_config("demo", [*SMALL, *settings]))
     assert len(ENDED) == 1
-
-
-def test_the_tiny_model_computes_its_layers_twice_if_asked_to(tmp_path):
-    """To the bit, what it learns is the same."""
-    final = []
-    for asked in ("true", "false"):
-        folder = tmp_path / asked
-        train(folder, f"algorithm.gradient_checkpointing={asked}", "trainer.iterations=1")
-        final.append((folder / "checkpoints" / "step-000001" / "engine" / "model.safetensors").read_bytes())
-    assert final[0] == final[1]

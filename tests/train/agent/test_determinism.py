@@ -6,7 +6,7 @@ from tests.train.agent.test_crash_points import SMALL, state_of
 
 from shoal.core.errors import ConfigError
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.determinism import updated_twice
+from shoal.train.agent.determinism import deterministic, updated_twice
 from shoal.train.agent.losses import LOSSES, policy_loss
 from shoal.train.agent.trainer import AgentTrainer
 
@@ -35,52 +35,45 @@ def train(folder, *overrides):
             yield row
 
 
-@pytest.mark.parametrize(("chosen", "on"), [("true", True), ("auto", False), ("false", False)])
-def test_the_mode_is_on_in_an_update_alone_where_it_is_chosen(tmp_path, in_loss, chosen, on):
+def test_the_mode_is_on_in_an_update_alone_where_it_is_chosen_and_changes_no_weights_on_a_cpu(
+    tmp_path, in_loss
+):
     seen = set()
     in_loss.append(lambda _: seen.add(torch.are_deterministic_algorithms_enabled()))
-    list(train(tmp_path, f"engine.deterministic={chosen}"))
-    assert seen == {on}
+    for chosen, on in (("true", True), ("auto", False)):
+        seen.clear()
+        list(train(tmp_path / chosen, f"engine.deterministic={chosen}"))
+        assert seen == {on}
+    assert state_of(tmp_path / "true") == state_of(tmp_path / "auto")
 
 
-def test_a_mode_that_the_caller_has_set_is_there_again_after_an_update(tmp_path, in_loss):
-    seen = set()
-    in_loss.append(lambda _: seen.add(torch.get_deterministic_debug_mode()))
+def test_a_mode_that_the_caller_has_set_is_there_again_after_an_update():
     torch.set_deterministic_debug_mode("warn")
     try:
-        with AgentTrainer(
-            compose_config("demo", [*TWO, f"run_dir={tmp_path}", "engine.deterministic=true"])
-        ) as trainer:
-            modes = {torch.get_deterministic_debug_mode() for _ in trainer.train()}
+        with deterministic(True):
+            assert torch.get_deterministic_debug_mode() == 2
+        assert torch.get_deterministic_debug_mode() == 1
     finally:
         torch.set_deterministic_debug_mode("default")
-    assert (modes, seen) == ({1}, {2})
 
 
-def test_weights_on_a_cpu_are_the_same_with_and_without(tmp_path):
-    for chosen in ("true", "false"):
-        list(train(tmp_path / chosen, f"engine.deterministic={chosen}"))
-    assert state_of(tmp_path / "true") == state_of(tmp_path / "false")
-
-
-def test_an_operation_without_a_deterministic_algorithm_is_named_with_the_way_out(tmp_path, in_loss):
-    def put(tokens):
+def test_an_operation_without_a_deterministic_algorithm_is_named_with_the_way_out():
+    def put():
         torch.zeros(3).put_(torch.tensor([1]), torch.tensor([2.0]))
 
-    in_loss.append(put)
-    with pytest.raises(ConfigError, match=r"put_ does not have .*engine\.deterministic=false"):
-        list(train(tmp_path / "on", "engine.deterministic=true"))
+    with (
+        pytest.raises(ConfigError, match=r"put_ does not have .*engine\.deterministic=false"),
+        deterministic(True),
+    ):
+        put()
     assert not torch.are_deterministic_algorithms_enabled()
-    list(train(tmp_path / "off", "engine.deterministic=false"))
+    with deterministic(False):
+        put()
 
 
-def test_an_error_of_a_loss_is_not_taken_for_one_of_the_mode(tmp_path, in_loss):
-    def fail(tokens):
+def test_an_error_of_a_loss_is_not_taken_for_one_of_the_mode():
+    with pytest.raises(RuntimeError, match="out of memory"), deterministic(True):
         raise RuntimeError("out of memory")
-
-    in_loss.append(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        list(train(tmp_path, "engine.deterministic=true"))
     assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -39,9 +39,12 @@ def test_gspo_and_dr_grpo_bring_along_what_their_papers_set():
     assert told() == ("token_mean", 0.2, 0.28)
 
 
-def test_a_value_in_the_config_counts_more_than_the_name_even_if_it_is_the_plain_default():
+def test_a_value_in_the_config_counts_more_than_the_name_even_if_it_is_the_plain_default(own):
     assert told("policy_loss=gspo", "clip_ratio_low=0.2") == ("sequence_mean", 0.2, 4e-4)
     assert told("adv_estimator=dr_grpo", "loss_aggregation=token_mean")[0] == "token_mean"
+    names = ["algorithm.adv_estimator=best_of", "algorithm.policy_loss=plain", "algorithm.entropy_coef=0.03"]
+    config = compose_config("demo", [f"imports=[{own}]", *names])
+    assert (config.algorithm.entropy_coef, config.algorithm.clip_ratio_low) == (0.03, 0.05)
 
 
 def test_groups_of_one_return_are_left_out_only_where_members_of_a_group_are_compared():
@@ -114,20 +117,6 @@ def own(tmp_path):
     yield tmp_path / "mine.py"
     for registry, name in ((ESTIMATORS, "best_of"), (LOSSES, "plain")):
         registry._items.pop(name, None)
-
-
-def test_a_file_of_the_user_registers_an_advantage_and_a_loss_and_trains_with_them(own, tmp_path):
-    settings = [
-        f"imports=[{own}]", "algorithm.adv_estimator=best_of", "algorithm.policy_loss=plain",
-        "trainer.iterations=1", "warmup.steps=5", "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
-        "es_manager.val.env_groups=2", "trainer.tensorboard=false", f"run_dir={tmp_path / 'run'}",
-        "algorithm.entropy_coef=0.03",
-    ]  # fmt: skip
-    config = compose_config("demo", settings)  # what it says counts more than what the names bring along
-    assert (config.algorithm.entropy_coef, config.algorithm.clip_ratio_low) == (0.03, 0.05)
-    with AgentTrainer(config) as trainer:
-        rows = list(trainer.train())
-    assert len(rows) == 2
 
 
 def test_an_import_that_fails_is_named(tmp_path):

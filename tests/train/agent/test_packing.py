@@ -93,21 +93,6 @@ def test_packed_samples_do_not_see_each_other(engine):
         np.testing.assert_allclose(after, before, atol=1e-6)
 
 
-def test_packed_gradients_of_a_transformers_model_are_those_of_single_rows():
-    engine = policy_of(make_engine())
-    samples = make_samples_of([9, 5, 2, 7, 12, 3], seed=2)
-
-    def gradient(batching, max_tokens):
-        engine.module.zero_grad()
-        for micro in micro_batches(samples, max_tokens, 0, "cpu", batching):
-            score(engine, micro, 1.0).logprobs.sum().backward()
-        return torch.cat([p.grad.flatten() for p in engine.module.parameters()])
-
-    alone = gradient("padded", 1)
-    for batching, max_tokens in (("packed", 1000), ("packed", 24), ("bucketed", 1000)):
-        torch.testing.assert_close(gradient(batching, max_tokens), alone, atol=1e-5, rtol=1e-4)
-
-
 def make_families(families, seed=0):
     """Per family: how many tokens its members share, and how many each has for itself; (shared, trained from)."""
     rng = np.random.default_rng(seed)

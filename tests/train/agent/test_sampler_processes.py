@@ -38,10 +38,7 @@ def test_each_process_samples_with_replicas_of_its_own(alone, tmp_path, sharding
     same_run(alone, tmp_path / "run", 1e-5)
 
 
-@pytest.mark.parametrize("n_cpus", [1, 2])
-def test_one_cluster_takes_the_replicas_of_all_processes_or_refuses_them(
-    alone, tmp_path, monkeypatch, n_cpus
-):
+def test_one_cluster_takes_the_replicas_of_all_processes(alone, tmp_path, monkeypatch):
     pytest.importorskip("ray")
     start = [
         sys.executable,
@@ -53,7 +50,7 @@ def test_one_cluster_takes_the_replicas_of_all_processes_or_refuses_them(
         "--include-dashboard=false",
     ]
     port, short = free_port(), tempfile.mkdtemp(prefix="ray")  # sockets lie there, whose names must be short
-    start += [f"--num-cpus={n_cpus}", f"--port={port}", f"--temp-dir={short}"]
+    start += ["--num-cpus=2", f"--port={port}", f"--temp-dir={short}"]
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     head = subprocess.Popen(start, stdout=subprocess.DEVNULL)
     try:
@@ -65,12 +62,8 @@ def test_one_cluster_takes_the_replicas_of_all_processes_or_refuses_them(
         head.terminate()
         head.wait()
         shutil.rmtree(short, ignore_errors=True)
-    if n_cpus == 1:
-        assert done.returncode != 0
-        assert "make 2 replicas, which need 2 of 'CPU'; their Ray cluster has 1" in done.stderr
-    else:
-        assert done.returncode == 0, done.stderr
-        same_run(alone, tmp_path / "run", 1e-5)
+    assert done.returncode == 0, done.stderr
+    same_run(alone, tmp_path / "run", 1e-5)
 
 
 @pytest.mark.skipif(not PYTHON, reason="SHOAL_TEST_VLLM names no Python with vLLM")

@@ -195,16 +195,6 @@ def test_a_run_whose_metrics_were_emptied_goes_on(finished):
     assert json.loads((finished / "summary.json").read_text())["metrics"]["iterations"] == 4
 
 
-def test_a_best_checkpoint_that_is_damaged_is_told_and_made_anew_when_a_run_goes_on(finished, caplog):
-    """A run went on to its end without it, or with half of it."""
-    os.truncate(finished / "checkpoints" / "best" / "engine" / "model.safetensors", 8)
-    rows, _ = train(finished, "resume=true")
-    assert "best is damaged or gone: iteration 4 takes its place" in caplog.text
-    verify_folder(finished / "checkpoints" / "best")
-    told = json.loads((finished / "summary.json").read_text())["metrics"]
-    assert told["best_heldout_success"] == told["heldout_success"] == rows[-1]["heldout_success"]
-
-
 @pytest.mark.parametrize("row", ["{}", '{"iteration": "4"}', '{"iteration": 1e400}'])
 def test_a_row_of_metrics_that_no_run_writes_is_named_and_nothing_is_dropped(finished, row):
     with (finished / "metrics.jsonl").open("a") as file:

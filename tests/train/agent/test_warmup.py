@@ -330,53 +330,49 @@ def test_the_experts_moves_alone_need_a_share_of_them():
         compose_config("sokoban", ["warmup.expert=0", "warmup.only_expert=true"])
 
 
-@pytest.mark.parametrize(("schedule", "rates"), [("constant", [4, 4, 4, 4]), ("linear", [4, 3, 2, 1])])
-def test_the_rate_of_the_warm_up_falls_as_it_is_told(schedule, rates, monkeypatch):
-    seen = []
-    step = MasterAdamW.step
+def steps_of(makers, **settings):
+    """The warm-up of a tiny policy on these envs, and the policy."""
+    policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))
+    prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
+    roles = {tag: Role(tag, "", make("frozen_lake").projection, 9) for tag in makers}
+    config = Warmup(batch_size=2, **settings)
+    return warm_up(policy, makers, roles, prompter, config, 4096, 0, vector=HERE), policy
+
+
+@pytest.fixture
+def stepped(monkeypatch):
+    """The rate and the length of the gradient of each step."""
+    seen, step = [], MasterAdamW.step
 
     def noted(self, *args):
-        seen.extend(group["lr"] for group in self.param_groups)
+        every = [parameter.grad.flatten() for group in self.stepped for parameter in group]
+        seen.append((self.param_groups[0]["lr"], float(torch.cat(every).norm())))
         return step(self, *args)
 
     monkeypatch.setattr(MasterAdamW, "step", noted)
-    policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))
-    prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
-    roles = {"a": Role("a", "", make("frozen_lake").projection, 9)}
-    config = Warmup(steps=4, batch_size=2, learning_rate=0.004, lr_schedule=schedule)
-    assert len(list(warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0, vector=HERE))) == 4
-    assert seen == pytest.approx([0.001 * rate for rate in rates])
+    return seen
 
 
-@pytest.mark.parametrize("longest", [None, 0.01])
-def test_gradients_of_the_warm_up_are_shortened_where_it_is_told(longest, monkeypatch):
-    seen = []
-    step = MasterAdamW.step
-
-    def noted(self, *args):
-        every = [parameter.grad for group in self.stepped for parameter in group]
-        seen.append(float(torch.cat([gradient.flatten() for gradient in every]).norm()))
-        return step(self, *args)
-
-    monkeypatch.setattr(MasterAdamW, "step", noted)
-    policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))
-    prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
-    roles = {"a": Role("a", "", make("frozen_lake").projection, 9)}
-    config = Warmup(steps=3, batch_size=2, max_grad_norm=longest)
-    assert len(list(warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0, vector=HERE))) == 3
-    if longest is None:
-        assert min(seen) > 0.1
+@pytest.mark.parametrize(
+    ("settings", "rates", "norms"),
+    [
+        ({"lr_schedule": "constant"}, [4, 4, 4, 4], None),
+        ({"lr_schedule": "linear", "max_grad_norm": 0.01}, [4, 3, 2, 1], 0.01),
+    ],
+)
+def test_rates_and_gradients_of_the_warm_up_are_as_its_settings_say(settings, rates, norms, stepped):
+    steps, _ = steps_of({"a": Endless}, steps=4, learning_rate=0.004, **settings)
+    assert len(list(steps)) == 4
+    assert [rate for rate, _ in stepped] == pytest.approx([0.001 * rate for rate in rates])
+    if norms is None:
+        assert min(norm for _, norm in stepped) > 0.1
     else:
-        assert seen == pytest.approx([longest] * 3, rel=1e-3)
+        assert [norm for _, norm in stepped] == pytest.approx([norms] * 4, rel=1e-3)
 
 
 @pytest.mark.parametrize("longest", [None, 1.0])
 def test_an_infinite_gradient_of_the_warm_up_is_told_before_a_step_is_made_with_it(longest):
-    policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))
-    prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
-    roles = {"a": Role("a", "", make("frozen_lake").projection, 9)}
-    config = Warmup(steps=3, batch_size=2, max_grad_norm=longest)
-    steps = warm_up(policy, {"a": Endless}, roles, prompter, config, 4096, 0, vector=HERE)
+    steps, policy = steps_of({"a": Endless}, steps=3, max_grad_norm=longest)
     next(steps)
     before = {name: weight.clone() for name, weight in policy.module.state_dict().items()}
     next(policy.module.parameters()).register_hook(lambda gradient: gradient * math.inf)
@@ -390,8 +386,7 @@ def test_gradients_cannot_be_shortened_to_nothing():
         compose_config("sokoban", ["warmup.max_grad_norm=0"])
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_envs_are_closed_when_the_warm_up_ends_or_is_left_or_cannot_begin(steps):
+def test_envs_are_closed_when_the_warm_up_ends_or_is_left_or_cannot_begin():
     class Counted(Endless):
         def __init__(self):
             super().__init__()
@@ -404,23 +399,15 @@ def test_envs_are_closed_when_the_warm_up_ends_or_is_left_or_cannot_begin(steps)
         raise ConfigError("no second env")
 
     made, closed = [], []
-    policy = policy_of(TinyEngine(make("frozen_lake").projection.words(), TinyShape(16, 1, 2, 512)))
-    prompter = Prompter(PromptConfig(first="go", later="go"), policy.tokenizer)
-    roles = {tag: Role(tag, "", make("frozen_lake").projection, 9) for tag in "ab"}
-
-    def losses(second):
-        makers = {"a": Counted, "b": second}
-        config = Warmup(steps=steps, batch_size=2)
-        return warm_up(policy, makers, roles, prompter, config, 4096, 0, vector=HERE)
-
-    assert len(list(losses(Counted))) == steps
+    whole, _ = steps_of({"a": Counted, "b": Counted}, steps=2)
+    assert len(list(whole)) == 2
     assert len(closed) == len(made) > 0
-    left = losses(Counted)
+    left, _ = steps_of({"a": Counted, "b": Counted}, steps=2)
     next(left)
     left.close()
     assert len(closed) == len(made)
     with pytest.raises(ConfigError, match="no second env"):
-        next(losses(missing))
+        next(steps_of({"a": Counted, "b": missing}, steps=2)[0])
     assert len(closed) == len(made)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -22,85 +22,16 @@ _PLAIN_READERS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("critic.token_lambda", 1.0, ("bi_level_gae",)),
 )
 """Settings of the algorithm that some estimators alone read, and their defaults."""
-_CONFLICTS: tuple[tuple[Callable[[AgentConfig], Any], str], ...] = (
-    (
-        lambda c: c.model.lora.rank and (_is_tiny(c) or c.engine.name == "openai"),
-        "model.lora.rank={c.model.lora.rank} needs a model of transformers, got engine.name={c.engine.name}: set it to "
-        "huggingface or vllm, or model.lora.rank to 0",
-    ),
-    (
-        lambda c: c.model.lora.rank and c.engine.train_last_layers is not None,
-        "model.lora.rank={c.model.lora.rank} trains adapters in all layers, so engine.train_last_layers="
-        "{c.engine.train_last_layers} would do nothing: set it to null, or model.lora.rank to 0",
-    ),
-    (
-        lambda c: _is_tiny(c) and c.engine.model is not None,
-        "engine.model={c.engine.model} has no effect on {tiny}: set engine.name=huggingface, or leave it out",
-    ),
-    (
-        lambda c: _is_tiny(c) and c.engine.train_last_layers is not None,
-        "engine.train_last_layers={c.engine.train_last_layers} has no effect on {tiny}: set engine.name=huggingface, "
-        "or leave it out",
-    ),
-    (
-        lambda c: _is_tiny(c) and c.engine.dtype != "float32",
-        "engine.dtype={c.engine.dtype} has no effect on {tiny}: set engine.name=huggingface, or leave it out",
-    ),
-    (
-        lambda c: (
-            c.engine.batch_invariant
-            and c.engine.played_by == "huggingface"
-            and c.algorithm.precision != "float32"
-        ),
-        "engine.batch_invariant=true makes the update compute as the sampler does, and "
-        "algorithm.precision={c.algorithm.precision} otherwise: leave precision out, and set engine.dtype=bfloat16",
-    ),
-    (
-        lambda c: c.algorithm.loss_constant != 1 and c.algorithm.loss_aggregation != "constant",
-        "algorithm.loss_constant={c.algorithm.loss_constant} has no effect with loss_aggregation="
-        "{c.algorithm.loss_aggregation}: set loss_aggregation to constant, or leave loss_constant out",
-    ),
-    (
-        lambda c: (c.algorithm.teacher is None) == (c.algorithm.needs == "teacher"),
-        "algorithm.teacher={c.algorithm.teacher} and adv_estimator={c.algorithm.adv_estimator} do not fit: name the "
-        "folder of a teacher for distillation, and none for others",
-    ),
-    (
-        lambda c: c.algorithm.critic.warmup and c.algorithm.needs != "critic",
-        "algorithm.critic.warmup={c.algorithm.critic.warmup} has no effect with adv_estimator="
-        "{c.algorithm.adv_estimator}, which has no critic: leave it out",
-    ),
-    (
-        lambda c: c.algorithm.filter_groups.max_num_gen_batches > 1 and not c.algorithm.filter_groups.enable,
-        "algorithm.filter_groups.max_num_gen_batches={c.algorithm.filter_groups.max_num_gen_batches} has no effect "
-        "with filter_groups.enable=false: set enable to true, or the batches to 1",
-    ),
-    (
-        lambda c: c.agent_proxy.reward_normalization.method != "mean_std" and not _estimator(c).normalized,
-        "agent_proxy.reward_normalization.method={c.agent_proxy.reward_normalization.method} has no effect with "
-        "adv_estimator={c.algorithm.adv_estimator}, which normalises in its own way: leave it out, or use {normalized}",
-    ),
-    (
-        lambda c: c.agent_proxy.reward_normalization.grouping != "state" and not _estimator(c).grouped,
-        "agent_proxy.reward_normalization.grouping={c.agent_proxy.reward_normalization.grouping} has no effect with "
-        "adv_estimator={c.algorithm.adv_estimator}, which compares no groups: leave it out, or use one of {grouped}",
-    ),
-    (
-        lambda c: (
-            c.agent_proxy.reward_normalization.method == "identity"
-            and c.algorithm.gigpo.statistics != "episodes"
-        ),
-        "algorithm.gigpo.statistics={c.algorithm.gigpo.statistics} has no effect with "
-        "agent_proxy.reward_normalization.method=identity, which leaves rewards as they are: leave one of the two out",
-    ),
-)
-"""When one setting would be ignored because of another, and what is said of it."""
+_OF_TRANSFORMERS = (("model", None), ("train_last_layers", None), ("dtype", "float32"))
+"""Settings of the engine that a tiny one does not read, and their defaults."""
 
 
 def conflicts_of(config: AgentConfig) -> Iterator[str]:
     """A sentence for each setting that would have no effect beside the others."""
-    algorithm = config.algorithm
-    for registered in (_estimator(config), LOSSES[algorithm.policy_loss]):
+    algorithm, engine, rank = config.algorithm, config.engine, config.model.lora.rank
+    rewards, tiny = config.agent_proxy.reward_normalization, config.engine.played_by == "tiny"
+    estimator = ESTIMATORS[algorithm.adv_estimator]
+    for registered in (estimator, LOSSES[algorithm.policy_loss]):
         if registered.conflicts is not None:
             yield from registered.conflicts(algorithm)
     for name, plain, readers in _PLAIN_READERS:
@@ -110,22 +41,60 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
                 f"algorithm.{name}={value} is read by {' and '.join(readers)} alone, and has no effect with "
                 f"adv_estimator={algorithm.adv_estimator}: leave it out"
             )
-    names = {
-        "tiny": "engine.replicas.engine=tiny" if config.engine.name == "ray" else "engine.name=tiny",
-        "normalized": " or ".join(name for name in ESTIMATORS if ESTIMATORS[name].normalized),
-        "grouped": ", ".join(name for name in ESTIMATORS if ESTIMATORS[name].grouped),
-    }
-    for excludes, message in _CONFLICTS:
-        if excludes(config):
-            yield message.format(c=config, **names)
-
-
-def _estimator(config: AgentConfig) -> Any:
-    return ESTIMATORS[config.algorithm.adv_estimator]
-
-
-def _is_tiny(config: AgentConfig) -> bool:
-    return config.engine.played_by == "tiny"
+    if rank and (tiny or engine.name == "openai"):
+        yield (
+            f"model.lora.rank={rank} needs a model of transformers, got engine.name={engine.name}: set it to "
+            f"huggingface or vllm, or model.lora.rank to 0"
+        )
+    for name, plain in _OF_TRANSFORMERS if tiny else ():
+        if (value := getattr(engine, name)) != plain:
+            kind = "engine.replicas.engine" if engine.name == "ray" else "engine.name"
+            yield (
+                f"engine.{name}={value} has no effect on {kind}=tiny: set engine.name=huggingface, or leave it out"
+            )
+    if engine.batch_invariant and engine.played_by == "huggingface" and algorithm.precision != "float32":
+        yield (
+            f"engine.batch_invariant=true makes the update compute as the sampler does, and algorithm.precision="
+            f"{algorithm.precision} otherwise: leave precision out, and set engine.dtype=bfloat16"
+        )
+    if algorithm.loss_constant != 1 and algorithm.loss_aggregation != "constant":
+        yield (
+            f"algorithm.loss_constant={algorithm.loss_constant} has no effect with loss_aggregation="
+            f"{algorithm.loss_aggregation}: set loss_aggregation to constant, or leave loss_constant out"
+        )
+    if (algorithm.teacher is None) == (algorithm.needs == "teacher"):
+        yield (
+            f"algorithm.teacher={algorithm.teacher} and adv_estimator={algorithm.adv_estimator} do not fit: name the "
+            f"folder of a teacher for distillation, and none for others"
+        )
+    if algorithm.critic.warmup and algorithm.needs != "critic":
+        yield (
+            f"algorithm.critic.warmup={algorithm.critic.warmup} has no effect with adv_estimator="
+            f"{algorithm.adv_estimator}, which has no critic: leave it out"
+        )
+    if (batches := algorithm.filter_groups.max_num_gen_batches) > 1 and not algorithm.filter_groups.enable:
+        yield (
+            f"algorithm.filter_groups.max_num_gen_batches={batches} has no effect with filter_groups.enable=false: set "
+            f"enable to true, or the batches to 1"
+        )
+    if rewards.method != "mean_std" and not estimator.normalized:
+        normalized = " or ".join(name for name in ESTIMATORS if ESTIMATORS[name].normalized)
+        yield (
+            f"agent_proxy.reward_normalization.method={rewards.method} has no effect with adv_estimator="
+            f"{algorithm.adv_estimator}, which normalises in its own way: leave it out, or use {normalized}"
+        )
+    if rewards.grouping != "state" and not estimator.grouped:
+        grouped = ", ".join(name for name in ESTIMATORS if ESTIMATORS[name].grouped)
+        yield (
+            f"agent_proxy.reward_normalization.grouping={rewards.grouping} has no effect with adv_estimator="
+            f"{algorithm.adv_estimator}, which compares no groups: leave it out, or use one of {grouped}"
+        )
+    if rewards.method == "identity" and algorithm.gigpo.statistics != "episodes":
+        yield (
+            f"algorithm.gigpo.statistics={algorithm.gigpo.statistics} has no effect with "
+            f"agent_proxy.reward_normalization.method=identity, which leaves rewards as they are: leave one of the two "
+            f"out"
+        )
 
 
 def refuse_without_signal(config: AgentConfig) -> None:

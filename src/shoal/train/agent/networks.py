@@ -9,14 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.core.errors import ConfigError
-from shoal.core.executors import connect_ray
 from shoal.core.files import verify_folder, write_folder
 from shoal.maths.updates import decayed
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import words_of_roles
 from shoal.rollout.samplers.registry import close_engine
-from shoal.rollout.samplers.settings import ReplicaConfig
 from shoal.rollout.tools.functions import Tool
 from shoal.train.agent.config import AgentConfig, Algorithm
 from shoal.train.agent.distributed import ALONE, Processes
@@ -31,8 +28,6 @@ def make_networked(
 ) -> tuple[Policy, Any]:
     """The policy of a config on this process's device, with adapters if they are what is trained, and its sampler."""
     words = words_of_roles(roles, tools)
-    if config.engine.name == "ray" and processes.count > 1:
-        refuse_without_room(config.engine.replicas, processes)
     engine = replace(config.engine, device=processes.device(config.engine.device))
     if not config.model.lora.rank:
         return make_policy(engine, words, config.seed)
@@ -148,35 +143,3 @@ def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, iteration: int, iter
     rates = [algorithm.learning_rate, algorithm.critic.learning_rate]
     for group, rate in zip(optimizer.param_groups, rates, strict=False):
         group["lr"] = decayed(rate, algorithm.lr_schedule, iteration / iterations)
-
-
-_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
-
-
-def refuse_without_room(replicas: ReplicaConfig, processes: Processes) -> None:
-    """Connect each process to its cluster, and count who shares one.
-
-    Raises:
-        ConfigError: the replicas of the processes on one cluster need more than it has; raised in all processes.
-    """
-    ray = connect_ray()
-    own = str(ray.get_runtime_context().gcs_address)
-    places = processes.together(lambda: (own, dict(ray.cluster_resources())))
-    for address, there in places:
-        sharing = sum(other == address for other, _ in places)
-        refuse_too_many(replicas, sharing, there)
-
-
-def refuse_too_many(replicas: ReplicaConfig, sharing: int, there: dict[str, float]) -> None:
-    """Check the replicas of `sharing` processes against all that a cluster has."""
-    wanted = replicas.resources
-    named = {_NAMES[key]: wanted[key] for key in wanted.keys() & _NAMES.keys()}
-    each = wanted.get("resources", {}) | named
-    total = sharing * replicas.count
-    for name, amount in sorted(each.items()):
-        if amount and total * amount > there.get(name, 0):
-            raise ConfigError(
-                f"{sharing} processes with engine.replicas.count={replicas.count} make {total} replicas, which need "
-                f"{total * amount:g} of {name!r}; their Ray cluster has {there.get(name, 0):g}: start fewer processes "
-                f"or replicas, ask for less in engine.replicas.resources, or add nodes first"
-            )

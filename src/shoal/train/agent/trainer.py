@@ -20,7 +20,6 @@ from shoal.core.configuration import plain_values
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import Closing
-from shoal.core.files import is_whole
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import resolve_text
@@ -374,12 +373,6 @@ class AgentTrainer(Closing):
         last = rows[-1] if rows else {}
         at_end = last.get("iteration") == self.progress.iteration  # else its row was lost: the best is known
         self._success = float(last.get("heldout_success") or 0.0) if at_end else self.progress.best_success
-        kept = self.processes.together(lambda: not self.processes.first or is_whole(folder / "best"))[0]
-        if not kept:
-            known, at = at_end and "heldout_success" in last, self.progress.iteration
-            logger.warning("%s is damaged or gone: iteration %d takes its place", folder / "best", at)
-            self.progress = replace(self.progress, best_success=self._success if known else -1.0)
-            self._save(best=True)
         yield from rows
 
     def _keep_episodes(self) -> None:

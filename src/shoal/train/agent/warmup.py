@@ -46,8 +46,6 @@ PROBE_TURNS = 64
 ENOUGH = 0.5
 """Share of answers that hold an action from which on there is no warm-up."""
 AUTO_STEPS = 20
-MOST_HUNG = 8
-"""Episodes whose env did not answer in time, with which it is given up: each costs the whole limit."""
 MOST_LOST = 16
 """Episodes of an env left out one after another, with which it is given up."""
 
@@ -203,7 +201,7 @@ def _play(
     policy: Policy,
 ) -> Iterator[Sample]:
     """Samples of the episodes of one kind, which these envs play a few at a time."""
-    tag, lost, hung = role.tag, 0, 0
+    tag, lost = role.tag, 0
     for first in itertools.count(step=len(envs)):
         places = {}
         for i, number in enumerate(range(first, first + len(envs)), start=envs.start):
@@ -216,11 +214,6 @@ def _play(
             if lost == MOST_LOST:
                 raise EnvError(
                     f"{lost} episodes of the warm-up on {tag!r} failed one after another; the last: {trajectory.error}"
-                )
-            hung += trajectory.status == "timeout"
-            if hung == MOST_HUNG:
-                raise EnvError(
-                    f"{hung} episodes of the warm-up on {tag!r} hung; the last: {trajectory.error}"
                 )
             if lost == 0:
                 yield from _learned(trajectory, coach.learned[i], coach.rng[i], policy)
