@@ -10,14 +10,13 @@ import textwrap
 from contextlib import closing
 from pathlib import Path
 
-import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.envs.registration import EnvSpec
 from tests.envs import named_envs
-from tests.envs.named_envs import Counter, Doubled, Outer, ParrotEnv, PlusOne, Taker, make_counter
+from tests.envs.named_envs import Counter, Doubled, Outer, ParrotEnv, PlusOne, make_counter
 
 import shoal.envs
 from shoal import make_vec
@@ -27,7 +26,6 @@ from shoal.envs import resolve
 from shoal.envs.catalogue import MOST_COPIED, find, name_of, parse_env_kwargs, resolve_text
 from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.rollout.factory import make_set, validate_environment_config
-from shoal.train.ppo.envs import EnvFactory
 from shoal.train.ppo.ppo import PPO
 
 HERE = "tests.envs.named_envs"
@@ -68,7 +66,8 @@ OBJECTS = [
     gymnasium.spec("CartPole-v1"),
     lambda: Counter(3),
 ]
-PLAIN = [name for name, kind in NAMES.items() if kind not in (FrozenLakeEnv, ParrotEnv)]
+DOORS = ["frozen_lake", "CartPole-v1", f"{HERE}:NamedCounter-v0", f"{HERE}:make_counter", "test_named_text"]
+"""A name of each kind; every door resolves all others in the same way."""
 
 
 def first_observation(kind, seed):
@@ -79,41 +78,15 @@ def first_observation(kind, seed):
 # --- the table
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_form_of_a_name_finds_its_env(name):
-    env = resolve(name)()
-    assert type(env.unwrapped) is NAMES[name]
-    env.close()
-
-
-@pytest.mark.parametrize("backend", ["serial", "process"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_vector_takes_every_form(name, backend):
-    with closing(make_vec(name, 2, backend=backend)) as envs:
+@pytest.mark.parametrize("source", [*DOORS, *OBJECTS], ids=name_of)
+def test_a_vector_of_processes_takes_names_classes_functions_partials_and_specs(source):
+    by_hand = CartPoleEnv if name_of(source) == "CartPole-v1" else NAMES.get(name_of(source), source)
+    with closing(make_vec(source, 1, backend="process")) as envs:
         observations, _ = envs.reset(seed=3)
-    for i in range(2):
-        np.testing.assert_array_equal(observations[i], first_observation(NAMES[name], 3 + i))
+    np.testing.assert_array_equal(observations[0], by_hand().reset(seed=3)[0])
 
 
-@pytest.mark.parametrize("source", OBJECTS, ids=name_of)
-@pytest.mark.parametrize("backend", ["serial", "process"])
-def test_a_vector_takes_classes_functions_partials_and_specs(source, backend):
-    by_hand = CartPoleEnv() if name_of(source) == "CartPole-v1" else source()
-    with closing(make_vec(source, 1, backend=backend)) as envs:
-        observations, _ = envs.reset(seed=3)
-    np.testing.assert_array_equal(observations[0], by_hand.reset(seed=3)[0])
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_ppo_takes_every_form(name):
-    with PPO(name, n_envs=2, backend="serial", n_steps=8, batch_size=8, n_epochs=1, hidden=(8,)) as ppo:
-        assert ppo.learn(16).log.n_steps == 16
-        assert ppo.factory.name == name
-    factory = cloudpickle.loads(cloudpickle.dumps(EnvFactory(name, seed=1)))
-    assert type(factory(0).unwrapped) is NAMES[name]
-
-
-@pytest.mark.parametrize("name", [f"{HERE}:NamedCounter-v0", f"{HERE}:Counter", f"{HERE}:make_counter"])
+@pytest.mark.parametrize("name", [f"{HERE}:NamedCounter-v0", f"{HERE}:make_counter"])
 def test_train_ppo_takes_every_form_with_arguments_and_wrappers(name, tmp_path, capsys):
     arguments = ["train-ppo", "--env", name, "--env-kwargs", "size=7", "--wrapper", f"{HERE}:Doubled",
                  "--wrapper", f"{HERE}:PlusOne", "--backend", "serial", "--n-envs", "2", "--n-steps", "8",
@@ -140,24 +113,15 @@ def test_train_ppo_takes_every_form_with_arguments_and_wrappers(name, tmp_path, 
     assert newest == policy
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DOORS)
 def test_bench_takes_every_form(name, capsys):
-    arguments = [
-        "--num-envs",
-        "2",
-        "--seconds",
-        "0.02",
-        "--backends",
-        "serial",
-        "--no-peers",
-        "--json",
-    ]
+    arguments = "--num-envs 2 --seconds 0.02 --backends serial --no-peers --json".split()
     assert main(["bench", name, *arguments]) == 0
     assert json.loads(capsys.readouterr().out)["ways"][0]["problem"] is None
 
 
 @pytest.mark.parametrize("command", ["show", "check"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DOORS)
 def test_envs_show_and_check_take_every_form(name, command, capsys, monkeypatch):
     monkeypatch.syspath_prepend(os.getcwd())
     assert main(["envs", command, name]) == 0
@@ -167,19 +131,18 @@ def test_envs_show_and_check_take_every_form(name, command, capsys, monkeypatch)
     ) in out
 
 
-def environment_config(name, backend, **env_config):
+def environment_config(name):
     side = {"env_groups": 1, "group_size": 1, "env_configs": {"tags": ["It"]}}
     return {
         "es_manager": {"train": side, "val": side},
-        "custom_envs": {"It": {"env_type": name, "env_config": env_config}},
-        "vector": {"backend": backend},
+        "custom_envs": {"It": {"env_type": name}},
+        "vector": {"backend": "process"},
     }
 
 
-@pytest.mark.parametrize("backend", ["serial", "process"])
-@pytest.mark.parametrize("name", NAMES)
-def test_agents_play_every_form_and_see_what_is_no_text_as_text(name, backend):
-    checked = validate_environment_config(environment_config(name, backend))
+@pytest.mark.parametrize("name", DOORS)
+def test_agents_play_every_form_and_see_what_is_no_text_as_text(name):
+    checked = validate_environment_config(environment_config(name))
     made = make_set(checked, checked.es_manager.train)
     try:
         observation, info = next(iter(made.pool.reset_some([0], [3])))
@@ -403,8 +366,8 @@ def test_wrappers_are_put_around_in_order():
     assert env.unwrapped.size == 3
 
 
-@pytest.mark.parametrize("source", [Taker, f"{HERE}:Taker", EnvSpec("Taker-v0", entry_point=f"{HERE}:Taker")])
-@pytest.mark.parametrize("backend", [("serial", None), ("thread", 2), ("process", 1), ("process", 2)])
+@pytest.mark.parametrize("source", [f"{HERE}:Taker", EnvSpec("Taker-v0", entry_point=f"{HERE}:Taker")])
+@pytest.mark.parametrize("backend", [("serial", None), ("process", 2)])
 def test_an_env_that_changes_its_arguments_changes_them_for_no_other(source, backend):
     given = {"sizes": [10, 20, 30, 40], "steps": [1], "dealt": {"cards": np.array([2])}}
     with closing(make_vec(source, 4, backend=backend[0], num_workers=backend[1], env_kwargs=given)) as envs:
@@ -548,18 +511,11 @@ def test_arguments_on_a_command_line_are_json_or_plain_text():
     ("name", "message"),
     [
         ("CartPol-v1", "Did you mean 'CartPole-v1'?"),
-        ("CartPole-v2", "Did you mean 'CartPole-v1'?"),
         ("CartPole", "Did you mean 'CartPole-v1'?"),
-        ("cartpole", "Did you mean 'CartPole-v1'?"),
         ("frozenlake", "Did you mean 'frozen_lake'?"),
         ("FrozenLake-v9", "Did you mean 'FrozenLake-v1'?"),
-        ("shoal/Sokobn-v0", "Did you mean 'shoal/Sokoban-v0'?"),
         ("sokobn", "no env named 'sokobn'. Did you mean 'sokoban'?"),
         ("ALE/Pong-v5", "'ale_py:ALE/Pong-v5' (pip install ale-py)"),
-        ("PongNoFrameskip-v4", "'ale_py:PongNoFrameskip-v4'"),
-        ("MiniGrid-Empty-5x5-v0", "'minigrid:MiniGrid-Empty-5x5-v0' (pip install minigrid)"),
-        ("FetchReach-v4", "'gymnasium_robotics:FetchReach-v4' (pip install gymnasium-robotics)"),
-        ("dm_control/cartpole-swingup-v0", "'shimmy:dm_control/cartpole-swingup-v0'"),
         ("procgen-coinrun-v0", "'procgen_gym:procgen_gym/procgen-coinrun-v0' (pip install procgen-gym)"),
         (f"{HERE}:Countr", f"Did you mean '{HERE}:Counter'?"),
         (f"{HERE}:NamedCounter-v3", f"Did you mean '{HERE}:NamedCounter-v0'?"),
@@ -578,13 +534,10 @@ def test_an_unknown_name_is_answered_with_the_nearest_or_its_package(name, messa
     ("name", "message"),
     [
         ("nowhere_at_all:Env", "there is no module 'nowhere_at_all' here; expected 'module:Class'"),
-        ("ale_py_not_here.sub:Env", "there is no module 'ale_py_not_here'"),
         ("json.py:Env", "there is no module 'json.py' here; leave out '.py'"),
         ("../evil:Env", "must be 'module:Name'"),
-        ("__import__('os'):x", "must be 'module:Name'"),
         (".named_envs:Counter", "must be 'module:Name'"),
         (f"{HERE}:", "must be 'module:Name'"),
-        (":Env", "must be 'module:Name'"),
         (f"{HERE}:nothing", "must be a gymnasium.Env class, a function that makes an env, or an id, got []"),
         (f"{HERE}:ParrotConfig", "must be a gymnasium.Env class"),
     ],
@@ -600,8 +553,6 @@ def test_a_module_that_cannot_be_used_is_named(name, message):
     [
         ("raise RuntimeError('half written')", "failed with RuntimeError: half written"),
         ("import sys; sys.exit(3)", "failed with SystemExit: 3"),
-        ("import not_there_either", "failed with ModuleNotFoundError: No module named 'not_there_either'"),
-        ("def (", "failed with SyntaxError"),
     ],
 )
 def test_a_module_that_raises_is_an_error_that_names_it(text, message, tmp_path, monkeypatch, capsys):

@@ -108,12 +108,6 @@ def test_a_subclass_with_more_words_gets_another_space_and_another_invalid_actio
     check_text_env(Three)
 
 
-def test_an_invalid_action_is_never_told_as_a_valid_one():
-    env = Door()
-    env.reset(seed=0)
-    assert env.step(env.invalid_action)[4]["action_is_valid"] is False
-
-
 def test_an_env_of_free_text_needs_no_spaces():
     env = made(
         projection=Projection(parse=str), _advance=lambda self, action: Outcome(float(len(str(action))))
@@ -147,11 +141,18 @@ def test_a_seed_gives_the_same_episode_in_a_class_of_another_name():
 
 @pytest.mark.parametrize("reward", [np.float32(0.5), np.float64(0.5), np.array(0.5), 0.5])
 def test_numbers_and_yes_of_numpy_are_those_of_python(reward):
-    env = made(_advance=lambda self, action: Outcome(reward, np.bool_(True), np.bool_(False)))()
+    yes, no = np.bool_(True), np.bool_(False)
+    env = made(_advance=lambda self, action: Outcome(reward, yes, no, yes, no))()
     env.reset(seed=0)
     _, paid, terminated, truncated, info = env.step(1)
-    assert (paid, terminated, truncated, info["success"]) == (0.5, True, False, False)
-    assert [type(one) for one in (paid, terminated)] == [float, bool]
+    told = (
+        paid,
+        terminated,
+        truncated,
+        *(info[k] for k in ("success", "action_is_effective", "action_is_valid")),
+    )
+    assert told == (0.5, True, False, False, True, False)
+    assert [type(one) for one in told] == [float, *[bool] * 5]
 
 
 REFUSED = {

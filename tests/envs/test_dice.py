@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shoal.core.seeding import stream
 from shoal.envs.dice import BulkRandom
@@ -19,13 +17,6 @@ def blocks(rng, size, count):
 def test_uniform_numbers_are_numpys_own(make, size):
     dice = BulkRandom(make(5), size)
     assert [dice.uniform() for _ in range(3 * size)] == blocks(make(5), size, 3)
-
-
-@given(st.integers(0, 1000), st.integers(1, 10**6))
-def test_integers_are_the_share_of_the_uniform_number(seed, n):
-    dice, rng = BulkRandom(stream(seed)), stream(seed)
-    for expected in blocks(rng, 32, 1):
-        assert dice.below(n) == int(expected * n) < n
 
 
 def test_choices_are_fair_and_within_their_bounds():

@@ -1,10 +1,8 @@
 """Answers that are equal, answers that only look so, and the questions made by rule."""
 
 import json
-import os
 import pickle
 import re
-import signal
 import threading
 from fractions import Fraction
 
@@ -20,55 +18,39 @@ from shoal.envs.metamathqa import KINDS, as_text, is_correct, load_questions, ma
 
 SAME = [
     ("42", "42"),
-    ("42.0", "42"),
     ("42.", "42"),
     (".5", "0.5"),
     ("1,000", "1000"),
     ("$1,234,567.89", "1234567.89"),
     (r"10,\!000", "10000"),
-    (r"10\,000", "10000"),
-    (r"10{,}000", "10000"),
     ("<think>5</think><answer>6</answer>", "6"),
     ("<answer>so \\boxed{6}</answer> and </p>", "6"),
     ("1/2", r"\frac12"),
     (r"\dfrac{1}{2}", "0.5"),
-    (r"\frac{-1}{2}", "-1/2"),
     (r"-\frac{1}{2}", "-0.5"),
     ("-1/2", "1/-2"),
-    ("6/8", "3/4"),
     ("1 1/2", "3/2"),
     (r"1\frac{1}{2}", "1.5"),
     ("50%", "0.5"),
-    ("50 percent", "50%"),
     ("50 per cent", "50%"),
     ("5th", "5"),
-    ("5 °", "5"),
     ("5 ml", "5"),
-    ("5 m^2", "5"),
     ("5 miles a day", "5"),
-    ("7pm", "7"),
     (r"10\%", "10%"),
     ("$10", "10"),
     ("10 dollars", "$10"),
-    ("€5", "5 euros"),
     ("5 apples", "5"),
-    ("5cm", "5"),
     (r"5\text{ cm}^2", "5"),
-    ("5 square feet", "5"),
-    ("12 feet", "12 ft"),
     ("5 kg", "5 kilograms"),
     ("5 km/h", "5"),
     (r"90^\circ", "90"),
     ("x = 5", "5"),
-    (r"\boxed{42}", "42"),
     (r"first \boxed{7}, no: \boxed{\frac{3}{4}}", "0.75"),
     ("The answer is: 42", "Some words. The answer is: 42"),
     ("The answer is $\\boxed{3}$.", "3"),
     ("the answer is 5 or so\nThe answer is: 6", "6"),
     ("3*24=72\n#### 72", "72"),
-    (r"\fbox{72}", "72"),
     ("Final Answer: 72", "72"),
-    ("ANSWER IS 72", "72"),
     ("the answer isn't clear, the answer : 72", "72"),
     ("#### 71\nThe answer is: 72", "72"),
     (r"\(\frac{3}{4}\)", "3/4"),
@@ -76,71 +58,46 @@ SAME = [
     ("**7**", "7"),
     ("-5", "−5"),
     ("3 million", "3000000"),
-    ("2 dozen", "24"),
     (r"1.5 \times 10^3", "1500"),
-    ("1.5e3", "1500"),
     ("(1, 2)", "(1,2)"),
     (r"\left( \frac{1}{2}, 3 \right)", "(0.5, 3)"),
-    ("2, 3", "3,2"),
     (r"\{2,1\}", "{1,2}"),
     ("y = 5, x=3", "x = 3, y = 5"),
     ("x=3, y=5", "5, 3"),
-    ("x=1, x=2", "2, 1"),
     ("a=3, b=5", "x=3, y=5"),
     (r"3\sqrt{2}", r"3 \sqrt{2}"),
     (r"\text{Monday}", "monday"),
-    (r"x^2 + 1", "x^2+1"),
 ]
 
 DIFFERENT = [
     ("50", "50%"),
     ("0.333333", "1/3"),
-    ("1 2 3 4 5", "5"),
     ("1 or 5", "5"),
-    ("5 and 6", "5"),
-    ("5, 5", "5"),
     ("1, 1", "1, 2"),
     ("the myanswer: 5", "5"),
-    ("not 5", "5"),
     ("5 minus 3", "5"),
-    ("5-2", "5"),
     ("2+3", "5"),
     ("5x", "5"),
-    ("5 x", "5"),
     ("5!", "5"),
     ("6ab", "6"),
-    ("2 nk", "2"),
-    ("5 n^2", "5"),
-    ("6 a b", "6"),
     ("2pi", "2"),
-    ("3 log x", "3"),
     ("5 squared", "5"),
-    ("2 thirds", "2"),
-    ("5 hundredths", "5"),
-    ("3 per cent", "3"),
     ("5²", "5"),
     ("5 km", "5 miles"),
     ("5 cents", "$5"),
-    ("5 million", "5"),
     ("12,34", "1234"),
     ("--5", "5"),
     ("(1,2)", "[1,2]"),
     ("(1,2)", "(2,1)"),
-    ("(1,2)", "(1,2,3)"),
     ("x = 3, y = 5", "x = 5, y = 3"),
     (r"x_{1} = 3, x_2 = 5", "x_1 = 5, x_2 = 3"),
     ("1_0", "10"),
-    ("0x10", "16"),
-    ("٣", "3"),
     ("5/0", "5"),
     (r"3\sqrt{2}", "3"),
-    ("2^{10}", "2"),
     (r"\boxed{5", "5"),
     (r"\boxed{}", ""),
     ("", ""),
-    ("", "5"),
     ("$5 apples", "5"),
-    ("9**9**9", "9"),
     ('__import__("os")', "1"),
     (r"\boxed{5} so the answer is 6", "5"),
 ]
@@ -199,16 +156,15 @@ def test_no_text_raises_and_equality_has_no_direction(response, truth):
 
 
 HOSTILE = [
-    r"\boxed{", "answer is ", "answer : ", "####", "1,000", "(", "9", " ", "1 ", r"\frac{1}", r"\text{",
-    "a = ", "1/", "$",
-    "{", r"\left", "x_", "5 km ", ",", r"\boxed{1}", "'s", "\n", "5%", "-", "answer\t", r"\frac{1}{2}",
+    r"\boxed{", "answer : ", "1,000", "(", "9", " ", r"\frac{1}", r"\text{", "a = ", "{", "5 km ", ",",
+    r"\boxed{1}", "\n", "answer\t", r"\frac{1}{2}",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("piece", HOSTILE)
 def test_hostile_responses_cost_little(piece):
     """Nothing is timed: at a million characters only a bounded checker is done in time."""
-    for size in (250, 10_000, 1_000_000):
+    for size in (250, 1_000_000):
         text = piece * (size // len(piece))
         for shown in (
             text,
@@ -217,14 +173,13 @@ def test_hostile_responses_cost_little(piece):
             f"The answer is: {text}",
             text + "5",
         ):
-            for _ in range(5):
-                assert is_correct(shown, "5") in (True, False)
-                is_correct("5", shown)
+            assert is_correct(shown, "5") in (True, False)
+            is_correct("5", shown)
 
 
 @pytest.mark.parametrize("steps", range(1, 9))
 def test_worked_solutions_are_right_line_by_line(steps):
-    for seed in range(60):
+    for seed in range(20):
         question = make_question(np.random.default_rng(seed), steps)
         *lines, last = question.solution.split("\n")
         assert last == f"The answer is: {question.answer}"
@@ -381,23 +336,6 @@ def test_a_verifier_that_was_killed_from_outside_is_replaced(verifier):
     assert verifier.same("1", "1")
     verifier._process.kill()
     assert verifier.same("2^{10}", "1024")
-    assert verifier.kills == 0
-
-
-def test_a_verifier_that_is_killed_amid_a_question_is_asked_again_and_one_that_stands_still_is_not_late(
-    verifier,
-):
-    """A busy machine, or an end of memory that is somebody else's fault, makes no right answer wrong."""
-    assert verifier.same("1", "1")
-    verifier.seconds = 1.0
-    for then in (signal.SIGCONT, signal.SIGKILL):
-        process = verifier._process
-        os.kill(process.pid, signal.SIGSTOP)
-        timer = threading.Timer(1.5, os.kill, [process.pid, then])
-        timer.start()
-        assert verifier.same("2^{10}", "1024")
-        timer.join()
-        assert (verifier._process is process) == (then == signal.SIGCONT)
     assert verifier.kills == 0
 
 

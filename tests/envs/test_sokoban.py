@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from shoal.core.errors import ConfigError, DataError, EnvError, SearchLimitError
 from shoal.core.seeding import stream
 from shoal.envs.sokoban import SokobanEnv, generate, parse_xsb, read_levels, solve
-from shoal.envs.sokoban.levels import level_from_grid
 
 GOLDEN = Path(__file__).parent / "golden" / "sokoban.json"
 MOVES = {1: (-1, 0), 2: (1, 0), 3: (0, -1), 4: (0, 1)}
@@ -55,7 +54,7 @@ ROOMS = st.tuples(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(ROOMS)
 def test_every_room_needs_exactly_the_pushes_that_were_reported(room):
     seed, (dims, boxes) = room
@@ -78,7 +77,7 @@ def test_a_beam_too_narrow_for_shortest_ways_does_not_spoil_the_labels(monkeypat
 
     monkeypatch.setattr(generator, "MAX_POSITIONS", 5)
     monkeypatch.setattr(generator, "BEAM", 1)
-    for seed in range(60):
+    for seed in range(20):
         level = generate(stream(seed, "narrow"), (7, 7), 2, min_pushes=5)
         assert oracle(level.grid(), push_cost=1, walk_cost=0) == level.optimal_pushes >= 5
 
@@ -95,22 +94,7 @@ def test_a_difficulty_out_of_reach_says_what_was_reached():
         generate(stream(0, "room"), (5, 5), 1, min_pushes=20)
 
 
-def test_rooms_are_solved_to_label_them_only_where_a_beam_was_needed(monkeypatch):
-    from shoal.envs.sokoban import generator
-
-    labels = []
-    monkeypatch.setattr(generator, "MAX_POSITIONS", 1)
-    monkeypatch.setattr(generator, "MAX_ROOMS", 60)
-    monkeypatch.setattr(generator, "_least_pushes", lambda _: labels.append(9) or 9)
-    for seed in range(5):
-        generate(stream(seed, "near"), (7, 7), 1)
-    assert labels == []
-    monkeypatch.setattr(generator, "MAX_POSITIONS", 0)
-    with pytest.raises(EnvError, match="the hardest needed 9"):
-        generate(stream(0, "far"), (7, 7), 2, min_pushes=5, max_pushes=6)
-
-
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(ROOMS)
 def test_solutions_are_optimal_and_can_be_played(room):
     seed, (dims, boxes) = room
@@ -132,7 +116,7 @@ def rooms(grid):
     return fixed, state
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.integers(0, 60))
 def test_a_position_is_called_lost_only_when_it_is(seed, wandering):
     env = SokobanEnv(num_boxes=2, max_steps=1000)
@@ -204,11 +188,6 @@ def test_from_state_starts_every_episode_from_the_same_position():
         env.step(4)
     assert env.reset(seed=99)[0] == "#####\n#PXO#\n#####"
     assert [env.step(1)[3] for _ in range(3)] == [False, False, True]
-
-
-def test_every_kind_of_cell_has_its_symbol():
-    level = level_from_grid([[0] * 8, [0, 6, 4, 4, 2, 3, 1, 0], [0] * 8])
-    assert level.text() == "########\n#SXXO√_#\n########"
 
 
 def test_an_open_border_does_not_leak_around_the_room():

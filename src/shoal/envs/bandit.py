@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from gymnasium.spaces import Discrete
 
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projection
@@ -54,7 +53,6 @@ class BanditEnv(TextEnv[BanditConfig]):
     Config = BanditConfig
     seed_stream = "BanditEnv"
     projection = Projection(lookup={"1": 1, "2": 2})
-    action_space = Discrete(2, start=1)
     observation_space = FreeText(512, min_length=1)
 
     def __init__(self, config: BanditConfig | None = None, **settings: Any) -> None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import pickle
 import random
 import re
-import signal
 import time
 import traceback
 import warnings
@@ -165,14 +163,6 @@ def run_apart(job: Job, seconds: float) -> Report:
 
 def _serve(pipe: Any, name: str, packed: bytes) -> None:
     """The child process: plays, and reports its position and results."""
-    end_at_once = os._exit
-
-    def end_noted(code: int) -> None:
-        if hasattr(signal, "SIGUSR1"):
-            signal.raise_signal(signal.SIGUSR1)  # which writes the stack, as for `ask_for_stack`
-        end_at_once(code)
-
-    os._exit = end_noted  # type: ignore[assignment]
     at = Place(name, pipe=pipe)
     at.goes_to(None, doing="while it was made")
     end: tuple[str, Any] = "end", ""
@@ -185,7 +175,6 @@ def _serve(pipe: Any, name: str, packed: bytes) -> None:
             end = "refused", type(error)(str(error))
         else:
             end = "refused", EnvError(at.message(error))
-    os._exit = end_at_once
     pipe.send(end)
 
 

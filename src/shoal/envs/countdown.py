@@ -276,7 +276,6 @@ class CountdownEnv(TextEnv[CountdownConfig]):
         invalid="",
         tags=("action", "answer"),
     )
-    invalid_action = ""
     action_space = FreeText(65_536, min_length=1)
     observation_space = FreeText(1_024, min_length=1)
 

@@ -66,8 +66,6 @@ class FrozenLakeConfig:
             raise ConfigError(f"p must be in (0, 1], got {self.p}")
         if not 0 <= self.success_rate <= 1:
             raise ConfigError(f"success_rate must be in [0, 1], got {self.success_rate}")
-        if self.observation not in ("text", "index", "grid", "rgb"):
-            raise ConfigError(f"observation must be text, index, grid or rgb, got {self.observation!r}")
         start, goal = self.start, self.goal
         if self.desc is None and not self.random_start_goal:
             start, goal = start or (0, 0), goal or (self.size - 1, self.size - 1)
@@ -94,7 +92,6 @@ class FrozenLakeEnv(TextEnv[FrozenLakeConfig]):
         "X is you in a hole, √ is you on the goal. Each turn, move Left, Down, Right or Up by one cell."
     )
     projection = Projection(lookup=ACTIONS)
-    action_space = Discrete(4, start=1)
 
     def __init__(self, config: FrozenLakeConfig | None = None, **settings: Any) -> None:
         desc = settings.get("desc")

@@ -325,7 +325,6 @@ class MetaMathQAEnv(TextEnv[MetaMathQAConfig]):
         "not rounded. After a wrong answer you may try again for half the points."
     )
     projection = Projection(parse=read_response, invalid="", tags=("action", "answer"))
-    invalid_action = ""
     action_space = FreeText(MAX_RESPONSE, min_length=1)
     observation_space = FreeText(MAX_RESPONSE, min_length=1)
 

@@ -206,8 +206,7 @@ def test_long_actions_are_bounded(shop):
     env = shop(max_steps=1000)
     env.reset(seed=0)
     for text in ("search[" * 9000, "click[" + " " * 60_000 + "]", "search[" + "a" * 900 + "]", "[" * 60_000):
-        for _ in range(20):
-            env.step(text)
+        env.step(text)
 
 
 def test_goals_can_be_fixed_and_split(shop):

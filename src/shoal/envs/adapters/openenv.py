@@ -61,7 +61,6 @@ class OpenEnvEnv(TextEnv[OpenEnvConfig]):
     seed_stream = "OpenEnvEnv"
     instructions = "Act in the environment. Each turn, answer with one action."
     projection = Projection(parse=lambda text: text or None, invalid="")
-    invalid_action = ""
     action_space = FreeText(65_536)
     observation_space = FreeText(262_144)
 

@@ -80,7 +80,6 @@ class ReasoningGymEnv(TextEnv[ReasoningGymConfig]):
     seed_stream = "ReasoningGymEnv"
     instructions = "Answer the question."
     projection = Projection(parse=lambda text: text[:4_096] or None, invalid="", tags=("action", "answer"))
-    invalid_action = ""
     action_space = FreeText(65_536)
     observation_space = FreeText(65_536, min_length=1)
 

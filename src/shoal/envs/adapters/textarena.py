@@ -45,7 +45,6 @@ class TextArenaEnv(TextEnv[TextArenaConfig]):
     seed_stream = "TextArenaEnv"
     instructions = "Play the game. Write your move exactly as its rules ask, with any brackets they ask for."
     projection = Projection(parse=lambda text: text[:4_096] or None, invalid="")
-    invalid_action = ""
     action_space = FreeText(65_536)
     observation_space = FreeText(262_144)
 

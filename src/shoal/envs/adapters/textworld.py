@@ -55,7 +55,6 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
     seed_stream = "TextWorldEnv"
     instructions = "You are in a text adventure. Read the objective and give one command per turn."
     projection = Projection(parse=lambda text: text[:256] or None, invalid="")
-    invalid_action = ""
     action_space = FreeText(65_536)
     observation_space = FreeText(65_536)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-from gymnasium.spaces import Box, Discrete, Text
+from gymnasium.spaces import Box, Text
 
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projection
@@ -74,8 +74,6 @@ class SokobanConfig:
                 f"min_pushes must be in [1, {self.most_pushes}] (max_pushes and search_depth), "
                 f"got {self.min_pushes}"
             )
-        if self.observation not in ("text", "grid", "rgb"):
-            raise ConfigError(f"observation must be 'text', 'grid' or 'rgb', got {self.observation!r}")
 
     @property
     def most_pushes(self) -> int:
@@ -104,7 +102,6 @@ class SokobanEnv(TextEnv[SokobanConfig]):
         "Each turn, move Up, Down, Left or Right by one cell."
     )
     projection = Projection(lookup=ACTIONS)
-    action_space = Discrete(4, start=1)
 
     def __init__(self, config: SokobanConfig | None = None, **settings: Any) -> None:
         super().__init__(config, **settings)

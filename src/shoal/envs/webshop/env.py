@@ -139,7 +139,6 @@ class WebShopEnv(TextEnv[WebShopConfig]):
         "click[buy now], ends the episode."
     )
     projection = Projection(parse=read_action, invalid="", tags=("action",))
-    invalid_action = ""
     action_space = FreeText(65_536, min_length=1)
     observation_space = FreeText(262_144, min_length=1)
 

@@ -26,14 +26,11 @@ def generate_catalogue(n_products: int = 3000, *, seed: int = 0, price_seed: int
     >>> shop.products[7] == generate_catalogue(20).products[7]
     True
     """
-    products: list[Product] = []
-    seen: set[str] = set()
+    products: dict[str, Product] = {}
     for number in range(n_products):
         product = make_product(seed, number)
-        if product.asin not in seen:  # one pair in 36**8 has the same; the later one is left out
-            seen.add(product.asin)
-            products.append(product)
-    return Catalogue(tuple(products), price_seed)
+        products.setdefault(product.asin, product)  # one pair in 36**8 has the same
+    return Catalogue(tuple(products.values()), price_seed)
 
 
 def make_product(seed: int, number: int) -> Product:
