@@ -25,13 +25,13 @@ def fail_on_three(x):
     return x
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+@pytest.mark.parametrize("backend", ["serial", "thread"])
 def test_every_executor_gives_the_results_of_a_plain_loop(backend):
     with make_executor(backend, 2) as executor:
         assert list(map_ordered(executor, square, range(37))) == [x * x for x in range(37)]
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+@pytest.mark.parametrize("backend", ["serial", "thread"])
 def test_an_exception_comes_out_where_its_result_would_have(backend):
     with make_executor(backend, 2) as executor:
         results = map_ordered(executor, fail_on_three, range(9))

@@ -48,7 +48,7 @@ def test_a_killed_writer_leaves_the_old_content_or_the_new(tmp_path):
     with write_folder(tmp_path / "folder") as folder:
         for name in "ab":
             (folder / name).write_text("0" * 10_000)
-    for attempt in range(6):
+    for attempt in range(3):
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
         assert process.stdout.readline() == b"ready\n"
         time.sleep(0.15 + 0.013 * attempt)

@@ -2,7 +2,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.records import trajectory_of
 
@@ -49,6 +49,7 @@ TRAJECTORIES = st.builds(
 
 
 @given(TRAJECTORIES)
+@settings(max_examples=30)
 def test_a_trajectory_survives_the_disk_exactly(trajectory):
     line = encode_trajectory(trajectory)
     assert line.count(b"\n") == 1

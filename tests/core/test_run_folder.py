@@ -72,10 +72,10 @@ def test_a_row_is_written_at_once_and_whole(tmp_path, monkeypatch):
 
 def test_a_summary_tells_the_time_of_this_run_and_not_of_the_process(tmp_path):
     began = sum(os.times()[:4])
-    while sum(os.times()[:4]) - began < 1.0:  # what the process has used before
+    while sum(os.times()[:4]) - began < 0.1:  # what the process has used before
         pass
     summary = RunFolder(tmp_path, "train", 0).finish({})
-    assert 0 <= summary["cpu_seconds"] < 1.0
+    assert 0 <= summary["cpu_seconds"] < 0.1
     assert 0 <= summary["seconds"] < 60
 
 
@@ -376,7 +376,6 @@ def test_no_command_writes_over_the_run_of_another(tmp_path, capsys):
         run.finish({"success": 0.5})
     before = sorted((path, path.read_bytes()) for path in tmp_path.iterdir())
     for words in (
-        ["split", str(tmp_path), "--out"],
         ["bench", "CartPole-v1", "--run-dir"],
         ["eval", "openai:M", "--env", "bandit", "--out"],
     ):

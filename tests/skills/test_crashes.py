@@ -262,7 +262,7 @@ def meddle(store: Store, rng: random.Random | None, happened: Counter[str]) -> N
 
 
 def test_merges_of_three_killed_processes_lose_nothing_and_count_once(tmp_path: Path, net) -> None:
-    assert kill_merges(tmp_path, net, 8)
+    assert kill_merges(tmp_path, net, 4)
 
 
 @pytest.mark.slow

@@ -102,38 +102,3 @@ def test_a_training_and_its_merge_are_on_disk_before_they_are_told_of(tmp_path: 
     assert found == []
     assert told == 1
     assert Store(base).skill(spec.name).status == "completed"
-
-
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-@pytest.mark.parametrize(
-    ("body", "breach"),
-    [
-        (
-            "f=open(p+'.new','wb'); f.write(b'x'); f.flush(); os.rename(p+'.new', p)",
-            "renamed before it was synced",
-        ),
-        ("open(p,'wb').write(b'x')", "opened to be overwritten"),
-        (
-            "f=open(p+'.new','xb'); f.write(b'x'); f.flush(); os.fsync(f.fileno()); os.rename(p+'.new', p);"
-            "os.write(1, b'{\"event\"}')",
-            "told of an event before",
-        ),
-    ],
-)
-def test_the_rules_catch_what_breaks_them(tmp_path: Path, body: str, breach: str) -> None:
-    code = f"import os; p = {str(tmp_path / 'run' / 'data')!r}; os.makedirs(os.path.dirname(p)); {body}"
-    found, _ = violations(strace([sys.executable, "-c", code], tmp_path / "trace"), str(tmp_path / "run"))
-    assert any(breach in text for text in found), found
-
-
-def test_the_reader_of_traces_knows_a_good_order() -> None:
-    trace = "\n".join(
-        [
-            '1 write(3</r/.a.tmp>, "x", 1) = 1',
-            "1 fsync(3</r/.a.tmp>) = 0",
-            '1 rename("/r/.a.tmp", "/r/a") = 0',
-            "1 fsync(4</r>) = 0",
-            '1 write(1</dev/pts/0>, "{\\"event\\": 1}", 9) = 9',
-        ]
-    )
-    assert violations(trace, "/r") == ([], 1)

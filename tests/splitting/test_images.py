@@ -155,8 +155,9 @@ def test_exif_that_nobody_can_read_turns_nothing(tmp_path):
     assert np.array_equal(np.asarray(decode_rgb(str(tmp_path / "a.png"))), np.asarray(noise))
 
 
-@pytest.mark.parametrize("store", ["u8", "float32"])
-@pytest.mark.parametrize("size", [(28, 28), (1400, 1400), (84, 28)])
+@pytest.mark.parametrize(
+    ("store", "size"), [("u8", (28, 28)), ("u8", (1400, 1400)), ("u8", (84, 28)), ("float32", (28, 28))]
+)
 def test_a_file_that_changes_between_two_looks_is_an_error(processor, tmp_path, monkeypatch, store, size):
     import shoal.splitting.images as images
 

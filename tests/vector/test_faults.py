@@ -26,7 +26,6 @@ import psutil
 import pytest
 
 from shoal.core.errors import ConfigError, EnvError, WorkerDiedError, WorkerTimeoutError
-from shoal.core.workers import StartMethod
 from shoal.vector.buffers import shared_block
 from tests.vector.faulty import DEATHS, EXCEPTIONS, HANGS, CountEnv, Faulty
 from tests.vector.living import alive, children
@@ -69,8 +68,14 @@ def test_a_dead_worker_is_named_with_env_pid_cause_and_action(fault: str) -> Non
     envs.close()
 
 
-@pytest.mark.parametrize("fault", EXCEPTIONS)
-@pytest.mark.parametrize("backend", ["serial", "process", "thread"])
+@pytest.mark.parametrize(
+    ("fault", "backend"),
+    [
+        *((fault, "serial") for fault in EXCEPTIONS),
+        ("raise", "thread"),
+        *((fault, "process") for fault in ("sys.exit", "raise", "unpicklable")),
+    ],
+)
 def test_an_exception_names_its_env_and_keeps_type_and_traceback(fault: str, backend: Any) -> None:
     fns = [functools.partial(Faulty, fault) if i == 1 else CountEnv for i in range(3)]
     envs = make_vec(fns, backend=backend)
@@ -159,7 +164,7 @@ def test_a_hung_env_is_killed_and_named_with_the_place_where_it_hung(fault: str)
     envs.close()
 
 
-@pytest.mark.parametrize("fault", [*DEATHS, *HANGS, *EXCEPTIONS])
+@pytest.mark.parametrize("fault", ["kill", *HANGS, "raise", "nan reward"])
 @pytest.mark.flaky(reruns=2)
 def test_restart_replaces_only_the_envs_of_the_failed_worker(fault: str) -> None:
     fns = [
@@ -220,7 +225,7 @@ def test_masked_envs_are_left_out_for_good(fault: str, backend: Any) -> None:
     envs.close()
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+@pytest.mark.parametrize("backend", ["serial", "process"])
 def test_where_every_env_is_masked_out_the_next_step_says_so(backend: str) -> None:
     envs = make_vec([functools.partial(Faulty, "raise")] * 3, backend=backend, on_failure="mask")
     envs.reset(seed=0)
@@ -459,7 +464,7 @@ def test_close_is_quick_in_every_state(moment: str) -> None:
     envs.close()
 
 
-def test_a_hundred_pools_leave_no_memory_descriptors_or_shared_memory_behind() -> None:
+def test_thirty_pools_leave_no_memory_descriptors_or_shared_memory_behind() -> None:
     names: set[Any] = set()
 
     def once() -> None:
@@ -474,11 +479,11 @@ def test_a_hundred_pools_leave_no_memory_descriptors_or_shared_memory_behind() -
     me = psutil.Process()
     files, memory = me.num_fds(), me.memory_info().rss
     processes = children()
-    for _ in range(90):
+    for _ in range(20):
         once()
     assert me.num_fds() <= files + 3
-    assert me.memory_info().rss - memory < 16 * 2**20
-    assert len(names) == 100
+    assert me.memory_info().rss - memory < 8 * 2**20
+    assert len(names) == 30
     assert not names & set(os.listdir("/dev/shm"))
     assert children() <= processes
 
@@ -506,11 +511,14 @@ envs.step_wait()
 """
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork", "fork in a thread"])
-@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "SIGINT", "exit", "return"])
+@pytest.mark.parametrize(
+    ("method", "end"),
+    [
+        *(("forkserver", end) for end in ("SIGKILL", "SIGTERM", "SIGINT", "exit", "return")),
+        *((method, "SIGKILL") for method in ("spawn", "fork", "fork in a thread")),
+    ],
+)
 def test_no_worker_outlives_its_parent(method: str, end: str) -> None:
-    if method != "forkserver" and end not in ("SIGKILL", "return"):
-        pytest.skip("one start method is enough for the milder ends")
     program = PARENT.format(root=str(ROOT), method=method, end=end)
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     parent = subprocess.Popen(
@@ -558,19 +566,18 @@ def room_for(descriptors: int) -> Iterator[None]:
             os.close(descriptor)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_too_many_open_files_is_a_clear_error_and_leaves_nothing_behind(method: StartMethod) -> None:
+def test_too_many_open_files_is_a_clear_error_and_leaves_nothing_behind() -> None:
     """In a process of its own: the programs of other tests come and go in this one."""
-    program = f"from tests.vector.test_faults import short_of_files; short_of_files({method!r})"
+    program = "from tests.vector.test_faults import short_of_files; short_of_files()"
     ran = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
-def short_of_files(method: StartMethod) -> None:
+def short_of_files() -> None:
     def stepped() -> bool:
-        with closing(make_vec(CountEnv, 4, backend="process", num_workers=2, start_method=method)) as envs:
+        with closing(make_vec(CountEnv, 4, backend="process", num_workers=2, start_method="fork")) as envs:
             envs.reset(seed=0)
             return envs.step([1] * 4)[1].tolist() == [11.0] * 4
 
@@ -636,9 +643,8 @@ class DrawsGlobally(CountEnv):
         return np.random.random(4), {}
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_workers_do_not_draw_the_same_from_a_generator_that_nobody_seeds(method: StartMethod) -> None:
-    envs = make_vec(DrawsGlobally, 3, backend="process", num_workers=3, start_method=method)
+def test_workers_do_not_draw_the_same_from_a_generator_that_nobody_seeds() -> None:
+    envs = make_vec(DrawsGlobally, 3, backend="process", num_workers=3)
     assert len(np.unique(envs.reset()[0])) == 12
     envs.close()
 
@@ -663,8 +669,10 @@ def test_a_thread_that_hangs_is_given_up_and_cannot_write_into_its_successors_ro
     envs.close()
 
 
-@pytest.mark.parametrize("backend", ["serial", "process"])
-@pytest.mark.parametrize("policy", ["raise", "restart", "mask"])
+@pytest.mark.parametrize(
+    ("policy", "backend"),
+    [("raise", "serial"), ("restart", "serial"), ("mask", "serial"), ("restart", "process")],
+)
 def test_a_step_after_the_end_raises_under_every_policy_and_costs_no_env(policy: Any, backend: Any) -> None:
     fns = [functools.partial(CountEnv, 1), CountEnv]
     envs = make_vec(fns, backend=backend, autoreset="disabled", on_failure=policy)

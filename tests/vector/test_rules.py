@@ -63,8 +63,9 @@ def only_a_reset_follows(envs: Any) -> None:
     assert envs.step(np.full(n, 2))[1].tolist() == [21.0] * n
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "mode"), [*(("serial", mode) for mode in MODES), ("thread", MODES[0]), ("process", MODES[1])]
+)
 def test_after_an_exception_of_an_env_only_a_reset_follows(backend: Any, mode: str) -> None:
     fns = [functools.partial(Faulty, "raise") if i == 1 else CountEnv for i in range(3)]
     with make_vec(fns, backend=backend, autoreset=mode) as envs:
@@ -484,11 +485,12 @@ def test_auto_serial_and_processes_give_the_same_over_built_in_envs(name: str, m
 
     expected = played("serial")
     assert same(played("process"), expected)
-    for plan in (
+    plans = (
         Plan("serial", caller_share=4),
         Plan("process", workers=1, caller_share=2),
         Plan("thread", workers=3, caller_share=1),
-    ):
+    )
+    for plan in plans if name == "countdown" else ():
         assert same(played("auto", plan), expected)
 
 

@@ -453,16 +453,15 @@ class PatchImages:
         return fitted_size(width, height, self.patch * self.merge, self.smallest, self.largest)
 
     def equals(self, image_processor: Any) -> bool:
-        """Whether probe images come out bit-identical: one to grow, one to shrink, one in between."""
+        """Whether probe images come out bit-identical: one to grow, one in between, and one to shrink if 1 MP do."""
         from PIL import Image
 
         noise = stream(0, "splitting", "probe")
         unit = self.patch * self.merge
-        for width, height in (
-            (unit // 2 + 1, unit // 2),
-            (5 * unit + 3, 3 * unit - 5),
-            (40 * unit + 7, 31 * unit),
-        ):
+        large = 40 * unit + 7, 31 * unit
+        if math.prod(large) <= self.largest:  # it would not be shrunk: a smaller one shows the same
+            large = 9 * unit + 7, 7 * unit
+        for width, height in ((unit // 2 + 1, unit // 2), (5 * unit + 3, 3 * unit - 5), large):
             image = Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8))
             wanted = image_processor(images=[image], return_tensors="np")
             if set(wanted) != {"pixel_values", "image_grid_thw"}:

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium import Space, logger, spaces
+from gymnasium import Space, logger
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
@@ -21,7 +22,7 @@ from shoal.core.errors import ConfigError, EnvError
 from shoal.core.executors import Closing
 from shoal.core.workers import StartMethod
 from shoal.vector.arguments import check_whole, groups, one_each, seeds_per_env
-from shoal.vector.failures import Failure, OnFailure
+from shoal.vector.failures import OnFailure
 from shoal.vector.make import (
     BackendName,
     Options,
@@ -185,7 +186,7 @@ class AsyncVectorEnv(VectorPool):
 
     Args:
         env_fns: functions that make the environments.
-        shared_memory: accepted; observations of fixed size always go through shared memory.
+        shared_memory: accepted; observations of fixed size always go through shared memory, all others by message.
         copy: return copies of the observations.
         context: "forkserver" (default), "spawn" or "fork".
         daemon: accepted; workers always end with their parent.
@@ -193,7 +194,7 @@ class AsyncVectorEnv(VectorPool):
         observation_mode: "same", "different" or `(batched space, single space)`.
         autoreset_mode: Gymnasium's.
         max_concurrency: how many environments may be at work at once.
-        num_workers: as the following, of `make_vec`.
+        **options: of `make_vec`: `num_workers`, `threads`, `step_timeout`, `on_failure`, …; `check_nan` is off.
     """
 
     def __init__(
@@ -207,43 +208,20 @@ class AsyncVectorEnv(VectorPool):
         observation_mode: Any = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         max_concurrency: int | None = None,
-        *,
-        num_workers: int | None = None,
-        threads: bool = False,
-        step_timeout: float | None = None,
-        make_timeout: float | None = None,
-        on_failure: OnFailure = "raise",
-        max_restarts: int = 3,
-        check_nan: bool = False,
+        **options: Any,
     ) -> None:
         if worker is not None:
             raise ValueError("a custom `worker` is not supported: put what it does into the env or a wrapper")
         if max_concurrency is not None:
-            if not isinstance(max_concurrency, int | np.integer):
-                raise ValueError(
-                    f"`max_concurrency` must be an integer or None, got {type(max_concurrency)}."
-                )
-            if max_concurrency < 1:
-                raise ValueError(f"`max_concurrency` must be a positive or None, got {max_concurrency}.")
+            check_whole(max_concurrency, "max_concurrency", 1)
         mode = autoreset_mode if isinstance(autoreset_mode, AutoresetMode) else AutoresetMode(autoreset_mode)
         self.env_fns, self.shared_memory, self.daemon = env_fns, shared_memory, daemon
         self.context, self.observation_mode, self.max_concurrency = context, observation_mode, max_concurrency
-        options = Options(
-            "process",
-            num_workers=num_workers or max_concurrency,
-            start_method=context,  # type: ignore[arg-type]
-            autoreset=mode,
-            step_timeout=step_timeout,
-            make_timeout=make_timeout,
-            on_failure=on_failure,
-            max_restarts=max_restarts,
-            check_nan=check_nan,
-            threads=threads,
-            copy=copy,
-        )
+        options = {"num_workers": max_concurrency, "check_nan": False, **options}
+        chosen = Options("process", start_method=context, autoreset=mode, copy=copy, **options)  # type: ignore[arg-type]
         fns = env_fns_of(list(env_fns), None, None, ())
-        describe = lambda found: spaces_by_mode(_static(found, shared_memory), observation_mode)  # noqa: E731
-        super().__init__(*open_workers(fns, planned(fns, options), options, describe), **options.policy)
+        describe = functools.partial(spaces_by_mode, mode=observation_mode)
+        super().__init__(*open_workers(fns, planned(fns, chosen), chosen, describe), **chosen.policy)
         if isinstance(observation_mode, tuple):
             self.single_observation_space = observation_mode[1]
 
@@ -252,34 +230,6 @@ class AsyncVectorEnv(VectorPool):
         if (state := self._state) is not None:
             logger.warn(f"Calling `close` while waiting for a pending call to `{state}` to complete.")
         super().close_extras(timeout, terminate)
-
-    def _report(self, failures: Sequence[Failure]) -> None:
-        """Log failures as Gymnasium does."""
-        for failure in failures:
-            logger.error(f"Received the following error from Worker-{failure.env} - Shutting it down")
-            logger.error(failure.trace or failure.summary)
-        if self.on_failure == "raise":
-            logger.error("Raising the last exception back to the main process.")
-
-
-STATIC: tuple[Any, ...] = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
-STATIC += (spaces.Text, spaces.Tuple, spaces.Dict, spaces.OneOf)
-"""What Gymnasium has a place for in shared memory, and what is made of it."""
-
-
-def _static(found: Description, shared_memory: bool) -> Description:
-    # As Gymnasium does it; `make_vec` and shared_memory=False take such spaces.
-    space = found.observation_spaces[0]
-    if not shared_memory or isinstance(space, STATIC):
-        return found
-    if isinstance(space, spaces.Graph | spaces.Sequence):
-        raise TypeError(  # (its users look for Gymnasium's words)
-            f"{space} has a dynamic shape so its not possible to make a static shared memory. "
-            "Pass shared_memory=False, or use make_vec"
-        )
-    raise ValueError(
-        f"the custom space {space} has no place in shared memory: pass shared_memory=False, or use make_vec"
-    )
 
 
 def spaces_by_mode(found: Description, mode: Any) -> Description:

@@ -472,12 +472,8 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 for item in env_infos
             ]
         if failures:
-            self._report(failures)
             env_infos = self._policy.recover(failures, env_infos, pending)
         return env_infos
-
-    def _report(self, failures: Sequence[Failure]) -> None:
-        """Called with the failures of an operation before they are dealt with; for subclasses."""
 
     # --- methods and attributes of the environments
     @one_at_a_time

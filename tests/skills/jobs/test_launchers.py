@@ -53,8 +53,11 @@ def wait_for(condition: Callable[[], Any], seconds: float = 150) -> Any:
     return found
 
 
-@pytest.fixture(params=["local", pytest.param("tmux", marks=needs_tmux), "slurm",
-                        pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])  # fmt: skip
+TMUX = pytest.param("tmux", marks=needs_tmux)
+RAY = pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])
+
+
+@pytest.fixture(params=["local", TMUX, "slurm", RAY])
 def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     if request.param == "slurm":
         pytest.importorskip("submitit")
@@ -96,6 +99,11 @@ def test_a_program_is_run_and_its_output_and_end_are_known(launcher, program, tm
     assert "hello a 'quoted' $(word)" in (tmp_path / "run" / "log").read_text()
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    ["local", TMUX, pytest.param("slurm", marks=pytest.mark.slow), RAY],  # submitit gives a job a minute
+    indirect=True,
+)
 def test_a_program_that_is_killed_is_gone(launcher, program, tmp_path: Path) -> None:
     (tmp_path / "run" / "long").touch()
     handle = launcher.launch(**program())

@@ -72,15 +72,6 @@ def test_what_was_thought_used_up_but_stays_is_only_held() -> None:
     assert findings == ["consumption of 'wood': 1 was believed, 0 is seen"]
 
 
-def test_luck_on_the_way_is_not_a_gain() -> None:
-    start = episodes(wood=3, table=1)
-    before = start.copy()
-    before[:80, CRAFTING.index("sapling")] += 1  # in 80 of 100 episodes: often, but not what the skill does
-    assert (
-        correct_spec(PICKAXE, CRAFTING, start, before, changed(before, wood=-1, wood_pickaxe=1), YES)[1] == []
-    )
-
-
 def test_a_requirement_that_makes_no_difference_is_dropped_and_one_that_decides_is_added() -> None:
     start = episodes(wood=3, table=1)
     start[:50, CRAFTING.index("drink")] = 1
@@ -95,12 +86,6 @@ def test_a_requirement_that_makes_no_difference_is_dropped_and_one_that_decides_
         "requirements of 'drink': 1 was believed, 0 is seen",
         "requirements of 'stone_pickaxe': 0 was believed, 1 is seen",
     ]
-
-
-def test_too_few_successes_conclude_nothing() -> None:
-    start = episodes(wood=3, table=1)
-    few = np.arange(100) < 19
-    assert correct_spec(PICKAXE, CRAFTING, start, start, start, few) == (PICKAXE, [])
 
 
 def successes(count: int) -> np.ndarray:

@@ -182,7 +182,7 @@ def graphs(draw: st.DrawFn) -> list[Skill]:
 
 
 @given(graphs())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_a_plan_for_any_reachable_graph_can_be_carried_out_step_by_step(made: list[Skill]) -> None:
     by_name = {s.name: s for s in made}
     for target in made:

@@ -399,6 +399,7 @@ def test_an_expert_is_scored_where_it_is_used_up_to_its_last_step(tmp_path: Path
         return walk(world_name, starts.take(np.arange(4)), course, experts, rng, fixed)
 
     monkeypatch.setattr("shoal.skills.learning.merge.walk", walked)
+    monkeypatch.setattr("shoal.skills.learning.merge.SCORE_EPISODES", 8)
     store = Store(tmp_path, create=True)
     store.set_setting("world", "crafting")
     names = ["Collect Wood", "Place Table", "Make Wood Pickaxe", "Make Wood Sword", "Collect Stone"]
@@ -412,13 +413,13 @@ def test_an_expert_is_scored_where_it_is_used_up_to_its_last_step(tmp_path: Path
             store.update_skill(name, status="completed")
     run = SimpleNamespace(spec={"world": "crafting", "skill": "Make Wood Sword", "seed": 3})
     tally = make_score(store, run, 1)(acting(5).params())  # type: ignore[arg-type]
-    assert tally.episodes == 256 * len(walks)
+    assert tally.episodes == 8 * len(walks)
     assert [[(step.skill, step.count) for step in plan] for plan, _, _ in walks] == [
         [("Collect Wood", 2), ("Place Table", 1)],
         [("Collect Wood", 3), ("Place Table", 1)],  # on the way to the sword, which nobody can make yet
         [("Collect Wood", 3), ("Place Table", 1)],  # and to the pickaxe; the way to stone would be a fourth
     ]
-    assert {count for _, _, count in walks} == {256}
+    assert {count for _, _, count in walks} == {8}
     for plan, acts, _ in walks:
         assert acts == [5 if step.skill == "Place Table" else names.index(step.skill) for step in plan]
     store.close()

@@ -31,47 +31,49 @@ from shoal.splitting.readers.recordings import (
     safe_id,
     short_id,
 )
-from shoal.splitting.readers.records import (
-    Record,
-    RecordReader,
-    Stamp,
-    first_known,
-    row_images,
-    stamp_of,
-)
+from shoal.splitting.readers.records import Record, RecordReader, first_known, lines_of, row_images
 
 
-class ShoalReader:
+class ShoalReader(RecordReader):
     """shoal's own `trajectories/*.jsonl`: a run folder, its `trajectories` folder, or one file.
 
-    Episodes that did not end well (`status` other than "ok") have no id here; a broken line has that of its file and
-    number, and reading it says what is wrong. Tokens and log-probabilities of each turn come along, so
-    `StepwiseTrajectorySplitter(use_vllm_logp=True)` trains on exactly those.
+    Ids are `<env>-<iteration>-<group>-<member>`, of held-out ones the file stands first. Episodes that did not end well
+    (`status` other than "ok") have none; a broken line has that of its file and number, and reading it says what is
+    wrong. Tokens and log-probabilities of each turn come along, so `StepwiseTrajectorySplitter(use_vllm_logp=True)`
+    trains on exactly those.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        self._stamps: dict[Path, Stamp] = {}
-        self._places: dict[str, tuple[Path, int, int]] = {}
+    def parsed(self, line: bytes, where: str) -> Any:
+        """The trajectory in a line."""
+        return _trajectory(line, where)
 
-    def ids(self) -> list[str]:
-        """`<env>-<iteration>-<group>-<member>` of each finished trajectory; of held-out ones the file stands first."""
-        return list(self._index())
+    def is_recording(self, value: Any) -> bool:
+        """Whether the episode ended well; a broken line tells why it did not when it is read."""
+        return value is None or (value.status == "ok" and bool(value.turns))
 
-    def read(self, dataset_id: str, path: Path | None = None) -> Recording:
-        """The trajectory with this id; `path` names another file or folder that holds it."""
-        reader = self if path is None else ShoalReader(path)
-        found = reader._places.get(dataset_id)
-        if found is None or stamp_of(found[0]) != reader._stamps.get(found[0]):
-            found = reader._index().get(dataset_id)
-        if found is None:
-            names = reader._places
-            raise DataError(f"{reader.path}: no trajectory {dataset_id!r}.{did_you_mean(dataset_id, names)}")
-        file, line, offset = found
-        with file.open("rb") as handle:
-            handle.seek(offset)
-            trajectory = _decoded(handle.readline(), file, line)
-        source = f"{file}, {dataset_id}"
+    def name_of(self, value: Any) -> Any:
+        """Its env, iteration, group and member."""
+        if value is None:
+            return None
+        tag = re.sub(r"[^A-Za-z0-9._()-]", "_", value.env)[:40]
+        return safe_id(f"{tag}-{value.iteration}-{value.group}-{value.member}")
+
+    def named(self, own: Any, file: Path, number: int) -> str:
+        """Its name, behind that of the file where it is held out."""
+        named = super().named(own, file, number)
+        return short_id(f"{file.stem}-{named}") if own is not None and _held_out(file) else named
+
+    def files(self) -> Iterator[Path]:
+        """The files of trajectories."""
+        folder = self.path / "trajectories" if (self.path / "trajectories").is_dir() else self.path
+        files = [folder] if folder.is_file() else sorted(folder.glob("*.jsonl"))
+        if not files:
+            raise DataError(f"{self.path} holds no trajectories/*.jsonl; give a run folder or a .jsonl file")
+        yield from files
+
+    def recording(self, record: Record) -> Recording:
+        """The trajectory of a line."""
+        trajectory, file, source = record.value, record.file, f"{record.file}, {record.id}"
         base = file.parent.parent if file.parent.name == "trajectories" else file.parent
         locate = ImageLocator(base)
         messages: list[Message] = []
@@ -88,7 +90,7 @@ class ShoalReader:
             for call in (trajectory.call_of(turn),)
         )
         return Recording(
-            dataset_id=dataset_id,
+            dataset_id=record.id,
             uid=f"{'heldout-' if _held_out(file) else ''}{trajectory.env}-{trajectory.iteration}-{trajectory.group}",
             messages=tuple(messages),
             source=source,
@@ -97,69 +99,22 @@ class ShoalReader:
             folder=str(base),
         )
 
-    def _index(self) -> dict[str, tuple[Path, int, int]]:
-        stamps = {file: stamp_of(file) for file in self._files()}
-        if self._stamps != stamps:
-            places: dict[str, tuple[Path, int, int]] = {}
-            for file in stamps:
-                for line, offset, trajectory in _trajectories(file):
-                    if trajectory is not None and not (trajectory.status == "ok" and trajectory.turns):
-                        continue
-                    name = _name_of(trajectory, file, line)
-                    if name in places:
-                        raise DataError(
-                            f"{file}: id {name!r} is taken by {places[name][0]}; give one file at a time, or "
-                            "each env a tag of its own"
-                        )
-                    places[name] = (file, line, offset)
-            self._places, self._stamps = places, stamps  # whole: other threads ask meanwhile
-        return self._places
-
-    def _files(self) -> list[Path]:
-        folder = self.path / "trajectories" if (self.path / "trajectories").is_dir() else self.path
-        files = [folder] if folder.is_file() else sorted(folder.glob("*.jsonl"))
-        if not files:
-            raise DataError(f"{self.path} holds no trajectories/*.jsonl; give a run folder or a .jsonl file")
-        return files
-
 
 def _held_out(file: Path) -> bool:
     """Whether a file holds an evaluation: every one counts its groups from 0, as training does, in other states."""
     return file.name.startswith("heldout-")
 
 
-def _name_of(trajectory: Trajectory | None, file: Path, line: int) -> str:
-    if trajectory is None:
-        return short_id(f"{file.stem}-line-{line:06d}")
-    tag = re.sub(r"[^A-Za-z0-9._()-]", "_", trajectory.env)[:40]
-    name = safe_id(f"{tag}-{trajectory.iteration}-{trajectory.group}-{trajectory.member}")
-    return short_id(f"{file.stem}-{name}") if _held_out(file) else name
-
-
-def _trajectories(file: Path) -> Iterator[tuple[int, int, Trajectory | None]]:
-    """(line number, offset, trajectory) of each line that is not empty; None for a broken one: the others are whole."""
-    with file.open("rb") as handle:
-        offset = 0
-        for number, line in enumerate(handle, 1):
-            if line.strip():
-                try:
-                    trajectory = _decoded(line, file, number)
-                except DataError:
-                    trajectory = None
-                yield number, offset, trajectory
-            offset += len(line)
-
-
-def _decoded(line: bytes, file: Path, number: int) -> Trajectory:
+def _trajectory(line: bytes, where: str) -> Trajectory:
     try:
         return decode_trajectory(line)
     except DataError as error:
-        raise DataError(f"{file}, line {number}: {error}") from error
+        raise DataError(f"{where}: {error}") from error
 
 
 def looks_like_own_run(file: Path) -> bool:
     """Whether one of the first lines of a file is one of shoal's trajectories."""
-    return any(trajectory is not None for _, _, trajectory in islice(_trajectories(file), 3))
+    return any(trajectory is not None for _, trajectory in islice(lines_of(file, _trajectory), 3))
 
 
 class AtifReader(RecordReader):

@@ -105,6 +105,14 @@ class RecordReader:
         """What the record calls itself, or None."""
         return value.get("id") if isinstance(value, dict) else None
 
+    def parsed(self, line: bytes, where: str) -> Any:
+        """The value that a line of a `.jsonl` holds, or a `DataError` that begins with `where`."""
+        return _parsed(line, where)
+
+    def is_recording(self, value: Any) -> bool:
+        """Whether a record is to be split; one that is not has no id."""
+        return True
+
     def files(self) -> Iterator[Path]:
         """The files that hold records, in a fixed order."""
         if self.path.is_dir():
@@ -141,7 +149,9 @@ class RecordReader:
         if self._stamps != stamps:
             places: dict[str, tuple[Path, Any]] = {}
             for file in stamps:
-                for number, (place, value) in enumerate(_places_and_breaks(file, self.columns)):
+                for number, (place, value) in enumerate(_places_and_breaks(file, self.columns, self.parsed)):
+                    if not self.is_recording(value):
+                        continue
                     try:
                         own = self.name_of(value)
                     except DataError:  # reading it raises the same
@@ -186,7 +196,7 @@ class RecordReader:
             return self._held(file, group, _row_group).slice(inside, 1).to_pylist()[0], {}
         if kind == ".json":
             return self._held(file, 0, lambda file, _: _json_records(file))[place[0]], {}
-        return _line(file, *place), {}
+        return _line(file, *place, self.parsed), {}
 
     def _held(self, file: Path, part: int, load: Callable[[Path, int], Any]) -> Any:
         """A part of a file, kept until another is asked for; other threads ask for others meanwhile."""
@@ -301,7 +311,11 @@ def _with_listed_images(messages: Any, images: list[str], where: str) -> Any:
 
 
 # --- files
-def _named_places(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
+Parse = Callable[[bytes, str], Any]
+"""Makes a value of a line; the text says where it stands, for errors."""
+
+
+def _named_places(file: Path, columns: tuple[str, ...], parse: Parse) -> Iterator[tuple[Any, Any]]:
     """The place of each record of a file, and enough of the record to name it."""
     kind = file.suffix.lower()
     if kind == ".json":
@@ -311,13 +325,13 @@ def _named_places(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, A
     elif kind == ".tar":
         yield from _tar_places(file)
     else:
-        yield from _lines(file)
+        yield from lines_of(file, parse)
 
 
-def _places_and_breaks(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
+def _places_and_breaks(file: Path, columns: tuple[str, ...], parse: Parse) -> Iterator[tuple[Any, Any]]:
     """`_named_places`; where the file cannot be read on, the reason stands in place of a last record."""
     try:
-        yield from _named_places(file, columns)
+        yield from _named_places(file, columns, parse)
     except DataError as error:
         if fault := shortage(error):
             raise fault from None
@@ -330,14 +344,14 @@ def _json_records(file: Path) -> list[Any]:
     return value if isinstance(value, list) and not one_chat else [value]
 
 
-def _lines(file: Path) -> Iterator[tuple[tuple[int, int], Any]]:
-    """((number, offset), value) of each line that is not empty."""
+def lines_of(file: Path, parse: Parse) -> Iterator[tuple[tuple[int, int], Any]]:
+    """((number, offset), value) of each line that is not empty; None for a broken one."""
     with _opened(file) as handle:
         offset = number = 0
         for at, line in enumerate(iter(lambda: handle.readline(MOST_OF_RECORD + 1), b""), 1):
             if line.strip():
                 try:
-                    value = _parsed(line, f"{file}, line {at}")
+                    value = parse(line, f"{file}, line {at}")
                 except DataError:
                     if len(line) > MOST_OF_RECORD:
                         raise
@@ -347,10 +361,10 @@ def _lines(file: Path) -> Iterator[tuple[tuple[int, int], Any]]:
             offset += len(line)
 
 
-def _line(file: Path, number: int, offset: int) -> Any:
+def _line(file: Path, number: int, offset: int, parse: Parse) -> Any:
     with _opened(file) as handle:
         handle.seek(offset)
-        return _parsed(handle.readline(MOST_OF_RECORD + 1), f"{file}, record {number}")
+        return parse(handle.readline(MOST_OF_RECORD + 1), f"{file}, record {number}")
 
 
 def _opened(file: Path) -> Any:
@@ -442,7 +456,7 @@ def _tar_record(file: Path, members: Sequence[tuple[str, int, int]]) -> tuple[An
 def first_record(files: Sequence[Path]) -> Any:
     """The first record of files that can be read, or None where there is none."""
     for file in files:
-        for place, value in _places_and_breaks(file, ()):
+        for place, value in _places_and_breaks(file, (), _parsed):
             if isinstance(place, DataError) or value is None:
                 continue
             if file.suffix.lower() == ".parquet":
