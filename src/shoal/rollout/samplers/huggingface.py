@@ -3,7 +3,7 @@
 What is equal is computed once: prompts, what all prompts of a batch begin with, and (on a CPU) answers until they part.
 A context that was computed before, by whichever episode, goes on from its scores, and one that begins like another
 from its keys and values. Tokens are picked by keyed Gumbel noise over log-probabilities (level L1), made where the
-network is: a GPU sends tokens, not scores. There `decoding` and `slots` write the answers, one CUDA graph a step.
+network is: a GPU sends tokens, not scores. There `decoding` writes the answers, one CUDA graph a step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from shoal.rollout.samplers.sampler import (
     Request,
     Sampling,
     refuse_strange,
-    restricted,
     room_left,
 )
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer, read_tokenizer
@@ -52,9 +51,8 @@ with needs_extra("the Hugging Face sampler", "llm"):
         take_row,
         with_few_moves,
     )
-    from shoal.rollout.samplers.decoding import Decoder
-    from shoal.rollout.samplers.noise import Noise, gumbel
-    from shoal.rollout.samplers.slots import Slots
+    from shoal.rollout.samplers.decoding import Decoder, Row, Slots
+    from shoal.rollout.samplers.noise import gumbel
 
 logger = logging.getLogger(__name__)
 ADAPTERS = {"shoal", "shoal-next"}
@@ -165,17 +163,13 @@ class HuggingFaceEngine:
         with torch.inference_mode():
             for first in range(0, len(order), self.max_batch):
                 chunk = order[first : first + self.max_batch]
-                rows = [self.row(requests[i], rooms[i]) for i in chunk]
+                rows = [Row(requests[i], self.tokenizer, rooms[i]) for i in chunk]
                 self.follow(rows)
                 if going := [row for row in rows if not row.ended]:
                     self._complete(going)
                 answers = [row.completion(self.weights_version) for row in rows]
                 done.update(zip(chunk, answers, strict=True))
         return [done[i] for i in range(len(requests))]
-
-    def row(self, request: Request, room: int) -> Row:
-        """The answer to a request before its first token, with `room` for so many."""
-        return Row(request, self.tokenizer, room)
 
     def weights_changed(self) -> bool:
         """Forget what other weights computed; whether the weights lie elsewhere in memory than at the last call."""
@@ -468,60 +462,6 @@ def as_in_files(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     renamed: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
     return renamed
-
-
-class Row:
-    """One response in the making."""
-
-    def __init__(self, request: Request, tokenizer: TemplateTokenizer, room: int) -> None:
-        self.request = request
-        self.ended = False
-        self._tokenizer, self._room = tokenizer, room
-        self.noise = Noise(request.key) if request.sampling.temperature else None
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._finish: Any = "length"
-
-    def take(self, logprobs: np.ndarray) -> int:
-        """Choose a token from `[V]` log-probabilities, and see whether the response ends with it."""
-        logprobs = restricted(logprobs, self.request.sampling)
-        token = int(logprobs.argmax()) if self.noise is None else self.noise.pick(logprobs)
-        return self.note(token, float(logprobs[token]))
-
-    def note(self, token: int, logprob: float) -> int:
-        """Write a token down, and see whether the response ends with it."""
-        self._ids.append(token)
-        self._logprobs.append(logprob)
-        if token in self._tokenizer.end_ids or self._stopped():
-            self.ended, self._finish = True, "stop"
-        self.ended = self.ended or len(self._ids) >= self._room
-        return token
-
-    @property
-    def temperature(self) -> float:
-        """By which scores are divided; 0 is greedy."""
-        return self.request.sampling.temperature
-
-    @property
-    def written(self) -> tuple[int, ...]:
-        """The tokens so far."""
-        return tuple(self._ids)
-
-    @property
-    def context(self) -> Context:
-        """The prompt and the tokens so far."""
-        return self.request.prompt_ids + self.written
-
-    def _stopped(self) -> bool:
-        stops = self.request.sampling.stop
-        if not stops:
-            return False
-        tail = self._tokenizer.decode(self._ids[-4 * max(map(len, stops)) :])
-        return any(stop in tail for stop in stops)
-
-    def completion(self, version: int) -> Completion:
-        """The response, once it has ended."""
-        return Completion(tuple(self._ids), tuple(self._logprobs), self._finish, version)
 
 
 def alike(rows: Sequence[Row]) -> dict[tuple[Context, float], list[Row]]:
