@@ -282,7 +282,7 @@ def _through_the_driver(n_slots: int, requests: int) -> tuple[float, float, floa
         arrives = listener.expect(0)
         context = multiprocessing.get_context("spawn")
         of_host = context.Value("d")
-        process = context.Process(target=_asks_only, args=(listener.path, listener.key, of_host), daemon=True)
+        process = context.Process(target=_asks_only, args=(listener.path, of_host), daemon=True)
         process.start()
         host = await arrives
         hosts: Any = LocalHosts(lambda: host)
@@ -299,11 +299,11 @@ def _through_the_driver(n_slots: int, requests: int) -> tuple[float, float, floa
     return run_here(play())
 
 
-def _asks_only(path: str, key: str, cpu: Any) -> None:
+def _asks_only(path: str, cpu: Any) -> None:
     """A host whose episodes ask for the same again and again; its seconds of CPU go into `cpu`."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
-        connection.sendall(sockets.framed(sockets.encode(sockets.Hello(key, 0, os.getpid()))))
+        connection.sendall(sockets.framed(sockets.encode(sockets.Hello(0, os.getpid()))))
         frames = sockets._frames(connection)
         next(frames)
         began = time.process_time()

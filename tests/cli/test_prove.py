@@ -38,21 +38,28 @@ def test_trainings_on_several_backends_leave_the_same_episodes_and_weights(tmp_p
 
 
 def test_a_training_that_differs_is_found_with_its_first_token(tmp_path, monkeypatch, capsys):
-    import msgspec
+    from msgspec.structs import replace
 
-    from shoal.rollout.hosts import pool
+    from shoal.rollout import collector
+    from shoal.rollout.hosts.episodes import Begin
 
-    class Broken(pool.Episode):
+    class Broken(collector.PoolHost):
         """One turn of one episode takes another token than the model wrote."""
 
-        def respond(self, completion):
-            place = self.place
-            if (place.iteration, place.group, place.member, len(self._turns)) == (1, 2, 1, 1):
-                other = 4 if completion.token_ids[0] != 4 else 5
-                completion = msgspec.structs.replace(completion, token_ids=(other,))
-            return super().respond(completion)
+        slot, answers = None, 0
 
-    monkeypatch.setattr(pool, "Episode", Broken)
+        def tell(self, message):
+            place = message.assignment.place if isinstance(message, Begin) else None
+            if place and (place.iteration, place.group, place.member) == (1, 2, 1):
+                self.slot = message.slot
+            elif message.slot == self.slot:
+                self.answers += 1
+                if self.answers == 2:
+                    other = 4 if message.completion.token_ids[0] != 4 else 5
+                    message = replace(message, completion=replace(message.completion, token_ids=(other,)))
+            return super().tell(message)
+
+    monkeypatch.setattr(collector, "PoolHost", Broken)
     code, summary = proved(monkeypatch, tmp_path / "run", rows=("sequential", "synchronous"))
     assert code == 1
     assert (summary["status"], summary["metrics"]["equal"]) == ("failed", False)

@@ -152,3 +152,16 @@ def test_workers_go_to_nodes_with_the_resources_they_ask_for(cluster):
     cluster.add_node(num_cpus=2, resources={"env": 2}, include_dashboard=False)
     settings = {"ray_options": {"resources": {"env": 1}}}
     assert play("ray", n_jobs=2, parallel=settings)[0] == play("serial")[0]
+
+
+def test_processes_of_this_machine_take_over_where_ray_is_shut_down(cluster, caplog):
+    """The last test: it ends the connection of the others."""
+    import ray
+
+    with ParallelRolloutManager(config(n_jobs=2), HashEngine(), backend="ray") as manager:
+        calm = manager.collect(4)
+        ray.shutdown()
+        assert manager.collect(4) == calm
+        assert len(manager.worker_pids()) == 2
+        assert not ray.is_initialized()
+    assert "Ray was shut down; a process of this machine takes its place" in caplog.text

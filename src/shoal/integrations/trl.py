@@ -25,7 +25,7 @@ from shoal.integrations.rows import (
     token_rows,
 )
 from shoal.rollout.episode import EpisodeId, words_of
-from shoal.rollout.hosts.episodes import CLOSE_SECONDS, EnvFailedError, close_all, in_env
+from shoal.rollout.hosts.episodes import EnvFailedError, close_env, in_env
 from shoal.rollout.plan import Assignment, place_of
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampler, Sampling
@@ -264,7 +264,7 @@ class ToolEnvironment:
         if start is None:
             raise ConfigError("the dataset needs a column `start` with the number of each row's start state")
         if self._failed:
-            close_all([self._env], CLOSE_SECONDS)
+            close_env(self._env)
             self._env, self._failed = self._make(), False
         self._over = self._failed = True  # should it fail
         observation, info = self._env.reset(seed=derive_seed(self._seed, "env", 0, int(start)))

@@ -35,7 +35,6 @@ from shoal.rollout.hosts.episodes import (
     CLOSE_SECONDS,
     MAKE,
     EnvFailedError,
-    close_all,
     in_env,
     reset_env,
     seconds_for,
@@ -211,10 +210,10 @@ class _OwnEnv:
 
     async def close(self) -> None:
         """Close the env, one that hangs when it comes back."""
-        closing = self._thread.submit(partial(close_all, self._envs, CLOSE_SECONDS))
+        closing = self._thread.submit(lambda: [in_env("close", env.close) for env in self._envs])
         self._thread.end()
         if not self._lost:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, EnvFailedError):
                 await asyncio.wait_for(asyncio.wrap_future(closing), CLOSE_SECONDS)
 
     async def _in_thread(self, doing: str, call: Callable[[], Any]) -> Any:

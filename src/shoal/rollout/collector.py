@@ -13,7 +13,8 @@ from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.failures import FailureLog
 from shoal.rollout.filters import FilterReport, filter_groups, next_refill
 from shoal.rollout.hosts.episodes import Ended
-from shoal.rollout.hosts.pool import EnvPool, PoolHost, PoolHosts
+from shoal.rollout.hosts.host import LocalHosts
+from shoal.rollout.hosts.pool import EnvPool, PoolHost
 from shoal.rollout.journal import Journal
 from shoal.rollout.loops import run_here
 from shoal.rollout.plan import Assignment, assignments_of, group_numbers, slot_of
@@ -59,7 +60,7 @@ class TrajectoryCollector:
         toolbox: Toolbox | None = None,
     ) -> None:
         self.envs = envs
-        self._toolbox = toolbox
+        self._toolbox = toolbox or Toolbox(())
         self.tags = tuple(tags)
         self.roles = dict(roles)
         self.group_size = group_size
@@ -68,8 +69,7 @@ class TrajectoryCollector:
         self.journal = journal or Journal()
         self.failures = failures or FailureLog()
         self._judge = judge
-        tokenizer = engine.tokenizer if toolbox is None else toolbox.chat(engine.tokenizer)
-        self.prompter = Prompter(prompt, tokenizer)
+        self.prompter = Prompter(prompt, self._toolbox.chat(engine.tokenizer))
         self.report = RolloutReport()
         self._host = PoolHost(envs, self._role_of, self.prompter, env_retries)
         self._playing = threading.Lock()  # its envs play one rollout at a time
@@ -77,7 +77,6 @@ class TrajectoryCollector:
 
     def close(self) -> None:
         """End the envs and their workers."""
-        self._host.end()
         self.envs.close()
 
     def collect(
@@ -116,16 +115,14 @@ class TrajectoryCollector:
             played[index] = ended.trajectory
             self.counts = len(played), len(episodes)
             report_failures(self.failures, index, ended)
-            if self._toolbox is not None:
-                self._toolbox.record(ended.trajectory)
+            self._toolbox.record(ended.trajectory)
             if ended.trajectory.status == "ok":
                 self.journal.add(ended.trajectory)
             judging.ended(index)
 
         sampler = as_sampler(self.engine, Asking(retries=0), inline=True)
-        driver = Driver(
-            PoolHosts(self._host), sampler, sampling, finished, toolbox=self._toolbox, own_slots=True
-        )
+        hosts = LocalHosts(lambda: self._host)
+        driver = Driver(hosts, sampler, sampling, finished, toolbox=self._toolbox, own_slots=True)
         with Judging(self._judge, episodes, played) as judging:
             if todo:
                 run_here(driver.play(todo))

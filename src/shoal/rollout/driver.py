@@ -7,27 +7,28 @@ it decides changes a token: an episode that is played again says the same words.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, WorkerError
 from shoal.rollout.failures import LEFT_OUT, PLAYED_AGAIN, FailureLog
-from shoal.rollout.hosts.episodes import Answer, Begin, Ended, Event, Refused, Reply, Use, Used
+from shoal.rollout.hosts.episodes import Answer, Begin, Ended, Refused, Reply, Use, Used
 from shoal.rollout.hosts.host import Host, HostLostError, Hosts, HostsFailedError
 from shoal.rollout.plan import Assignment
 from shoal.rollout.samplers.batching import Asked, within
 from shoal.rollout.samplers.sampler import Request, Sampling
+from shoal.rollout.settings import ParallelConfig
 from shoal.rollout.tools.mcp import ToolsFailedError
 from shoal.rollout.tools.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
+NO_LIMITS = ParallelConfig()
 LOOK_SECONDS = 1.0
 """Between two looks at envs that may hang, at most."""
 
@@ -46,30 +47,13 @@ class RolloutReport:
 
     def metrics(self) -> dict[str, float]:
         """As numbers for `metrics.jsonl`."""
-        busy = {"engine_busy": round(self.engine_seconds / self.seconds if self.seconds else 0.0, 4)}
-        return (
-            busy
-            if not self.workers
-            else busy
-            | {
-                "rollout_workers": float(self.workers),
-                "rollout_batches": float(self.batches),
-                "worker_deaths": float(self.worker_deaths),
-                "replayed_episodes": float(self.replayed_episodes),
-            }
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How long a driver waits, and how often it plays again; see `ParallelConfig`."""
-
-    step_timeout: float | None = None
-    make_timeout: float | None = None
-    episode_timeout: float | None = None
-    request_timeout: float | None = None
-    max_deaths: int = 3
-    episodes_at_once: int | None = None
+        found = {"engine_busy": round(self.engine_seconds / self.seconds if self.seconds else 0.0, 4)}
+        if self.workers:
+            found["rollout_workers"] = float(self.workers)
+            found["rollout_batches"] = float(self.batches)
+            found["worker_deaths"] = float(self.worker_deaths)
+            found["replayed_episodes"] = float(self.replayed_episodes)
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -79,76 +63,6 @@ class _Job:
     assignment: Assignment
     lost: int = 0  # times that its host was lost
     deaths: int = 0  # of those, times that it was the cause
-    begun: asyncio.Future[Event] | None = None  # what it asks first, where it has begun ahead
-
-
-class Ahead:
-    """Episodes that begin before they are played: hosts reset their envs and write their first prompts meanwhile.
-
-    It is made in the event loop of the hosts. An episode whose host is lost meanwhile is played again, as any other.
-
-    Args:
-        hosts: where they are played; those that come too late begin with the rollout.
-        assignments: all episodes of the rollout.
-        sampling: how tokens will be picked.
-        limits: those of the rollout.
-    """
-
-    def __init__(
-        self, hosts: Hosts, assignments: Sequence[Assignment], sampling: Sampling, limits: Limits
-    ) -> None:
-        self.assignments, self.sampling = list(assignments), sampling
-        self._hosts, self._share, self._taken = hosts, _share(hosts, assignments, limits), False
-        self._begun: dict[int, list[asyncio.Future[Event]]] = {}
-        self._coming = [asyncio.ensure_future(self._begin(n)) for n in range(_n_hosts(hosts, assignments))]
-        for task in self._coming:
-            task.add_done_callback(_hear)
-
-    async def _begin(self, number: int) -> Host | None:
-        """Begin the share of host `number`, once that is there."""
-        host = await self._hosts.host(number)
-        if host is not None and not self._taken:
-            begun = self._begun[number] = list[asyncio.Future[Event]]()
-            with contextlib.suppress(HostLostError):
-                for slot, assignment in enumerate(self._assigned(number)):
-                    event = asyncio.ensure_future(host.tell(Begin(slot, assignment, self.sampling)))
-                    event.add_done_callback(_hear)
-                    begun.append(event)
-        return host
-
-    def _assigned(self, number: int) -> list[Assignment]:
-        return self.assignments[number :: len(self._coming)][: self._share]
-
-    def take(self) -> list[tuple[asyncio.Task[Host | None], list[_Job]]]:
-        """By number each host, and the jobs that have begun there, by slot; nothing more begins."""
-        self._taken = True
-        found = []
-        for number, host in enumerate(self._coming):
-            events = self._begun.get(number, [])
-            pairs = zip(self._assigned(number)[: len(events)], events, strict=True)
-            found.append((host, [_Job(assignment, begun=event) for assignment, event in pairs]))
-        return found
-
-    async def stop(self) -> None:
-        """Begin nothing more, and wait for no host."""
-        self._taken = True
-        for task in self._coming:
-            task.cancel()
-        await asyncio.wait(self._coming)
-
-
-def _hear(future: asyncio.Future[Any]) -> None:
-    """Whoever plays the episode hears of an error; if nobody does, nothing is lost."""
-    _ = future.cancelled() or future.exception()
-
-
-def _n_hosts(hosts: Hosts, assignments: Sequence[Assignment]) -> int:
-    return min(hosts.count, len(assignments))
-
-
-def _share(hosts: Hosts, assignments: Sequence[Assignment], limits: Limits) -> int:
-    """Episodes that a host plays at once."""
-    return limits.episodes_at_once or -(-len(assignments) // hosts.count)
 
 
 class Driver:
@@ -159,10 +73,11 @@ class Driver:
         sampler: what the model says.
         sampling: how tokens are picked.
         finished: called with the index of an episode, and how it ended, as soon as it has.
-        limits: how long is waited.
+        limits: how long is waited, how many episodes a host plays at once, and how many hosts one may end.
         failures: hears of hosts that are lost.
         toolbox: the tools that run beside the driver.
         own_slots: whether each episode has a slot of its own, that of its index.
+        held: whether the model is asked only from `release` on: hosts reset envs and write first prompts meanwhile.
     """
 
     def __init__(
@@ -171,11 +86,12 @@ class Driver:
         sampler: Asked,
         sampling: Sampling,
         finished: Callable[[int, Ended], None],
-        limits: Limits = Limits(),
+        limits: ParallelConfig = NO_LIMITS,
         failures: FailureLog | None = None,
         toolbox: Toolbox | None = None,
         *,
         own_slots: bool = False,
+        held: bool = False,
     ) -> None:
         self._toolbox = toolbox
         self.report = RolloutReport(workers=hosts.count)
@@ -189,26 +105,38 @@ class Driver:
         self._no_hosts: HostsFailedError | None = None  # why there can be no more
         self._in_use: set[Host] = set()
         self._more_slots = itertools.count(-1, -1)  # beside those of a host's share
+        self._released = asyncio.Event()
+        if not held:
+            self._released.set()
 
-    async def play(self, assignments: Sequence[Assignment], ahead: Ahead | None = None) -> None:
-        """Play these episodes, some of which may have begun `ahead`.
+    async def release(self) -> None:
+        """Let the model be asked."""
+        self._released.set()
+
+    async def stop(self) -> None:
+        """Break off what is played, and wait for its end."""
+        self._over.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def play(self, assignments: Sequence[Assignment]) -> None:
+        """Play these episodes.
 
         Raises:
             HostsFailedError: there can be no hosts; what has finished is reported.
         """
         began, before = time.perf_counter(), self._sampler.statistics
         seconds, batches = before.engine_seconds, before.batches
-        coming = ahead.take() if ahead is not None else []
-        begun = {job.assignment.index for _, jobs in coming for job in jobs}
-        self._todo.extend(_Job(a) for a in assignments if a.index not in begun)
+        self._todo.extend(map(_Job, assignments))
         self._left = len(assignments)
         self._changed = asyncio.Event()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._spare = asyncio.Semaphore(self._hosts.count)
-        share = _share(self._hosts, assignments, self._limits)
+        count = self._hosts.count
+        share = self._limits.episodes_at_once or -(-len(assignments) // count)  # of one host
         try:
-            for number in range(_n_hosts(self._hosts, assignments)):
-                self._spawn(self._keep(number, share, *coming[number : number + 1]))
+            for number in range(min(count, len(assignments))):
+                self._spawn(self._keep(number, share))
             if self._limits.step_timeout or self._limits.make_timeout:
                 self._watching = self._spawn(self._watch())
             await self._over
@@ -240,74 +168,32 @@ class Driver:
             self._over.set_exception(error)
         elif not self._left:
             self._over.set_result(None)
-        elif self._tasks - {self._watching}:
-            return
-        elif self._no_hosts is not None and self._todo:
-            self._spawn(self._in_sequence(self._no_hosts))
-        else:
-            self._over.set_exception(HostsFailedError(f"no host is left for {self._left} episodes"))
+        elif not self._tasks - {self._watching}:
+            failed = self._no_hosts or HostsFailedError("no host is left")
+            suspect = any(job.lost for job in self._todo)
+            self._over.set_exception(_not_here(failed) if suspect else failed)
 
     # --- hosts
-    async def _keep(
-        self, number: int, share: int, coming: tuple[asyncio.Task[Host | None], list[_Job]] | None = None
-    ) -> None:
-        """Keep host `number` busy, first with what has begun there, and replace it when it is lost."""
-        arrives, begun = coming or (None, [])
+    async def _keep(self, number: int, share: int) -> None:
+        """Keep host `number` busy with so many episodes at once, and replace it when it is lost."""
         while self._left:
             try:
-                host = await (arrives or self._hosts.host(number))
+                host = await self._hosts.host(number)
             except HostsFailedError as error:
-                self._no_hosts = error
-                return None
-            if host is None:  # the others take its episodes
-                return None
-            arrives = None
+                self._no_hosts = error  # the others take its episodes
+                return
             self._in_use.add(host)
             if self._own_slots:
                 slots = [self._spawn(self._play(host, job.assignment.index, job)) for job in self._todo]
                 self._todo.clear()
             else:
-                first, begun = begun, []
-                pairs = itertools.zip_longest(range(share), first)
-                slots = [self._spawn(self._fill(host, slot, job)) for slot, job in pairs]
+                slots = [self._spawn(self._fill(host, slot)) for slot in range(share)]
             await asyncio.wait(slots)
             self._in_use.discard(host)
-        return None
 
-    async def _in_sequence(self, error: HostsFailedError) -> None:
-        """There are no hosts: play what is left one after another, outside of this process if that can be.
-
-        One process plays them all, as long as none of them ends it.
-        """
-        message = "%s; the %d episodes that are left are played in sequence, in a process of their own"
-        logger.warning(message, error, len(self._todo))
-        todo, self._todo = list(self._todo), deque()
-        host: Host | None = None
-        for place, job in enumerate(todo):
-            try:
-                if host is None or host.lost:
-                    host = await self._hosts.spare()
-                    self._in_use.add(host)
-                try:
-                    await self._play(host, next(self._more_slots), job)
-                except HostLostError as lost:
-                    self._in_use.discard(host)
-                    if lost.open_slots:  # else it was lost before this episode began
-                        self._ended_its_host(job)
-                    await self._alone(job, lost)
-            except HostsFailedError:
-                if any(job.lost for job in todo[place:]):  # one of them may end this process, too
-                    raise WorkerError(
-                        f"{error}; and no process can be started for the episodes it lost"
-                    ) from error
-                raise
-        if host is not None:
-            await self._hosts.dismiss(host)
-
-    async def _fill(self, host: Host, slot: int, begun: _Job | None) -> None:
+    async def _fill(self, host: Host, slot: int) -> None:
         """Play one episode after another in a slot, as long as some are left."""
-        while (job := begun or await self._take(host)) is not None:
-            begun = None
+        while (job := await self._take(host)) is not None:
             try:
                 await self._play(host, slot, job)
             except HostLostError as error:
@@ -347,11 +233,14 @@ class Driver:
             self._todo.append(job)
         self._news()
 
-    async def _alone(self, job: _Job, error: HostLostError | None = None) -> None:
+    async def _alone(self, job: _Job, error: HostLostError) -> None:
         """Play an episode in a host of its own, so often as it may lose one."""
         async with self._spare:
             while job.deaths < self._limits.max_deaths:
-                host = await self._hosts.spare()
+                try:
+                    host = await self._hosts.spare()
+                except HostsFailedError as failed:
+                    raise _not_here(failed) from failed
                 self._in_use.add(host)
                 try:
                     await self._play(host, next(self._more_slots), job)
@@ -359,20 +248,15 @@ class Driver:
                     return
                 except HostLostError as again:
                     error = again
-                    self._ended_its_host(job)
+                    job.deaths += 1
+                    self.report.worker_deaths += 1
+                    self.report.replayed_episodes += 1
                 finally:
                     if host.lost:
                         self._in_use.discard(host)
-        status: Status = "timeout" if error is not None and error.hung else "env_error"
+        status: Status = "timeout" if error.hung else "env_error"
         why = f"{job.deaths} workers that played it were lost, at last: {error}"
         self._end(job, Ended(0, without_turns(job.assignment, status, why)))
-
-    def _ended_its_host(self, job: _Job) -> None:
-        """Count that the only episode of a host ended it."""
-        job.lost += 1
-        job.deaths += 1
-        self.report.worker_deaths += 1
-        self.report.replayed_episodes += 1
 
     async def _watch(self) -> None:
         """Give up envs that do not answer."""
@@ -394,11 +278,10 @@ class Driver:
         began, context = time.monotonic(), tuple[int, ...]()
         self._sampler.playing += 1
         try:
-            asked: Awaitable[Event] | None = job.begun
-            job.begun = None
-            if asked is None or host.lost:
-                asked = host.tell(Begin(slot, job.assignment, sampling))
-            event, version = await asked, 0
+            event, version = await host.tell(Begin(slot, job.assignment, sampling)), 0
+            if not self._released.is_set():
+                await self._released.wait()
+                began = time.monotonic()
             while not isinstance(event, Ended):
                 if isinstance(event, Use):
                     event = await host.tell(await self._use(job.assignment, event, version))
@@ -445,6 +328,11 @@ class Driver:
         if not self._left:
             self._news()
             self._over.set_result(None)
+
+
+def _not_here(error: HostsFailedError) -> WorkerError:
+    """An episode that lost its host is not played in this process, which it may end, too."""
+    return WorkerError(f"{error}; and no process can be started for the episodes that lost their host")
 
 
 def without_turns(assignment: Assignment, status: Status, why: str) -> Trajectory:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from shoal.core.configuration import from_mapping, plain_values
 from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
-from shoal.core.executors import OwnThread, available_cpus
+from shoal.core.executors import available_cpus, in_own_thread
 from shoal.envs import TextEnv
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve_text
 from shoal.rollout.episode import Role
-from shoal.rollout.hosts.episodes import CLOSE_SECONDS, close_all
+from shoal.rollout.hosts.episodes import close_env
 from shoal.rollout.hosts.pool import EnvPool
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.settings import check_settings
@@ -77,7 +77,7 @@ class EnvTag:
             draws = bool(env.projection.lookup) or type(env).random_action is not TextEnv.random_action
             known = _Facts(env.instructions, env.projection, env.max_steps, draws)
         finally:
-            close_all([env], CLOSE_SECONDS)
+            close_env(env)
         self.__dict__["_facts"] = known
         return known
 
@@ -305,7 +305,6 @@ def validate_environment_config(config: Any) -> EnvironmentConfig:
     if parallel is not None:
         given.append(parallel.make_timeout or parallel.step_timeout)
     seconds = max((limit for limit in given if limit is not None), default=host.limit)
-    tried: set[str] = set()
     for side in ("train", "val"):
         tags = getattr(checked.es_manager, side).group_tags()
         if not tags:
@@ -316,10 +315,8 @@ def validate_environment_config(config: Any) -> EnvironmentConfig:
                     f"es_manager.{side}.env_configs.tags names {tag!r}, which is not in custom_envs."
                     f"{did_you_mean(tag, checked.custom_envs)}"
                 )
-            if tag not in tried:
-                tried.add(tag)
-                _fits(tag, checked.custom_envs[tag], prompt)
-                _try(tag, checked.custom_envs[tag], seconds)
+            _fits(tag, checked.custom_envs[tag], prompt)
+            _try(tag, checked.custom_envs[tag], seconds)
     return checked
 
 
@@ -336,9 +333,7 @@ def _try(tag: str, kind: EnvTag, seconds: float | None) -> None:
     if seconds is None:
         _facts_of(tag, kind)
         return
-    thread = OwnThread(f"shoal-try-{tag}")
-    tried = thread.submit(lambda: _facts_of(tag, kind))
-    thread.end()
+    tried = in_own_thread(lambda: _facts_of(tag, kind), f"shoal-try-{tag}")
     if not wait([tried], seconds).done:
         raise ConfigError(
             f"custom_envs.{tag}: making one env of {kind.env_type!r} took longer than {seconds:g} s "

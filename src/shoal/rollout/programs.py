@@ -26,7 +26,7 @@ from shoal.envs.program import ProgramEnv
 from shoal.rollout.episode import anchor_of
 from shoal.rollout.functions import FunctionFailedError, FunctionProcesses, result_of, serve_function
 from shoal.rollout.hosts.episodes import Begin, Ended, Event, Reply
-from shoal.rollout.hosts.host import LocalHosts
+from shoal.rollout.hosts.host import Host, LocalHosts
 from shoal.rollout.plan import Assignment
 from shoal.rollout.samplers.sampler import Key, Sampling
 
@@ -120,7 +120,7 @@ class Result:
     success: bool = False
 
 
-class ProgramHost:
+class ProgramHost(Host):
     """Plays episodes of programs in processes; it lives in the loop of the driver.
 
     Args:
@@ -128,8 +128,6 @@ class ProgramHost:
         sessions: where their calls go.
         retries: further tries at an episode whose program failed.
     """
-
-    lost = False
 
     def __init__(self, programs: Mapping[str, ProgramEnv], sessions: Sessions, retries: int = 1) -> None:
         self._programs, self._sessions, self._retries = programs, sessions, retries
@@ -213,13 +211,6 @@ class ProgramHost:
     def pids(self) -> list[int]:
         """The processes of functions that wait for an episode."""
         return [pid for processes in self._processes.values() for pid in processes.pids()]
-
-    async def overdue(self) -> list[tuple[int, str]]:
-        """None: each program has a time limit of its own."""
-        return []
-
-    def give_up(self, slot: int, why: str) -> None:
-        """Nothing hangs here."""
 
     async def close_envs(self, seconds: float) -> None:
         """End the programs that run."""

@@ -7,27 +7,22 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, WorkerError, did_you_mean
 from shoal.core.executors import Closing, available_cpus
 from shoal.envs.catalogue import resolve_text
 from shoal.envs.program import ProgramEnv
-from shoal.rollout.driver import Ahead, Driver, Limits, RolloutReport, report_failures
-from shoal.rollout.factory import make_roles, program_tags, validate_environment_config
+from shoal.rollout.driver import Driver, RolloutReport, report_failures
+from shoal.rollout.factory import EnvTag, make_roles, program_tags, validate_environment_config
 from shoal.rollout.failures import FailureLog
 from shoal.rollout.hosts.episodes import Ended, Setup
-from shoal.rollout.hosts.host import (
-    Hosts,
-    HostsFailedError,
-    InlineHost,
-    LocalHosts,
-    ThreadHost,
-)
+from shoal.rollout.hosts.host import Hosts, HostsFailedError, InlineHost, LocalHosts, ThreadHost
 from shoal.rollout.journal import Journal
 from shoal.rollout.loops import run_here
 from shoal.rollout.plan import Assignment, assignments_of
@@ -37,10 +32,11 @@ from shoal.rollout.rewards.judge import Judge, Judging
 from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.samplers.batching import Asked, Asking, SharedLLMInferenceManager, as_sampler
 from shoal.rollout.samplers.sampler import ChatTokenizer, Sampler, Sampling
-from shoal.rollout.settings import Backend, check_jobs, rollout_config
+from shoal.rollout.settings import Backend, ParallelConfig, check_jobs, rollout_config
 from shoal.rollout.tools.toolbox import Toolbox
 
 logger = logging.getLogger(__name__)
+ONE_AT_ONCE = ParallelConfig(episodes_at_once=1)
 AHEAD = ("threads", "processes", "ray")
 """Backends whose hosts are there between rollouts."""
 INTERRUPTED_SECONDS = 30.0
@@ -94,9 +90,7 @@ class ParallelRolloutManager(Closing):
             raise ConfigError(
                 f"no rollout backend named {self.backend!r}.{did_you_mean(self.backend, get_args(Backend))}"
             )
-        if (
-            own.step_timeout is None and own.make_timeout is None
-        ):  # then those of the envs, whoever steps them
+        if own.step_timeout is None and own.make_timeout is None:  # those of the envs, whoever steps them
             limits = self.config.vector
             self.settings = replace(own, step_timeout=limits.limit, make_timeout=limits.make_timeout)
         environments = validate_environment_config(self.config)
@@ -107,20 +101,11 @@ class ParallelRolloutManager(Closing):
         self.tags: tuple[str, ...] = groups.group_tags()
         self.group_size: int = groups.group_size
         kinds = environments.custom_envs
-        programs = program_tags(kinds, self.tags)
-        if programs and len(programs) < len(set(self.tags)):
-            raise ConfigError(
-                f"custom_envs.{programs[0]} is a program, and the other kinds of the {side} side are none: a rollout "
-                f"plays either programs or envs"
-            )
         given = proxy.tools if tools is None else tools
-        if programs and (given.tools if isinstance(given, Toolbox) else given):
-            raise ConfigError(
-                f"custom_envs.{programs[0]}: a program calls its own tools: leave agent_proxy.tools out"
-            )
+        programs = _programs_of(kinds, self.tags, side, with_tools=bool(getattr(given, "tools", given)))
         if programs and sessions is None:
             raise ConfigError("programs need a gateway: give ParallelRolloutManager sessions=sessions_of")
-        self._programs = {tag: ProgramEnv(**kinds[tag].env_config) for tag in programs}
+        self._programs = programs
         self._sessions = sessions
         self.roles = make_roles(kinds, self.tags, proxy.max_turn)
         self.seed = self.config.seed if seed is None else seed
@@ -149,7 +134,7 @@ class ParallelRolloutManager(Closing):
         self._inference: SharedLLMInferenceManager | None = None
         self._hosts: Hosts | None = None
         self._here: Hosts | None = None  # the caller's thread
-        self._ahead: Ahead | None = None  # what `prepare` has begun
+        self._ahead: _Begun | None = None  # what `prepare` has begun
         self._playing = threading.Lock()
         self._closed = threading.Event()
         self._results: dict[int, Trajectory] = {}  # of the latest rollout, which grow while it lasts
@@ -161,7 +146,8 @@ class ParallelRolloutManager(Closing):
         A rollout that another thread plays ends with a `WorkerError`.
         """
         self._closed.set()
-        self._close_judge()
+        if self._judge is not None and self._own_judge:
+            self._judge.close()
         alone = self._playing.acquire(timeout=OTHER_ROLLOUT_SECONDS)
         try:
             self._end_hosts()
@@ -175,15 +161,11 @@ class ParallelRolloutManager(Closing):
             if alone:
                 self._playing.release()
 
-    def _close_judge(self) -> None:
-        if self._judge is not None and self._own_judge:
-            self._judge.close()
-
     def _end_hosts(self) -> None:
         hosts, self._hosts = self._hosts, None
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            self.inference.loop.run(ahead.stop())
+            self.inference.loop.run(ahead.driver.stop())
         if hosts is not None:
             self.inference.loop.run(hosts.close())
         here, self._here = self._here, None
@@ -262,12 +244,7 @@ class ParallelRolloutManager(Closing):
         with self._playing:
             if self._ahead is not None:
                 self._end_hosts()
-            hosts = self._own_hosts()
-
-            async def begin() -> Ahead:
-                return Ahead(hosts, assignments, sampling, self._limits)
-
-            self._ahead = self.inference.loop.run(begin())
+            self._ahead = self._begin(assignments, sampling, held=True)
 
     def play(self, assignments: Sequence[Assignment], sampling: Sampling) -> list[Trajectory]:
         """Play these episodes, whichever they are, and return their trajectories in the same order.
@@ -308,8 +285,7 @@ class ParallelRolloutManager(Closing):
         def left() -> list[Assignment]:
             return [a for a in assignments if a.index not in results]
 
-        todo = left(), sampling
-        if self._ahead is not None and (self._ahead.assignments, self._ahead.sampling) != todo:
+        if self._ahead is not None and (self._ahead.assignments, self._ahead.sampling) != (left(), sampling):
             self._end_hosts()
         with Judging(self._judge, assignments, results, self._task_of) as judging:
             if left() and (self.backend != "serial" or self._programs):
@@ -334,8 +310,7 @@ class ParallelRolloutManager(Closing):
         asking = Asking(retries=self.settings.engine_retries)
         sampler = as_sampler(self.engine, asking, inline=True)
         hosts = self._here = self._here or LocalHosts(partial(InlineHost, self._setup))
-        limits = Limits(episodes_at_once=1)
-        driver = Driver(hosts, sampler, sampling, finished, limits, toolbox=self.toolbox)
+        driver = Driver(hosts, sampler, sampling, finished, ONE_AT_ONCE, toolbox=self.toolbox)
 
         async def play() -> None:
             try:
@@ -372,21 +347,15 @@ class ParallelRolloutManager(Closing):
         closed: threading.Event,
     ) -> None:
         """Play in the driver's thread, and keep in this one what has finished."""
-        settings, inference, hosts = self.settings, self.inference, self._own_hosts()
-        news = queue.SimpleQueue[tuple[int, Ended] | None]()
-        driver = Driver(
-            hosts, inference.sampler, sampling, lambda *item: news.put(item), self._limits, self.failures,
-            self.toolbox,
-        )  # fmt: skip
-        self._count(driver)
-
         ahead, self._ahead = self._ahead, None
-        playing = inference.loop.submit(driver.play(assignments, ahead))
-        playing.add_done_callback(lambda _: news.put(None))
+        begun = ahead or self._begin(assignments, sampling)
+        loop, hosts = self.inference.loop, self._own_hosts()
+        self._count(begun.driver)
         try:
+            loop.run(begun.driver.release())
             while True:
                 try:
-                    item = news.get(timeout=0.5)
+                    item = begun.news.get(timeout=0.5)
                 except queue.Empty:
                     if closed.is_set():
                         raise WorkerError("the rollout was ended: its manager was closed") from None
@@ -394,15 +363,27 @@ class ParallelRolloutManager(Closing):
                 if item is None:
                     break
                 finished(*item)
-            playing.result()
-            inference.loop.run(hosts.rest(keep_envs=settings.keep_envs))
+            begun.playing.result()
+            loop.run(hosts.rest(keep_envs=self.settings.keep_envs))
         except BaseException:
-            playing.cancel()
-            if self._hosts is not None:
+            if self._hosts is not None:  # else the manager is closed
                 self._hosts = None
                 with contextlib.suppress(TimeoutError):
-                    inference.loop.run(hosts.close(), INTERRUPTED_SECONDS)
+                    loop.run(begun.driver.stop(), INTERRUPTED_SECONDS)
+                    loop.run(hosts.close(), INTERRUPTED_SECONDS)
             raise
+
+    def _begin(self, assignments: Sequence[Assignment], sampling: Sampling, *, held: bool = False) -> _Begun:
+        """Let a driver play on the hosts; `held`, up to the first prompts."""
+        news = queue.SimpleQueue[tuple[int, Ended] | None]()
+        limits = replace(self.settings, episodes_at_once=1) if self._programs else self.settings
+        driver = Driver(
+            self._own_hosts(), self.inference.sampler, sampling, lambda *item: news.put(item), limits,
+            self.failures, self.toolbox, held=held,
+        )  # fmt: skip
+        playing = self.inference.loop.submit(driver.play(assignments))
+        playing.add_done_callback(lambda _: news.put(None))
+        return _Begun(list(assignments), sampling, driver, news, playing)
 
     def _own_hosts(self) -> Hosts:
         """The hosts, made when first needed."""
@@ -410,13 +391,37 @@ class ParallelRolloutManager(Closing):
             self._hosts = self._make_hosts()
         return self._hosts
 
-    @property
-    def _limits(self) -> Limits:
-        settings = self.settings
-        return Limits(
-            settings.step_timeout, settings.make_timeout, settings.episode_timeout, settings.request_timeout,
-            settings.max_deaths, 1 if self._programs else settings.episodes_at_once,
-        )  # fmt: skip
+
+class _Begun(NamedTuple):
+    """A rollout that a driver plays."""
+
+    assignments: list[Assignment]
+    sampling: Sampling
+    driver: Driver
+    news: queue.SimpleQueue[tuple[int, Ended] | None]
+    """Episodes that have ended; None when all have."""
+    playing: Future[None]
+
+
+def _programs_of(
+    kinds: Mapping[str, EnvTag], tags: Sequence[str], side: str, *, with_tools: bool
+) -> dict[str, ProgramEnv]:
+    """The programs that these tags name.
+
+    Raises:
+        ConfigError: programs are mixed with envs or tools.
+    """
+    programs = program_tags(kinds, tags)
+    if programs and len(programs) < len(set(tags)):
+        raise ConfigError(
+            f"custom_envs.{programs[0]} is a program, and the other kinds of the {side} side are none: a rollout "
+            f"plays either programs or envs"
+        )
+    if programs and with_tools:
+        raise ConfigError(
+            f"custom_envs.{programs[0]}: a program calls its own tools: leave agent_proxy.tools out"
+        )
+    return {tag: ProgramEnv(**kinds[tag].env_config) for tag in programs}
 
 
 def make_hosts(backend: str, setup: Setup, count: int, ray_options: dict[str, Any]) -> Hosts:

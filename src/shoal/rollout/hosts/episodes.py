@@ -1,7 +1,7 @@
 """What a host does for one episode after another: reset, prompt, decode, project, step; everything but sampling.
 
-An episode is a generator that yields what to ask the model and gets what it said; who drives it decides in which
-thread or process it plays. A failure ends one episode and is recorded with its cause.
+An episode is a generator that yields what to ask the model, or what its env shall do, and gets what came of it; who
+drives it decides in which thread or process it plays. A failure ends one episode and is recorded with its cause.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from gymnasium.spaces import Text
 
 from shoal.core.data import Status, ToolUse, Trajectory, check_step_result, refuse_no_text
 from shoal.core.errors import EngineError, format_error, where_it_hangs, with_frames
-from shoal.core.executors import OwnThread
+from shoal.core.executors import OwnThread, in_own_thread
 from shoal.envs.actions import ToolCall
 from shoal.rollout.episode import Episode, Role
 from shoal.rollout.plan import Assignment
@@ -125,31 +125,111 @@ Reply = Answer | Used | Refused
 class EnvFailedError(Exception):
     """An env raised, or answered what it must not."""
 
+    status: Status = "env_error"
+    """Of its episode; one with another status is not played again."""
+
+
+class EnvReplacedError(EnvFailedError):
+    """An env is gone with another one, which failed: the episode begins again, and that is not counted."""
+
 
 class _RefusedError(Exception):
     """The model said nothing, or tools are gone."""
+
+
+# --- the story of an episode
+class Reset(NamedTuple):
+    """The env shall be reset, and the episode begin with what it shows."""
+
+    episode: Episode
+
+
+class Step(NamedTuple):
+    """The env shall do this; what came of it is recorded in the episode, and answered is whether it has ended."""
+
+    episode: Episode
+    action: int | str
+
+
+Story = Generator[Ask | Use | Reset | Step, Any, Ended]
+
+
+def story(begin: Begin, role: Role, prompter: Prompter, retries: int) -> Story:
+    """An episode up to its end; once more after its env failed, at most `retries` times."""
+    failed: list[str] = []
+    while True:
+        episode = Episode(begin.assignment.place, role, prompter, begin.sampling)
+        status: Status = "ok"
+        why: str | None = None
+        try:
+            yield Reset(episode)
+            yield from _turns(begin.slot, episode, prompter)
+        except EnvReplacedError:
+            continue
+        except EnvFailedError as error:
+            status, why = error.status, str(error)
+        except _RefusedError as error:
+            status, why = error.args
+        except (GeneratorExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # of the tokenizer or a template, say: the env has no part in it
+            status, why = (
+                "engine_error",
+                str(error) if isinstance(error, EngineError) else format_error(error),
+            )
+        if status != "env_error" or len(failed) >= retries:
+            return Ended(begin.slot, episode.trajectory(status, why), tuple(failed))
+        failed.append(str(why))
+
+
+def _turns(slot: int, episode: Episode, prompter: Prompter) -> Generator[Ask | Use | Step, Any, None]:
+    while not episode.over:
+        reply = yield Ask(slot, *episode.question())
+        if isinstance(reply, Refused):
+            raise _RefusedError(reply.status, reply.error)
+        for action in episode.respond(reply.completion):
+            if (yield Step(episode, action)):
+                break
+        if episode.calls:
+            uses, left = run_functions(prompter.tools.tools, episode.calls)
+            came = (yield Use(slot, episode.turn, left)) if left else Used(slot, ())
+            if isinstance(came, Refused):
+                raise _RefusedError(came.status, came.error)
+            episode.use(filled(uses, came.uses))
+        episode.end_turn()
 
 
 # --- one episode after another
 class Slot:
     """Plays one episode after another; its envs, one a tag, live in the thread that calls it."""
 
-    def __init__(self, number: int, setup: Setup, prompter: Prompter) -> None:
-        self.number, self._setup, self._prompter = number, setup, prompter
+    def __init__(self, setup: Setup, prompter: Prompter) -> None:
+        self._setup, self._prompter = setup, prompter
         self._envs: dict[str, Any] = {}
-        self._story: Generator[Ask | Use, Reply, Ended] | None = None
+        self._story: Story | None = None
         self._inside: tuple[str, float, int] | None = None
 
     def handle(self, message: Begin | Reply) -> Event:
         """Go on with what the driver says, up to the next question to the model or the end of the episode."""
+        said: Reply | None = None
+        if not isinstance(message, Begin):
+            said = message
+        else:
+            if self._story is not None:  # an episode that was broken off
+                self._story.close()
+            role = self._setup.roles[message.assignment.tag]
+            self._story = story(message, role, self._prompter, self._setup.env_retries)
+        assert self._story is not None, "an answer came before the episode began"
         try:
-            if isinstance(message, Begin):
-                if self._story is not None:  # an episode that was broken off
-                    self._story.close()
-                self._story = self._play(message.assignment, message.sampling)
-                return next(self._story)
-            assert self._story is not None, "an answer came before the episode began"
-            return self._story.send(message)
+            wish = self._story.send(said)
+            while isinstance(wish, Reset | Step):
+                try:
+                    over = self._do(wish)
+                except EnvFailedError as error:
+                    wish = self._story.throw(error)
+                else:
+                    wish = self._story.send(over)
+            return wish
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
 
@@ -174,64 +254,22 @@ class Slot:
         where = where_it_hangs(traceback.extract_stack(frame)) if frame is not None else ""
         return f"{doing} failed: no answer within {seconds:g} s{where} ({limit})"
 
-    # --- the story of an episode
-    def _play(self, assignment: Assignment, sampling: Sampling) -> Generator[Ask | Use, Reply, Ended]:
-        """An episode up to its end; once more in a fresh env after its env failed."""
-        setup, failed = self._setup, list[str]()
-        while True:
-            episode = Episode(assignment.place, setup.roles[assignment.tag], self._prompter, sampling)
-            status, why = yield from self._try(assignment.tag, episode)
-            if status != "env_error" or len(failed) >= setup.env_retries:
-                return Ended(self.number, episode.trajectory(status, why), tuple(failed))
-            failed.append(str(why))
-
-    def _try(self, tag: str, episode: Episode) -> Generator[Ask | Use, Reply, tuple[Status, str | None]]:
-        """One try at an episode; how it ended."""
+    def _do(self, wish: Reset | Step) -> bool:
+        """Reset or step the env, which is closed if it fails."""
+        episode = wish.episode
+        tag = episode.role.tag
+        if tag not in self._envs:
+            self._envs[tag] = self._in_env(MAKE, self._setup.env_fns[tag])
+        env = self._envs[tag]
         try:
-            env = self._envs.pop(tag, None)
-            if env is None:
-                env = self._in_env(MAKE, self._setup.env_fns[tag])
-            broken = False
-            try:
-                self._in_env("reset", partial(reset_env, episode, env))
-                yield from self._turns(episode, env)
-            except EnvFailedError:
-                broken = True
-                raise
-            finally:
-                if broken:
-                    self._close(env)
-                else:
-                    self._envs[tag] = env
-        except EnvFailedError as error:
-            return "env_error", str(error)
-        except _RefusedError as error:
-            return error.args
-        except (GeneratorExit, KeyboardInterrupt):
+            if isinstance(wish, Step):
+                step = partial(step_env, episode, env, wish.action)
+                return bool(self._in_env(f"step({wish.action!r})", step))
+            self._in_env("reset", partial(reset_env, episode, env))
+            return False
+        except EnvFailedError:
+            self._close(self._envs.pop(tag))
             raise
-        except BaseException as error:  # of the tokenizer or a template, say: the env has no part in it
-            return "engine_error", str(error) if isinstance(error, EngineError) else format_error(error)
-        return "ok", None
-
-    def _turns(self, episode: Episode, env: Any) -> Generator[Ask | Use, Reply, None]:
-        while not episode.over:
-            turn, new_ids, goes_on, images = episode.question()
-            reply = yield Ask(self.number, turn, new_ids, goes_on, images)
-            if isinstance(reply, Refused):
-                raise _RefusedError(reply.status, reply.error)
-            assert isinstance(reply, Answer), "an answer was asked for"
-            for action in episode.respond(reply.completion):
-                step = partial(step_env, episode, env, action)
-                if self._in_env(f"step({action!r})", step):
-                    break
-            if episode.calls:
-                uses, left = run_functions(self._prompter.tools.tools, episode.calls)
-                came = (yield Use(self.number, turn, left)) if left else Used(self.number, ())
-                if isinstance(came, Refused):
-                    raise _RefusedError(came.status, came.error)
-                assert isinstance(came, Used), "results were asked for"
-                episode.use(filled(uses, came.uses))
-            episode.end_turn()
 
     def _in_env(self, doing: str, call: Callable[[], Any]) -> Any:
         self._inside = doing, time.monotonic(), threading.get_ident()
@@ -302,7 +340,7 @@ class SlotThreads:
     def post(self, message: Begin | Reply) -> None:
         """Have the slot's thread go on with this message."""
         if message.slot not in self._slots:
-            slot = Slot(message.slot, self._setup, self._prompter)
+            slot = Slot(self._setup, self._prompter)
             self._slots[message.slot] = slot, OwnThread("shoal-episode")
         slot, thread = self._slots[message.slot]
         thread.submit(partial(self._handle, slot, message))
@@ -330,23 +368,9 @@ class SlotThreads:
         self._slots.clear()
 
 
-def close_all(envs: list[Any], seconds: float) -> int:
-    """Close envs, each within so many seconds; returns how many threads are left behind in one."""
-    failed: list[Any] = []
-
-    def close(env: Any) -> None:
-        try:
-            in_env("close", env.close)
-        except EnvFailedError:
-            failed.append(env)
-
-    threads = [threading.Thread(target=close, args=(env,), daemon=True) for env in envs]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    for env in list(failed):  # one that refuses another thread than that which made it
+def close_env(env: Any) -> None:
+    """Close an env, for which `CLOSE_SECONDS` are waited; here if it refuses another thread than that which made it."""
+    closing = in_own_thread(partial(in_env, "close", env.close), "shoal-close")
+    if wait([closing], CLOSE_SECONDS).done and closing.exception() is not None:
         with contextlib.suppress(EnvFailedError):
             in_env("close", env.close)
-    return sum(thread.is_alive() for thread in threads)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
 
 from shoal.core.errors import WorkerError
 from shoal.rollout.hosts.episodes import CLOSE_SECONDS, Begin, Event, Reply, Setup, Slot, SlotThreads
 from shoal.rollout.prompts import Prompter
+
+MISSED = 5.0
+"""Seconds beyond the limits of envs after which a host that does not answer at all is given up."""
 
 
 class HostLostError(WorkerError):
@@ -30,13 +34,13 @@ class HostsFailedError(WorkerError):
     """No host is available: the remaining episodes are played sequentially."""
 
 
-class Host(Protocol):
+class Host:
     """Where episodes are played, each in a slot."""
 
-    @property
-    def lost(self) -> bool:
-        """Whether it no longer answers."""
+    lost = False
+    """Whether it no longer answers."""
 
+    @abstractmethod
     def tell(self, message: Begin | Reply) -> Awaitable[Event]:
         """What the slot of a message answers.
 
@@ -45,7 +49,8 @@ class Host(Protocol):
         """
 
     async def overdue(self) -> list[tuple[int, str]]:
-        """Slots whose env does not answer within its time limit, and what it is at."""
+        """Slots whose env does not answer within its time limit, and what it is at; none if nobody can look."""
+        return []
 
     def give_up(self, slot: int, why: str) -> None:
         """Stop waiting for an env that hangs; its host is replaced."""
@@ -57,43 +62,99 @@ class Host(Protocol):
         """End at once; may be called twice."""
 
 
-class Hosts(Protocol):
-    """The hosts of one rollout after another."""
+class Hosts:
+    """The hosts of one rollout after another, each started when first needed.
 
-    count: int
+    Args:
+        count: how many.
+        seconds: for which the end of envs is waited for.
+    """
 
-    async def host(self, number: int) -> Host | None:
-        """Host `number`, a new one if it is lost or not there yet; None if it did not come within its time.
+    def __init__(self, count: int, seconds: float = CLOSE_SECONDS) -> None:
+        self.count, self._seconds = count, seconds
+        self._hosts: dict[int, Host] = {}
+        self._spares = itertools.count(count)
+
+    @abstractmethod
+    async def _start(self, number: int) -> Host:
+        """A new host; one whose number is not below `count` is a spare one.
 
         Raises:
             HostsFailedError: there can be none.
         """
 
+    async def host(self, number: int) -> Host:
+        """Host `number`, a new one if it is lost or not there yet.
+
+        Raises:
+            HostsFailedError: there can be none.
+        """
+        known = self._hosts.get(number)
+        if known is None or known.lost:
+            known = self._hosts[number] = await self._start(number)
+        return known
+
     async def spare(self) -> Host:
         """A host for one episode alone."""
+        return await self.host(next(self._spares))
 
     async def dismiss(self, host: Host) -> None:
         """A spare host is not needed any more."""
+        await host.close_envs(self._seconds)
+        host.end()
 
     async def rest(self, *, keep_envs: bool) -> None:
-        """The rollout is over: close envs, unless they are to be kept."""
+        """The rollout is over: spare hosts end, the others close their envs, unless those are to be kept."""
+        for number in [number for number, host in self._hosts.items() if number >= self.count or host.lost]:
+            self._hosts.pop(number).end()
+        if not keep_envs:
+            await asyncio.gather(*(host.close_envs(self._seconds) for host in self._hosts.values()))
 
     async def close(self) -> None:
-        """End all hosts; may be called twice."""
+        """Close the envs and end all hosts; may be called twice."""
+        hosts, self._hosts = self._hosts, {}
+        try:
+            await asyncio.gather(*(host.close_envs(self._seconds) for host in hosts.values()))
+        finally:
+            for host in hosts.values():
+                host.end()
 
     def pids(self) -> list[int]:
         """The processes of hosts that were started here."""
+        return []
 
 
-class OpenSlots:
-    """Messages that a host has not answered yet."""
+# --- in this process
+class InlineHost(Host):
+    """Plays in the thread that asks, one step after another: what a debugger sees."""
 
-    def __init__(self) -> None:
-        self.lost = False
-        self._why = "it was ended"
+    def __init__(self, setup: Setup) -> None:
+        self._slot = Slot(setup, Prompter(setup.prompt, setup.tokenizer))
+
+    async def tell(self, message: Begin | Reply) -> Event:
+        """The slot's answer, at once."""
+        return self._slot.handle(message)
+
+    async def close_envs(self, seconds: float) -> None:
+        """Close the envs."""
+        self._slot.close_envs()
+
+
+class WorkerHost(Host):
+    """A host in a worker: what it was asked is open until it answers, or is lost.
+
+    Args:
+        setup: what it plays.
+    """
+
+    name = "a rollout worker"
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._why = ""
         self._open: dict[int, asyncio.Future[Event]] = {}
 
-    def open(self, message: Begin | Reply) -> asyncio.Future[Event]:
+    def _ask(self, message: Begin | Reply) -> asyncio.Future[Event]:
         """What will be answered to a message."""
         if self.lost:
             raise HostLostError(self._why, 0)
@@ -101,14 +162,32 @@ class OpenSlots:
         self._open[message.slot] = future
         return future
 
-    def settle(self, event: Event) -> None:
+    def _settle(self, event: Event) -> None:
         """A slot answered."""
         future = self._open.pop(event.slot, None)
         if future is not None and not future.done():
             future.set_result(event)
 
+    @abstractmethod
+    async def _look(self) -> list[tuple[int, str]]:
+        """What it says of its slots that are overdue."""
+
+    async def overdue(self) -> list[tuple[int, str]]:
+        """What the host says; it is lost if it says nothing for long."""
+        limit = max(self._setup.step_timeout or 0.0, self._setup.make_timeout or 0.0) + MISSED
+        try:
+            async with asyncio.timeout(limit):
+                return await self._look()
+        except TimeoutError:
+            self.lose(f"{self.name} gave no sign of life for {limit:g} s", hung=True)
+            return []
+
+    def give_up(self, slot: int, why: str) -> None:
+        """The whole worker is given up."""
+        self.lose(why, hung=True, slot=slot)
+
     def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:
-        """Nothing is answered any more."""
+        """Stop waiting for it; nothing is answered any more."""
         if self.lost:
             return
         self.lost, self._why = True, why
@@ -117,68 +196,37 @@ class OpenSlots:
             if not future.done():
                 future.set_exception(HostLostError(why, len(waiting), hung=hung, slot=slot))
 
-    def lose_slot(self, slot: int, why: str) -> None:
-        """One slot does not answer any more."""
-        future = self._open.pop(slot, None)
-        if future is not None and not future.done():
-            future.set_exception(HostLostError(why, hung=True, slot=slot))
-
-
-class InlineHost:
-    """Plays in the thread that asks, one step after another: what a debugger sees."""
-
-    lost = False
-
-    def __init__(self, setup: Setup) -> None:
-
-        self._slot = Slot(0, setup, Prompter(setup.prompt, setup.tokenizer))
-
-    async def tell(self, message: Begin | Reply) -> Event:
-        """The slot's answer, at once."""
-        return self._slot.handle(message)
-
-    async def overdue(self) -> list[tuple[int, str]]:
-        """Nobody can look while this thread waits."""
-        return []
-
-    def give_up(self, slot: int, why: str) -> None:
-        """It cannot be left."""
-
-    async def close_envs(self, seconds: float) -> None:
-        """Close the envs."""
-        self._slot.close_envs()
-
     def end(self) -> None:
-        """There is nothing to end."""
+        """Nothing more is expected of it."""
+        self.lose("it was ended")
 
 
-class ThreadHost:
+class ThreadHost(WorkerHost):
     """Plays each slot in a thread of this process; one that hangs is left behind."""
 
-    lost = False
-
     def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self._loop = asyncio.get_running_loop()
-        self._slots = OpenSlots()
         self._threads = SlotThreads(setup, self._reply)
 
     def _reply(self, event: Event) -> None:
-        self._loop.call_soon_threadsafe(self._slots.settle, event)
+        self._loop.call_soon_threadsafe(self._settle, event)
 
     def tell(self, message: Begin | Reply) -> Awaitable[Event]:
         """The slot's answer."""
-        future = self._slots.open(message)
+        future = self._ask(message)
         self._threads.post(message)
         return future
 
-    async def overdue(self) -> list[tuple[int, str]]:
-        """Slots whose env does not answer."""
+    async def _look(self) -> list[tuple[int, str]]:
         return self._threads.overdue()
 
     def give_up(self, slot: int, why: str) -> None:
         """Leave the thread of a slot behind."""
         self._threads.leave(slot)
-        self._slots.lose_slot(slot, why)
+        future = self._open.pop(slot, None)
+        if future is not None and not future.done():
+            future.set_exception(HostLostError(why, hung=True, slot=slot))
 
     async def close_envs(self, seconds: float) -> None:
         """Close the envs, each in its thread."""
@@ -190,8 +238,8 @@ class ThreadHost:
         self._threads.end()
 
 
-class LocalHosts:
-    """Hosts in this process: threads, or the thread of the caller.
+class LocalHosts(Hosts):
+    """Hosts in this process: threads, the thread of the caller, or its event loop.
 
     Args:
         make: makes one, in the driver's event loop.
@@ -199,16 +247,12 @@ class LocalHosts:
         seconds: for which the end of envs is waited for.
     """
 
-    def __init__(self, make: Callable[[], Any], count: int = 1, seconds: float = CLOSE_SECONDS) -> None:
-        self.count = count
-        self._make, self._seconds = make, seconds
-        self._hosts: dict[int, Host] = {}
+    def __init__(self, make: Callable[[], Host], count: int = 1, seconds: float = CLOSE_SECONDS) -> None:
+        super().__init__(count, seconds)
+        self._make = make
 
-    async def host(self, number: int) -> Host | None:
-        """The host of that number."""
-        if number not in self._hosts:
-            self._hosts[number] = self._make()
-        return self._hosts[number]
+    async def _start(self, number: int) -> Host:
+        return self._make()
 
     async def spare(self) -> Host:
         """One of them: each slot is on its own."""
@@ -216,21 +260,3 @@ class LocalHosts:
 
     async def dismiss(self, host: Host) -> None:
         """It stays."""
-
-    async def rest(self, *, keep_envs: bool) -> None:
-        """Close the envs."""
-        if not keep_envs:
-            await asyncio.gather(*(host.close_envs(self._seconds) for host in self._hosts.values()))
-
-    async def close(self) -> None:
-        """End the hosts."""
-        hosts, self._hosts = self._hosts, {}
-        try:
-            await asyncio.gather(*(host.close_envs(self._seconds) for host in hosts.values()))
-        finally:
-            for host in hosts.values():
-                host.end()
-
-    def pids(self) -> list[int]:
-        """None: it is this process."""
-        return []

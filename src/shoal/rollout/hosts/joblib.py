@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from functools import partial
 from typing import Any
@@ -11,17 +10,17 @@ from typing import Any
 from shoal.core.errors import format_error, needs_extra
 from shoal.core.executors import OwnThread
 from shoal.rollout.hosts.episodes import Setup
-from shoal.rollout.hosts.host import Host, HostsFailedError
+from shoal.rollout.hosts.host import Host
 from shoal.rollout.hosts.processes import START_SECONDS, ProcessHosts
-from shoal.rollout.hosts.sockets import Listener, SocketHost, serve
+from shoal.rollout.hosts.sockets import SocketHost, serve
 
 logger = logging.getLogger(__name__)
-POOLS = 2
-"""Pools of one rollout: after the first one broke there is another."""
 
 
-class JoblibHosts:
+class JoblibHosts(ProcessHosts):
     """Tasks of a `joblib.Parallel`, which runs in a side thread and whose tasks connect from wherever they are.
+
+    Each is started once a rollout; in the place of one that is lost, or does not come, there is a process of its own.
 
     Args:
         setup: what they play.
@@ -32,90 +31,46 @@ class JoblibHosts:
     def __init__(self, setup: Setup, count: int, backend: str) -> None:
         with needs_extra(f"rollouts on joblib's {backend}", "parallel"):
             import joblib
-        self.count, self._joblib, self._backend, self._setup = count, joblib, backend, setup
-        self._listener = Listener(setup)
-        self._spare = ProcessHosts(setup, 0)
+        super().__init__(setup, count)
+        self._joblib, self._backend = joblib, backend
         self._thread = OwnThread("shoal-joblib")
         self._pool: asyncio.Future[Any] | None = None
-        self._pools = 0
-        self._hosts: list[SocketHost] = []
+        self._coming: dict[int, asyncio.Future[SocketHost]] = {}
 
-    async def host(self, number: int) -> Host | None:
-        """The next host that connects; None if none does within its time."""
+    async def _start(self, number: int) -> Host:
         await self._listener.start()
-        if self._pool is None or self._pool.done():
-            self._start_pool()
-        assert self._pool is not None
-        arrives = asyncio.ensure_future(self._listener.arrived.get())
+        if self._pool is None:
+            self._coming = {n: self._listener.expect(n) for n in range(self.count)}
+            self._pool = asyncio.wrap_future(self._thread.submit(partial(self._run, self._listener.path)))
+            self._pool.add_done_callback(lambda pool: pool.cancelled() or pool.exception())
+        arrives = self._coming.pop(number, None)
+        if arrives is None:  # a spare host, or a second one of that number
+            return await super()._start(next(self._spares))
         limit = self._setup.make_timeout or START_SECONDS
         await asyncio.wait([arrives, self._pool], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         if arrives.done():
-            self._hosts.append(arrives.result())
             return arrives.result()
         arrives.cancel()
-        if self._pool.done():
-            return await self.host(number)
-        logger.warning(
-            "a worker of joblib's %s did not start within %g s: the others take its envs",
-            self._backend,
-            limit,
-        )
-        if not self._hosts:
-            raise HostsFailedError(f"no worker of joblib's {self._backend} started within {limit:g} s")
-        return None
+        broke = self._pool.exception() if self._pool.done() else None
+        why = f"did not start within {limit:g} s" if broke is None else f"broke: {format_error(broke)}"
+        logger.warning("a worker of joblib's %s %s; a process takes its place", self._backend, why)
+        return await super()._start(next(self._spares))
 
-    def _start_pool(self) -> None:
-        broke = None
-        if self._pool is not None and not self._pool.cancelled():
-            broke = self._pool.exception()
-        if self._pools == POOLS:
-            reason = format_error(broke) if broke is not None else "its tasks ended early"
-            raise HostsFailedError(f"joblib's {self._backend} pool broke {POOLS} times, at last: {reason}")
-        self._pools += 1
-        if broke is not None:
-            logger.warning(
-                "joblib's %s pool broke: %s; another one takes over", self._backend, format_error(broke)
-            )
-        work = partial(self._run, self._listener.path, self._listener.key)
-        self._pool = asyncio.wrap_future(self._thread.submit(work))
-
-    def _run(self, path: str, key: str) -> None:
+    def _run(self, path: str) -> None:
         parallel = self._joblib.Parallel(n_jobs=self.count, backend=self._backend)
-        parallel(self._joblib.delayed(serve)(path, key, number) for number in range(self.count))
-
-    async def spare(self) -> Host:
-        """A process of its own."""
-        return await self._spare.spare()
-
-    async def dismiss(self, host: Host) -> None:
-        """End a spare process."""
-        await self._spare.dismiss(host)
+        parallel(self._joblib.delayed(serve)(path, number) for number in range(self.count))
 
     async def rest(self, *, keep_envs: bool) -> None:
         """Close the envs and end the tasks."""
         del keep_envs
-        await self._spare.rest(keep_envs=False)
-        seconds = self._setup.close_seconds
-        await asyncio.gather(*(host.close_envs(seconds) for host in self._hosts))
-        for host in self._hosts:
-            host.end()
-        self._hosts.clear()
+        await super().close()
         if self._pool is not None:
-            with contextlib.suppress(Exception):
-                await asyncio.wait([self._pool], timeout=seconds)
-        while not self._listener.arrived.empty():
-            self._listener.arrived.get_nowait().end()
-        self._pool, self._pools = None, 0
+            await asyncio.wait([self._pool], timeout=self._seconds)
+        self._pool = None
 
     async def close(self) -> None:
         """End everything; joblib keeps its idle processes for a while."""
         try:
             await self.rest(keep_envs=False)
-            await self._spare.close()
         finally:
-            self._listener.close()
             self._thread.end()
-
-    def pids(self) -> list[int]:
-        """The processes of spare hosts."""
-        return self._spare.pids()

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 from typing import Any
 
 from shoal.core.errors import WorkerDiedError
 from shoal.core.workers import WorkerProcess, describe_exit
 from shoal.rollout.hosts.episodes import Setup
-from shoal.rollout.hosts.host import Host, HostsFailedError
+from shoal.rollout.hosts.host import Host, Hosts, HostsFailedError
 from shoal.rollout.hosts.sockets import Listener, SocketHost, serve
 
-logger = logging.getLogger(__name__)
 START_SECONDS = 120.0
 """Seconds within which a process must connect, without a `make_timeout`."""
 
 
-class ProcessHosts:
+class ProcessHosts(Hosts):
     """Hosts in processes, started when first needed and kept for the next rollout.
 
     Args:
@@ -28,62 +26,32 @@ class ProcessHosts:
     """
 
     def __init__(self, setup: Setup, count: int) -> None:
-        self.count = count
+        super().__init__(count, setup.close_seconds)
         self._setup = setup
         self._listener = Listener(setup)
-        self._hosts: dict[int, SocketHost] = {}
         self._processes: dict[SocketHost, WorkerProcess] = {}
-        self._next = count
 
-    async def host(self, number: int) -> Host | None:
-        """The host of that number."""
-        known = self._hosts.get(number)
-        if known is None or known.lost:
-            known = self._hosts[number] = await self._start(number)
-        return known
-
-    async def spare(self) -> Host:
-        """A process of its own."""
-        number = self._next = self._next + 1
-        host = self._hosts[number] = await self._start(number)
-        return host
-
-    async def _start(self, number: int) -> SocketHost:
-        """A host in a new process; one that ends before it plays is started once more."""
-        try:
-            return await self._try(number)
-        except HostsFailedError as error:
-            logger.warning("%s; another one is started", error)
-            return await self._try(number)
-
-    async def _try(self, number: int) -> SocketHost:
+    async def _start(self, number: int) -> Host:
+        """A host in a new process."""
         self._forget_lost()
         await self._listener.start()
         arrives = self._listener.expect(number)
         try:
-            process = WorkerProcess(serve_alone, (self._listener.path, self._listener.key, number))
+            process = WorkerProcess(serve_alone, (self._listener.path, number))
         except (OSError, WorkerDiedError) as error:
             raise HostsFailedError(f"no worker process can be started: {error}") from error
         loop = asyncio.get_running_loop()
-        died: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(process.sentinel, _set, died)
+        loop.add_reader(process.sentinel, _fail, arrives, process)
         limit = self._setup.make_timeout or START_SECONDS
         try:
-            wanted: list[asyncio.Future[Any]] = [arrives, died]
-            await asyncio.wait(wanted, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        except BaseException:
-            process.close()
-            raise
-        finally:
+            async with asyncio.timeout(limit):
+                host = await arrives
+        except BaseException as error:
             loop.remove_reader(process.sentinel)
-        if not arrives.done():
-            how = "did not start in time"
-            if died.done():
-                process.wait(1.0)
-                how = describe_exit(process.exit_code)
             process.close()
-            raise HostsFailedError(f"a worker process {how} before it played anything")
-        host = arrives.result()
+            if isinstance(error, TimeoutError):
+                raise HostsFailedError(f"a worker process did not start within {limit:g} s") from error
+            raise
         self._processes[host] = process
         host.ended = lambda: _end(process)
         loop.add_reader(process.sentinel, self._died, host)
@@ -91,7 +59,7 @@ class ProcessHosts:
 
     def _died(self, host: SocketHost) -> None:
         asyncio.get_running_loop().remove_reader(self._processes[host].sentinel)
-        host.lose(host.ended())
+        host.lose(f"{host.name} {host.ended()}")
 
     def _forget_lost(self) -> None:
         for host, process in list(self._processes.items()):
@@ -99,30 +67,22 @@ class ProcessHosts:
                 asyncio.get_running_loop().remove_reader(process.sentinel)
                 process.close()
                 del self._processes[host]
-        self._hosts = {number: host for number, host in self._hosts.items() if not host.lost}
 
     async def dismiss(self, host: Host) -> None:
         """End a spare process."""
-        await host.close_envs(self._setup.close_seconds)
-        host.end()
+        await super().dismiss(host)
         self._forget_lost()
 
     async def rest(self, *, keep_envs: bool) -> None:
         """Close the envs; spare hosts end."""
-        for number in [number for number in self._hosts if number >= self.count]:
-            self._hosts.pop(number).end()
-        if not keep_envs:
-            seconds = self._setup.close_seconds
-            await asyncio.gather(*(host.close_envs(seconds) for host in self._hosts.values()))
+        await super().rest(keep_envs=keep_envs)
         self._forget_lost()
 
     async def close(self) -> None:
         """Close the envs, and end the processes."""
         try:
-            await self.rest(keep_envs=False)
+            await super().close()
         finally:
-            for host in self._processes:
-                host.end()
             self._forget_lost()
             self._listener.close()
 
@@ -139,14 +99,16 @@ def _end(process: WorkerProcess) -> str:
     return "lost its connection" if code is None else describe_exit(code)
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _fail(arrives: asyncio.Future[SocketHost], process: WorkerProcess) -> None:
+    if not arrives.done():
+        process.wait(1.0)
+        how = describe_exit(process.exit_code)
+        arrives.set_exception(HostsFailedError(f"a worker process {how} before it played anything"))
 
 
-def serve_alone(pipe: Any, path: str, key: str, number: int) -> None:
+def serve_alone(pipe: Any, path: str, number: int) -> None:
     """Run a host in a dedicated process; it ends at once, whatever its envs are doing."""
     del pipe
     with contextlib.suppress(ConnectionError):
-        serve(path, key, number)
+        serve(path, number)
     os._exit(0)

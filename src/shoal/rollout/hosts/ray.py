@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import Any
 
 import msgspec
 
 from shoal.core.executors import connect_ray
 from shoal.rollout.hosts.episodes import Begin, Event, Reply, Setup, SlotThreads
-from shoal.rollout.hosts.host import Host, HostsFailedError, OpenSlots
+from shoal.rollout.hosts.host import Host, HostsFailedError, WorkerHost
 from shoal.rollout.hosts.processes import ProcessHosts
-from shoal.rollout.hosts.sockets import MISSED, encode, pickled, unpickled
+from shoal.rollout.hosts.sockets import encode, pickled, unpickled
 
+logger = logging.getLogger(__name__)
 MOST_CALLS = 100_000
 ROOM_SECONDS = 30.0
 """For which room is waited for that one episode alone needs."""
@@ -54,17 +56,14 @@ class _Actor:
             await asyncio.wait(closing)
 
 
-class RayHost:
+class RayHost(WorkerHost):
     """An actor as a host."""
 
-    def __init__(self, ray: Any, actor: Any, setup: Setup) -> None:
-        self._ray, self._actor, self._setup = ray, actor, setup
-        self._slots = OpenSlots()
+    name = "a Ray worker"
 
-    @property
-    def lost(self) -> bool:
-        """Whether it does not answer any more."""
-        return self._slots.lost
+    def __init__(self, ray: Any, actor: Any, setup: Setup) -> None:
+        super().__init__(setup)
+        self._ray, self._actor = ray, actor
 
     async def ready(self) -> None:
         """Wait until there is room for it."""
@@ -72,59 +71,52 @@ class RayHost:
 
     async def tell(self, message: Begin | Reply) -> Event:
         """The slot's answer."""
-        future = self._slots.open(message)
-        task = asyncio.ensure_future(self._call(message))
+        future = self._ask(message)
+        task = asyncio.ensure_future(self._play(message))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             return await future
         finally:
             task.cancel()
 
-    async def _call(self, message: Begin | Reply) -> None:
-        try:
-            self._slots.settle(_to_driver.decode(await self._actor.tell.remote(encode(message))))
-        except self._ray.exceptions.RayError as error:
-            self._slots.lose(
-                f"a Ray worker was lost: {(str(error).splitlines() or [type(error).__name__])[0]}"
-            )
+    async def _play(self, message: Begin | Reply) -> None:
+        if (data := await self._call("tell", encode(message))) is not None:
+            self._settle(_to_driver.decode(data))
 
-    async def overdue(self) -> list[tuple[int, str]]:
-        """What the actor says; it is lost if it says nothing for long."""
-        limit = max(self._setup.step_timeout or 0.0, self._setup.make_timeout or 0.0) + MISSED
-        try:
-            async with asyncio.timeout(limit):
-                return list(await self._actor.overdue.remote())
-        except TimeoutError:
-            self._slots.lose(f"a Ray worker gave no sign of life for {limit:g} s", hung=True)
-            self._kill()
-        except self._ray.exceptions.RayError as error:
-            self._slots.lose(f"a Ray worker was lost: {error}")
-        return []
+    async def _look(self) -> list[tuple[int, str]]:
+        return list(await self._call("overdue") or ())
 
-    def give_up(self, slot: int, why: str) -> None:
-        """The whole actor is given up."""
-        self._slots.lose(why, hung=True, slot=slot)
-        self._kill()
+    async def _call(self, name: str, *given: bytes) -> Any:
+        """What the actor answers; None, and it is lost, if it cannot."""
+        why = "Ray was shut down"
+        try:
+            if self._ray.is_initialized():  # else a call would begin Ray anew
+                return await getattr(self._actor, name).remote(*given)
+        except self._ray.exceptions.RayError as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+        self.lose(f"{self.name} was lost: {why}")
+        return None
+
+    def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:
+        """Stop waiting for it, and kill the actor."""
+        super().lose(why, hung=hung, slot=slot)
+        if self._ray.is_initialized():
+            with contextlib.suppress(Exception):
+                self._ray.kill(self._actor)
 
     async def close_envs(self, seconds: float) -> None:
         """Close the envs."""
         if not self.lost:
-            with contextlib.suppress(TimeoutError, self._ray.exceptions.RayError):
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await self._actor.close_envs.remote()
-
-    def end(self) -> None:
-        """Kill the actor."""
-        self._slots.lose("it was ended")
-        self._kill()
-
-    def _kill(self) -> None:
-        with contextlib.suppress(Exception):
-            self._ray.kill(self._actor)
+                    await self._call("close_envs")
 
 
-class RayHosts:
+class RayHosts(ProcessHosts):
     """Actors on a Ray cluster, started when first needed and kept for the next rollout.
+
+    A process of this machine takes the place of one that cannot be started, or of a spare one for which there is no
+    room.
 
     Args:
         setup: what they play.
@@ -133,8 +125,8 @@ class RayHosts:
     """
 
     def __init__(self, setup: Setup, count: int, options: dict[str, Any]) -> None:
-        self.count = count
-        self._setup, self._data = setup, pickled(setup)
+        super().__init__(setup, count)
+        self._data = pickled(setup)
         self._ray = connect_ray()
         # They reserve no CPU by default: two rollouts that keep their actors would wait for each other.
         own = {
@@ -144,29 +136,18 @@ class RayHosts:
             "scheduling_strategy": "SPREAD",
         }
         self._options = own | options
-        self._hosts: dict[int, RayHost] = {}
-        self._next = count
-        self._spare = ProcessHosts(setup, 0)
 
-    async def host(self, number: int) -> Host | None:
-        """The actor of that number."""
-        known = self._hosts.get(number)
-        if known is None or known.lost:
-            known = self._hosts[number] = await self._start()
-        return known
+    async def _start(self, number: int) -> Host:
+        try:
+            async with asyncio.timeout(None if number < self.count else ROOM_SECONDS):
+                return await self._actor()
+        except TimeoutError:
+            return await super()._start(number)
+        except HostsFailedError as error:
+            logger.warning("%s; a process of this machine takes its place", error)
+            return await super()._start(number)
 
-    async def spare(self) -> Host:
-        """An actor of its own; a process of this machine where Ray is gone, or has no room for one."""
-        if self._ray.is_initialized():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ROOM_SECONDS):
-                    host = await self._start()
-                self._next += 1
-                self._hosts[self._next] = host
-                return host
-        return await self._spare.spare()
-
-    async def _start(self) -> RayHost:
+    async def _actor(self) -> RayHost:
         if not self._ray.is_initialized():
             raise HostsFailedError("Ray was shut down")
         host = RayHost(
@@ -180,35 +161,3 @@ class RayHosts:
             host.end()
             raise
         return host
-
-    async def dismiss(self, host: Host) -> None:
-        """End a spare actor."""
-        if isinstance(host, RayHost):
-            host.end()
-        else:
-            await self._spare.dismiss(host)
-
-    async def rest(self, *, keep_envs: bool) -> None:
-        """Close the envs; spare hosts end."""
-        for number in [number for number, host in self._hosts.items() if number >= self.count or host.lost]:
-            self._hosts.pop(number).end()
-        if not keep_envs:
-            seconds = self._setup.close_seconds
-            await asyncio.gather(*(host.close_envs(seconds) for host in self._hosts.values()))
-
-    async def close(self) -> None:
-        """End the actors."""
-        hosts, self._hosts = self._hosts, {}
-        try:
-            if self._ray.is_initialized():
-                seconds = self._setup.close_seconds
-                await asyncio.gather(*(host.close_envs(seconds) for host in hosts.values()))
-        finally:
-            await self._spare.close()
-            if self._ray.is_initialized():
-                for host in hosts.values():
-                    host.end()
-
-    def pids(self) -> list[int]:
-        """None that were started here."""
-        return []

@@ -1,4 +1,4 @@
-"""Hosts in other processes: frames of msgpack over a Unix socket that only this user's processes with a key can use.
+"""Hosts in other processes: frames of msgpack over a Unix socket that only this user's processes can use.
 
 The host connects, gets its setup (pickled by the driver that started it), and answers until the socket ends.
 """
@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import pickle
-import secrets
 import shutil
 import socket
 import struct
@@ -17,27 +16,21 @@ import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import msgspec
 
 from shoal.core.errors import ConfigError
 from shoal.core.workers import dumps
 from shoal.rollout.hosts.episodes import Begin, Event, Reply, Setup, SlotThreads
-from shoal.rollout.hosts.host import OpenSlots
+from shoal.rollout.hosts.host import WorkerHost
 
 _LENGTH = struct.Struct("<I")
-MOST = 1 << 30
-"""Bytes of a frame."""
-MOST_HELLO = 1 << 12
-"""Bytes of the first frame, before the key is known."""
-MISSED = 5.0
-"""Seconds beyond the limits of envs after which a host that does not answer at all is given up."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """A host is there."""
 
-    key: str
     number: int
     pid: int
 
@@ -71,30 +64,23 @@ def framed(data: bytes) -> bytes:
 
 
 # --- the driver's side
-class SocketHost(asyncio.Protocol):
+class SocketHost(WorkerHost, asyncio.Protocol):
     """A host at the other end of a socket.
 
     Args:
-        listener: whose key it must know.
+        listener: where it connects.
     """
 
     def __init__(self, listener: Listener) -> None:
+        super().__init__(listener.setup)
         self._listener = listener
-        self._slots = OpenSlots()
         self._buffer = bytearray()
-        self._known = False
         self._out: list[bytes] = []
-        self._looked: asyncio.Future[list[tuple[int, str]]] | None = None
-        self._closed: asyncio.Future[None] | None = None
+        self._asked: dict[type, asyncio.Future[Any]] = {}  # what is waited for beside the slots, by its kind
         self._transport: asyncio.WriteTransport
-        self.pid, self.number = 0, -1
+        self.pid = 0
         self.ended: Callable[[], str] = lambda: "lost its connection"
         """Says how its process ended, and sees that it has."""
-
-    @property
-    def lost(self) -> bool:
-        """Whether it does not answer any more."""
-        return self._slots.lost
 
     # asyncio's
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -108,36 +94,25 @@ class SocketHost(asyncio.Protocol):
         buffer += data
         while len(buffer) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, at)
-            if length > (MOST if self._known else MOST_HELLO):
-                return self.lose("sent a frame that is too long")
             end = at + _LENGTH.size + length
             if len(buffer) < end:
                 break
-            try:
-                self._hear(_to_driver.decode(memoryview(buffer)[at + _LENGTH.size : end]))
-            except msgspec.MsgspecError as error:
-                return self.lose(f"sent what is no message: {error}")
+            self._hear(_to_driver.decode(memoryview(buffer)[at + _LENGTH.size : end]))
             at = end
         del buffer[:at]
-        return None
 
     def connection_lost(self, error: Exception | None) -> None:
         """The other side is gone."""
-        self.lose(self.ended())
+        self.lose(f"{self.name} {self.ended()}")
 
     def _hear(self, message: Hello | Event | Overdue | Closed) -> None:
-        if not self._known:
-            if not (isinstance(message, Hello) and secrets.compare_digest(message.key, self._listener.key)):
-                self._transport.close()
-                return
-            self._known, self.pid, self.number = True, message.pid, message.number
-            self._listener.connected(self)
-        elif isinstance(message, Event):
-            self._slots.settle(message)
-        elif isinstance(message, Overdue) and self._looked is not None and not self._looked.done():
-            self._looked.set_result(list(message.slots))
-        elif isinstance(message, Closed) and self._closed is not None and not self._closed.done():
-            self._closed.set_result(None)
+        if isinstance(message, Event):
+            self._settle(message)
+        elif isinstance(message, Hello):
+            self.pid, self.name = message.pid, f"worker process {message.pid}"
+            self._listener.connected(self, message.number)
+        elif (asked := self._asked.pop(type(message), None)) is not None and not asked.done():
+            asked.set_result(message)
 
     # a host
     def send(self, data: bytes) -> None:
@@ -153,52 +128,34 @@ class SocketHost(asyncio.Protocol):
 
     def tell(self, message: Begin | Reply) -> Awaitable[Event]:
         """The slot's answer."""
-        future = self._slots.open(message)
+        future = self._ask(message)
         self.send(encode(message))
         return future
 
-    async def overdue(self) -> list[tuple[int, str]]:
-        """The host's reply; without one in time it is lost."""
-        setup = self._listener.setup
-        limit = max(setup.step_timeout or 0.0, setup.make_timeout or 0.0) + MISSED
-        self._looked = asyncio.get_running_loop().create_future()
-        self.send(encode(Look()))
-        try:
-            async with asyncio.timeout(limit):
-                return await self._looked
-        except TimeoutError:
-            self.lose(f"gave no sign of life for {limit:g} s", hung=True)
-            return []
+    def _question(self, question: Look | CloseEnvs, kind: type) -> asyncio.Future[Any]:
+        """What will be answered to a question that is about all slots."""
+        self._asked[kind] = asyncio.get_running_loop().create_future()
+        self.send(encode(question))
+        return self._asked[kind]
 
-    def give_up(self, slot: int, why: str) -> None:
-        """The whole process is given up."""
-        self.lose(why, hung=True, slot=slot)
+    async def _look(self) -> list[tuple[int, str]]:
+        return list((await self._question(Look(), Overdue)).slots)
 
     def lose(self, why: str, *, hung: bool = False, slot: int | None = None) -> None:
         """Stop waiting for it, and make sure that its process ends."""
-        self._slots.lose(
-            why if slot is not None else f"worker process {self.pid} {why}", hung=hung, slot=slot
-        )
+        super().lose(why, hung=hung, slot=slot)
         self._transport.close()
-        self._listener.disconnected(self)
+        self._listener.hosts.discard(self)
 
     async def close_envs(self, seconds: float) -> None:
         """Close the envs; a host that does not within its time is lost."""
         if self.lost:
             return
-        if self._closed is None or self._closed.done():
-            self._closed = asyncio.get_running_loop().create_future()
-            self.send(encode(CloseEnvs()))
         try:
             async with asyncio.timeout(seconds):
-                await asyncio.shield(self._closed)
+                await self._question(CloseEnvs(), Closed)
         except TimeoutError:
-            self.lose(f"did not close its envs within {seconds:g} s")
-
-    def end(self) -> None:
-        """Close the connection, at which the host ends."""
-        self._slots.lose("it was ended")
-        self._transport.close()
+            self.lose(f"{self.name} did not close its envs within {seconds:g} s")
 
 
 class Listener:
@@ -210,13 +167,10 @@ class Listener:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.key = secrets.token_hex(16)
         self.path = ""
-        self.arrived: asyncio.Queue[SocketHost] = asyncio.Queue()
-        """Hosts that have connected before they were expected."""
         self.hosts: set[SocketHost] = set()
         self._expected: dict[int, asyncio.Future[SocketHost]] = {}
-        self._data: bytes | None = None
+        self._data = b""
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
         self._folder = ""
@@ -230,7 +184,9 @@ class Listener:
             self._folder = tempfile.mkdtemp(prefix="shoal-")
             self.path = f"{self._folder}/hosts"
             loop = asyncio.get_running_loop()
-            self._server = await loop.create_unix_server(lambda: SocketHost(self), self.path)
+            made = loop.create_unix_server(lambda: SocketHost(self), self.path, start_serving=False)
+            self._server = await made  # at once: what is broken off from here on can be closed
+            await self._server.start_serving()
 
     def expect(self, number: int) -> asyncio.Future[SocketHost]:
         """The host of this number, once it connects."""
@@ -238,20 +194,15 @@ class Listener:
         self._expected[number] = future
         return future
 
-    def connected(self, host: SocketHost) -> None:
-        """A host has said its key."""
-        assert self._data is not None
+    def connected(self, host: SocketHost, number: int) -> None:
+        """A host is there; it ends at once if nobody waits for it any more."""
+        future = self._expected.pop(number, None)
+        if future is None or future.done():
+            host.end()
+            return
         host.send(self._data)
         self.hosts.add(host)
-        future = self._expected.pop(host.number, None)
-        if future is None or future.done():
-            self.arrived.put_nowait(host)
-        else:
-            future.set_result(host)
-
-    def disconnected(self, host: SocketHost) -> None:
-        """A host is gone."""
-        self.hosts.discard(host)
+        future.set_result(host)
 
     def close(self) -> None:
         """End all connections and remove the socket."""
@@ -287,7 +238,7 @@ def unpickled(data: bytes) -> Setup:
 
 
 # --- the host's side
-def serve(path: str, key: str, number: int) -> None:
+def serve(path: str, number: int) -> None:
     """Be host `number` of the driver at a socket, until the driver is gone."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
@@ -298,7 +249,7 @@ def serve(path: str, key: str, number: int) -> None:
             with lock, contextlib.suppress(OSError):  # the driver is gone, which the loop below sees
                 connection.sendall(data)
 
-        send(Hello(key, number, os.getpid()))
+        send(Hello(number, os.getpid()))
         frames = _frames(connection)
         first = next(frames, None)
         if first is None:
