@@ -17,7 +17,7 @@ from shoal.core.configuration import read_settings
 from shoal.core.data import Trajectory, encode_trajectory, read_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import command_of
-from shoal.rollout.verify import Difference, difference_of
+from shoal.testing.verify import Difference, difference_of
 
 if TYPE_CHECKING:
     from shoal.train.agent.config import AgentConfig

@@ -28,8 +28,8 @@ from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
 from shoal.rollout.tools.chat import ToolChat
 from shoal.rollout.tools.toolbox import recorded_tools
-from shoal.rollout.verify import Difference, difference_of, same_turn
 from shoal.testing.recorded_runs import Recording, agent_config_of, recordings_of
+from shoal.testing.verify import Difference, difference_of, same_turn
 
 Step = Callable[[int, Any, int | str], tuple[Any, Any, Any, Any, Any]]
 """`(turn from 1, env, action) -> what env.step gives`: how a step is made, a debugger's for one."""
