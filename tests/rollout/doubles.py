@@ -162,7 +162,9 @@ def config(groups=8, members=2, n_jobs=2, fault="", parallel=None, **env):
     side = {"env_groups": groups, "group_size": members, "env_configs": {"tags": ["Counter"]}}
     return {
         "seed": 7,
-        "custom_envs": {"Counter": {"env_type": "test_counter", "env_config": {"fault": fault, **env}}},
+        "custom_envs": {
+            "Counter": {"env_type": f"{__name__}:CounterEnv", "env_config": {"fault": fault, **env}}
+        },
         "es_manager": {"train": side, "val": side},
         "agent_proxy": {
             "max_tokens": 16,

@@ -11,7 +11,7 @@ from shoal.core.seeding import derive_seed
 from shoal.envs.actions import Projected, Projection
 from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.factory import EnvGroups, make_environments, make_set, validate_environment_config
+from shoal.rollout.factory import make_environments, make_set, validate_environment_config
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
@@ -206,36 +206,6 @@ def test_in_append_mode_each_prompt_extends_the_tokens_before_it():
             assert after.prompt_ids[: len(known)] == known
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"custom_envs": {}}, "names 'Lake', which is not in custom_envs"),
-        (
-            {"custom_envs": {"Lake": {"env_type": "frozn_lake"}}},
-            "custom_envs.Lake: no env named 'frozn_lake'",
-        ),
-        (
-            {"custom_envs": {"Lake": {"env_type": "frozen_lake", "env_config": {"sise": 3}}}},
-            "FrozenLakeConfig has no setting 'sise'. Did you mean 'size'",
-        ),
-        ({"es_manager": {"train": {"env_groups": 0}}}, "must be at least 1, got 0"),
-        (
-            {"es_manager": {"train": {"env_groups": 4, "env_configs": {"tags": ["Lake"], "n_groups": [3]}}}},
-            "must sum to env_groups=4 or to a divisor",
-        ),
-        ({"es_manager": {"train": {"env_configs": {}}}}, "must name at least one of custom_envs"),
-        (
-            {"vector": {"step_timeout": 5}, "use_parallel_envs": False},
-            "vector.step_timeout needs use_parallel_envs=true",
-        ),
-        ({"vector": {"make_timeout": -1}}, "vector.make_timeout must be positive, or null, got -1"),
-    ],
-)
-def test_a_config_that_cannot_run_says_which_key_is_wrong(change, message):
-    with pytest.raises(ConfigError, match=message):
-        validate_environment_config(config() | change)
-
-
 def test_a_kind_of_env_with_prefill_is_refused_in_append_mode_before_anything_is_played():
     kinds = {tag: kind | {"prompt": {"prefill": "<action>"}} for tag, kind in config()["custom_envs"].items()}
     appending = {"custom_envs": kinds, "agent_proxy": {"prompt": {"mode": "append"}}}
@@ -243,17 +213,6 @@ def test_a_kind_of_env_with_prefill_is_refused_in_append_mode_before_anything_is
         ConfigError, match=r"custom_envs\.Lake\.prompt with agent_proxy\.prompt: prompt\.prefill"
     ):
         ParallelRolloutManager(config() | appending, RandomEngine(WORDS))
-
-
-def test_groups_are_spread_by_counts_or_proportions():
-    mix = config()["es_manager"]["train"]["env_configs"]
-    checked = validate_environment_config(config())
-    assert checked.es_manager.train.group_tags() == ("Lake", "Lake", "Lake", "Fixed")
-    doubled = EnvGroups(8, 2, type(checked.es_manager.train.env_configs)(tuple(mix["tags"]), (3, 1)))
-    assert doubled.group_tags() == ("Lake",) * 6 + ("Fixed",) * 2
-    made = make_set(checked, doubled)
-    assert (len(made.tags), made.group_size) == (8, 2)
-    made.pool.close()
 
 
 class Slow(RandomEngine):

@@ -13,7 +13,7 @@ from shoal.envs.actions import Projection
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import Episode, EpisodeId, Role, anchor_of, words_of
 from shoal.rollout.factory import make_environments
-from shoal.rollout.prompts import PromptConfig, Prompter, find_drift
+from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Completion, Request, Sampling
 from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
@@ -250,23 +250,6 @@ def test_drift_that_is_to_be_raised_ends_each_episode_whoever_plays_it(backend, 
     with ParallelRolloutManager(config, engine, workers, backend=backend) as manager:
         played = manager.collect()
     assert [(t.status, len(t.turns)) for t in played] == [("engine_error", 1)] * 12
-
-
-def test_what_stands_between_messages_is_named_too():
-    tokenizer = TemplateTokenizer(Words(CHATML))
-    chat = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
-    whole = tokenizer.start(chat)
-    assert find_drift(tokenizer, chat, whole) is None
-    newline = len(tokenizer.start(chat[:1])) + 2  # after "b" and the end of its turn
-    drift = find_drift(tokenizer, chat, whole[:newline] + whole[newline + 1 :])
-    assert drift.piece == "what the template puts before message 2 (user)"
-    drift = find_drift(tokenizer, chat, whole[:-1])
-    assert drift.piece == "what the template puts after the last message"
-    assert find_drift(ChatCodec(), chat, (1, 2)) is None
 
 
 def test_a_prompt_that_does_not_extend_the_one_before_is_refused_with_the_place():

@@ -5,9 +5,8 @@ import json
 import msgspec
 import pytest
 from tests.records import Exchange, trajectory_of
-from tests.rollout.doubles import BreakingOff, BrokenOff, CounterEnv, HashEngine, config
+from tests.rollout.doubles import BreakingOff, BrokenOff, HashEngine, config
 
-from shoal import envs
 from shoal.core.data import encode_trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
@@ -20,11 +19,6 @@ from shoal.rollout.samplers.sampler import Sampling
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 SETTINGS = {"seed": 7, "env": {"size": (4, 4)}}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _counter():
-    envs.register("test_counter", CounterEnv, replace=True)
 
 
 def episode(group, status="ok", seed=7):
@@ -51,7 +45,8 @@ def test_a_journal_that_was_cut_anywhere_goes_on_with_its_whole_episodes(tmp_pat
         journal.add(episode(group))
         ends.append(path.stat().st_size)
     data = path.read_bytes()
-    for cut in range(begun, len(data) + 1):
+    edges = {end + by for end in (begun, *ends) for by in (-1, 0, 1)} & set(range(begun, len(data) + 1))
+    for cut in sorted({*range(begun, len(data), 37), *edges}):
         torn.write_bytes(data[:cut])
         whole = [group for group, end in enumerate(ends) if cut >= end - 1]  # a line may lack its newline
         assert read_back(torn, 3) == whole

@@ -44,15 +44,6 @@ def test_braces_in_an_observation_stay_as_they_are(observation):
     assert fill("<{observation}>", {"observation": observation}) == f"<{observation}>"
 
 
-def test_append_mode_extends_the_tokens_before_it():
-    prompter = Prompter(PromptConfig(mode="append", first="{observation}", later="{observation}"), TOKENIZER)
-    prompt = prompter.prompt(scene(0, "a"))
-    response = TOKENIZER.encode("<action>Up</action>")
-    longer = prompter.prompt(scene(1, "b"), (prompt, response))
-    assert longer[: len(prompt) + len(response)] == prompt + response
-    assert longer == prompt + response + TOKENIZER.extend(response, {"role": "user", "content": "b"})
-
-
 def test_window_mode_forgets_what_was_written():
     prompter = Prompter(PromptConfig(history=0, first="{observation}", later="{observation}"), TOKENIZER)
     assert prompter.prompt(scene(1, "b"), ((1,), (2,))) == prompter.prompt(scene(0, "b"))
@@ -151,33 +142,6 @@ def test_drift_is_looked_for_in_the_first_turns_unless_it_ends_episodes(on_drift
         for _ in range(3):  # one warning is enough
             other.check_drift(chat, [ord(c) for c in "<on!>?"])
         assert [r.name for r in caplog.records].count("shoal.rollout.prompts") == (on_drift == "warn")
-
-
-class Seeing(TinyTokenizer):
-    """Keeps the messages that it was given."""
-
-    takes_images = True
-
-    def start(self, messages):
-        self.given = messages
-        return super().start(messages)
-
-
-def test_pictures_are_announced_to_a_tokenizer_that_takes_them():
-    for mode in ("window", "append"):
-        tokenizer = Seeing()
-        config = PromptConfig(mode=mode, first="{observation}", later="{observation}", system="S")
-        prompter = Prompter(config, tokenizer)
-        seen = Scene("", "now", [], [], 9, n_images=2)
-        first = prompter.prompt(seen)
-        assert tokenizer.given == [
-            {"role": "system", "content": "S"}, {"role": "user", "content": "now", "images": 2},
-        ]  # fmt: skip
-        later = Scene("", "then", [], [PastTurn("now", "x", "x", 0.0)], 9, n_images=1)
-        prompter.prompt(later, (first, (1,)))
-        assert tokenizer.given[-1] == {"role": "user", "content": "then", "images": 1}
-    plain = Prompter(PromptConfig(first="{observation}"), TOKENIZER)
-    assert plain.prompt(Scene("", "now", [], [], 9, n_images=2)) == plain.prompt(Scene("", "now", [], [], 9))
 
 
 def test_a_kind_of_env_has_templates_of_its_own_made_once():

@@ -1,5 +1,6 @@
 """Faults of envs and engine, mixed at random: each costs its own episode, and every episode is counted once."""
 
+import contextlib
 import os
 import random
 import re
@@ -9,20 +10,16 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
-from tests.rollout.doubles import ENV_ERRORS, HARMLESS, SHORT, TURNS, FaultyEngine, World, kinds
+from tests.rollout.doubles import ENV_ERRORS, HARMLESS, SHORT, TURNS, FaultyEngine, kinds
 
-from shoal import ParallelRolloutManager, derive_seed, envs
+from shoal import ParallelRolloutManager, derive_seed
 
 BACKENDS = ("serial", "threads", "processes")
 SEED, ITERATION = 7, 4
 PATIENCE = 60
 """Seconds within which what a rollout started has ended."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _world():
-    envs.register("test_world", World, replace=True)
 
 
 def config(n_groups, members, faults, folder, schedule):
@@ -31,7 +28,7 @@ def config(n_groups, members, faults, folder, schedule):
     side = {"env_groups": n_groups, "group_size": members, "env_configs": {"tags": ["World"]}}
     return {
         "seed": SEED,
-        "custom_envs": {"World": {"env_type": "test_world", "env_config": env}},
+        "custom_envs": {"World": {"env_type": "tests.rollout.doubles:World", "env_config": env}},
         "es_manager": {"train": side, "val": side},
         "agent_proxy": {
             "max_tokens": 8,
@@ -145,21 +142,11 @@ def check(calm, played, plan):
 # --- what is left behind
 def descendants():
     """Processes that this one started, however far down."""
-    children = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except OSError:  # it ended meanwhile
-                continue
-            state, parent = stat.rpartition(")")[2].split()[:2]
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(entry.name))
-    found, todo = set(), [os.getpid()]
-    while todo:
-        for pid in children.get(todo.pop(), ()):
-            found.add(pid)
-            todo.append(pid)
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
     return found
 
 

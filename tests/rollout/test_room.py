@@ -2,9 +2,9 @@
 
 import sys
 
-from tests.rollout.doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import HashEngine, config
 
-from shoal import ParallelRolloutManager, envs
+from shoal import ParallelRolloutManager
 
 MACHINE = {"episode.py", "prompts.py", "samplers/tokenizers.py"}
 """What an episode itself is made of, wherever it plays."""
@@ -21,7 +21,6 @@ def test_a_request_passes_few_files_beside_the_machine_of_the_episode():
     def before(requests):
         sys.setprofile(note if requests[0].key.path[3] == 1 else None)
 
-    envs.register("test_counter", CounterEnv, replace=True)
     settings = config(groups=1, members=1)
     with ParallelRolloutManager(settings, HashEngine(before), backend="serial") as manager:
         manager.collect(4)

@@ -9,7 +9,6 @@ from shoal.rollout.factory import (
     EnvGroups,
     EnvMix,
     EnvTag,
-    EsManager,
     VectorConfig,
     make_environments,
     make_roles,
@@ -17,9 +16,8 @@ from shoal.rollout.factory import (
 )
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.http import RetryPolicy
-from shoal.rollout.samplers.sampler import Capabilities, Sampling
+from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
-from shoal.rollout.samplers.tiny import TinyShape
 from shoal.rollout.settings import ParallelConfig, RolloutSettings, rollout_config
 
 NAN, INF = float("nan"), float("inf")
@@ -98,19 +96,10 @@ def test_a_config_of_hydras_is_read_like_a_mapping(parts):
         rollout_config({"agent_proxy": None})
 
 
-def test_what_is_not_said_of_a_rollout_is_this():
-    settings = RolloutSettings()
-    assert settings.sampling() == Sampling(8, 1.0, ("</action>",), 1.0, 0, 0.0)
-    assert (settings.max_turn, settings.use_parallel_rollout, settings.parallel_n_jobs) == (None, False, -1)
-    other = RolloutSettings(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, stop=("x",))
-    assert other.sampling() == Sampling(5, 0.5, ("x",), 0.9, 3, 0.1)
-    assert other.sampling(greedy=True) == Sampling(5, 0.0, ("x",))
-    assert (EnvGroups().env_groups, EnvGroups().group_size, EnvGroups().group_tags()) == (8, 16, ())
-    assert (EsManager().val.env_groups, EsManager().val.group_size) == (64, 1)
-    kind = EnvTag("bandit")
-    assert (kind.max_actions_per_traj, kind.max_actions_per_turn, kind.action_sep) == (None, 1, "||")
-    assert VectorConfig() == VectorConfig("auto", None, 60.0, None)
-    assert (PromptConfig().mode, PromptConfig().history, PromptConfig().on_drift) == ("window", 2, "warn")
+def test_a_rollout_samples_as_its_settings_say_and_greedily_where_it_is_asked_to():
+    settings = RolloutSettings(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, stop=("x",))
+    assert settings.sampling() == Sampling(5, 0.5, ("x",), 0.9, 3, 0.1)
+    assert settings.sampling(greedy=True) == Sampling(5, 0.0, ("x",))
 
 
 @pytest.mark.parametrize(("jobs", "fine"), [(-1, True), (1, True), (0, False), (-2, False)])
@@ -247,23 +236,3 @@ def test_numbers_may_be_as_small_as_makes_sense_and_no_smaller(kind, least):
     for name, number in least.items():
         with pytest.raises(ConfigError, match=f"{name} must be at least {number}.*, got {number - 1}"):
             kind(**{name: number - 1})
-
-
-def test_what_is_not_said_of_an_engine_and_of_workers_is_this():
-    server, replicas, engine = ServerConfig(), ReplicaConfig(), EngineConfig()
-    assert (server.kind, server.concurrency, server.timeout, server.retries) == ("auto", 64, 120.0, 4)
-    assert (replicas.engine, replicas.count, replicas.resources, replicas.timeout, replicas.retries) == (
-        "huggingface", 1, {"num_cpus": 1}, None, 2,
-    )  # fmt: skip
-    assert (engine.name, engine.width, engine.layers, engine.heads, engine.context) == ("tiny", 64, 2, 4, 256)
-    assert (engine.device, engine.threads, engine.dtype, engine.max_batch) == ("cpu", 1, "float32", 32)
-    assert (TinyShape().width, TinyShape().layers, TinyShape().heads, TinyShape().context) == (64, 2, 4, 256)
-    work = ParallelConfig()
-    assert (work.schedule, work.max_batch) == ("adaptive", 4096)
-    assert (work.engine_retries, work.engine_restarts, work.env_retries, work.max_deaths) == (1, 3, 1, 3)
-    assert (work.keep_envs, work.ray_options) == (False, {})
-    assert (RetryPolicy().retries, RetryPolicy().timeout) == (4, 120.0)
-    assert (RetryPolicy().backoff, RetryPolicy().max_backoff) == (0.25, 8.0)
-    assert Sampling() == Sampling(64, 1.0, (), 1.0, 0, 0.0)
-    known = Capabilities("L1", token_ids=True, logprobs=True)
-    assert not any((known.gradients, known.weights, known.adapters, known.images))

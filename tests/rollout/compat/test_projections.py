@@ -4,7 +4,7 @@ import pytest
 import shoal.envs
 from shoal.core.errors import UnknownNameError
 from shoal.envs.catalogue import BUILT_IN
-from shoal.rollout.compat.projections import as_actions, create_projection_function, takes_two
+from shoal.rollout.compat.projections import create_projection_function
 
 
 @pytest.mark.parametrize(
@@ -140,22 +140,3 @@ def test_one_action_needs_no_separator_and_several_are_a_list_of_each_response()
 def test_actions_stand_in_the_tags_that_are_named():
     function = create_projection_function("sokoban", tags=("move",))
     assert function(["<move>up</move>", "<action>up</action>"]) == ([1, 0], [True, False])
-
-
-@pytest.mark.parametrize(
-    ("function", "two"),
-    [
-        (lambda texts: texts, False),
-        (lambda texts, spaces=None: texts, True),
-        (lambda *both: both, True),
-        (lambda texts, *, spaces=None: texts, False),
-        (lambda texts, /, spaces: texts, True),
-        (create_projection_function("sokoban"), True),
-    ],
-)
-def test_whether_a_projection_is_told_what_an_env_accepts_is_seen_from_its_parameters(function, two):
-    assert takes_two(function) == two
-
-
-def test_one_action_or_several_are_a_list():
-    assert [as_actions(action) for action in (3, "up", [1, 2], (1,))] == [[3], ["up"], [1, 2], [1]]
