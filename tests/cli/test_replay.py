@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -254,14 +255,15 @@ class Served:
         return reply
 
 
-@pytest.fixture
-def from_vllm(tmp_path):
+@pytest.fixture(scope="module")
+def asked_by_tokens(tmp_path_factory):
     """A run that asked a server by tokens, and what the server was asked; the server is gone."""
     from tests.rollout.doubles import FakeServer, fast_tokenizer
 
     from shoal.rollout.samplers.registry import load_tokenizer
 
-    folder, run = tmp_path / "tokenizer", tmp_path / "run"
+    base = tmp_path_factory.mktemp("asked")
+    folder, run = base / "tokenizer", base / "run"
     fast_tokenizer().save_pretrained(folder)
     server = FakeServer("vllm")
     server.change = served = Served(load_tokenizer(str(folder)))
@@ -277,6 +279,12 @@ def from_vllm(tmp_path):
         server.shutdown()
         server.server_close()
     return run, served
+
+
+@pytest.fixture
+def from_vllm(asked_by_tokens, tmp_path):
+    """The same in a folder that a test may change."""
+    return shutil.copytree(asked_by_tokens[0], tmp_path / "run"), asked_by_tokens[1]
 
 
 def test_the_tokens_that_a_vllm_server_wrote_are_replayed_and_compared(from_vllm, capsys):
@@ -326,7 +334,7 @@ def test_what_vllm_wrote_in_process_is_replayed_even_where_its_checkpoint_is(
     """An engine in process records what the server does: its tokens, under the tokenizer of its model's folder."""
     served, written = from_vllm
     config = (served / "config.yaml").read_text()
-    folder = str(tmp_path / "tokenizer")
+    folder = re.search(r"tokenizer: (.*)", config)[1]
     (served / "config.yaml").write_text(
         config.replace("name: openai", "name: vllm").replace("model: null", f"model: {folder}", 1)
     )
