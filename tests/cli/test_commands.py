@@ -68,10 +68,6 @@ PPO_WORDS = (
     "train-ppo --env talkative:Talkative --preset none --n-envs 2 --n-steps 32 --total-timesteps 64 "
     "--no-tensorboard"
 )
-ROLLOUT_WORDS = (
-    "rollout --config-name demo-bandit custom_envs.BanditEnv.env_type=talkative:TalkativeBandit "
-    "es_manager.train.env_groups=2 es_manager.train.group_size=1 agent_proxy.parallel_n_jobs=1 --json --backend"
-)
 
 
 @pytest.mark.parametrize(
@@ -89,27 +85,16 @@ def test_threads_of_torch_do_not_spin_for_long_in_commands_unless_the_user_says_
     assert os.environ.get("GOMP_SPINCOUNT") == count
 
 
-@pytest.mark.parametrize(
-    ("words", "lines"),
-    [
-        pytest.param(f"{PPO_WORDS} --backend serial --json-events", 3, marks=pytest.mark.slow),
-        (f"{PPO_WORDS} --backend process --num-workers 1 --json-events --json", 4),
-        pytest.param(f"{ROLLOUT_WORDS} serial", 1, marks=pytest.mark.slow),
-        (f"{ROLLOUT_WORDS} processes", 1),
-        ("bench talkative:Talkative --num-envs 2 --seconds 0.05 --json", 1),
-    ],
-    ids=["events", "events of workers", "result", "result of workers", "measured"],
-)
-def test_what_envs_print_stays_out_of_the_json(tmp_path, words, lines):
+def test_what_envs_print_stays_out_of_the_json(tmp_path):
     (tmp_path / "talkative.py").write_text(TALKATIVE)
+    words = f"{PPO_WORDS} --backend process --num-workers 1 --json-events --json".split()
     path = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, "-m", "shoal", *words.split()], cwd=tmp_path, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-m", "shoal", *words], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": path})  # fmt: skip
     assert done.returncode == 0, done.stderr
     for told in ("an env talks", "past sys.stdout", "past Python", "a program talks"):
         assert told in done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == lines
+    assert len([json.loads(line) for line in done.stdout.splitlines()]) == 4
 
 
 def test_without_json_what_an_env_prints_stands_where_it_printed_it(tmp_path):
@@ -128,23 +113,17 @@ def test_without_json_what_an_env_prints_stands_where_it_printed_it(tmp_path):
             "train demo",
             "key=value (such as seed=1), got 'demo'; a config is named by --config-name: --config-name demo",
         ),
-        ("train foo", "settings are given as key=value"),
         ("train algorithm.adv_estimator=ppoo", "algorithm: no advantage named 'ppoo'"),
         ("train engine.name=vllm", "for engine.name=vllm, got none"),
         (
             "train custom_envs.FrozenLakeEnv.env_config.sise=3",
             "has no setting 'sise'. Did you mean 'size'",
         ),
-        ("train engine.device=cuda:7", "torch can use cpu"),
         ("train --device gpu", "torch can use cpu"),
-        ("rollout engine.device=nonsense", "torch can use cpu"),
         ("train-ppo --device nonsense", "torch can use cpu"),
         ("train seed=1 --seed 2", "seed is given twice"),
         ("train run_dir=a --run-dir b", "run_dir is given twice"),
-        ("train --config-name recorded recordings=x --device nonsense", "is not available here"),
-        ("train --config-name recorded recordings=x seed=1 --seed 2", "seed is given twice"),
         ("train --config-name demoo", "Did you mean 'demo'"),
-        ("train --config-name recordd", "Did you mean 'recorded'"),
         ("train-recorded recordings=x --config-name recordd", 'Did you mean "recorded"'),
         ("show RUN --best --worst", "each choose an episode"),
         ("train --config-name recorded recordings=x --config-dir .", "--config-dir does nothing"),
@@ -152,8 +131,6 @@ def test_without_json_what_an_env_prints_stands_where_it_printed_it(tmp_path):
         ("train agent_proxy.prompt.turn={actoin}", "the value of agent_proxy.prompt.turn, {actoin}: "),
         ("train algorithm.adv_estimator=ppo", "PPO with a critic is adv_estimator=gae"),
         ("train-ppo CartPole-v1 --n-envs 8", "not take 'CartPole-v1': did you mean --env CartPole-v1?"),
-        ("train-ppo n_envs=8", "not take 'n_envs=8': did you mean --n-envs 8?"),
-        ("train-ppo --hidden 64,x", "--hidden must be a whole number, got 'x'"),
         ("train trainer.iteration=3", "'trainer.iteration'. Did you mean 'trainer.iterations'?"),
         ("train --trainer.iterations=3", "Settings are given without dashes: trainer.iterations=VALUE"),
         ("skills train --dry-run --launcher nosuch", "no launcher named 'nosuch'"),
@@ -162,54 +139,38 @@ def test_without_json_what_an_env_prints_stands_where_it_printed_it(tmp_path):
             "max_parallel must be a whole number and at least 1",
         ),
         ("view --port 0 nosuch", "nosuch is not a folder"),
+        ("split RUN --shard-size -1", "--shard-size must be at least 0, got -1"),
         ("envs list all", "shoal envs list does not take 'all'"),
-        ("show .", "is not a run folder"),
         (
             "bench CartPole-v1 --wrapper gymnasium.wrappers:Nope",
             "Expected module:Name of what gymnasium.wrappers",
         ),
-        ("train trainer.iteratons=1", "Did you mean"),
         ("train --config-dir nosuch --config-name x", "must be a folder"),
         ("eval nosuch", "there is no run folder and no model folder nosuch"),
         ("eval FILE", "is neither a run folder"),
         ("train run_dir=FILE", "a run folder must be a folder"),
-        ("rollout run_dir=FILE/x", "a run folder must be a folder"),
         ("train-ppo --run-dir FILE --total-timesteps 1000", "a run folder must be a folder"),
         ("skills train --graph-path FILE", "a run folder must be a folder"),
-        ("prove --run-dir FILE", "a run folder must be a folder"),
         ("split nosuch", "nosuch does not exist"),
         ("show nosuch", "is not a run folder: there is nothing of that name"),
         ("show FILE", "is not a run folder but a file"),
-        ("show a\0b", "is not a run folder"),
         ("runs nosuch", "is not a folder"),
         ("show loop", "is not a run folder"),
-        ("train run_dir=loop", "a run folder must be a folder"),
         ("train --resume --run-dir nosuch", "there is no run nosuch"),
         ("train-ppo --resume", "there is no run"),
-        ("trian", "Did you mean 'train'"),
         ("train 'run_dir=${oc.env:MY_API_KEY}'", "name the variable instead"),
         ("bench CartPole-v1 --seed=-1", "--seed must be at least 0, got -1"),
         ("bench CartPole-v1 --num-workers 0", "--num-workers must be at least 1, got 0"),
-        ("prove seed=1 --seed 2", "seed is given twice"),
-        ("train --config-name recorded recordings=x run_dir=a --run-dir b", "run_dir is given twice"),
         ("skills train --max-nodes 0", "--max-nodes must be at least 1, got 0"),
-        ("model get nosuch", "no model named 'nosuch'"),
         ("envs serve bandit --port 70000", "port must be a whole number from 0 to 65535"),
-        ("envs serve bandit --port=-3", "port must be a whole number from 0 to 65535"),
         ("view RUN --port 70000", "port must be a whole number from 0 to 65535"),
-        ("view RUN --port=-1", "port must be a whole number from 0 to 65535"),
         ("replay RUN --diff RUN --turn 2", "--turn does nothing with --diff"),
         ("replay RUN 3 --diff RUN", "EPISODE does nothing with --diff"),
         ("replay RUN --base-url http://x", "--base-url does nothing without --sampler openai:MODEL"),
-        ("replay RUN --sampler recorded --device cpu", "--device does nothing with --sampler recorded"),
-        ("view RUN --export x.html --port 8000", "--port does nothing with --export"),
         ("view RUN --episodes 3", "--episodes does nothing without --export"),
         ("eval RUN --env bandit --retries 1", "--retries does nothing without openai:MODEL"),
         ("eval smollm2 --env bandit --checkpoint best", "--checkpoint does nothing with a model"),
-        ("eval openai:M --env bandit --checkpoint best", "--checkpoint does nothing with a server"),
         ("split RUN --stride-size 2", "--stride-size does nothing with --splitter stepwise"),
-        ("split RUN --splitter last-n --stride-size 2", "--stride-size does nothing with --splitter last-n"),
-        ("split RUN --shard-size -1", "--shard-size must be at least 0, got -1"),
         ("skills train --llm-url http://x", "--llm-url does nothing without --llm-name"),
     ],
 )
@@ -253,7 +214,7 @@ def test_an_environment_is_shown_within_the_width_of_the_terminal(capsys, monkey
     ("words", "boards", "project"),
     [
         ("", True, None), ("--tracker none", False, None), ("--wandb mine", True, "mine"),
-        ("--tracker wandb", False, "shoal"), ("--tracker tensorboard", True, None),
+        ("--tracker wandb", False, "shoal"),
         ("--tracker none --wandb mine", False, None),
     ],
 )  # fmt: skip
@@ -277,7 +238,7 @@ def test_trackers_are_chosen_alike_in_every_training(capsys, monkeypatch, tmp_pa
 
 @pytest.mark.parametrize(
     "words",
-    ["--tracker none --wandb mine", "--tracker wandb", "--wandb mine", "--no-use_wandb", "--use-wandb"],
+    ["--tracker none --wandb mine", "--use-wandb"],
 )
 def test_trackers_of_skills_are_chosen_by_the_same_flags(words, capsys, tmp_path):
     call = ["skills", "train", *words.split(), "--dry-run", "--out", tmp_path / "run"]
@@ -287,7 +248,6 @@ def test_trackers_of_skills_are_chosen_by_the_same_flags(words, capsys, tmp_path
 # --- one writer
 WRITERS = {
     "train": lambda folder: ["train", *QUICK, f"run_dir={folder}"],
-    "train --run-dir": lambda folder: ["train", *QUICK, "--run-dir", folder],
     "rollout": lambda folder: ["rollout", *QUICK[:2], f"run_dir={folder}"],
     "train-ppo": lambda folder: ["train-ppo", "--total-timesteps", "2048", "--run-dir", folder],
     "prove": lambda folder: ["prove", "--run-dir", folder],
@@ -513,12 +473,8 @@ BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
     ("text", "why"),
     [
         ("seed: [1", "cannot be read"),
-        ("- 1", "must be a mapping of settings, got list"),
         ("seed: !!python/object/apply:os.getcwd []", "cannot be read"),
-        ("seed: " + "[" * 1200, "cannot be read"),
         (BOMB, "at most 20000 values"),
-        ("# " + "x" * 2**20, "at most 1048576 bytes"),
-        ("seed: \x01", "cannot be read"),
     ],
 )
 def test_a_broken_or_hostile_config_of_a_run_is_one_line(tmp_path, capsys, text, why):
@@ -550,15 +506,6 @@ def test_a_run_of_something_else_than_agents_is_told_by_what_made_it(tmp_path, c
     assert "has no manifest.json: it was never committed" in said(capsys, "eval", tmp_path, code=2)
 
 
-def test_a_folder_that_was_removed_is_one_line(tmp_path, monkeypatch, capsys):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert "the current folder was removed" in said(capsys, "runs", code=2)
-    monkeypatch.chdir(tmp_path)
-
-
 def test_going_on_without_a_folder_takes_no_run_of_another_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for at, name in enumerate(("demo", "demo-2", "demo-2-kept", "demo-bandit", "demo-3x")):
@@ -578,7 +525,7 @@ def test_a_number_that_json_has_no_word_for_is_null_in_results_for_programs(caps
 
 @pytest.mark.parametrize(
     ("encoding", "errors"),
-    [("utf-8", "strict"), ("ascii", "strict"), ("latin-1", "strict"), ("ascii", "surrogateescape")],
+    [("utf-8", "strict"), ("ascii", "surrogateescape")],
 )
 def test_what_a_terminal_has_no_letter_for_is_written_by_its_number(tmp_path, monkeypatch, encoding, errors):
     for name in (b"na\xefve\xff", "ünï→".encode()):

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from tests.rollout.doubles import FakeServer, HashEngine
 
 from shoal.cli import eval as evaluation
 from shoal.cli.main import main
-from shoal.core.run_folder import FolderLock
 from shoal.rollout.journal import Journal
 from shoal.rollout.samplers.registry import SAMPLERS
 from shoal.train.agent.config import compose_config
@@ -195,12 +193,6 @@ def test_other_episodes_than_those_of_an_unfinished_command_are_refused(
     assert after == before
 
 
-def test_what_was_begun_without_an_episode_keeps_nobody_out(run, tmp_path, monkeypatch):
-    words = commands(run, tmp_path)["eval"]
-    assert broken_off(monkeypatch, words, 0) == 130
-    assert main([*words, "--seed", "3"]) == 0
-
-
 def test_a_finished_evaluation_is_there_until_another_one_in_its_folder_has_ended(run, tmp_path, monkeypatch):
     words = commands(run, tmp_path)["eval"]
     assert main(words) == 0
@@ -214,69 +206,13 @@ def test_a_finished_evaluation_is_there_until_another_one_in_its_folder_has_ende
     assert json.loads((tmp_path / "summary.json").read_text())["seed"] == 1
 
 
-def test_a_checkpoint_that_training_goes_on_from_is_not_mixed_with_the_next(
-    run, tmp_path, monkeypatch, capsys
-):
-    """An evaluation of the newest checkpoint is ended, and the run has a newer one when it is asked to go on."""
-    copy, out = tmp_path / "copy", tmp_path / "out"
-    shutil.copytree(run, copy)
-    newest = copy / "checkpoints" / "step-000001"
-    newest.rename(tmp_path / "later")
-    words = commands(copy, out)["eval"]
-    assert broken_off(monkeypatch, words, 4) == 130
-    (tmp_path / "later").rename(newest)
-    assert main(words) == 2
-    assert "weights was 'sha256 " in capsys.readouterr().err
-    assert main([*words, "--checkpoint", "0"]) == 0
-    assert main([*commands(run, tmp_path / "calm")["eval"], "--checkpoint", "0"]) == 0
-    assert left_by(out) == left_by(tmp_path / "calm")
-
-
-def test_a_second_evaluation_into_the_folder_is_refused_and_spoils_nothing(
-    run, tmp_path, monkeypatch, capsys
-):
-    words = commands(run, tmp_path / "out")["eval"]
-    assert broken_off(monkeypatch, words, 3) == 130
-    assert "interrupted; what was saved is kept: run the same command again" in capsys.readouterr().err
-    lock = FolderLock(tmp_path / "out" / ".lock")
-    lock.take()
-    before = (tmp_path / "out" / "unfinished.jsonl").read_bytes()
-    assert main(words) == 1
-    assert "is running on" in capsys.readouterr().err
-    assert (tmp_path / "out" / "unfinished.jsonl").read_bytes() == before
-    lock.release()
-    assert main(words) == 0
-
-
-@pytest.mark.parametrize("name", ["eval", "rollout threads"])
-def test_a_full_disk_is_told_with_the_way_to_go_on(run, tmp_path, monkeypatch, capsys, name):
-    words = commands(run, tmp_path / "full")[name]
+def test_a_full_disk_is_told_with_the_way_to_go_on(run, tmp_path, monkeypatch, capsys):
+    words = commands(run, tmp_path / "full")["eval"]
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "the file")
     assert broken_off(monkeypatch, words, 4, full) == 1
     told = "No space left on device (the file); what was saved before is whole: make room and run the same command"
     assert told in capsys.readouterr().err
     assert main(words) == 0
-    assert main(commands(run, tmp_path / "calm")[name]) == 0
-    assert left_by(tmp_path / "full") == left_by(tmp_path / "calm")
-
-
-@pytest.mark.parametrize("spoil", ["torn", "foreign"])
-def test_lines_that_are_not_of_a_panel_are_not_counted_in_its_table(
-    run, tmp_path, monkeypatch, capsys, spoil
-):
-    words = commands(run, tmp_path / "out")["panel"]
-    assert broken_off(monkeypatch, words, 7) == 130  # in the midst of the second env
-    path = tmp_path / "out" / "unfinished.jsonl"
-    head, *lines = path.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 7
-    more = {
-        "torn": [lines[-1][:-9]],
-        "foreign": [b"{}\n", b"\0" * 512 + b"\n", lines[0].replace(b"frozen_lake", b"sokoban")],
-    }[spoil]
-    path.write_bytes(head + b"".join([*lines[:-1], *more]))
-    assert main(words) == 0
-    assert main(commands(run, tmp_path / "calm")["panel"]) == 0
-    assert left_by(tmp_path / "out") == left_by(tmp_path / "calm")
 
 
 def test_a_server_that_was_out_of_order_is_asked_again_for_what_failed(tmp_path, monkeypatch, capsys):

@@ -22,9 +22,13 @@ def said(capsys, *words):
 
 @pytest.mark.parametrize(("name", "told"), EVERY, ids=[name for name, _ in EVERY])
 def test_the_help_of_a_command_lists_every_flag_and_its_examples_are_calls(name, told, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     text = said(capsys, *name.split(), "--help")
     assert f"shoal {name}" in text
+    for about in re.findall(r"^  shoal .*\S {2,}(\S.*)$", told.more, re.MULTILINE):
+        assert about in text  # in one line
+    monkeypatch.setenv("COLUMNS", "100")
+    text = said(capsys, *name.split(), "--help")
     assert max(map(len, text.splitlines())) <= 100
     flags = {flag for flag in command.flags_of(told, name)}
     assert flags <= set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text))
@@ -41,16 +45,15 @@ def test_the_help_of_a_command_lists_every_flag_and_its_examples_are_calls(name,
 HEAVY = "torch transformers ray jax numba scipy matplotlib starlette hydra"
 
 
-@pytest.mark.parametrize("name", ["", "skills", *(name for name, _ in EVERY)])
-def test_help_imports_nothing_heavy(name):
+def test_help_imports_nothing_heavy():
     script = (
-        "import sys\nfrom shoal.cli.main import main\ncode = main([*sys.argv[1:], '--help'])\n"
-        f"print([name for name in '{HEAVY}'.split() if name in sys.modules], code)"
+        "import sys\nfrom shoal.cli.main import main\n"
+        "for name in sys.argv[1:]:\n    assert main([*name.split(), '--help']) == 0\n"
+        f"    heavy = [heavy for heavy in '{HEAVY}'.split() if heavy in sys.modules]\n"
+        "    assert not heavy, f'shoal {name} --help imports {heavy}'"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *name.split()], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "[] 0"
+    names = ["", "skills", *(name for name, _ in EVERY)]
+    subprocess.run([sys.executable, "-c", script, *names], stdout=subprocess.DEVNULL, check=True)
 
 
 def test_booleans_are_flags_with_a_negative_everywhere():
@@ -80,15 +83,6 @@ def test_words_and_flags_come_in_any_order():
     assert (again.run, again.episode, again.turn, again.pdb) == (Path("runs/a"), "17", 2, True)
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["show --episode 1 --best x", "train --sead 1", "replay", "rollout --seed x", "train-ppo --n-envs"],
-)
-def test_words_that_a_command_does_not_take_are_refused_with_status_2(words, capsys):
-    assert main(words.split()) == 2
-    assert "shoal" in capsys.readouterr().err
-
-
 def test_the_help_has_the_defaults_of_the_environment_that_is_named(capsys):
     def default(*words):
         text = said(capsys, "train-ppo", *words, "--help")
@@ -103,26 +97,21 @@ def test_the_commands_of_the_usage_are_the_commands_in_their_order(capsys):
     assert "SHOAL_TRACEBACK" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["tra"], "train train-ppo train-recorded"), (["train", "--res"], "--resume"), (["skills", "sta"], "status"),
-        (["skills", "train", "--dry"], "--dry-run"), (["replay", "--pd"], "--pdb"),
-    ],
-)  # fmt: skip
-def test_bash_completes_commands_and_flags(capsys, tmp_path, words, answer):
+def test_bash_completes_commands_and_flags(capsys, tmp_path):
     script = tmp_path / "completion.sh"
     script.write_text(said(capsys, "completion", "bash"))
-    line = f"COMP_WORDS=(shoal {' '.join(words)}); COMP_CWORD={len(words)}; _shoal; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(
-        ["bash", "-c", f"source {script}; {line}"], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert done.stdout.split() == answer.split()
-
-
-def test_zsh_and_fish_have_a_completion_too(capsys):
-    assert "complete -c shoal" in said(capsys, "completion", "fish")
-    assert said(capsys, "completion", "zsh").startswith("#compdef shoal")
+    asked = {
+        "tra": "train train-ppo train-recorded",
+        "skills sta": "status",
+        "skills train --dry": "--dry-run",
+    }
+    lines = [
+        f"COMP_WORDS=(shoal {words}); COMP_CWORD={len(words.split())}; _shoal; echo ${{COMPREPLY[@]}}"
+        for words in asked
+    ]
+    script.write_text("\n".join([script.read_text(), *lines]))
+    done = subprocess.run(["bash", script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines() == [*asked.values()]
 
 
 def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypatch):
@@ -137,8 +126,6 @@ def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypa
     ("words", "told"),
     [
         ("train-ppo --n-envs abc", "--n-envs must be a whole number, got 'abc'"),
-        ("train-ppo --env CartPole-v1 --n-envs=", "--n-envs must be a whole number, got ''"),
-        ("train-ppo --n-envs=1.5", "--n-envs must be a whole number, got '1.5'"),
         ("train-ppo --n-env 4", "Unknown option: --n-env. Did you mean --n-envs?"),
         (
             "train-ppo --recurrent lst",
@@ -146,14 +133,12 @@ def test_completion_leaves_out_a_command_whose_extra_is_missing(capsys, monkeypa
         ),
         ("train-ppo --n-envs 1e20", "n_envs must be a whole number of 64 bits, got 100000000000000000000"),
         ("train-ppo --n-envs 1e999999999", "--n-envs must be a whole number, got '1e999999999'"),
-        ("train-ppo --num-workers inf", "--num-workers must be a whole number, got 'inf'"),
         (
             "train-ppo --learning-rate fast",
             'Invalid value for --learning-rate: unable to convert "fast" into float.',
         ),
         ("train-ppo --hidden 64 x", "--hidden must be a whole number, got 'x'"),
         ("skills train --max_nodes x --dry-run", "--max_nodes must be a whole number, got 'x'"),
-        ("rollout --seed x", "--seed must be a whole number, got 'x'"),
     ],
 )
 def test_an_option_that_is_wrong_is_one_line_of_one_look(words, told, capsys):
@@ -187,11 +172,3 @@ def test_each_command_has_one_line_in_the_list_of_80_columns(capsys, monkeypatch
     monkeypatch.setenv("COLUMNS", "80")
     rows = re.findall(r"^│ (\S*) +(.*?) *│$", said(capsys, "--help"), re.MULTILINE)
     assert rows == [(name, about) for name, (_, about) in COMMANDS.items()]
-
-
-def test_what_is_said_of_an_example_fits_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    for name, told in EVERY:
-        text = said(capsys, *name.split(), "--help")
-        for about in re.findall(r"^  shoal .*\S {2,}(\S.*)$", told.more, re.MULTILINE):
-            assert about in text  # in one line

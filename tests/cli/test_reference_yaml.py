@@ -89,11 +89,8 @@ def test_a_reference_config_trains(tmp_path):
     ("text", "why"),
     [
         ("seed: [1", "is not YAML"),
-        ("- seed", "must be a mapping of settings, got list"),
         ("seed: !!python/object/apply:os.getcwd []", "is not YAML"),
         ("custom_envs:", "custom_envs must be a mapping"),
-        ("custom_envs: " + "[" * 5000, "is not YAML"),
-        ("custom_envs: &a {b: *a}", "at most 20000 values"),
         (BOMB, "at most 20000 values"),
         ("# " + "x" * 2**20, "at most 1048576 bytes"),
         ("agent_proxi: {}", "Did you mean 'agent_proxy'"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -68,12 +69,9 @@ def test_every_episode_of_a_run_on_workers_is_the_same_in_a_plain_loop(trained):
     assert played == 2 * 4 + 3 * 2
 
 
-@pytest.mark.parametrize(
-    "whose",
-    [pytest.param("agent_proxy.prompt", marks=pytest.mark.slow), "+custom_envs.FrozenLakeEnv.prompt"],
-)
-def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(tmp_path, capsys, whose):
+def test_one_token_between_given_tags_is_an_action_in_play_in_warm_up_and_again(tmp_path, capsys):
     small = [item for item in SMALL if "own_lake" not in item and "warmup" not in item]
+    whose = "+custom_envs.FrozenLakeEnv.prompt"
     asked = [f"{whose}.{item}" for item in ("prefill='<action>'", "closing='</action>'", "history=0")]
     asked += ["agent_proxy.max_tokens=1", "warmup.steps=120", "warmup.learning_rate=0.01"]
     assert main(["train", *small, *asked, f"run_dir={tmp_path / 'run'}"]) == 0
@@ -115,10 +113,8 @@ def test_what_another_sampler_played_is_called_neither_equal_nor_different(train
     assert json.loads(said.out)["equal"] is None
 
 
-@pytest.mark.parametrize(("sampler", "what"), [("auto", "observation"), ("recorded", "observation")])
-def test_an_env_that_changed_since_is_found_with_the_turn_and_how(
-    trained, monkeypatch, capsys, sampler, what
-):
+@pytest.mark.parametrize("sampler", ["auto", "recorded"])
+def test_an_env_that_changed_since_is_found_with_the_turn_and_how(trained, monkeypatch, capsys, sampler):
     lake = sys.modules["own_lake"].Lake
     old = lake.observe
 
@@ -128,7 +124,7 @@ def test_an_env_that_changed_since_is_found_with_the_turn_and_how(
     monkeypatch.setattr(lake, "observe", observe)
     assert main(["replay", str(trained), "train-000002:0", "--sampler", sampler]) == 1
     said = capsys.readouterr().out
-    assert f"iteration 1, group 0, member 0, turn 3: {what} is" in said
+    assert "iteration 1, group 0, member 0, turn 3: observation is" in said
     assert "the env answered otherwise than when the episode was recorded" in said
     assert "--- recorded" in said
 
@@ -259,14 +255,15 @@ class Served:
         return reply
 
 
-@pytest.fixture
-def from_vllm(tmp_path):
+@pytest.fixture(scope="module")
+def asked_by_tokens(tmp_path_factory):
     """A run that asked a server by tokens, and what the server was asked; the server is gone."""
     from tests.rollout.doubles import FakeServer, fast_tokenizer
 
     from shoal.rollout.samplers.registry import load_tokenizer
 
-    folder, run = tmp_path / "tokenizer", tmp_path / "run"
+    base = tmp_path_factory.mktemp("asked")
+    folder, run = base / "tokenizer", base / "run"
     fast_tokenizer().save_pretrained(folder)
     server = FakeServer("vllm")
     server.change = served = Served(load_tokenizer(str(folder)))
@@ -282,6 +279,12 @@ def from_vllm(tmp_path):
         server.shutdown()
         server.server_close()
     return run, served
+
+
+@pytest.fixture
+def from_vllm(asked_by_tokens, tmp_path):
+    """The same in a folder that a test may change."""
+    return shutil.copytree(asked_by_tokens[0], tmp_path / "run"), asked_by_tokens[1]
 
 
 def test_the_tokens_that_a_vllm_server_wrote_are_replayed_and_compared(from_vllm, capsys):
@@ -331,7 +334,7 @@ def test_what_vllm_wrote_in_process_is_replayed_even_where_its_checkpoint_is(
     """An engine in process records what the server does: its tokens, under the tokenizer of its model's folder."""
     served, written = from_vllm
     config = (served / "config.yaml").read_text()
-    folder = str(tmp_path / "tokenizer")
+    folder = re.search(r"tokenizer: (.*)", config)[1]
     (served / "config.yaml").write_text(
         config.replace("name: openai", "name: vllm").replace("model: null", f"model: {folder}", 1)
     )

@@ -160,13 +160,3 @@ def test_a_rollout_in_which_every_episode_failed_is_saved_and_told_as_a_failure(
     assert said in capsys.readouterr().err
     saved = list(read_trajectories(tmp_path / "run" / "trajectories" / "rollout.jsonl"))
     assert [t.status for t in saved] == ["env_error"] * 6
-
-
-def test_the_command_takes_every_backend_of_the_settings():
-    from typing import get_args, get_type_hints
-
-    from shoal.cli.rollout import RolloutOptions
-    from shoal.rollout.settings import Backend
-
-    named, _ = get_args(get_type_hints(RolloutOptions)["backend"])
-    assert get_args(named) == get_args(Backend)

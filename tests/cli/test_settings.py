@@ -71,12 +71,6 @@ def test_each_setting_that_is_printed_has_its_meaning_above_it(capsys):
         assert any(lines[number - 1].strip().startswith("# ") for number in at), f"{key} has no meaning"
 
 
-def test_the_settings_of_training_on_recordings_are_printed_with_comments_too(capsys):
-    shown = printed(capsys, "--config-name", "recorded", "recordings=here")
-    assert "# The folder or file of recordings.\nrecordings: here\n" in shown
-    assert yaml.safe_load(shown)["recordings"] == "here"
-
-
 def test_the_page_of_settings_is_what_the_source_says():
     write = (
         "import sys; sys.path.insert(0, 'docs'); import make_settings; sys.stdout.write(make_settings.page())"

@@ -27,6 +27,16 @@ def command(base, out, *more):
     return start + list(more)
 
 
+@pytest.fixture
+def chats(tmp_path):
+    """A file with a good conversation and one without an answer."""
+    ask = {"role": "user", "content": "a"}
+    good = {"id": "good", "messages": [ask, {"role": "assistant", "content": "b"}]}
+    lines = map(json.dumps, [good, {"id": "bad", "messages": [ask]}])
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    return str(tmp_path / "chats.jsonl")
+
+
 def test_split_writes_a_batch_a_summary_and_a_page(folders, tmp_path, capsys):
     base, ids = folders
     (tmp_path / "rewards.csv").write_text(
@@ -57,14 +67,9 @@ def test_json_events_keep_standard_output_for_scripts(folders, tmp_path, capsys)
     assert len(Batch.load(lines[0]["path"])["uid"]) == 6
 
 
-def test_a_bad_trajectory_stops_the_command_or_is_named(folders, tmp_path, capsys):
+def test_a_bad_trajectory_stops_the_command_or_is_named(folders, chats, tmp_path, capsys):
     base, _ = folders
-    chats = [
-        {"id": "good", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        {"id": "bad", "messages": [{"role": "user", "content": "a"}]},
-    ]
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    chatty = ["split", str(tmp_path / "chats.jsonl"), "--processor", str(base / "processor"), "--out"]
+    chatty = ["split", chats, "--processor", str(base / "processor"), "--out"]
     assert main([*chatty, str(tmp_path / "a")]) == 2
     assert "trajectory 'bad'" in capsys.readouterr().err
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["status"] == "failed"
@@ -130,14 +135,11 @@ def test_shards_without_a_name_are_resumed_in_the_newest_folder(folders, tmp_pat
     assert (tmp_path / "runs" / "split" / "samples.html").read_text().count('data-title="Sample ') == 6
 
 
-def test_a_run_in_shards_names_what_it_skipped_and_may_skip_more_when_resumed(folders, tmp_path, capsys):
+def test_a_run_in_shards_names_what_it_skipped_and_may_skip_more_when_resumed(
+    folders, chats, tmp_path, capsys
+):
     base, _ = folders
-    chats = [
-        {"id": "good", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        {"id": "bad", "messages": [{"role": "user", "content": "a"}]},
-    ]
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    chatty = ["split", str(tmp_path / "chats.jsonl"), "--processor", str(base / "processor")]
+    chatty = ["split", chats, "--processor", str(base / "processor")]
     chatty += ["--out", str(tmp_path / "run"), "--shard-size", "1"]
     assert main(chatty) == 2
     assert "trajectory 'bad'" in capsys.readouterr().err

@@ -156,18 +156,14 @@ def test_gymnasium_settings_that_cannot_work_are_refused(config, reason):
 
 
 class Told(gymnasium.Env):
-    """Tells what it was asked, and whether it was closed."""
+    """Tells what it was asked."""
 
     observation_space = spaces.Box(0, 1, (2,))
     action_space = spaces.Discrete(3)
-    closed = 0
 
     def reset(self, *, seed=None, options=None):
         self.options = options
         return np.zeros(2, np.float32), {}
-
-    def close(self):
-        Told.closed += 1
 
 
 def test_an_env_that_is_called_like_a_known_one_has_as_many_actions_as_it_has():
@@ -190,13 +186,6 @@ def test_an_env_that_cannot_be_asked_to_draw_is_shown_by_its_values():
     Old.action_space = spaces.Discrete(2_000_000)
     with pytest.raises(ConfigError, match="Old has 2000000 actions; text can offer 65536"):
         make()
-
-
-def test_an_env_that_cannot_be_shown_as_asked_is_closed(monkeypatch):
-    monkeypatch.setattr(Told, "closed", 0)
-    with pytest.raises(ConfigError, match="3 actions"):
-        GymnasiumEnv(id="Told-v0", make=Told, action_names=["one"])
-    assert Told.closed == 1
 
 
 def test_options_of_a_reset_reach_the_env_inside():

@@ -249,39 +249,6 @@ def test_what_a_script_registers_is_known_to_its_worker_processes(tmp_path):
     assert lines[-2:] == ["my_pole 2", "MyPole-v0 2"]
 
 
-@pytest.mark.slow
-def test_agents_are_trained_on_an_env_that_the_script_registered_in_worker_processes(tmp_path):
-    out = run_script(
-        tmp_path,
-        f"""
-        from shoal.core.data import read_trajectories
-        from shoal.train.agent.trainer import AgentTrainer
-        from shoal.train.agent.config import compose_config
-        from pathlib import Path
-
-        for number, how in enumerate((
-            ["vector.backend=process"],
-            ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel_n_jobs=2"],
-            ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel_n_jobs=2",
-             "agent_proxy.parallel.backend=loky"],
-        )):
-            folder = Path({str(tmp_path)!r}) / f"run{{number}}"
-            config = compose_config("demo-bandit", [
-                "custom_envs.BanditEnv.env_type=my_bandit", "trainer.iterations=1", "trainer.eval_every=1",
-                "es_manager.train.env_groups=4", "es_manager.val.env_groups=2", "engine.width=32",
-                f"run_dir={{folder}}", *how,
-            ])
-            with AgentTrainer(config) as trainer:
-                list(trainer.train())
-            files = sorted((folder / "trajectories").glob("*.jsonl"))
-            played = [t for file in files for t in read_trajectories(file)]
-            assert played and all(t.status == "ok" for t in played), [t.error for t in played]
-            print(number, all("MINE" in t.turns[0].observation for t in played))
-        """,
-    )
-    assert [line for line in out.splitlines() if line[:1].isdigit()] == ["0 True", "1 True", "2 True"]
-
-
 # --- packages that name their envs
 
 
@@ -293,7 +260,8 @@ def package(tmp_path):
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pole-pack\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[shoal.envs]\npack_pole = pole_pack:PackPole\npack_broken = pole_pack.broken:Env\n../evil = pole_pack:X\n"
+        "[shoal.envs]\npack_pole = pole_pack:PackPole [web]\n"
+        "pack_broken = pole_pack.broken:Env\n../evil = pole_pack:X\n"
     )
     (site / "pole_pack").mkdir()
     (site / "pole_pack" / "__init__.py").write_text(
@@ -303,15 +271,6 @@ def package(tmp_path):
     )
     (site / "pole_pack" / "broken.py").write_text("1 / 0\n")
     return site
-
-
-def test_what_is_installed_by_half_or_names_extras_is_known_all_the_same(tmp_path, monkeypatch):
-    info = tmp_path / "half_gone-1.0.dist-info"
-    info.mkdir()
-    (info / "entry_points.txt").write_text(f"[shoal.envs]\ntest_half = {HERE}:Counter [web,llm]\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert shoal.envs.catalogue.installed()["test_half"] == ("(unknown)", f"{HERE}:Counter")
-    assert find("test_half") is Counter
 
 
 def test_an_installed_package_names_envs_that_are_imported_on_first_use(package, tmp_path):
@@ -453,19 +412,6 @@ def test_wrappers_that_are_none_are_named(wrapper, error, message):
         resolve(Counter, wrappers=f"{HERE}:Doubled")
 
 
-@pytest.mark.parametrize("wrapper", [lambda env: 1 / 0, lambda env: None])
-def test_an_env_that_cannot_be_wrapped_is_closed(wrapper):
-    closed = []
-
-    class Held(Counter):
-        def close(self):
-            closed.append(self)
-
-    with pytest.raises((ZeroDivisionError, ConfigError)):
-        resolve(Held, wrappers=[PlusOne, wrapper])()
-    assert len(closed) == 1
-
-
 def test_wrappers_and_arguments_of_no_use_are_refused_before_anything_is_made():
     once = (wrapper for wrapper in [PlusOne])  # the second env would have none
     with pytest.raises(ConfigError, match="wrappers must be a sequence of wrappers"):
@@ -485,13 +431,6 @@ def test_what_makes_no_env_is_told_to_agents():
     for source in (lambda: None, Nothing):
         with pytest.raises(ConfigError, match="must make a gymnasium.Env, got NoneType"):
             resolve_text(source)()
-
-
-def test_an_env_is_called_by_its_class_whatever_it_calls_id():
-    class Numbered(Counter):
-        id = property(lambda self: 3)
-
-    assert name_of(Numbered).endswith("Numbered")
 
 
 def test_arguments_on_a_command_line_are_json_or_plain_text():

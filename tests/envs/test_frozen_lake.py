@@ -160,18 +160,14 @@ def test_array_observations_agree_with_the_text():
     [
         {"size": 1},
         {"p": 0.0},
-        {"p": 1.5},
         {"success_rate": 2},
         {"max_steps": 0},
         {"desc": ["SF", "F"]},
         {"desc": ["SX", "FG"]},
-        {"desc": ["SS", "FG"]},
         {"desc": ["SF", "FF"]},
         {"start": (0, 0), "goal": (0, 0)},
-        {"start": (9, 9)},
         {"desc": "4x4", "goal": (4, 0)},
         {"desc": "4x4", "goal": (0, 0)},
-        {"desc": "4x4", "start": (3, 3)},
         {"observation": "smell"},
     ],
 )

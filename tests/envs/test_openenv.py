@@ -13,6 +13,8 @@ import urllib.error
 import urllib.request
 
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 import shoal.envs
 from shoal.core.errors import ConfigError, EnvError
@@ -111,9 +113,6 @@ def refused(port, path, body, headers):
     ["http://evil.example", "http://[::1", "http://127.0.0.1.evil.example"],
 )
 def test_pages_of_other_sites_are_refused_whatever_they_ask(port, origin, caplog):
-    from websockets.exceptions import InvalidStatus
-    from websockets.sync.client import connect
-
     post(port, "/reset", b'{"seed": 3}')
     for path, body in (("/reset", b"{}"), ("/step", b'{"action": "up"}'), ("/metadata", None)):
         assert refused(port, path, body, {"content-type": "text/plain", "origin": origin}) == 403
@@ -135,8 +134,6 @@ def test_programs_and_pages_of_this_machine_may_play(port, origin):
 
 
 def test_sessions_are_bounded_and_given_back(monkeypatch):
-    from websockets.sync.client import connect
-
     monkeypatch.setattr("shoal.envs.adapters.openenv_server.MAX_SESSIONS", 3)
     url = f"ws://127.0.0.1:{start_server()}/ws"
     with contextlib.ExitStack() as open_ones:
@@ -187,8 +184,6 @@ def test_a_served_env_is_made_stepped_and_closed_in_one_thread(caplog):
 
 
 def test_envs_that_hang_keep_no_other_session_from_playing():
-    from websockets.sync.client import connect
-
     free = threading.Event()
 
     class Waiting(BanditEnv):
@@ -239,8 +234,6 @@ serve("bandit", Hanging, port=0, on_ready=lambda port: print(port, flush=True))
 
 
 def test_a_server_whose_env_hangs_ends_on_an_interrupt():
-    from websockets.sync.client import connect
-
     server = subprocess.Popen(
         [sys.executable, "-c", SERVED], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -259,8 +252,6 @@ def test_a_server_whose_env_hangs_ends_on_an_interrupt():
 
 
 def test_a_session_survives_broken_messages(port):
-    from websockets.sync.client import connect
-
     with connect(f"ws://127.0.0.1:{port}/ws", proxy=None) as socket:
         for message in ("", "[1]", "{", '{"type": "dance"}', '{"type": "step", "data": {}}'):
             socket.send(message)

@@ -13,7 +13,7 @@ import pytest
 import shoal.envs
 from shoal.core.errors import ConfigError, DataError, MissingExtraError
 from shoal.envs import records
-from shoal.envs.records import FileCache, load_records, take_split
+from shoal.envs.records import load_records, take_split
 
 ROWS = [{"question": "1+1?", "answer": "#### 2"}, {"question": "é?", "answer": "#### 3"}]
 
@@ -148,20 +148,6 @@ def test_a_relative_name_is_the_file_it_named_also_from_another_folder(tmp_path,
     monkeypatch.chdir(tmp_path / "two")
     assert shoal.envs.make("countdown", source="a.jsonl").reset(seed=0)[0].startswith("Numbers: 21")
     assert pickle.loads(sent).reset(seed=0)[0].startswith("Numbers: 11")
-
-
-def test_only_the_last_files_are_kept(tmp_path):
-    kept = FileCache(2)
-    made = []
-
-    def get(name):
-        return kept.get("kind", [tmp_path / name], lambda: made.append(name) or name)
-
-    for name in "abc":
-        (tmp_path / name).write_text(name)
-    assert [get(name) for name in "abacbab"] == list("abacbab")
-    # a and b are made; a is known and now younger than b; c pushes b out, b pushes a out, a pushes c out
-    assert made == list("abcba")
 
 
 def test_what_fails_is_tried_again(tmp_path):

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import EnvKwargs, Settings, Wrappers, arguments_of, blaming, print_json, table
+from shoal.cli.grammar import (
+    EnvKwargs,
+    Settings,
+    Wrappers,
+    arguments_of,
+    blaming,
+    print_json,
+    refuse_below,
+    table,
+)
 from shoal.core.errors import ConfigError, ShoalError
 from shoal.core.run_folder import RunFolder
 
@@ -80,14 +89,9 @@ def bench(options: BenchOptions) -> int:
     from shoal.envs.catalogue import resolve
     from shoal.vector.make import try_env
 
-    if options.num_envs < 1:
-        raise ConfigError(f"--num-envs must be at least 1, got {options.num_envs}")
+    refuse_below(options, num_envs=1, seed=0, num_workers=1)
     if not 0 < options.seconds < math.inf:
         raise ConfigError(f"--seconds must be positive and finite, got {options.seconds}")
-    if options.seed < 0:
-        raise ConfigError(f"--seed must be at least 0, got {options.seed}")
-    if options.num_workers is not None and options.num_workers < 1:
-        raise ConfigError(f"--num-workers must be at least 1, got {options.num_workers}")
     fn = resolve(
         options.env,
         env_kwargs=arguments_of(options.settings, options.env_kwargs),

@@ -20,6 +20,7 @@ from shoal.cli.grammar import (
     arguments_of,
     blaming,
     parse_settings,
+    refuse_below,
     wide_console,
 )
 from shoal.cli.output import harmless
@@ -153,14 +154,9 @@ _ADAPTER_EXAMPLES = {
 
 def _show(command: ShowCommand) -> int:
     kind = find(command.name)
-    _refuse_seed(command.seed)
+    refuse_below(command, seed=0)
     with blaming(command.name):
         return _show_it(command, kind)
-
-
-def _refuse_seed(seed: int) -> None:
-    if seed < 0:
-        raise ConfigError(f"--seed must be at least 0, got {seed}")
 
 
 def _show_it(command: ShowCommand, kind: Any) -> int:
@@ -242,7 +238,7 @@ def _resolved(command: ShowCommand | CheckCommand) -> EnvFn:
 
 
 def _play(command: PlayCommand) -> int:
-    _refuse_seed(command.seed)
+    refuse_below(command, seed=0)
     with blaming(command.name):
         return _play_it(command)
 
@@ -308,8 +304,7 @@ def _draw(console: Any, env: TextEnv[Any]) -> None:
 
 
 def _check(command: CheckCommand) -> int:
-    if command.episodes < 1:
-        raise ConfigError(f"--episodes must be at least 1, got {command.episodes}")
+    refuse_below(command, episodes=1)
     if not command.step_timeout > 0:
         raise ConfigError(f"--step-timeout must be above 0, got {command.step_timeout:g}")
     job = Job(_resolved(command), command.name, command.episodes, wrapped=bool(command.wrappers))

@@ -20,6 +20,7 @@ from shoal.cli.grammar import (
     journal_of,
     playing_settings,
     print_json,
+    refuse_below,
     refuse_device,
     refuse_idle,
     weights_at,
@@ -122,10 +123,7 @@ WANTED = (
 
 def evaluate(options: EvalOptions) -> int:
     """Evaluate and print."""
-    if options.episodes < 1:
-        raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise ConfigError(f"--max-tokens must be at least 1, got {options.max_tokens}")
+    refuse_below(options, episodes=1, max_tokens=1)
     if _is_ppo(Path(options.model)):
         return _play_ppo(options)
     refuse_idle(options, "with an agent: shoal show prints its episodes", "video")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import new_folder, print_json
+from shoal.cli.grammar import new_folder, print_json, refuse_below
 from shoal.core.errors import ConfigError
 
 TINY = "tiny"
@@ -58,8 +58,7 @@ def gateway(options: GatewayOptions) -> int:
     from shoal.rollout.samplers.batching import as_sampler
     from shoal.rollout.samplers.registry import close_engine
 
-    if options.max_tokens < 1:
-        raise ConfigError(f"--max-tokens must be at least 1, got {options.max_tokens}")
+    refuse_below(options, max_tokens=1)
     folder = options.out or new_folder("gateway")
     journal = folder / "calls.jsonl"
     if journal.exists():

@@ -120,6 +120,14 @@ def refuse_idle(options: Any, why: str, *names: str) -> None:
             raise ConfigError(f"{called} does nothing {why}: leave it out")
 
 
+def refuse_below(options: Any, **least: int) -> None:
+    """Raise a `ConfigError` that names the flag of the first number that is less than its field may be."""
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and value < bound:
+            raise ConfigError(f"{flags_of_field(name)[0]} must be at least {bound}, got {value}")
+
+
 class Progress:
     """How far a command is: a bar with its ETA on a terminal, plain lines and a heartbeat elsewhere.
 

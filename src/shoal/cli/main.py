@@ -62,19 +62,13 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # else pygame complains that there is no screen
     if "OMP_WAIT_POLICY" not in os.environ:  # before torch, whose threads spin for long where cores are busy
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    try:
-        here = os.getcwd()
-    except FileNotFoundError:
-        print("shoal: the current folder was removed: change to another one", file=sys.stderr)
-        return 2
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # so that "module:Class" finds the caller's own files
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # what an encoding has no letter for is written by its number
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # what an encoding has no letter for is written by its number
         sys.stdout.reconfigure(errors="backslashreplace")
     with _signals() as got:
         try:
+            if (here := os.getcwd()) not in sys.path and "" not in sys.path:
+                sys.path.insert(0, here)  # so that "module:Class" finds the caller's own files
             code = _run(arguments)
             sys.stdout.flush()
             return 128 + got[0] if got and code == 130 else code
@@ -146,10 +140,7 @@ def _signals() -> Iterator[list[int]]:
     changed = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) in (
-                signal.SIG_DFL,
-                signal.default_int_handler,
-            ):  # nohup is left alone
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # not nohup's
                 changed[number] = signal.signal(number, end)
     try:
         yield got

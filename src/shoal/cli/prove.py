@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import (
@@ -56,7 +55,7 @@ A row is one training in a folder of its own. It is compared by the sha256 of
 all recorded episodes and, where the engine is exact to the bit, of the newest
 checkpoint's tensors. A row that differs names the first differing token.
 Exit status: 0 if all rows are equal, 1 if one is not.
-The table is in OUT/summary.json.
+The table is in OUT/summary.json, and each row as it comes in OUT/metrics.jsonl.
 """
 
 
@@ -96,11 +95,19 @@ def prove(options: ProveOptions) -> int:
     rows: list[Row] = []
     with RunFolder(path, "prove", config.seed) as folder:
         print(f"{count_of(len(names), 'training')} of {options.config_name}, in {path}", flush=True)
-        with _kept(folder, rows, len(names)) as summary, Progress("training") as progress:
-            for row in _rows(options, short, names, path):
-                rows.append(row)
-                line = f"{row.name}: {row.problem or 'equal'} ({row.seconds:.1f} s)"
-                progress.at(len(rows) / len(names), f"{len(rows)}/{len(names)} {row.name}", f"  {line}")
+        try:
+            with Progress("training") as progress:
+                for row in _rows(options, short, names, path):
+                    rows.append(row)
+                    folder.append_metrics(asdict(row))
+                    line = f"{row.name}: {row.problem or 'equal'} ({row.seconds:.1f} s)"
+                    progress.at(len(rows) / len(names), f"{len(rows)}/{len(names)} {row.name}", f"  {line}")
+        except BaseException as error:
+            folder.fail(error)
+            raise
+        differ = sum(bool(row.problem) for row in rows)
+        metrics = {"equal": not differ, "rows": [asdict(row) for row in rows]}
+        summary = folder.finish(metrics, "failed" if differ else "completed")
     kinds = list(rows[0].digests)
     cells = [
         [
@@ -112,7 +119,6 @@ def prove(options: ProveOptions) -> int:
         for row in rows
     ]
     table("", ["", *kinds, "seconds", "result"], cells, text=(0, *range(1, 1 + len(kinds)), len(kinds) + 2))
-    differ = sum(bool(row.problem) for row in rows)
     print(
         f"{differ} of {len(rows)} DIFFER" if differ else f"all {len(rows)} trainings are equal", f"in {path}"
     )
@@ -122,22 +128,6 @@ def prove(options: ProveOptions) -> int:
 
 
 COMMAND = Command(ProveOptions, prove, MORE)
-
-
-@contextlib.contextmanager
-def _kept(folder: RunFolder, rows: list[Row], total: int) -> Iterator[dict[str, Any]]:
-    """Write the rows into the summary also when Ctrl-C or an error ends the work."""
-    summary: dict[str, Any] = {}
-    status = "interrupted"
-    try:
-        yield summary
-        status = "failed" if any(row.problem for row in rows) else "completed"
-    except Exception:
-        status = "failed"
-        raise
-    finally:
-        equal = status == "completed" and len(rows) == total
-        summary |= folder.finish({"equal": equal, "rows": [asdict(row) for row in rows]}, status)
 
 
 def _rows(options: ProveOptions, short: list[str], names: list[str], path: Path) -> Iterator[Row]:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from shoal.cli.command import Command
 from shoal.cli.grammar import (
@@ -34,6 +34,7 @@ from shoal.cli.output import program
 from shoal.core.data import Trajectory, write_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import UNFINISHED, RunFolder
+from shoal.rollout.settings import Backend
 from shoal.viewer.markup import number
 
 if TYPE_CHECKING:
@@ -62,10 +63,7 @@ class RolloutOptions(AgentOptions):
     """
 
     config_name: Annotated[str, ConfigName] = "base-parallel"
-    backend: (
-        Literal["auto", "serial", "threads", "processes", "loky", "threading", "multiprocessing", "ray"]
-        | None
-    ) = None
+    backend: Backend | None = None
     """Execution backend (default: the config's)."""
     source: Path | None = None
     """Run whose newest checkpoint plays."""

@@ -117,8 +117,7 @@ def describe(run: Path) -> dict[str, Any]:
         with contextlib.suppress(OSError):  # a run may be removed while it is looked at
             changed = max(changed, (run / part).stat().st_mtime)
     with contextlib.suppress(OSError):
-        if (run / "metrics.jsonl").is_file():  # a pipe would be waited for
-            rows = (run / "metrics.jsonl").read_bytes().count(b"}\n")  # no torn line
+        rows = (run / "metrics.jsonl").read_bytes().count(b"}\n")  # no torn line
     return {
         "run": str(run),
         "command": command_of(run),

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import count_of, duration, print_json
+from shoal.cli.grammar import count_of, duration, print_json, refuse_below
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import describe, is_run
 from shoal.core.data import Judged, Trajectory
@@ -79,8 +79,7 @@ def show(options: ShowOptions) -> None:
         raise DataError(_no_run(options.run))
     if (options.episode is not None) + options.best + options.worst > 1:
         raise ConfigError("--episode, --best and --worst each choose an episode: leave all but one out")
-    if options.max_turns < 0:
-        raise ConfigError(f"--max-turns must be at least 0, got {options.max_turns}")
+    refuse_below(options, max_turns=0)
     if options.json:
         if not (options.run / "summary.json").exists():
             raise DataError(f"{options.run} has no summary.json: the run is not finished")
@@ -160,7 +159,7 @@ def latest_metrics(run: Path) -> dict[str, Any]:
     """The newest value of each metric of a run that has not come to its end; empty where nothing was written."""
     path = run / "metrics.jsonl"
     found: dict[str, Any] = {}
-    for row in whole_rows(path.read_bytes()) if path.is_file() else ():  # a pipe would be waited for
+    for row in whole_rows(path.read_bytes()) if path.is_file() else ():
         found |= {key: value for key, value in row.items() if value is not None}
     if "iteration" in found:
         found["iterations"] = found.pop("iteration")

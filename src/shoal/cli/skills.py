@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from shoal.cli.command import Command, Group, Positional
-from shoal.cli.grammar import wide_console
+from shoal.cli.grammar import refuse_below, wide_console
 from shoal.cli.output import harmless, json_stream, program
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.run_folder import RunFolder, finite, whole_rows
@@ -285,8 +285,7 @@ def logs(options: LogsOptions, store: Store) -> int:
 
 def evaluate(options: EvalOptions, store: Store) -> None:
     """Success per skill and of the whole chain on unseen worlds."""
-    if options.episodes < 1:
-        raise ConfigError(f"--episodes must be at least 1, got {options.episodes}")
+    refuse_below(options, episodes=1)
     from shoal.skills.learning.episodes import evaluate_chain
 
     run = RunFolder(options.graph_path / "evaluations" / f"seed-{options.seed}", "skills eval", options.seed)

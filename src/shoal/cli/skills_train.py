@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, show_warnings, tracking
+from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, refuse_below, show_warnings, tracking
 from shoal.cli.output import harmless, program
 from shoal.cli.skills import DEFAULT, resume_command, table, training_seconds
 from shoal.core.configuration import read_settings
@@ -164,10 +164,7 @@ def train(options: TrainOptions) -> int:
     features = world_features(world)
     os.environ.update(compilation_cache())
     path = options.skills or knowledge_base(world)
-    if options.max_nodes < 1:
-        raise ConfigError(f"--max-nodes must be at least 1, got {options.max_nodes}")
-    if options.evaluation_worlds < 0:
-        raise ConfigError(f"--evaluation-worlds must be at least 0, got {options.evaluation_worlds}")
+    refuse_below(options, max_nodes=1, evaluation_worlds=0)
     _refuse_what_is_ignored(options)
     proposer: Proposer
     if options.replay:

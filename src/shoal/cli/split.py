@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import counted, new_folder, newest_folder, print_json, refuse_idle
+from shoal.cli.grammar import counted, new_folder, newest_folder, print_json, refuse_below, refuse_idle
 from shoal.cli.output import harmless
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import available_cpus, make_executor
@@ -108,8 +108,7 @@ def split(options: SplitOptions) -> None:
         refuse_idle(options, f"with --splitter {options.splitter}", *idle)
     if not options.root.is_dir() and not options.root.is_file():
         raise DataError(f"{options.root} does not exist: ROOT is a folder or a file of recordings")
-    if options.shard_size < 0:
-        raise ConfigError(f"--shard-size must be at least 0, got {options.shard_size}")
+    refuse_below(options, shard_size=0)
     if options.num_cpus != -1 and options.num_cpus < 1:
         raise ConfigError(f"--num-cpus must be at least 1, or -1 for all cores, got {options.num_cpus}")
     if options.resume and not options.shard_size:

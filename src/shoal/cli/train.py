@@ -271,13 +271,11 @@ def _watch(rows: Iterator[dict[str, Any]], trainer: AgentTrainer, progress: Prog
             progress.say(f"resumed at {at} of {iterations}{known}{kept}")
         if at is None or row["iteration"] > at:
             played = row.get("episodes", 0) - before.get("episodes", 0)
-            _show(row, iterations, played, progress, trainer.config.trainer.stop_at_success)
+            _show(row, iterations, played, progress)
         before = row
 
 
-def _show(
-    row: dict[str, Any], iterations: int, played: int, progress: Progress, enough: float | None
-) -> None:
+def _show(row: dict[str, Any], iterations: int, played: int, progress: Progress) -> None:
     """One row: below the bar of a terminal, as a line elsewhere.
 
     Args:
@@ -285,13 +283,11 @@ def _show(
         iterations: of the whole run.
         played: episodes that the row is about.
         progress: where it is shown.
-        enough: held-out success that ends the run.
     """
-    ended = enough is not None and row.get("heldout_success", 0.0) >= enough
     line = _line(row, iterations, played)
     progress.at(row["iteration"] / iterations, line)
     if not progress.on_terminal:
-        left = "" if ended else progress.left()
+        left = progress.left()
         progress.say(f"{line}  ({left})" if left else line)
     elif "heldout_success" in row:
         progress.say(f"iteration {row['iteration']:>4}: held-out success {row['heldout_success']:.2f}")

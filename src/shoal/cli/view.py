@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 from shoal.cli.command import Command, Positional
-from shoal.cli.grammar import refuse_idle
+from shoal.cli.grammar import refuse_below, refuse_idle
 from shoal.cli.runs import PARTS, folders, is_run
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import write_text
@@ -50,20 +50,16 @@ examples:
 """
 
 
-def view(options: ViewOptions) -> int:
+def view(options: ViewOptions) -> None:
     """Serve until interrupted, or write the file."""
-    from shoal.viewer.runs import Run
-
     if options.export is not None:
         refuse_idle(options, "with --export, which writes a file and serves nothing", "port", "token", "open")
-    else:
-        refuse_idle(options, "without --export", "episodes")
-    with contextlib.ExitStack() as ending:
-        if options.export is not None:
-            runs = [Run(folder) for folder in run_folders(options.runs)]
-            return _export(runs, options.export, options.episodes)
-        from shoal.viewer import server
+        _export(options, options.export)
+        return
+    refuse_idle(options, "without --export", "episodes")
+    from shoal.viewer import server
 
+    with contextlib.ExitStack() as ending:
         asked = tuple(path.absolute() for path in options.runs)
         for path in asked:
             if not path.is_dir() and options.runs != ViewOptions().runs:
@@ -101,25 +97,22 @@ def view(options: ViewOptions) -> int:
 
         with contextlib.suppress(KeyboardInterrupt):  # how a server is ended
             server.serve(app, options.port, ready, before)
-    return 0
 
 
 COMMAND = Command(ViewOptions, view, MORE)
 
 
-def _export(runs: Sequence[object], place: Path, episodes: int) -> int:
+def _export(options: ViewOptions, place: Path) -> None:
     from shoal.viewer.export import export
     from shoal.viewer.runs import Run
 
-    if episodes < 1:
-        raise DataError(f"--episodes must be at least 1, got {episodes}")
-    known = [run for run in runs if isinstance(run, Run)]
-    for run in known:
+    refuse_below(options, episodes=1)
+    runs = [Run(folder) for folder in run_folders(options.runs)]
+    for run in runs:
         run.index.refresh()
-    text = export(known, episodes)
+    text = export(runs, options.episodes)
     write_text(place, text)
     print(f"{place}: {len(text.encode()) / 2**20:.1f} MiB, open it in any browser", file=sys.stderr)
-    return 0
 
 
 def run_folders(asked: Sequence[Path], *, empty: bool = False) -> list[Path]:

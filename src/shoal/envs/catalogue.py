@@ -8,7 +8,6 @@ Adding an env of shoal's own: a file with a `TextEnv`, a line in `BUILT_IN`, a t
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import difflib
@@ -97,9 +96,8 @@ class Installed(NamedTuple):
 
 
 def package_of(entry: importlib.metadata.EntryPoint) -> str:
-    """The name of the package that an entry point is of, also where it was removed by half."""
-    known: Any = entry.dist.metadata if entry.dist is not None else {}
-    return str(known.get("Name", "(unknown)"))
+    """The name of the package that an entry point is of."""
+    return "(unknown)" if entry.dist is None else entry.dist.name
 
 
 def installed() -> dict[str, Installed]:
@@ -497,15 +495,7 @@ def wrapper_name(wrapper: Wrapper) -> str:
 
 
 def _make_wrapped(make: EnvFn, /, *wrappers: Callable[[Any], Env]) -> Env:
-    env = make()
-    try:
-        for wrapper in wrappers:
-            env = _wrapped(env, wrapper)
-    except BaseException:
-        with contextlib.suppress(Exception):  # the error before it is raised
-            env.close()
-        raise
-    return env
+    return functools.reduce(_wrapped, wrappers, make())
 
 
 def _wrapped(env: Env, wrapper: Callable[[Any], Env]) -> Env:

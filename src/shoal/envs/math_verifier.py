@@ -122,8 +122,7 @@ def _verify(math_verify: Any, given: str, wanted: str) -> bool:
     """One question; whatever math-verify raises on odd input means "not equal"."""
     try:
         parsed = [math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=0) for answer in (wanted, given)]
-        return bool(
-            all(parsed) and math_verify.verify(*parsed, timeout_seconds=0)
-        )  # its own limits are of the clock
+        # its own limits are of the clock
+        return bool(all(parsed) and math_verify.verify(*parsed, timeout_seconds=0))
     except (Exception, MemoryError):
         return False

@@ -21,7 +21,7 @@ from gymnasium.spaces import Text
 from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import stream
 from shoal.envs.actions import Projection
-from shoal.envs.text import TextEnv
+from shoal.envs.text import TextEnv, check_numbers
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,7 @@ class ProgramConfig:
             )
         if self.function is not None and not re.fullmatch(r"[\w.]+(?<!\.py):\w+", self.function):
             raise ConfigError(f'function must be such as "agent:play", got {self.function!r}')
-        for name in ("max_steps", "output"):
-            if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {value}")
+        check_numbers(self, max_steps=1, output=1)
         if not 0 < self.timeout < 1e9:
             raise ConfigError(f"timeout must be a positive number of seconds, got {self.timeout}")
 

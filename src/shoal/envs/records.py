@@ -19,30 +19,27 @@ TEST_EVERY = 10
 """Of a file's questions every tenth belongs to `split="test"`, the others to `split="train"`."""
 
 
-class FileCache:
-    """What was made from files, for all who ask in this process; the `size` that were asked for last are kept.
+MOST_MADE = 16
+_made: OrderedDict[Hashable, Any] = OrderedDict()
+_making = threading.RLock()  # what is made from a file may be made from something that is kept
 
-    A file is known by its place, time, length and inode: a changed one is read again, by new envs only. Safe
-    to share between threads; those that ask for the same wait for the first.
+
+def made_once(key: Hashable, files: Sequence[Path], make: Callable[[], T]) -> T:
+    """What `make()` gives, for all who ask in this process; of all things made the last 16 asked for are kept.
+
+    A file is known by its place, time, length and inode: of a changed one it is made again. Safe to share between
+    threads; those that ask for the same wait for the first.
     """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._lock = threading.RLock()  # what is made from a file may be made from something that is kept
-        self._made: OrderedDict[Hashable, Any] = OrderedDict()
-
-    def get(self, key: Hashable, files: Sequence[Path], make: Callable[[], T]) -> T:
-        """What `make()` gives, remembered under `key` and the state of the files."""
-        stats = [(path, path.stat()) for path in files]
-        state = [(str(path), stat.st_mtime_ns, stat.st_size, stat.st_ino) for path, stat in stats]
-        full_key = (key, *state)
-        with self._lock:
-            if full_key not in self._made:
-                self._made[full_key] = make()
-            self._made.move_to_end(full_key)
-            while len(self._made) > self._size:
-                self._made.popitem(last=False)
-            return self._made[full_key]  # type: ignore[no-any-return]
+    stats = [(path, path.stat()) for path in files]
+    state = [(str(path), stat.st_mtime_ns, stat.st_size, stat.st_ino) for path, stat in stats]
+    full_key = (key, *state)
+    with _making:
+        if full_key not in _made:
+            _made[full_key] = make()
+        _made.move_to_end(full_key)
+        while len(_made) > MOST_MADE:
+            _made.popitem(last=False)
+        return _made[full_key]  # type: ignore[no-any-return]
 
 
 class Shared(tuple[T, ...]):
@@ -61,9 +58,6 @@ class Shared(tuple[T, ...]):
         return self.call
 
 
-_items = FileCache(16)
-
-
 def shared_items(load: Callable[[str], Sequence[T]], source: str, split: str) -> Shared[T]:
     """The items of a split of a file as `load` reads them, in memory once for all envs of this process."""
     path = Path(source).expanduser().resolve()
@@ -72,7 +66,7 @@ def shared_items(load: Callable[[str], Sequence[T]], source: str, split: str) ->
         items = load(source) if split == "all" else take_split(shared_items(load, source, "all"), split)
         return Shared.of(items, shared_items, load, str(path), split)
 
-    return _items.get((load, split), [path], chosen)
+    return made_once((load, split), [path], chosen)
 
 
 def load_records(path: Path | str) -> tuple[Record, ...]:

@@ -47,7 +47,7 @@ class Recording:
 def settings_of(run: Path) -> dict[str, Any]:
     """The settings in a run's `config.yaml`; {} if it has none. A `ConfigError` tells of one that cannot be read."""
     path = run / "config.yaml"
-    return read_settings(path) if path.is_file() else {}  # a pipe would be waited for
+    return read_settings(path) if path.is_file() else {}
 
 
 def agent_config_of(run: Path) -> AgentConfig:

@@ -180,13 +180,6 @@ def test_likeness_is_that_of_the_library_the_formula_names(left, right):
     assert token_set_ratio(left, right) == round(expected)
 
 
-def test_likeness_by_hand():
-    assert token_set_ratio("easy to clean", "Clean, easy") == 100
-    # "blue" is shared; 4 letters against "blue light" and "blue dark": the best is 2 * 4 / (4 + 9) = 0.615…
-    assert token_set_ratio("light blue", "dark blue") == 62
-    assert token_set_ratio("", "blue") == token_set_ratio("...", "") == 0
-
-
 def test_nouns_of_titles():
     assert title_nouns("Walnut Console Table with 2 Drawers, for the Hallway") == (
         "walnut", "console", "table", "drawers", "hallway",

@@ -185,9 +185,3 @@ def test_a_cache_that_cannot_be_written_only_warns(tmp_path, monkeypatch, caplog
     with caplog.at_level(logging.WARNING):
         assert len(cached_index(["oak"], ["a"]).search("oak")) == 1
     assert "not kept" in caplog.text
-
-
-def test_repeated_words_of_a_query_count_as_often():
-    index = build_index(["oak lamp", "pine lamp"], ["a", "b"])
-    assert index.search("oak pine pine").tolist() == [1, 0]
-    assert index.search("oak pine oak").tolist() == [0, 1]

@@ -114,11 +114,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         super().__init__(config, **settings)
         make = _maker(self.config.id, self.config.kwargs) if make is None else make
         self.inner = _made(make, self.config.id)
-        try:
-            self._adapt(make)
-        except BaseException:
-            self.inner.close()
-            raise
+        self._adapt(make)
 
     def _adapt(self, make: Callable[..., gymnasium.Env[Any, Any]]) -> None:
         """Find the words for what the env inside shows and takes."""

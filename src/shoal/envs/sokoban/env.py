@@ -13,7 +13,7 @@ from gymnasium.spaces import Box, Text
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projection
 from shoal.envs.pictures import TILE, picture_of
-from shoal.envs.records import FileCache, Shared
+from shoal.envs.records import Shared, made_once
 from shoal.envs.sokoban.generator import generate
 from shoal.envs.sokoban.levels import (
     SYMBOLS,
@@ -255,9 +255,6 @@ def _bare_symbols(level: Level) -> list[str]:
     return symbols
 
 
-_read = FileCache(64)
-
-
 def _levels(source: str | tuple[str, ...] | None) -> Sequence[Level]:
     """The levels of XSB texts, files and folders, in memory once for all envs of this process."""
     if source is None:
@@ -276,4 +273,4 @@ def _levels(source: str | tuple[str, ...] | None) -> Sequence[Level]:
             raise ConfigError(f"levels must hold at least one level in XSB notation, got {source!r}")
         return Shared.of(levels, _levels, parts)
 
-    return _read.get(parts, files, read)
+    return made_once(("sokoban", parts), files, read)

@@ -12,7 +12,7 @@ import numpy as np
 
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projection
-from shoal.envs.records import FileCache
+from shoal.envs.records import made_once
 from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 from shoal.envs.webshop.catalogue import (
@@ -98,9 +98,6 @@ class WebShopConfig:
                 raise ConfigError(f"{name} goes with a file of products; give source too")
 
 
-_stock = FileCache(4)
-
-
 def _opened(config: WebShopConfig) -> tuple[Catalogue, list[Goal]]:
     """The catalogue and its goals, in memory once for all envs of the same files and seeds."""
     names = [config.source, config.attributes_path, config.human_path, config.reviews_path]
@@ -119,7 +116,7 @@ def _opened(config: WebShopConfig) -> tuple[Catalogue, list[Goal]]:
             )  # fmt: skip
         return catalogue, make_goals(catalogue, seed=config.goal_seed)
 
-    return _stock.get((named, seeds), files, make)
+    return made_once(("webshop", named, seeds), files, make)
 
 
 class WebShopEnv(TextEnv[WebShopConfig]):
