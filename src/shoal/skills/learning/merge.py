@@ -173,10 +173,10 @@ def _merge(
             scores[index] = Scores(head.id, score(present), score(changed[index]))
     told: dict[int, dict[str, Any]] = {}
     for version in versions:
-        head = None if version.accepted else heads[version.expert]
+        kept = None if version.accepted else heads[version.expert]
         told[version.expert] = {
-            "action": "kept" if head else "updated",
-            "frames": head.frames if head else version.frames,
+            "action": "kept" if kept else "updated",
+            "frames": kept.frames if kept else version.frames,
         }
     return told
 
