@@ -5,12 +5,10 @@ import json
 import os
 import resource
 import shutil
-import signal
 import stat
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -28,39 +26,6 @@ from shoal.core.files import (
     write_json,
     write_text,
 )
-
-WRITER = """
-import sys
-from shoal.core.files import write_bytes, write_folder
-path, number = sys.argv[1], 0
-print("ready", flush=True)
-while True:
-    number += 1
-    write_bytes(path + "/file", str(number).encode() * 50_000)
-    with write_folder(path + "/folder") as folder:
-        for name in "ab":
-            (folder / name).write_text(str(number) * 10_000)
-"""
-
-
-def test_a_killed_writer_leaves_the_old_content_or_the_new(tmp_path):
-    (tmp_path / "file").write_bytes(b"0" * 50_000)
-    with write_folder(tmp_path / "folder") as folder:
-        for name in "ab":
-            (folder / name).write_text("0" * 10_000)
-    for attempt in range(3):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
-        assert process.stdout.readline() == b"ready\n"
-        time.sleep(0.15 + 0.013 * attempt)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        content = (tmp_path / "file").read_bytes()
-        assert content == content[: len(content) // 50_000] * 50_000
-        folder = verify_folder(tmp_path / "folder")
-        assert (folder / "a").read_text() == (folder / "b").read_text()
-    remove_leftovers(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
 @pytest.fixture(params=[0o022, 0o027, 0o077, 0o002], ids="{:03o}".format)
@@ -106,7 +71,7 @@ def test_what_is_replaced_keeps_its_mode(tmp_path, umask, chosen):
 
 # A script, since it forks: each child is killed at another one of the calls that change the disk.
 KILLED_AT_EVERY_STEP = """
-import os, pathlib, re, shutil, signal, sys
+import os, pathlib, shutil, signal, sys
 from shoal.core import files
 root = pathlib.Path(sys.argv[1])
 os.fsync = lambda descriptor: None  # a killed process loses nothing that it has written
@@ -142,6 +107,7 @@ def killed(step, work):
     return code != 0
 
 def write(content):
+    files.write_bytes(root / "g", content.encode() * 1000)
     with files.write_folder(root / "f") as folder:
         (folder / "a").write_text(content)
         (folder / "in").mkdir()
@@ -151,6 +117,7 @@ def read():
     folder = files.verify_folder(root / "f")
     first, second = (folder / "a").read_text(), (folder / "in" / "b").read_text()
     assert first == second, (first, second)
+    assert (root / "g").read_text() in ("old" * 1000, "new" * 1000)
     return first
 
 def fresh():
@@ -158,39 +125,20 @@ def fresh():
     root.mkdir()
     write("old")
 
-def looks():
-    "What lies in the folder, but for random names."
-    return str(sorted(re.sub(r"[.][a-z0-9_]{8}[.]", ".", str(path)) for path in root.rglob("*")))
-
-seen, steps = set(), 0
+steps = 0
 root.mkdir()
 fresh()
 while killed(steps := steps + 1, lambda: write("new")):
-    kind = looks()
-    shutil.copytree(root, root.with_name("wreck"), symlinks=True)
     assert read() in ("old", "new"), steps  # a reader right after the crash
     files.remove_leftovers(root)
-    assert read() in ("old", "new") and os.listdir(root) == ["f"], (steps, os.listdir(root))
-    for work, stride in ((files.remove_leftovers, 1), (lambda _: write("newer"), 4)):  # killed a second time
-        again = 0
-        while kind not in seen:
-            shutil.rmtree(root)
-            shutil.copytree(root.with_name("wreck"), root, symlinks=True)
-            if not killed(again := again + stride, lambda: work(root)):
-                break
-            files.remove_leftovers(root)
-            assert read() in ("old", "new", "newer"), (steps, again)
-            assert os.listdir(root) == ["f"], (steps, again, os.listdir(root))
-    seen.add(kind)
-    shutil.rmtree(root.with_name("wreck"))
+    assert read() in ("old", "new") and sorted(os.listdir(root)) == ["f", "g"], (steps, os.listdir(root))
     fresh()
-assert read() == "new" and os.listdir(root) == ["f"]
+assert read() == "new" and sorted(os.listdir(root)) == ["f", "g"]
 print("killed at", steps - 1, "steps")
 """
 
 
-@pytest.mark.timeout(900)  # some hundred processes, one after another
-def test_a_replaced_folder_is_never_lost_wherever_its_writers_are_killed(tmp_path):
+def test_a_replaced_file_or_folder_is_never_lost_wherever_its_writers_are_killed(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", KILLED_AT_EVERY_STEP, str(tmp_path / "root")],
         capture_output=True,

@@ -26,7 +26,7 @@ from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.launchers import compilation_cache, make_launcher
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
 from shoal.skills.learning.frontier import Frontier
-from shoal.skills.learning.merge_rules import Rule
+from shoal.skills.learning.merge import Rule
 from shoal.skills.learning.plan import dependencies, plan_for
 from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
 from shoal.skills.learning.scheduler import SkillScheduler, check_limits

@@ -81,13 +81,14 @@ def test_the_reference_conflict_keeps_150_million_frames(tmp_path: Path, net: Ca
     assert (kept["actor/weight"] == net("wood", 2).params()["actor/weight"]).all()
 
 
-def test_in_the_other_order_the_loser_is_kept_as_a_version(
-    tmp_path: Path, net: Callable[..., Network]
+@pytest.mark.parametrize("late", [80, 100])
+def test_in_the_other_order_or_with_as_many_frames_the_loser_is_kept_as_a_version(
+    tmp_path: Path, net: Callable[..., Network], late: int
 ) -> None:
     add_expert(tmp_path, "Collect Wood", 0, net("base"), 50 * MILLION)
     a = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
     b = prepare(tmp_path, "Skill B", 2, {"Collect Wood": 0}, "iron")
-    for folder, acted, own in ((a, 80, 1), (b, 100, 2)):
+    for folder, acted, own in ((a, late, 1), (b, 100, 2)):
         finish_training(
             folder, {0: net("wood", own).params(), 1: net("own", own).params()},
             {0: acted * MILLION, 1: acted * MILLION},
@@ -97,7 +98,7 @@ def test_in_the_other_order_the_loser_is_kept_as_a_version(
     assert result["expert_updates"] == {0: {"action": "kept", "frames": 150 * MILLION}}
     store = Store(tmp_path)
     frames = [(row.frames, row.accepted) for row in store.versions(0)]
-    assert frames == [(50 * MILLION, True), (150 * MILLION, True), (130 * MILLION, False)]
+    assert frames == [(50 * MILLION, True), (150 * MILLION, True), ((50 + late) * MILLION, False)]
     loser = decode(store.get_blob(store.versions(0)[-1].sha256), "loser")[0]
     assert (loser["actor/weight"] == net("wood", 1).params()["actor/weight"]).all()
 
@@ -188,21 +189,31 @@ def test_a_result_counts_once_however_often_it_is_processed(
     assert process_completed_training(folder, "Collect Wood", 0, tmp_path)["already_merged"]
 
 
-def test_evaluate_refuses_a_run_that_forgot_the_skill(tmp_path: Path) -> None:
-    # The head interacts and walks at random, which collects wood now and then; the run only ever waits.
+@pytest.mark.parametrize(
+    ("before", "after"), [("able", "useless"), ("useless", "able"), ("useless", "useless")]
+)
+def test_evaluate_takes_the_better_success_rate_whatever_the_frames_and_the_head_on_a_tie(
+    tmp_path: Path, monkeypatch, before: str, after: str
+) -> None:
+    # One interacts and walks at random, which collects wood now and then; the other only ever waits.
+    monkeypatch.setattr("shoal.skills.learning.merge.SCORE_EPISODES", 64)
     shape = Shape(CraftingWorld.obs_size, 8, CraftingWorld.n_actions)
-    able, useless = Network(shape), Network(shape)
-    able.bh[:5] = 9
-    useless.bh[10] = 50
-    add_expert(tmp_path, "Collect Wood", 0, able, 100)
+    nets = {"able": Network(shape), "useless": Network(shape)}
+    nets["able"].bh[:5] = 9
+    nets["useless"].bh[10] = 50
+    add_expert(tmp_path, "Collect Wood", 0, nets[before], 100)
     folder = prepare(tmp_path, "Skill A", 1, {"Collect Wood": 0}, "stone")
-    finish_training(folder, {0: useless.params(), 1: able.params()}, {0: 10**9, 1: 5})
+    acted = 1 if after == "able" else 10**9
+    finish_training(folder, {0: nets[after].params(), 1: nets["able"].params()}, {0: acted, 1: 5})
+    with pytest.raises(ValueError, match="no merge rule named 'evaluated'. Did you mean 'evaluate'"):
+        process_completed_training(folder, "Skill A", 1, tmp_path, merge="evaluated")
     result = process_completed_training(folder, "Skill A", 1, tmp_path, merge="evaluate")
-    assert result["expert_updates"][0] == {"action": "kept", "frames": 100}
+    better = after == "able"
+    assert result["expert_updates"][0]["action"] == ("updated" if better else "kept")
+    assert result["expert_updates"][0]["frames"] == (101 if better else 100)
     rows = {row.kind: row for row in Store(tmp_path).versions(0)[1:]}
-    assert rows["run"].wins == 0
-    assert rows["run"].episodes >= 256
-    assert not rows["run"].accepted
+    assert (rows["run"].wins > 0) == rows["run"].accepted == better
+    assert rows["run"].episodes >= 64
 
 
 def test_a_result_that_is_missing_altered_or_of_another_launch_is_refused(

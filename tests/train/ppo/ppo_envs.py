@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import gymnasium as gym
@@ -179,9 +178,6 @@ class RecallEnv(gym.Env):
         self.observation_space = spaces.Box(-1, 1, (2,), np.float32)
         self.action_space = spaces.Discrete(3 if masked else 2)
         self.length, self.masked, self.forgives = length, masked, forgives
-
-    def process_id(self) -> int:
-        return os.getpid()
 
     def _look(self) -> Any:
         return np.array([self.cue if self.t == 0 else 0.0, float(self.t == self.length)], np.float32)

@@ -38,8 +38,7 @@ def test_a_killed_worker_costs_time_and_nothing_else():
         with PPO("CartPole-v1", n_envs=4, seed=1, backend="process", num_workers=2, **settings) as ppo:
             for i, _ in enumerate(ppo.updates(64 * 8)):
                 if kill and i == 3:
-                    victim = ppo._experience.collector.envs.call("process_id")[1]
-                    os.kill(victim, signal.SIGKILL)
+                    os.kill(ppo._experience.collector.envs.stats()["workers"][1]["pid"], signal.SIGKILL)
             return weights(ppo)
 
     with pytest.warns(RuntimeWarning, match="workers are started again and the rollout is repeated"):

@@ -228,7 +228,7 @@ def test_weights_do_not_depend_on_workers_or_on_one_that_dies():
         with PPO(RecallEnv, env_kwargs={"masked": True}, recurrent="gru", **settings) as ppo:
             ppo.learn(99)
             if workers == 2:
-                os.kill(ppo._experience.collector.envs.call("process_id")[0], signal.SIGKILL)
+                os.kill(ppo._experience.collector.envs.stats()["workers"][0]["pid"], signal.SIGKILL)
                 with pytest.warns(RuntimeWarning, match="a worker failed"):
                     ppo.learn(33)
             ends.append(state(ppo.learn(198 - ppo.log.n_steps)))

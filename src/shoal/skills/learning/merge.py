@@ -7,18 +7,17 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, did_you_mean
 from shoal.core.seeding import stream
 from shoal.skills.jobs.process import DONE
 from shoal.skills.jobs.store import NewVersion, Store, VersionRow
 from shoal.skills.learning.corrections import correct_spec
-from shoal.skills.learning.merge_rules import Candidate, Decision, Score, Tally, decide
 from shoal.skills.learning.network import Network, decode, encode
 from shoal.skills.learning.plan import Step, dependencies, plan_for
 from shoal.skills.learning.spec import Features, Skill, check_skill, parse_skill
@@ -29,6 +28,23 @@ from shoal.skills.learning.worlds import Course, batch_lanes, fresh_worlds, make
 logger = logging.getLogger(__name__)
 SCORE_EPISODES = 256
 MOST_CONTEXTS = 3
+Rule = Literal["most-frames", "evaluate"]
+RULES: tuple[str, ...] = get_args(Rule)
+
+
+class Tally(NamedTuple):
+    """Evaluation episodes and how many of them succeeded."""
+
+    wins: int
+    episodes: int
+
+
+class Scores(NamedTuple):
+    """What the head of an expert, and what a training made of it, scored."""
+
+    version: int  # the head's
+    head: Tally
+    run: Tally
 
 
 def process_completed_training(
@@ -55,7 +71,7 @@ def process_completed_training(
         global_expert_idx: that skill's expert.
         base_dir: the folder of the whole run.
         total_timesteps: credits every loaded expert with this many env steps instead of those it acted in.
-        merge: "most-frames" or "evaluate".
+        merge: "most-frames" (more env steps wins) or "evaluate" (the better success rate); the head keeps ties.
         attempt: the launch that is waited for; by default the latest of this skill.
         store: an open store of `base_dir`, if there is one.
         analyse: correct requirements, consumption and gain by what happened in the evaluation episodes.
@@ -69,6 +85,8 @@ def process_completed_training(
         DataError: the training is not finished, or its result is broken.
         ConfigError: the folder is that of another skill or expert.
     """
+    if merge not in RULES:
+        raise ValueError(f"no merge rule named {merge!r}.{did_you_mean(merge, RULES)}")
     base_dir, run_folder = Path(base_dir), Path(run_folder)
     with (
         contextlib.nullcontext(store) if store else contextlib.closing(Store(base_dir, create=True)) as opened
@@ -128,9 +146,7 @@ def _merge(
         for index, params in outcome.experts.items()
         if outcome.acted_frames.get(index) or str(index) not in run.spec["loaded"] or index == run.expert
     }  # the others were only used, so there is nothing new to keep
-    tallies: dict[
-        int, tuple[int, Tally, Tally]
-    ] = {}  # by expert: the head that was scored, its tally, and the run's
+    scores: dict[int, Scores] = {}  # by expert
     while True:
         with store.transaction():
             if store.merged(mark) or (attempt is not None and store.attempt(attempt).outcome == "merged"):
@@ -140,17 +156,29 @@ def _merge(
             unscored = {
                 index: head
                 for index, head in heads.items()
-                if rule == "evaluate" and head is not None and tallies.get(index, (None,))[0] != head.id
+                if rule == "evaluate"
+                and head is not None
+                and not (index in scores and scores[index].version == head.id)
             }
             if not unscored:
-                return _commit(store, run, outcome, _launch_of(store, run, attempt), rule, analyse, mark, {
-                    index: _decide(store, run, index, params, outcome, rule, heads[index], tallies.get(index))
-                    for index, params in changed.items()
-                })  # fmt: skip
+                versions = [
+                    _version(store, run, outcome, index, rule, head, scores.get(index))
+                    for index, head in heads.items()
+                ]
+                _commit(store, run, outcome, _launch_of(store, run, attempt), versions, analyse, mark)
+                break
         for index, head in unscored.items():
             score = make_score(store, run, index)
             present = decode(store.get_blob(head.sha256), f"expert {index}")[0]
-            tallies[index] = head.id, score(present), score(changed[index])
+            scores[index] = Scores(head.id, score(present), score(changed[index]))
+    told: dict[int, dict[str, Any]] = {}
+    for version in versions:
+        kept = None if version.accepted else heads[version.expert]
+        told[version.expert] = {
+            "action": "kept" if kept else "updated",
+            "frames": kept.frames if kept else version.frames,
+        }
+    return told
 
 
 def _register(store: Store, run: Run) -> None:
@@ -176,28 +204,28 @@ def _launch_of(store: Store, run: Run, attempt: int | None) -> int:
     return running[-1].id if running else store.begin_attempt(run.spec["skill"], run.folder)
 
 
-def _decide(
+def _version(
     store: Store,
     run: Run,
-    index: int,
-    params: Mapping[str, NDArray],
     outcome: Outcome,
+    index: int,
     rule: str,
     head: VersionRow | None,
-    scored: tuple[int, Tally, Tally] | None,
-) -> Decision:
-    base = run.spec["loaded"].get(str(index))
-    acted = outcome.acted_frames.get(index, 0)
-    made = Candidate("run", params, (base["frames"] if base else 0) + acted)
-    if head is None:
-        return decide(rule, None, made)
-    present = Candidate("head", decode(store.get_blob(head.sha256), f"expert {index}")[0], head.frames)
-
-    def known(params: Mapping[str, NDArray]) -> Tally:
-        assert scored is not None
-        return scored[2] if params is made.params else scored[1]
-
-    return decide(rule, present, made, known)
+    scores: Scores | None,
+) -> NewVersion:
+    """What the training made of an expert, kept whether it becomes the head or not."""
+    base, acted = run.spec["loaded"].get(str(index)), outcome.acted_frames.get(index, 0)
+    frames = (base["frames"] if base else 0) + acted
+    if scores is not None:
+        better = scores.run.wins > scores.head.wins
+    else:
+        better = head is None or frames > head.frames
+    note = {"skill": run.spec["skill"], "expert": index, "world": run.spec["world"], "kind": "run"}
+    blob = store.put_blob(encode(outcome.experts[index], note))
+    wins, episodes = scores.run if scores is not None else (None, None)
+    return NewVersion(
+        index, blob, base["version"] if base else None, frames, acted, "run", better, rule, wins, episodes
+    )
 
 
 def _commit(
@@ -205,12 +233,10 @@ def _commit(
     run: Run,
     outcome: Outcome,
     attempt: int,
-    rule: str,
+    versions: Sequence[NewVersion],
     analyse: bool,
     mark: str,
-    decisions: Mapping[int, Decision],
-) -> dict[int, dict[str, Any]]:
-    versions = [_version(store, run, outcome, index, decision, rule) for index, decision in decisions.items()]
+) -> None:
     result = {**outcome.numbers, "success": outcome.success, "frames": outcome.frames}
     store.commit_training(
         attempt, versions, result=result, frames=outcome.frames, peak_memory=outcome.numbers.get("peak_memory"),
@@ -218,31 +244,9 @@ def _commit(
     )  # fmt: skip
     if analyse:
         _wait_for_all_that_is_planned(store, world_features(run.spec["world"]))
-    return {
-        index: {
-            "action": "kept" if decision.chosen.kind == "head" else "updated",
-            "frames": decision.chosen.frames,
-        }
-        for index, decision in decisions.items()
-    }
 
 
-def _version(
-    store: Store, run: Run, outcome: Outcome, index: int, decision: Decision, rule: str
-) -> NewVersion:
-    """What the training made of an expert, kept whether it becomes the head or not."""
-    base = run.spec["loaded"].get(str(index))
-    number = next(n for n, candidate in enumerate(decision.candidates) if candidate.kind == "run")
-    made, tally = decision.candidates[number], decision.tallies[number]
-    note = {"skill": run.spec["skill"], "expert": index, "world": run.spec["world"], "kind": "run"}
-    return NewVersion(
-        index, store.put_blob(encode(made.params, note)), base["version"] if base else None, made.frames,
-        outcome.acted_frames.get(index, 0), "run", number == decision.winner, rule,
-        tally.wins if tally else None, tally.episodes if tally else None,
-    )  # fmt: skip
-
-
-def make_score(store: Store, run: Run, index: int) -> Score:
+def make_score(store: Store, run: Run, index: int) -> Callable[[Mapping[str, NDArray]], Tally]:
     """Evaluate an expert where it is used: in its own skill, in this run's, and in other completed ones.
 
     Every candidate plays the same seeded worlds with the same other experts.

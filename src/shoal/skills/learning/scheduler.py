@@ -35,8 +35,7 @@ from shoal.skills.jobs.process import DONE, clear_marks, read_failure
 from shoal.skills.jobs.requests import LOCK, STOP
 from shoal.skills.jobs.schedule import Phase, Plan, finished, plan
 from shoal.skills.jobs.store import AttemptRow, End, SkillRow, Status, Store
-from shoal.skills.learning.merge import process_completed_training
-from shoal.skills.learning.merge_rules import RULES
+from shoal.skills.learning.merge import RULES, process_completed_training
 from shoal.skills.learning.plan import dependencies as plan_dependencies
 from shoal.skills.learning.spec import Skill
 from shoal.skills.learning.trainer import TrainingConfig

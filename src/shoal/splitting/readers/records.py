@@ -196,7 +196,8 @@ class RecordReader:
             return self._held(file, group, _row_group).slice(inside, 1).to_pylist()[0], {}
         if kind == ".json":
             return self._held(file, 0, lambda file, _: _json_records(file))[place[0]], {}
-        return _line(file, *place, self.parsed), {}
+        number, offset = place
+        return _line(file, number, offset, self.parsed), {}
 
     def _held(self, file: Path, part: int, load: Callable[[Path, int], Any]) -> Any:
         """A part of a file, kept until another is asked for; other threads ask for others meanwhile."""

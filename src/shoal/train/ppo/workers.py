@@ -7,7 +7,6 @@ end is the vector room's business alone.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -102,10 +101,6 @@ class ShareEnv(gym.Env):
     def current_rows(self) -> Array:
         """The observation rows at which the next rollout begins."""
         return self.slice.now.copy()
-
-    def process_id(self) -> int:
-        """Of the process that plays this share."""
-        return os.getpid()
 
     def close(self) -> None:
         """Close the environments."""
