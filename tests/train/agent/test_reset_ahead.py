@@ -2,15 +2,12 @@
 
 import os
 import time
-import uuid
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
+from tests.train.agent.lakes import NotingLake
 from tests.train.agent.test_trainer import SMALL, results
 
 from shoal import derive_seed, envs
-from shoal.envs.frozen_lake import FrozenLakeConfig, FrozenLakeEnv
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.losses import LOSSES, policy_loss
@@ -24,36 +21,6 @@ SHAPE = [
     "use_parallel_envs=false",
     "algorithm.filter_groups.max_num_gen_batches=2",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class NotingConfig(FrozenLakeConfig):
-    """Settings of `NotingLake`."""
-
-    folder: str = ""
-    """Where each reset and each end of an env leaves a file."""
-
-
-class NotingLake(FrozenLakeEnv):
-    """Notes what is done to it, for whoever looks from another process."""
-
-    Config = NotingConfig
-
-    def __init__(self, config=None, **settings):
-        super().__init__(config, **settings)
-        self._note("made")
-
-    def _note(self, what):
-        (Path(self.config.folder) / f"{what} {uuid.uuid4().hex}").touch()
-
-    def reset(self, *, seed=None, options=None):
-        told = super().reset(seed=seed, options=options)
-        self._note(f"reset {seed}")
-        return told
-
-    def close(self):
-        super().close()
-        self._note("closed")
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +103,8 @@ def test_nothing_begins_after_the_last_iteration_or_where_an_evaluation_may_end_
 ):
     asked = []
     monkeypatch.setattr(ParallelRolloutManager, "prepare", lambda _, number, *a, **k: asked.append(number))
-    run(tmp_path, f"trainer.stop_at_success={stop}", "agent_proxy.parallel.backend=serial")
+    short = ["agent_proxy.parallel.backend=threads", "agent_proxy.max_turn=2", "warmup.steps=1"]
+    run(tmp_path, f"trainer.stop_at_success={stop}", *short)
     assert asked == begun
 
 

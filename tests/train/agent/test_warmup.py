@@ -3,15 +3,14 @@
 import itertools
 import json
 import math
-import os
 import re
-import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from tests.train.agent.lakes import Bad, Endless, FrozenLake, Told
 
 from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.envs import make
@@ -81,6 +80,7 @@ def test_free_text_needs_an_expert_to_warm_up(tmp_path):
         "engine.train_last_layers=null",
         "engine.context=1024",
         "warmup.steps=1",
+        "es_manager.val.env_groups=2",
     ]
     with pytest.raises(ConfigError, match="or warmup.expert=1 where the env has an expert"):
         first_row(tmp_path / "a", *tiny, "warmup.expert=0", name="metamathqa")
@@ -94,20 +94,7 @@ def test_the_experts_share_is_a_share():
         compose_config("sokoban", ["warmup.expert=2"])
 
 
-FrozenLake = type(make("frozen_lake"))
 HERE = VectorConfig(backend="serial")
-
-
-class Endless(FrozenLake):
-    """An env without end, whose observations grow a prompt by ever more."""
-
-    def __init__(self):
-        super().__init__(desc="4x4")
-
-    def step(self, action):
-        _, _, _, _, info = super().step(action)
-        self.reset(seed=0)
-        return "S F H G " * 3, 0.0, False, False, {**info, "success": False}
 
 
 def samples_of(env, n, policy, prompter, role, config=None, seed=3, vector=HERE, failures=None):
@@ -146,24 +133,6 @@ def test_an_answer_is_what_the_prompt_of_its_kind_of_env_leaves_to_write():
         before, word = sample.ids[: sample.places[0]], sample.ids[sample.places[0] :]
         assert policy.tokenizer.decode(before) == "go<action>"
         assert policy.tokenizer.decode(word) in env.projection.words()
-
-
-class Told(Endless):
-    """Its expert knows one word, in every other turn; what lot draws is another."""
-
-    def __init__(self):
-        super().__init__()
-        self.turns = 0
-
-    def expert_action(self):
-        return "Up" if self.turns % 2 == 0 else None
-
-    def random_action(self, rng):
-        return "Left"
-
-    def step(self, action):
-        self.turns += 1
-        return super().step(action)
 
 
 def played(env, n, vector=HERE, failures=None, **settings):
@@ -254,22 +223,6 @@ def test_an_episode_whose_env_fails_is_played_again_in_another_and_then_left_out
 
 def test_warm_up_in_worker_processes_plays_what_it_plays_in_the_callers(tmp_path):
     assert played(Told, 60, VectorConfig(), expert=0.5) == played(Told, 60, expert=0.5)
-
-
-class Bad(FrozenLake):
-    """In half of the episodes its second step hangs, or ends its process."""
-
-    def __init__(self, fault):
-        super().__init__()
-        self.fault = fault
-
-    def step(self, action):
-        answer = super().step(action)
-        if self._steps == 2 and self._seed % 2:
-            if self.fault == "hang":
-                time.sleep(1000)
-            os._exit(3)
-        return answer
 
 
 @pytest.mark.parametrize(
