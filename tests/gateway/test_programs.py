@@ -299,6 +299,7 @@ def test_a_training_on_a_program_learns_what_it_pays_and_resumes_equal(tmp_path,
 
     rows, weights = train("whole")
     assert rows[-1]["iteration"] == 3
+    assert (rows[-1]["roots"], rows[-1]["branches"]) == (1.0, 0.0)
     assert sum(row.get("gradient_steps", 0) for row in rows) >= 1
     assert (
         max(row.get("logprob_gap_max", 0.0) for row in rows) < 1e-4

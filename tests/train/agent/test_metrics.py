@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from tests.records import Exchange, trajectory_of
 
-from shoal.core.data import ToolUse, read_trajectories
+from shoal.core.data import Call, ToolUse, read_trajectories
 from shoal.rollout.driver import RolloutReport
+from shoal.rollout.factory import EnvTag
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, compose_config
@@ -164,6 +165,20 @@ def test_the_groups_with_signal_are_those_whose_whole_episodes_earned_differentl
     assert signal_metrics([], [], AgentConfig()) == {
         "groups_with_signal": 0.0, "groups_shaping_only": 0.0, "groups_trained": 0.0
     }  # fmt: skip
+
+
+def test_prompts_of_programs_that_begin_anew_and_branches_are_counted():
+    """One conversation; and one answer that three calls go on from, beside a prompt of its own."""
+    trees = [(None, 0, 1), (None, 0, 0, 0, None)]
+    played = [
+        replace(
+            trajectory_of("Agent", 0, 0, member, 0, (), True, True, False),
+            calls=tuple(Call((1,), parent, (2,), (0.0,)) for parent in tree),
+        )
+        for member, tree in enumerate(trees)
+    ]
+    found = signal_metrics(played, [], AgentConfig(custom_envs={"Agent": EnvTag("program")}))
+    assert (found["roots"], found["branches"]) == (1.5, 1.0)
 
 
 SCORES = {"std": np.std, "max_mean": lambda rewards: max(rewards) - np.mean(rewards)}

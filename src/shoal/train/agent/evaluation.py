@@ -99,6 +99,11 @@ def signal_metrics(
     }
     if config.algorithm.overlong_filter:
         row["overlong_episodes"] = sum(map(was_cut, whole)) / max(1, len(whole))
+    kinds = config.custom_envs
+    if of_programs := [t for t in whole if t.env in kinds and kinds[t.env].env_type == "program"]:
+        parents = [Counter(call.parent for call in t.calls) for t in of_programs]
+        row["roots"] = sum(count.pop(None, 0) for count in parents) / len(parents)
+        row["branches"] = sum(count.total() - len(count) for count in parents) / len(parents)
     return row
 
 
