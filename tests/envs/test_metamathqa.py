@@ -318,6 +318,9 @@ def test_math_verify_knows_algebra_and_survives_hostile_answers(verifier):
     assert verifier.kills == 1
     assert not process.alive()
     assert verifier.same("(x-1)(x+1)", "x^2-1")  # by a new process
+    verifier._process.kill()  # from outside
+    assert verifier.same("2^{10}", "1024")
+    assert verifier.kills == 1
     assert not verifier.same("1" * 300, "1" * 300)  # too long to hand over
     assert not verifier.same('__import__("os").system("true")', "0")
     results = []
@@ -325,13 +328,6 @@ def test_math_verify_knows_algebra_and_survives_hostile_answers(verifier):
     thread.start()
     thread.join()
     assert results == [True]
-
-
-def test_a_verifier_that_was_killed_from_outside_is_replaced(verifier):
-    assert verifier.same("1", "1")
-    verifier._process.kill()
-    assert verifier.same("2^{10}", "1024")
-    assert verifier.kills == 0
 
 
 def test_the_math_verify_checker_adds_to_the_exact_one():

@@ -76,14 +76,6 @@ class RolloutOptions(AgentOptions):
 def rollout(options: RolloutOptions) -> int:
     """Play, and print a table."""
     show_warnings()
-    with contextlib.ExitStack() as ending:
-        return _run(options, ending)
-
-
-COMMAND = Command(RolloutOptions, rollout, MORE, MOST_USED)
-
-
-def _run(options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     config = composed(options)
     for name, given in (("--iteration", options.iteration), ("seed", config.seed)):
         if not -(2**63) <= given < 2**64:  # before a folder is made that nothing would be in
@@ -91,15 +83,16 @@ def _run(options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     run_dir = new_folder("rollout") if config.run_dir is None else Path(config.run_dir)
     if (run_dir / "summary.json").exists():
         raise ConfigError(f"{run_dir} holds a run already: pass another run_dir")
-    config = replace(config, run_dir=str(run_dir))
-    if options.compare:
-        if (run_dir / UNFINISHED).exists():
-            raise ConfigError(
-                f"{run_dir} holds a rollout that is not finished: go on with it without --compare, or pass another "
-                "run_dir"
-            )
-        return compare_with_sequential(config, options, ending)
-    return play(config, options, ending)
+    if options.compare and (run_dir / UNFINISHED).exists():
+        raise ConfigError(
+            f"{run_dir} holds a rollout that is not finished: go on with it without --compare, or pass another run_dir"
+        )
+    plays = compare_with_sequential if options.compare else play
+    with contextlib.ExitStack() as ending:
+        return plays(replace(config, run_dir=str(run_dir)), options, ending)
+
+
+COMMAND = Command(RolloutOptions, rollout, MORE, MOST_USED)
 
 
 def play(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:

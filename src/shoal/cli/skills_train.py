@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from shoal.cli.command import Command
 from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, refuse_below, show_warnings, tracking
 from shoal.cli.output import harmless, program
 from shoal.cli.skills import DEFAULT, resume_command, table, training_seconds
-from shoal.core.configuration import read_settings
+from shoal.core.configuration import from_mapping, read_settings
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
@@ -119,30 +119,19 @@ def _defaults(argv: list[str]) -> TrainOptions:
     return default
 
 
+OF_ONE_CALL = ("dry_run", "json_events", "json", "graph_path", "said")
+
+
 def _read_config(path: Path, folder: Path, default: TrainOptions) -> TrainOptions:
     """The options that a folder was trained with, but for those that belong to one call."""
     saved = read_settings(path)
-    if not isinstance(saved.get("config"), dict):
-        raise ConfigError(f"{path} does not hold the options of a run; remove it to resume")
-    kept = {
-        key: value
-        for key, value in saved.items()
-        if key not in ("dry_run", "json_events", "json", "graph_path", "said")
-    }
-    known = {item.name: item for item in fields(TrainOptions)}
-    config = {**asdict(default.config), **kept.pop("config")}
     try:
-        for key in ("skills", "replay"):
-            kept[key] = Path(kept[key]) if kept.get(key) else None
-        kept["sbatch"] = tuple(kept.get("sbatch") or ())
-        return TrainOptions(
-            **{key: value for key, value in kept.items() if key in known},
-            graph_path=folder,
-            said=default.said,
-            config=TrainingConfig(**config),
-        )
-    except TypeError as error:
+        paths = {key: Path(saved[key]) for key in ("skills", "replay") if saved.get(key)}
+        kept = {key: value for key, value in saved.items() if key not in (*OF_ONE_CALL, *paths)}
+        options = from_mapping(TrainOptions, {"config": saved["config"], **kept})
+    except (ConfigError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not what this version writes: {error}; remove it to resume") from error
+    return replace(options, graph_path=folder, said=default.said, **paths)  # type: ignore[arg-type]
 
 
 MORE = """\
@@ -199,7 +188,7 @@ def train(options: TrainOptions) -> int:
     )
     config = options.config
     if options.skill_timesteps_budget is not None:
-        config = TrainingConfig(**{**asdict(config), "total_timesteps": options.skill_timesteps_budget})
+        config = replace(config, total_timesteps=options.skill_timesteps_budget)
     scheduler = SkillScheduler(
         options.graph_path, options.max_parallel_skills, options.scheduler_poll_interval, options.max_retries,
         world=world, launcher=launcher, merge=options.merge, seed=options.seed, config=config,
