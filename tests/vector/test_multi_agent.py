@@ -412,17 +412,6 @@ class Structured:
         pass
 
 
-@pytest.mark.parametrize("name", ["simple_spread_v3", "simple_line_v1", "simple_formation_v1"])
-def test_environments_of_mpe2_play_as_they_do_by_hand(name: str) -> None:
-    module = pytest.importorskip(f"mpe2.{name}")
-    with pytest.raises(TypeError, match="PettingZooVectorEnv"):
-        make_vec(module.parallel_env, 2)
-    envs = PettingZooVectorEnv(module, 2, env_kwargs={"max_cycles": 6}, backend="serial")
-    hand = [module.parallel_env(max_cycles=6) for _ in range(2)]
-    assert check_against_hand(envs, hand, [3, 4], 20)[0] > 0
-    envs.close()
-
-
 @pytest.mark.parametrize(
     ("name", "limit", "falls"),
     [("classic/rps-v2", 6, False), ("butterfly/knights_archers_zombies-v11", 400, True)],
