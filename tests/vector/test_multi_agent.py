@@ -371,7 +371,8 @@ def test_what_is_no_parallel_environment_is_refused(make: Any) -> None:
 
 
 def test_make_vec_names_the_adapter_for_what_has_several_agents() -> None:
-    for env in (Race(), Race):
+    rps = pytest.importorskip("pettingzoo.classic.rps_v2")
+    for env in (Race(), Race, rps, rps.parallel_env):
         with pytest.raises(TypeError, match="PettingZooVectorEnv"):
             make_vec(env, 2)
     with pytest.raises(TypeError, match="a function that makes"):
