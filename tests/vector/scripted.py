@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -154,3 +155,109 @@ class WordEnv(gymnasium.Env[Any, Any]):
 
     def render(self) -> Any:
         return f"<{self.t}>"
+
+
+def same(a: Any, b: Any) -> bool:
+    """Exactly equal, types and order of keys included."""
+    if isinstance(a, np.ndarray) and a.dtype == object:
+        return isinstance(b, np.ndarray) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+class TakingEnv(CountEnv):
+    """Takes its options out of what it is given, as wrappers do."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return super().reset(seed=seed)[0], {"level": (options or {}).pop("level", 0)}
+
+
+class TellingEnv(CountEnv):
+    """Tells what it was made to tell."""
+
+    def __init__(self, told: Any) -> None:
+        super().__init__()
+        self.told = told
+
+    def step(self, action: Any) -> Any:
+        return (*super().step(action)[:4], {"a": self.told})
+
+
+class Reuses(gymnasium.Env[Any, Any]):
+    """Gives the same array, list and dict each time, changed; keeps and changes the actions it is given."""
+
+    action_space = spaces.Box(-9, 9, (1,), np.float32)
+
+    def __init__(self, size: int) -> None:
+        self.observation_space = spaces.Box(-9, 9, (size,), np.float32)
+        self.seen, self.log, self.taken = np.zeros(size, np.float32), [], []
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.seen[:] = options["start"].pop("at", -1) if options else 0
+        self.log.clear()
+        return self.seen, {"log": self.log}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.taken.append(action)
+        self.log.append(sum(float(one[0]) for one in self.taken))
+        self.seen += 1
+        action *= 2
+        return self.seen, 0.0, len(self.log) == 3, False, {"log": self.log, "nested": {"seen": self.seen}}
+
+
+class Tensor:
+    """One of torch's, as far as it matters: its number can be changed in place."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def detach(self) -> Tensor:
+        return self
+
+    def clone(self) -> Tensor:
+        return Tensor(self.number)
+
+
+class Rows(list[Any]):
+    """A list of another class."""
+
+
+class Shares(gymnasium.Env[Any, Any]):
+    """All envs of a process give the same observation, reward and info, which stand on the class, changed."""
+
+    observation_space, action_space = Coordinates(), spaces.Discrete(2)
+    seen: ClassVar[dict[str, Any]] = {}
+    paid = np.zeros(1)
+    told: ClassVar[dict[str, Any]] = {
+        "nested": OrderedDict(list=[], queue=deque(maxlen=2), tensor=Tensor(0)),
+        "more": [Rows([bytearray(1), np.array([[0], None], object)]), ([0], {0})],
+    }
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.seed, self.t = seed or self.seed + 1, 0
+        return self.look()
+
+    def look(self) -> tuple[Any, dict[str, Any]]:
+        self.seen["x"] = self.told["number"] = self.seed + self.t
+        self.told["nested"]["list"][:] = [self.seed, self.t]
+        self.told["nested"]["queue"].extend([self.seed, self.t])
+        self.told["nested"]["tensor"].number = self.told["more"][0][0][0] = self.seed + self.t
+        self.told["more"][0][1][0][0] = self.told["more"][1][0][0] = self.seed + self.t
+        self.told["more"][1][1].clear()
+        self.told["more"][1][1].add(self.t)
+        return self.seen, self.told
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self.t += 1
+        obs, info = self.look()
+        self.paid[:] = self.seed
+        return obs, self.paid, self.t == 2, False, info
+
+
+def look(env: Any) -> Any:
+    return env.unwrapped.look()

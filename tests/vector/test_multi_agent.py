@@ -371,7 +371,8 @@ def test_what_is_no_parallel_environment_is_refused(make: Any) -> None:
 
 
 def test_make_vec_names_the_adapter_for_what_has_several_agents() -> None:
-    for env in (Race(), Race):
+    rps = pytest.importorskip("pettingzoo.classic.rps_v2")
+    for env in (Race(), Race, rps, rps.parallel_env):
         with pytest.raises(TypeError, match="PettingZooVectorEnv"):
             make_vec(env, 2)
     with pytest.raises(TypeError, match="a function that makes"):
@@ -410,17 +411,6 @@ class Structured:
 
     def close(self) -> None:
         pass
-
-
-@pytest.mark.parametrize("name", ["simple_spread_v3", "simple_line_v1", "simple_formation_v1"])
-def test_environments_of_mpe2_play_as_they_do_by_hand(name: str) -> None:
-    module = pytest.importorskip(f"mpe2.{name}")
-    with pytest.raises(TypeError, match="PettingZooVectorEnv"):
-        make_vec(module.parallel_env, 2)
-    envs = PettingZooVectorEnv(module, 2, env_kwargs={"max_cycles": 6}, backend="serial")
-    hand = [module.parallel_env(max_cycles=6) for _ in range(2)]
-    assert check_against_hand(envs, hand, [3, 4], 20)[0] > 0
-    envs.close()
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from gymnasium import spaces
 from shoal.core.errors import MissingExtraError, WorkerDiedError, WorkerTimeoutError
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.same_step import make_vec
-from tests.vector.scripted import Scripted, SlowEnv
-from tests.vector.test_equality import same
+from tests.vector.scripted import Scripted, SlowEnv, same
 
 with_ray = [pytest.mark.slow, pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 

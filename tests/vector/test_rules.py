@@ -30,14 +30,12 @@ from shoal.vector import (
     EnvPoolStyle,
     MultiProcessEnvironmentContainer,
     ParallelEnv,
-    SB3VecEnv,
     make_vec,
 )
 from shoal.vector.make import Plan
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.living import alive
-from tests.vector.scripted import SlowEnv
-from tests.vector.test_equality import same
+from tests.vector.scripted import SlowEnv, same
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ["serial", "thread", "process"]
@@ -194,6 +192,8 @@ def test_an_env_that_fails_in_flight_is_replaced_or_breaks_all_off() -> None:
 
 
 def test_the_default_is_gymnasiums_autoreset_and_faces_keep_their_own() -> None:
+    from shoal.vector import SB3VecEnv  # not above: workers import this module, and that imports torch
+
     fns = [CountEnv] * 2
     with make_vec(CountEnv, 2, backend="serial") as envs:
         assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP

@@ -1,14 +1,20 @@
-"""Small environments whose right answers are known, and what tests of PPO share."""
+"""Small environments whose right answers are known, and what tests of PPO share.
+
+Workers import this module with their environments, so it imports no torch.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from shoal.train.ppo.ppo import PPO
+from shoal.core.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from shoal.train.ppo.ppo import PPO
 
 FAST = {"n_steps": 32, "batch_size": 64, "n_epochs": 4, "learning_rate": 3e-3, "gamma": 0.5}
 
@@ -201,3 +207,42 @@ class RecallEnv(gym.Env):
         right = (action == 1) == (self.cue > 0)
         ends = bool(right) or not self.forgives
         return self._look(), float(right), ends, not ends, self._info()
+
+
+class OfFour(CountingEnv):
+    """Of a run of three environments, for which there is no fourth: it cannot be stepped."""
+
+    def reset(self, *, seed=None, options=None):
+        self.fails = seed in FOURTH
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        if self.fails:
+            raise RuntimeError("there is no fourth")
+        return super().step(action)
+
+
+FOURTH = {derive_seed(0, "env", 3, episode) & 0x7FFFFFFF for episode in range(20)}
+
+
+class Screen(gym.Env):
+    """Random pictures of a shape; the action decides the reward by the first pixel."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, shape: tuple[int, ...] = (84, 84), dtype: Any = np.uint8) -> None:
+        self.observation_space = spaces.Box(0, 255, shape, dtype)
+
+    def _look(self) -> Any:
+        return self.np_random.integers(0, 256, self.observation_space.shape).astype(
+            self.observation_space.dtype
+        )
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._look(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return self._look(), float(action), False, self.t >= 5, {}

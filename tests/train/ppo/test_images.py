@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from tests.train.ppo.ppo_envs import DictEnv
+from tests.train.ppo.ppo_envs import DictEnv, Screen
 from torch import nn
 
 from shoal.cli.main import main
@@ -25,29 +25,6 @@ from shoal.train.ppo.policy import load_policy
 from shoal.train.ppo.ppo import PPO
 
 TINY = {"n_envs": 2, "n_steps": 8, "batch_size": 8, "n_epochs": 1, "backend": "serial"}
-
-
-class Screen(gym.Env):
-    """Random pictures of a shape; the action decides the reward by the first pixel."""
-
-    action_space = spaces.Discrete(2)
-
-    def __init__(self, shape: tuple[int, ...] = (84, 84), dtype: Any = np.uint8) -> None:
-        self.observation_space = spaces.Box(0, 255, shape, dtype)
-
-    def _look(self) -> Any:
-        return self.np_random.integers(0, 256, self.observation_space.shape).astype(
-            self.observation_space.dtype
-        )
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.t = 0
-        return self._look(), {}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return self._look(), float(action), False, self.t >= 5, {}
 
 
 # --- what is a picture

@@ -13,13 +13,13 @@ from tests.train.ppo.ppo_envs import (
     CountingEnv,
     DictEnv,
     IdentityEnv,
+    OfFour,
     TargetEnv,
     assert_equal,
     weights,
 )
 from torch import nn
 
-from shoal.core.seeding import derive_seed
 from shoal.train.ppo.collect import workers_pay
 from shoal.train.ppo.ppo import PPO
 
@@ -264,22 +264,6 @@ def test_a_minibatch_larger_than_the_rollout_is_the_whole_rollout(path):
     ]
     for other in learned[1:]:
         assert all(np.array_equal(learned[0][name], other[name]) for name in other)
-
-
-class OfFour(CountingEnv):
-    """Of a run of three environments, for which there is no fourth: it cannot be stepped."""
-
-    def reset(self, *, seed=None, options=None):
-        self.fails = seed in FOURTH
-        return super().reset(seed=seed)
-
-    def step(self, action):
-        if self.fails:
-            raise RuntimeError("there is no fourth")
-        return super().step(action)
-
-
-FOURTH = {derive_seed(0, "env", 3, episode) & 0x7FFFFFFF for episode in range(20)}
 
 
 def test_workers_play_the_environments_of_the_run_and_no_others_and_are_counted():
