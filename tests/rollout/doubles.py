@@ -560,6 +560,10 @@ class FakeServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
+    def server_close(self):
+        self.shutdown()
+        super().server_close()
+
     def reply_to(self, path, body):
         if path == "/v1/models":
             return {"data": [{"id": "m", "owned_by": OWNERS[self.kind]}]}
