@@ -455,6 +455,17 @@ def byte_tokenizer(template=TEMPLATE, control=("<|im_start|>", "<|im_end|>")):
     return tokenizer
 
 
+def next_scores(engine, ids):
+    """Scores of the next token, by one pass over all tokens without a cache."""
+    import torch
+
+    with torch.no_grad():
+        if hasattr(engine.model, "hidden"):  # the tiny network
+            start = torch.zeros(1, dtype=torch.int64)
+            return engine.model.head(engine.model.hidden(torch.tensor([ids]), start))[0, -1]
+        return engine.model(torch.tensor([ids])).logits[0, -1]
+
+
 def llama_engine(tokenizer=None, context=200, **settings):
     """A tiny Llama of `transformers` with random weights, always the same."""
     import torch

@@ -1,9 +1,8 @@
 """The context is a limit like any other: responses end at it, episodes are truncated by it, and all are counted."""
 
 import pytest
-import torch
 from tests.records import exchanges
-from tests.rollout.doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, config, next_scores
 from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal import envs
@@ -24,15 +23,6 @@ def tiny():
     return TinyEngine(["Up"], TinyShape(16, 1, 2, 32), seed=3)
 
 
-def network(engine, ids):
-    """Scores of the next token, by one pass over all tokens without a cache."""
-    with torch.no_grad():
-        if isinstance(engine, TinyEngine):
-            row = torch.tensor([ids])
-            return engine.model.head(engine.model.hidden(row, torch.zeros(1, dtype=torch.int64)))[0, -1]
-        return engine.model(torch.tensor([ids])).logits[0, -1]
-
-
 @pytest.mark.parametrize(("make", "context"), [(tiny, 32), (make_engine, 200)])
 def test_a_response_ends_where_the_context_does(make, context):
     engine = make()
@@ -46,7 +36,7 @@ def test_a_response_ends_where_the_context_does(make, context):
         room = max(0, min(6, context - len(request.prompt_ids)))
         ids, written, noise = list(request.prompt_ids), [], Noise(request.key)
         for _ in range(room):
-            scores = network(engine, ids).log_softmax(-1).numpy()
+            scores = next_scores(engine, ids).log_softmax(-1).numpy()
             written.append(int((scores + noise.rows(1, len(scores))[0]).argmax()))
             ids.append(written[-1])
             if written[-1] in ends:

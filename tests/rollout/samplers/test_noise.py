@@ -1,4 +1,4 @@
-"""Tokens are picked by the same noise in memory and on a device; keys and values in place are those that are copied."""
+"""Tokens are picked by the same noise in memory and on a device, and what is equal is computed once."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from test_huggingface import make_engine, requests
+from tests.rollout.doubles import llama_engine as make_engine
+from tests.rollout.doubles import llama_requests as requests
 
 from shoal.rollout.samplers.noise import Noise, gumbel, key_words, words
 from shoal.rollout.samplers.sampler import Key, Sampling

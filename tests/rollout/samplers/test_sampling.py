@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rollout.doubles import FakeServer
+from tests.rollout.doubles import FakeServer, next_scores
 from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal.core.errors import EngineError
@@ -122,14 +122,6 @@ def tiny():
     return TinyEngine(["Up"], TinyShape(16, 1, 2, 64), seed=3)
 
 
-def network(engine, ids):
-    with torch.no_grad():
-        if isinstance(engine, TinyEngine):
-            start = torch.zeros(1, dtype=torch.int64)
-            return engine.model.head(engine.model.hidden(torch.tensor([ids]), start))[0, -1]
-        return engine.model(torch.tensor([ids])).logits[0, -1]
-
-
 def mixed(n):
     """Requests of every kind, some without limits, some greedy."""
     rng = np.random.default_rng(5)
@@ -159,7 +151,7 @@ def test_an_engine_writes_what_the_definitions_write_whatever_the_batch(make):
     for request, completion in zip(asked, whole, strict=True):
         ids, noise, sampling = list(request.prompt_ids), Noise(request.key), request.sampling
         for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
-            scores = network(engine, ids) / (sampling.temperature or 1.0)
+            scores = next_scores(engine, ids) / (sampling.temperature or 1.0)
             p = scores.double().softmax(-1).tolist()
             if sampling.temperature:
                 gumbel = noise.rows(1, len(p))[0]
@@ -189,7 +181,7 @@ def test_tokens_come_as_often_as_their_probability_says():
     prompt = (7, 8, 9)
     asked = [Request(prompt, Key(2, (0, i, 0, 0)), sampling) for i in range(4000)]
     counts = Counter(completion.token_ids[0] for completion in engine.generate(asked))
-    expected = by_hand((network(engine, list(prompt)) / 1.3).double().softmax(-1).tolist(), sampling)
+    expected = by_hand((next_scores(engine, list(prompt)) / 1.3).double().softmax(-1).tolist(), sampling)
     assert set(counts) <= set(expected)
     chi = sum((counts[i] - 4000 * p) ** 2 / (4000 * p) for i, p in expected.items())
     freedom = len(expected) - 1
