@@ -136,7 +136,8 @@ def measure(turns: int, count: int, folder: Path) -> dict[str, list[tuple[float,
                 found.setdefault(name, []).append(client.ask(body))
         if turns > 1:
             session = plain.gateway.sessions["a"]
-            assert session.roots == 1, "the chat did not go on from its turns"
+            roots = sum(recorded.call.parent is None for recorded in session.calls)
+            assert roots == 1, "the chat did not go on from its turns"
     end()
     return {name: seconds[count // 10 :] for name, seconds in found.items()}
 

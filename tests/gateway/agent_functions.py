@@ -97,11 +97,6 @@ def hangs(base_url):
     time.sleep(1000)
 
 
-async def hangs_async(base_url):
-    ask(base_url, [{"role": "user", "content": "go"}])
-    await asyncio.sleep(1000)
-
-
 def fails_once(base_url, task):
     """Dies in the first try at each task, which it marks in a file."""
     ask(base_url, [{"role": "user", "content": "go"}])

@@ -87,11 +87,10 @@ def test_programs_are_played_in_groups_and_leave_exact_records(tmp_path):
 
 
 @pytest.mark.parametrize("function", ["", "play", "play_async"])
-@pytest.mark.parametrize("n_jobs", [1, 4])
-def test_the_same_seed_gives_the_same_record_however_many_play_at_once(tmp_path, n_jobs, function):
+def test_the_same_seed_gives_the_same_record_however_many_play_at_once(tmp_path, function):
     settings = config(tmp_path, function=function, parallel=function == "play_async")
-    played = play(settings, n_jobs)
-    assert played == play(settings, 2)
+    played = play(settings, 1)
+    assert played == play(settings, 4)
     assert all(trajectory.status == "ok" for trajectory in played)
     assert len({trajectory.reward for trajectory in played}) > 1
     if function != "play_async":
@@ -106,8 +105,6 @@ def test_the_same_seed_gives_the_same_record_however_many_play_at_once(tmp_path,
         ("hangs", {"timeout": 1.5}, "timeout", r"did not end within 1\.5 s"),
         ("loud", {}, "env_error", "printed more than 1048576 bytes"),
         ("nonsense", {}, "env_error", "the last line must be JSON"),
-        ("huge", {}, "env_error", "the last line must be JSON"),
-        ("words", {}, "env_error", "the last line must be JSON"),
         ("silent", {}, "env_error", "ended without asking the model"),
         ("", {"max_steps": 2}, "env_error", "HTTP Error 403"),
         pytest.param("memory", {"memory": 512}, "env_error", "MemoryError",
@@ -156,7 +153,6 @@ def test_a_worker_process_plays_many_episodes_of_a_function_and_ends_with_the_ro
         ("exits", "env_error", "SystemExit: 3"),
         ("dies", "env_error", "the process of the function exited with code 4"),
         ("hangs", "timeout", "did not return within 4 s"),
-        ("hangs_async", "timeout", "did not return within 4 s"),
         ("nonsense", "env_error", "the result must be a reward"),
         ("missing", "env_error", "has no attribute 'missing'"),
         ("no_function", "env_error", "agent_functions:no_function is no function"),

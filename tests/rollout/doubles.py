@@ -455,6 +455,17 @@ def byte_tokenizer(template=TEMPLATE, control=("<|im_start|>", "<|im_end|>")):
     return tokenizer
 
 
+def next_scores(engine, ids):
+    """Scores of the next token, by one pass over all tokens without a cache."""
+    import torch
+
+    with torch.no_grad():
+        if hasattr(engine.model, "hidden"):  # the tiny network
+            start = torch.zeros(1, dtype=torch.int64)
+            return engine.model.head(engine.model.hidden(torch.tensor([ids]), start))[0, -1]
+        return engine.model(torch.tensor([ids])).logits[0, -1]
+
+
 def llama_engine(tokenizer=None, context=200, **settings):
     """A tiny Llama of `transformers` with random weights, always the same."""
     import torch
@@ -559,6 +570,10 @@ class FakeServer(ThreadingHTTPServer):
         self.weights = "default"  # what SGLang calls those that it began with; None for one too old to say
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def server_close(self):
+        self.shutdown()
+        super().server_close()
 
     def reply_to(self, path, body):
         if path == "/v1/models":

@@ -16,8 +16,8 @@ from shoal.rollout.factory import (
 )
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.samplers.http import RetryPolicy
+from shoal.rollout.samplers.registry import EngineConfig, ReplicaConfig, ServerConfig
 from shoal.rollout.samplers.sampler import Sampling
-from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
 from shoal.rollout.settings import ParallelConfig, RolloutSettings, rollout_config
 
 NAN, INF = float("nan"), float("inf")

@@ -581,8 +581,7 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any, str]:
 
 def _server(options: EvalOptions) -> tuple[Any, Any, str]:
     """A server by messages. No stop text is sent: servers leave it out of what they return, closing tag and all."""
-    from shoal.rollout.samplers.registry import make_engine
-    from shoal.rollout.samplers.settings import ServerConfig
+    from shoal.rollout.samplers.registry import ServerConfig, make_engine
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
 
     if options.device is not None:

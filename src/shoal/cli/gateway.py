@@ -88,8 +88,7 @@ def gateway(options: GatewayOptions) -> int:
 
 def _engine(options: GatewayOptions) -> Any:
     if options.model == TINY:
-        from shoal.rollout.samplers.registry import make_engine
-        from shoal.rollout.samplers.settings import EngineConfig
+        from shoal.rollout.samplers.registry import EngineConfig, make_engine
 
         config = EngineConfig(context=TINY_CONTEXT, device=options.device or "cpu")
         return make_engine(config, (), options.seed)

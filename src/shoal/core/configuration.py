@@ -11,7 +11,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,8 @@ import numpy as np
 from shoal.core.errors import ConfigError, did_you_mean
 
 C = TypeVar("C")
+MOST_SECONDS = 1e6
+"""Of a time limit; the system cannot wait much longer in one go."""
 
 
 def from_mapping(kind: type[C], values: Mapping[str, Any], path: str = "") -> C:
@@ -99,6 +101,31 @@ def check_fields(config: Any, path: str = "") -> None:
         _check(hint, value, f"{path}{name}")
         if isinstance(value, np.generic):
             object.__setattr__(config, name, value.item())
+
+
+def check_settings(settings: Any, seconds: Collection[str] = (), **least: float) -> None:
+    """Refuse settings that cannot be meant, be they of YAML or of Python.
+
+    Args:
+        settings: a dataclass.
+        seconds: its time limits.
+        **least: the least that a number may be.
+
+    Raises:
+        ConfigError: a number is too small, NaN or infinite, a word unknown, or a value of another type.
+    """
+    for name, hint in _hints(type(settings)).items():  # type: ignore[arg-type]
+        value = getattr(settings, name)
+        if not isinstance(value, int | float | np.number):
+            continue
+        end = ", or null" if type(None) in typing.get_args(hint) else ""
+        if name in seconds and not value > 0:
+            raise ConfigError(f"{name} must be positive{end}, got {value}")
+        if name in seconds and value > MOST_SECONDS:
+            raise ConfigError(f"{name} must be at most {MOST_SECONDS:.0f} seconds{end}, got {value}")
+        if name in least and not value >= least[name]:
+            raise ConfigError(f"{name} must be at least {least[name]}{end}, got {value}")
+    check_fields(settings)
 
 
 def _check(hint: Any, value: Any, path: str) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 from shoal.envs.actions import ToolCall
 from shoal.gateway.chats import Asked, RefusedError, Said, flag, listed, turns_of, with_schemas
-from shoal.gateway.openai import call_id, check, number, text_of
+from shoal.gateway.openai import call_id, check, sampling_of, text_of
 from shoal.gateway.sessions import Answer
-from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.tools.calls import written_result
 
 KNOWN = {
@@ -41,22 +40,11 @@ def messages(body: Mapping[str, Any], most: int) -> Asked:
     parts = [("system", system)] if system else []
     parts += (part for place, message in enumerate(given) for part in _message(place, message))
     stop = listed(body.get("stop_sequences"), "stop_sequences")
-    if not all(isinstance(text, str) and text for text in stop):
-        raise RefusedError("stop_sequences must be a list of texts", param="stop_sequences")
-    sampling = Sampling(
-        min(most, number(body, "max_tokens", int, most, 1, 10**9)), number(body, "temperature", float, 1.0, 0, 2),
-        tuple(stop), top_p=number(body, "top_p", float, 1.0, 1e-9, 1), top_k=number(body, "top_k", int, 0, 0, 10**9),
-    )  # fmt: skip
-    names = tuple(tool["name"] for tool in tools)
+    sampling = sampling_of({**body, "stop": stop}, most, "max_tokens")
     return Asked(
-        turns_of(with_schemas(parts, tools)),
-        sampling,
-        1,
-        str(body.get("model", "")),
-        flag(body, "stream"),
-        False,
-        names,
-    )
+        turns_of(with_schemas(parts, tools)), sampling, model=str(body.get("model", "")),
+        stream=flag(body, "stream"), tools=tuple(tool["name"] for tool in tools),
+    )  # fmt: skip
 
 
 def _tool(tool: Any) -> dict[str, Any]:

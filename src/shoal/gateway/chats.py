@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.core.errors import ShoalError
 from shoal.envs.actions import ToolCall
-from shoal.rollout.samplers.sampler import Message, Sampling
+from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.tools.calls import tagged_calls, with_tools, written_call
 
 
@@ -50,10 +50,6 @@ class Asked:
     logprobs: bool = False
     tools: tuple[str, ...] = ()  # their names
     usage: bool = False  # whether a stream ends with the count of tokens
-
-    def messages(self) -> list[Message]:
-        """The turns as a tokenizer takes them."""
-        return [{"role": role, "content": text} for role, text in self.turns]  # type: ignore[typeddict-item]
 
 
 def with_schemas(

@@ -63,7 +63,7 @@ def sampling_of(body: Mapping[str, Any], most: int, *names: str) -> Sampling:
         raise RefusedError("stop must be a text or a list of texts", param="stop")
     return Sampling(
         min(most, *limits), number(body, "temperature", float, 1.0, 0, 2), stop,
-        top_p=number(body, "top_p", float, 1.0, 1e-9, 1),
+        top_p=number(body, "top_p", float, 1.0, 1e-9, 1), top_k=number(body, "top_k", int, 0, 0, 10**9),
     )  # fmt: skip
 
 

@@ -301,10 +301,6 @@ class GatewayServer(Closing):
         """Environment variables by which SDKs find a session."""
         return self.gateway.variables(self.base, session)
 
-    def run(self, work: Any) -> Any:
-        """What a coroutine returns in the thread of the server."""
-        return self._loop.run(work)
-
     def close(self) -> None:
         """End the server; may be called twice."""
         self._server.should_exit = True

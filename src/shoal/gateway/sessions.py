@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -93,16 +93,11 @@ class Session:
     ) -> None:
         self.name, self.key = name, key
         self.calls: list[Recorded] = []
-        self.roots = 0
-        """Calls that went on from none before; the first one of a program is one."""
-        self.branches = 0
-        """Calls that went on from one that others had gone on from already."""
         self.closed = False
         self._fixed, self._most = fixed, most_calls
         self._tokenizer, self._sampler, self._write = tokenizer, sampler, write
         self._ends: dict[Turns, list[int]] = {}  # what a continuation begins with, and the calls that end so
         self._prompts: dict[int, tuple[int, ...]] = {}  # of each call
-        self._children: Counter[int] = Counter()
         self._asked: defaultdict[str, set[int]] = defaultdict(set)  # by prompt: which of its noises were used
         self._failed: dict[str, EngineError] = {}  # by prompt, until it is answered
         self._begun = self._under_way = 0
@@ -172,11 +167,6 @@ class Session:
                 self._failed[digest] = error if isinstance(error, EngineError) else EngineError(str(error))
             raise
         self._failed.pop(digest, None)
-        if parent is None:
-            self.roots += 1
-        else:
-            self.branches += self._children[parent] > 0
-            self._children[parent] += 1
         answers = [
             self._record(asked, prompt, parent, digest, nth, one)
             for nth, one in zip(places, done, strict=True)

@@ -11,7 +11,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
-from shoal.core.configuration import from_mapping, plain_values
+from shoal.core.configuration import check_settings, from_mapping, plain_values
 from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.core.executors import available_cpus, in_own_thread
 from shoal.envs import TextEnv
@@ -21,7 +21,6 @@ from shoal.rollout.episode import Role
 from shoal.rollout.hosts.episodes import close_env
 from shoal.rollout.hosts.pool import EnvPool
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.samplers.settings import check_settings
 from shoal.rollout.tools.chat import tool_words
 from shoal.rollout.tools.functions import Tool
 from shoal.vector import make_vec

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+from shoal.core.configuration import check_settings
 from shoal.core.errors import ConfigError, EngineError, did_you_mean
 from shoal.rollout.samplers.sampler import ChatTokenizer, Message
-from shoal.rollout.samplers.settings import check_settings
 
 logger = logging.getLogger(__name__)
 

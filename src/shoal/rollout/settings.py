@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
-from shoal.core.configuration import plain_values
+from shoal.core.configuration import check_settings, plain_values
 from shoal.core.errors import ConfigError
 from shoal.rollout.factory import EnvironmentConfig, part_of
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.rewards.settings import RewardConfig
 from shoal.rollout.samplers.batching import Schedule
 from shoal.rollout.samplers.sampler import Sampling
-from shoal.rollout.samplers.settings import check_settings
 from shoal.rollout.tools.chat import MAX_TURNS
 from shoal.rollout.tools.toolbox import ToolConfig
 

@@ -43,40 +43,6 @@ def test_one_request_that_cannot_be_answered_fails_alone():
     assert [member for member, answer in enumerate(answers) if isinstance(answer, EngineError)] == [3]
 
 
-class Restartable(HashEngine):
-    """Does something odd at its first calls."""
-
-    def __init__(self, odd, calls=1):
-        super().__init__()
-        self.odd, self.calls, self.restarts, self.go = odd, calls, 0, threading.Event()
-
-    def restart(self):
-        self.restarts += 1
-
-    def generate(self, requests):
-        if self.calls:
-            self.calls -= 1
-            self.odd(self)
-        return super().generate(requests)
-
-
-def crash(engine):
-    raise ZeroDivisionError("lost")
-
-
-def hang(engine):
-    engine.go.wait(60)
-
-
-@pytest.mark.parametrize("odd", [crash, hang])
-def test_an_engine_that_crashes_or_hangs_is_restarted_and_asked_again(odd):
-    engine = Restartable(odd)
-    with SharedLLMInferenceManager(engine, engine_timeout=0.5) as shared:
-        assert shared.generate([request()]) == HashEngine().generate([request()])
-    engine.go.set()
-    assert engine.restarts == 1
-
-
 def test_an_engine_that_hangs_and_cannot_be_restarted_refuses_everybody():
     go = threading.Event()
     with SharedLLMInferenceManager(HashEngine(lambda _: go.wait(60)), engine_timeout=0.3) as shared:

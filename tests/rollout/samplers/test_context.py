@@ -1,10 +1,8 @@
 """The context is a limit like any other: responses end at it, episodes are truncated by it, and all are counted."""
 
-import numpy as np
 import pytest
-import torch
 from tests.records import exchanges
-from tests.rollout.doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, config, next_scores
 from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal import envs
@@ -25,15 +23,6 @@ def tiny():
     return TinyEngine(["Up"], TinyShape(16, 1, 2, 32), seed=3)
 
 
-def network(engine, ids):
-    """Scores of the next token, by one pass over all tokens without a cache."""
-    with torch.no_grad():
-        if isinstance(engine, TinyEngine):
-            row = torch.tensor([ids])
-            return engine.model.head(engine.model.hidden(row, torch.zeros(1, dtype=torch.int64)))[0, -1]
-        return engine.model(torch.tensor([ids])).logits[0, -1]
-
-
 @pytest.mark.parametrize(("make", "context"), [(tiny, 32), (make_engine, 200)])
 def test_a_response_ends_where_the_context_does(make, context):
     engine = make()
@@ -47,7 +36,7 @@ def test_a_response_ends_where_the_context_does(make, context):
         room = max(0, min(6, context - len(request.prompt_ids)))
         ids, written, noise = list(request.prompt_ids), [], Noise(request.key)
         for _ in range(room):
-            scores = network(engine, ids).log_softmax(-1).numpy()
+            scores = next_scores(engine, ids).log_softmax(-1).numpy()
             written.append(int((scores + noise.rows(1, len(scores))[0]).argmax()))
             ids.append(written[-1])
             if written[-1] in ends:
@@ -91,7 +80,7 @@ def play(backend, engine):
         return manager.collect(4)
 
 
-@pytest.mark.parametrize("backend", ["serial", "threads", "processes"])
+@pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_an_episode_that_fills_the_context_is_truncated_and_counted(backend):
     roomy, short = play("serial", HashEngine()), play(backend, Short())
     assert len(short) == len(roomy) == 32
@@ -127,11 +116,3 @@ def test_turns_keep_how_their_responses_ended():
     for trajectory in play("serial", HashEngine()):
         assert {call.finish for call in trajectory.calls} == {"stop"}
         assert decode_trajectory(encode_trajectory(trajectory)) == trajectory
-
-
-def test_the_noise_of_a_capped_response_is_that_of_a_longer_one():
-    engine = tiny()
-    prompt = tuple(3 + i % 20 for i in range(29))
-    capped = engine.generate([Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(9))])[0]
-    plain = engine.generate([Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(3))])[0]
-    assert np.array_equal(capped.token_ids, plain.token_ids)

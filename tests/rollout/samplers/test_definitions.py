@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.core.errors import ConfigError, DataError, EngineError, UnknownNameError
+from shoal.core.errors import DataError, EngineError, UnknownNameError
 from shoal.core.files import write_folder
 from shoal.rollout.samplers import models
 from shoal.rollout.samplers.models import get_model, resolve_model
-from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig
 from shoal.rollout.samplers.tiny import TinyNetwork, TinyShape
 
 
@@ -63,19 +62,6 @@ def test_the_tiny_network_computes_what_its_definition_says(shape):
     np.testing.assert_allclose(found, by_definition(network, ids), atol=1e-4)
     np.testing.assert_allclose(branches[:7], by_definition(network, ids[:7]), atol=1e-4)
     np.testing.assert_allclose(branches[7:], by_definition(network, [*ids[:4], *ids[7:]])[4:], atol=1e-4)
-
-
-def test_settings_of_samplers_have_their_bounds():
-    assert ReplicaConfig(retries=0).retries == 0
-    assert EngineConfig().max_batch == 32
-    for wrong in ({"retries": -1}, {"count": 0}):
-        with pytest.raises(ConfigError, match=r"(retries must be at least 0|count must be at least 1), got"):
-            ReplicaConfig(**wrong)
-    counts = ("width", "layers", "heads", "context", "threads", "max_batch")
-    assert [getattr(EngineConfig(**dict.fromkeys(counts, 1)), name) for name in counts] == [1] * 6
-    for name in counts:
-        with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
-            EngineConfig(**{name: 0})
 
 
 def test_a_model_that_was_fetched_is_not_fetched_again_and_an_unknown_one_is_named(tmp_path, monkeypatch):

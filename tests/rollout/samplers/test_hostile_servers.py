@@ -34,16 +34,9 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
 HOSTILE = {  # what is sent at once, and what is sent again and again after it
     "nothing": (b"", b""),
-    "a dripped status line": (b"HTTP/1.1 200 ", b"O"),
-    "a dripped header": (OK + b"X: ", b"a"),
     "headers without end": (OK, b"X-More: a\r\n"),
     "100 Continue without end": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-    "a dripped chunk size": (CHUNKED, b"0"),
-    "a dripped chunk extension": (CHUNKED + b"5;", b"a"),
     "a dripped chunk": (CHUNKED + b"FFFFFF\r\n", b" "),
-    "small chunks without end": (CHUNKED, b"1\r\n \r\n"),
-    "trailers without end": (CHUNKED + b"2\r\n{}\r\n0\r\n", b"X-More: a\r\n"),
-    "a dripped body": (OK + b"Content-Length: 1000000000\r\n\r\n", b" "),
     "a body without end": (OK + b"Connection: close\r\n\r\n", b" "),
 }
 
@@ -120,15 +113,16 @@ def test_an_answer_is_capped_in_bytes(monkeypatch):
 
 
 @pytest.fixture
-def fake():
-    server = FakeServer("vllm")
-    engine = OpenAIEngine(
-        server.url, tokenizer=TinyTokenizer(), retry_policy=RetryPolicy(5.0, 3, 0.001, 0.01), concurrency=4
-    )
-    yield server, engine
-    engine.close()
-    server.shutdown()
-    server.server_close()
+def server():
+    with FakeServer("vllm") as server:
+        yield server
+
+
+@pytest.fixture
+def fake(server):
+    policy = RetryPolicy(5.0, 3, 0.001, 0.01)
+    with OpenAIEngine(server.url, tokenizer=TinyTokenizer(), retry_policy=policy, concurrency=4) as engine:
+        yield server, engine
 
 
 def request(i=0, n=5):
@@ -146,13 +140,8 @@ CHOICE = b'{"choices": [{"token_ids": %s, "logprobs": {"token_logprobs": %s}, "f
     "reply",
     [
         deep(100_000),
-        deep(900),
-        CHOICE % (b"[1e999]", b"[-1.0]"),
         CHOICE % (b"[1]", b"[1" + b"0" * 400 + b"]"),
         CHOICE % (b"[1.5]", b"[-1.0]"),
-        CHOICE % (b'["1"]', b"[-1.0]"),
-        CHOICE % (b"[null]", b"[-1.0]"),
-        CHOICE % (b"[[1]]", b"[-1.0]"),
         CHOICE % (b"[1" + b"0" * 5000 + b"]", b"[-1.0]"),
         b'{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-1]}, "finish_reason": {"a": [1]}}]}',
         b'{"choices": [{"token_ids": [1], "logprobs": [1], "finish_reason": "stop"}]}',
@@ -176,17 +165,11 @@ def answer(head, body=b"{}"):
     ("head", "body", "message"),
     [
         ("429 Busy\r\nRetry-After: ²".encode("latin-1"), b"{}", "HTTP 429"),
-        ("429 Busy\r\nRetry-After: ²".encode(), b"{}", "HTTP 429"),
-        (b"429 Busy\r\nRetry-After: 1e999", b"{}", "HTTP 429"),
         (b"429 Busy\r\nRetry-After: -1", b"{}", "HTTP 429"),
-        (b"429 Busy\r\nRetry-After: 99999999999999999999", b"{}", "HTTP 429"),
         (b"429 Busy\r\nRetry-After: Wed, 21 Oct 2026 07:28:00 GMT", b"{}", "HTTP 429"),
         (b"503 No", b"[" * 100_000, "HTTP 503"),
-        (b"503 No", b'{"error": {"message": {"a": 1e999}}}', "HTTP 503"),
-        (b"503 No", b'{"error": ' + b"[" * 900 + b"]" * 900 + b"}", "HTTP 503"),
         (b"503 No", b"\xff\xfe\x00", "HTTP 503"),
         (b"302 Elsewhere\r\nLocation: http://127.0.0.1:1/", b"", "refused the request: HTTP 302"),
-        (b"99999 What", b"", "no answer"),
         (b"banana", b"", "no answer"),
         (b"200 OK\r\nContent-Length: x", b"", "no answer"),
         (b"200 OK\r\nContent-Encoding: gzip", b"not packed at all", ""),
@@ -218,10 +201,9 @@ def test_an_address_that_speaks_no_tls_is_told_in_the_words_of_tls():
     server.close()
 
 
-@pytest.mark.parametrize("seconds", [b"100000", b"1" + b"0" * 29])
-def test_a_server_may_ask_for_a_pause_and_gets_no_longer_one_than_allowed(monkeypatch, seconds):
+def test_a_server_may_ask_for_a_pause_and_gets_no_longer_one_than_allowed(monkeypatch):
     asked = {}  # the pauses of each thread: other loops may be running
-    server = Hostile(answer(b"429 Busy\r\nRetry-After: " + seconds), b"", 0.02)
+    server = Hostile(answer(b"429 Busy\r\nRetry-After: 1" + b"0" * 400), b"", 0.02)
     client = Client(server.url, RetryPolicy(timeout=30, retries=2, backoff=0.001, max_backoff=0.05))
     sleep = http.asyncio.sleep
 
@@ -251,41 +233,32 @@ def test_requests_under_way_end_when_the_sampler_is_closed_and_nothing_is_answer
         engine.generate([request()])
 
 
-def test_the_thread_of_a_client_ends_with_it():
-    server = FakeServer("vllm")
+def test_the_thread_of_a_client_ends_with_it(server):
     before = set(threading.enumerate())
     engine = OpenAIEngine(server.url, tokenizer=TinyTokenizer())
     (own,) = [t for t in threading.enumerate() if t.name == "shoal-http" and t not in before]
     del engine
     own.join(60)
     assert not own.is_alive()
-    server.shutdown()
-    server.server_close()
 
 
 # --- the context
 @pytest.mark.parametrize(("kind", "says"), [("vllm", 6), ("sglang", 6), ("llama.cpp", 6), ("vllm", None)])
 def test_responses_are_capped_to_what_the_server_says_of_its_context(kind, says):
-    server = FakeServer(kind)
-
     def bend(reply):
         if "data" in reply and says:
             reply["data"][0]["max_model_len"] = says
         return reply
 
-    server.change = bend
-    server.props = {"default_generation_settings": {"n_ctx": says}}
-    engine = OpenAIEngine(server.url, tokenizer=TinyTokenizer(), retry_policy=RetryPolicy(5.0, 0))
-    try:
-        assert engine.context == says
-        full = Request((1,) * 6, Key(0, (0, 0, 0, 0)), Sampling(5))
-        capped, none = engine.generate([request(), full])
-        assert len(capped.token_ids) == (3 if says else 5)
-        assert none == Completion((), (), "context", 0) if says else len(none.token_ids) == 5
-    finally:
-        engine.close()
-        server.shutdown()
-        server.server_close()
+    with FakeServer(kind) as server:
+        server.change = bend
+        server.props = {"default_generation_settings": {"n_ctx": says}}
+        with OpenAIEngine(server.url, tokenizer=TinyTokenizer()) as engine:
+            assert engine.context == says
+            full = Request((1,) * 6, Key(0, (0, 0, 0, 0)), Sampling(5))
+            capped, none = engine.generate([request(), full])
+            assert len(capped.token_ids) == (3 if says else 5)
+            assert none == Completion((), (), "context", 0) if says else len(none.token_ids) == 5
 
 
 @pytest.mark.parametrize(
@@ -309,30 +282,14 @@ def test_responses_are_capped_to_what_the_server_says_of_its_context(kind, says)
     ids=["openai", "vllm", "sglang", "llama.cpp"],
 )
 def test_a_chat_that_is_too_long_for_the_server_fills_the_context(error):
-    server = FakeServer("openai")
-    body = json.dumps({"error": error}).encode()
-    engine = OpenAIEngine(server.url, retry_policy=RetryPolicy(5.0, 0))
-    prompt = engine.tokenizer.start([{"role": "user", "content": "hello"}])
-    asked = Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(5))
-    try:
-        server.faults = [(400, body)]
+    with FakeServer("openai") as server, OpenAIEngine(server.url) as engine:
+        prompt = engine.tokenizer.start([{"role": "user", "content": "hello"}])
+        asked = Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(5))
+        server.faults = [(400, json.dumps({"error": error}).encode())]
         assert engine.generate([asked]) == [Completion((), (), "context", 0)]
         server.faults = [(400, b'{"error": {"message": "too long", "code": "other"}}')]
         with pytest.raises(EngineError, match="too long"):
             engine.generate([asked])
-    finally:
-        engine.close()
-        server.shutdown()
-        server.server_close()
-
-
-# --- two things at once
-@pytest.fixture
-def server():
-    server = FakeServer("vllm")
-    yield server
-    server.shutdown()
-    server.server_close()
 
 
 @pytest.mark.parametrize(
@@ -354,58 +311,12 @@ def test_an_answer_that_cannot_be_one_is_asked_for_again_by_itself(fake, wrong):
     assert (bad, len(server.seen) - before) == ([], 4)
 
 
-PATIENT = RetryPolicy(timeout=60, retries=3, backoff=60, max_backoff=60)
-
-
-def in_thread(work):
-    """A thread that does `work`, and a list that holds what came of it when it has ended."""
-    found = []
-
-    def run():
-        try:
-            found.append(work())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, found
-
-
 def until(condition):
     for _ in range(6000):
         if condition():
             return
         time.sleep(0.01)
     raise AssertionError("it never came to that")
-
-
-def test_a_request_whose_retry_is_waited_for_ends_when_the_client_is_closed(server):
-    server.faults = [503]
-    client = Client(server.url, PATIENT)
-    thread, found = in_thread(lambda: client.post("/v1/completions", {}))
-    until(lambda: len(server.seen) == 1 and not server.busy)
-    client.close()
-    thread.join(60)
-    assert isinstance(found[0], EngineError)
-    assert "closed before it answered" in str(found[0])
-    assert len(server.seen) == 1
-
-
-def test_closing_one_client_leaves_another_one_of_the_same_server_alone(server):
-    answer = threading.Event()
-    server.change = lambda reply: answer.wait(60) and reply
-    one, other = Client(server.url, PATIENT), Client(server.url, PATIENT)
-    first, gone = in_thread(lambda: one.get("/v1/models"))
-    second, kept = in_thread(lambda: other.get("/v1/models"))
-    until(lambda: server.busy == 2)
-    one.close()
-    first.join(60)
-    answer.set()
-    second.join(60)
-    assert isinstance(gone[0], EngineError)
-    assert kept[0]["data"]
-    other.close()
 
 
 def test_a_torn_answer_and_an_endless_one_are_asked_for_again(server, monkeypatch):

@@ -1,12 +1,8 @@
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests.rollout.doubles import TEMPLATE, byte_tokenizer, llama_engine
 from tests.rollout.doubles import llama_requests as requests
@@ -14,7 +10,6 @@ from transformers import AutoModelForCausalLM, GPTNeoConfig, MptConfig, Qwen3Nex
 
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.rollout.samplers import caches
-from shoal.rollout.samplers.caches import MIN_SHARED, Prefix, PrefixStore, shared_length
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.noise import Noise
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
@@ -58,13 +53,6 @@ def test_the_batched_engine_writes_what_the_definition_writes(engine):
         written, logprobs = decode_slowly(engine, request)
         assert completion.token_ids == written
         np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-5)
-
-
-def test_tokens_do_not_depend_on_batching(engine):
-    asked = requests(engine, 24)
-    forgetful = make_engine(prefix_tokens=0)
-    alone = [forgetful.generate([request])[0].token_ids for request in asked]
-    assert [completion.token_ids for completion in engine.generate(asked)] == alone
 
 
 def test_training_sees_the_log_probs_of_the_rollout(engine):
@@ -239,75 +227,16 @@ def test_nothing_computed_with_other_weights_is_used(how):
         np.testing.assert_allclose(completion.logprobs, decode_slowly(engine, request)[1], atol=1e-5)
 
 
-@given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40))
-def test_the_shared_length_is_that_of_a_plain_walk(a, b):
-    walk = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    assert shared_length(a, b) == walk
-    assert shared_length(a + b, a) == len(a)
-
-
-def entry(*tokens):
-    return Prefix(tokens, ((torch.tensor(tokens).float()[None, :, None], torch.zeros(1, len(tokens), 1)),))
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple), max_size=12),
-    st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple),
-)
-def test_the_store_finds_what_begins_most_like_a_context(contexts, asked):
-    store = PrefixStore(10_000)
-    for context in contexts:
-        store.keep(entry(*context))
-    found, longest = store.find(asked), max((shared_length(c, asked) for c in contexts), default=0)
-    longest = min(longest, len(asked) - 1)  # the last token must still be fed
-    if longest < MIN_SHARED:
-        assert found is None
-    else:
-        assert found.tokens == asked[:longest]
-        assert tuple(found.layers[0][0][0, :, 0].int().tolist()) == found.tokens
-    assert store.tokens == sum(map(len, store._entries))
-    assert store._sorted == sorted(store._entries)
-    assert all(store.find((*context, 9)) or len(context) < MIN_SHARED for context in contexts)
-
-
-def test_the_store_keeps_the_contexts_used_last_and_no_more_tokens_than_allowed():
-    store = PrefixStore(30)
-
-    def context(first, n):
-        return (first, *range(n - 1))
-
-    for first in (101, 102, 103):
-        store.keep(entry(*context(first, 10)))
-    assert store.find(context(101, 20)).layers[0][0].shape == (1, 10, 1)
-    store.keep(entry(*context(104, 12)))  # 42 tokens: the two that were used least go
-    assert store.tokens == 22
-    assert [store.find(context(101 + n, 20)) is not None for n in range(4)] == [True, False, False, True]
-    store.keep(entry(*context(105, 31)))
-    assert (store.tokens, store.find(context(105, 40))) == (22, None)
-    store.keep(entry(*context(101, 15)))  # in the place of its beginning
-    assert store.tokens == 27
-    store.find(context(104, 20))
-    store.keep(entry(*context(101, 9)))  # known, and used last now
-    store.keep(entry(*context(105, 5)))  # 32: that of 104 is the oldest
-    assert store.tokens == 20
-    store.valid_for("new weights")
-    assert store.tokens == 0
-    for n in (10, 12, 15):
-        store.keep(entry(*context(101, n)))
-    assert store.tokens == 15
-
-
-def test_the_store_keeps_the_scores_computed_last(monkeypatch):
-    monkeypatch.setattr(caches, "MOST_SCORES", 20)
-    store = PrefixStore(100)
-    store.remember([(1,), (2,)], torch.tensor([[1.0] * 5, [2.0] * 5]))
-    store.remember([(1,), (3,)], torch.tensor([[3.0] * 5, [4.0] * 5]))
-    assert [store.scores((n,))[0].item() for n in (1, 2, 3)] == [3, 2, 4]
-    store.remember([(4,)], torch.tensor([[5.0] * 5]))
-    assert store.scores((2,)) is None
-    assert [store.scores((n,))[0].item() for n in (1, 3, 4)] == [3, 4, 5]
-    store.clear()
-    assert store.scores((4,)) is None
+def test_what_is_kept_of_contexts_and_scores_has_a_limit(monkeypatch):
+    """Those that were used last stay, and what was given up is computed again."""
+    monkeypatch.setattr(caches, "MOST_SCORES", 258 * 40)
+    engine = make_engine(prefix_tokens=150)
+    for mode in ("append", "window"):
+        asked, answers = play_turns(engine, mode=mode)
+        for request, completion in zip(asked, answers, strict=True):
+            assert completion.token_ids == decode_slowly(engine, request)[0]
+        assert 0 < engine.prefixes.tokens <= 150
+        assert 0 < len(engine.prefixes._scores) <= 40
 
 
 @pytest.mark.parametrize("picks_here", [True, False])
@@ -352,16 +281,7 @@ def test_a_prompt_goes_on_from_what_any_episode_began_with():
     assert engine.computed_tokens == len(first) + 3
 
 
-def untied_engine():
-    engine = make_engine()
-    with torch.no_grad():
-        engine.model.lm_head.weight = torch.nn.Parameter(engine.model.lm_head.weight + 1)
-    return engine
-
-
-@pytest.mark.parametrize(
-    "make", [make_engine, untied_engine, lambda: TinyEngine(("Up",), TinyShape(16, 1, 2))]
-)
+@pytest.mark.parametrize("make", [make_engine, lambda: TinyEngine(("Up",), TinyShape(16, 1, 2))])
 @pytest.mark.parametrize("wrong", ["another shape", "an unknown name", "one too few"])
 def test_weights_of_another_network_leave_all_as_it_was(make, wrong):
     """They were put in place up to the one that did not fit, under the version of the old ones."""
@@ -500,31 +420,14 @@ def test_smollm2_is_fetched_converted_and_speaks(tmp_path, monkeypatch):
 def test_threads_that_ask_at_once_get_what_one_gets():
     """What is kept of episodes is found, gone on from and replaced by one call at a time."""
     alone, shared = make_engine(prefix_tokens=2000), make_engine(prefix_tokens=2000)
-    inside, most = [], []
-    find = shared.prefixes.find
-
-    def slowly(context):
-        inside.append(threading.get_ident())
-        most.append(len(set(inside)))
-        time.sleep(0.002)
-        found = find(context)
-        inside.remove(threading.get_ident())
-        return found
-
-    shared.prefixes.find = slowly
+    start = alone.tokenizer.start
     asked = [
-        Request(
-            alone.tokenizer.start([{"role": "user", "content": "look " * (turn + 1)}]),
-            Key(0, (0, n % 4, 0, turn)),
-            Sampling(4),
-        )
-        for turn in range(4)
+        Request(start([{"role": "user", "content": "look " * turn}]), Key(0, (0, n, 0, turn)), Sampling(4))
+        for turn in range(1, 5)
         for n in range(8)
     ]
     right = [alone.generate([request])[0].token_ids for request in asked]
     with ThreadPoolExecutor(6) as threads:
         found = list(threads.map(lambda request: shared.generate([request])[0].token_ids, asked))
     assert found == right
-    entries = shared.prefixes._entries.values()
-    assert shared.prefixes.tokens == sum(len(entry.tokens) for entry in entries)
-    assert max(most) == 1
+    assert shared.prefixes.tokens == sum(map(len, shared.prefixes._entries))

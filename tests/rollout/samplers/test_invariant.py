@@ -19,8 +19,8 @@ from transformers import (
 from shoal.core.errors import ConfigError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.invariant import attention, make_invariant
+from shoal.rollout.samplers.registry import EngineConfig, ReplicaConfig
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
-from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig
 from shoal.train.agent.batch import Sample, micro_batches
 from shoal.train.agent.config import Lora, compose_config
 from shoal.train.agent.lora import add_lora
@@ -32,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CASES = list(product(KINDS, DTYPES))
 CUTS = [("auto", 4096), ("packed", 700), ("bucketed", 500), ("padded", 1)]
 """Ways to lay samples out in rows, and tokens of a micro-batch."""
-BATCHES = [1, 3, 32]
+BATCHES = [1, 3, 16]
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def threads(request):
 
 in_threads = pytest.mark.parametrize(
     ("kind", "dtype", "threads"),
-    [*((*case, 1) for case in CASES), ("llama", "float32", 2), ("qwen2", "bfloat16", 2)],
+    [("llama", "float32", 1), ("qwen2", "bfloat16", 1), ("llama", "bfloat16", 2)],
     indirect=["threads"],
 )
 
@@ -284,15 +284,14 @@ def test_a_config_with_other_arithmetic_in_the_update_is_refused(folder):
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_training_is_on_policy_to_the_last_bit_however_a_minibatch_is_cut(folder, tmp_path, dtype):
+def test_training_is_on_policy_to_the_last_bit_however_a_minibatch_is_cut(folder, tmp_path):
     told = {}
     for size in (10_000, 400):
         run = tmp_path / str(size)
         own = [
             f"engine.model={folder}",
             f"run_dir={run}",
-            f"engine.dtype={dtype}",
+            "engine.dtype=bfloat16",
             "engine.batch_invariant=true",
         ]
         config = compose_config("base", [*SETTINGS, *own, f"algorithm.micro_batch_tokens={size}"])

@@ -1,15 +1,14 @@
-"""Tokens are picked by the same noise in memory and on a device; keys and values in place are those that are copied."""
+"""Tokens are picked by the same noise in memory and on a device, and what is equal is computed once."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from test_huggingface import make_engine, requests
+from tests.rollout.doubles import llama_engine as make_engine
+from tests.rollout.doubles import llama_requests as requests
 
-from shoal.rollout.samplers import huggingface
-from shoal.rollout.samplers.caches import RoomyLayer, keep_rows, with_few_moves
 from shoal.rollout.samplers.noise import Noise, gumbel, key_words, words
 from shoal.rollout.samplers.sampler import Key, Sampling
 
@@ -57,25 +56,6 @@ def test_noise_is_that_of_gumbels_distribution():
     assert len(np.unique(noise)) > 0.999 * noise.size
 
 
-def test_a_device_picks_what_arrays_pick():
-    logprobs = torch.randn(6, 1000, generator=torch.Generator().manual_seed(0)).mul(3).log_softmax(-1)
-    keys = [Key(1, (0, group, 0, 0)) for group in range(6)]
-    device = torch.from_numpy(np.stack([key_words(key) for key in keys]).astype(np.int64))
-    for token in range(4):
-        found = (logprobs + gumbel(device, torch.full([6], token), 1000)).argmax(1)
-        plain = [
-            (row + Noise(key).rows(token + 1, 1000)[token]).argmax()
-            for row, key in zip(logprobs.numpy(), keys, strict=True)
-        ]
-        assert found.tolist() == plain
-
-
-def test_spoiled_weights_pick_what_is_no_number():
-    """So that the answer is refused; NumPy's argmax does the same."""
-    logprobs = np.array([-1.0, np.nan, -0.5], dtype=np.float32)
-    assert Noise(Key(1, (2,))).pick(logprobs) == 1
-
-
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.5, 3.0, 12.0]), st.integers(1, 400))
 def test_the_few_tokens_that_noise_is_made_of_hold_the_one_that_wins(seed, spread, vocabulary):
     """Flat and sharp distributions, with tokens that are ruled out, beside the sum over the whole vocabulary."""
@@ -100,45 +80,6 @@ def test_an_engine_that_picks_on_its_device_writes_what_one_in_memory_writes():
 
 
 # --- keys and values
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=40))
-def test_rows_that_go_on_are_all_there_and_none_is_overwritten_before_it_is_copied(rows):
-    order = [rows[number] for number in with_few_moves(rows)]
-    assert sorted(order) == sorted(rows)
-    moved = {here for here, row in enumerate(order) if row != here}
-    assert not moved & set(order)  # nobody goes on from a place that another one takes
-    assert len(order) - len(moved) == len({row for row in rows if row < len(rows)})
-
-
-@given(st.integers(0, 1000))
-@settings(max_examples=30)
-def test_a_layer_with_room_holds_what_one_that_copies_holds(seed):
-    rng = np.random.default_rng(seed)
-    cache, plain = huggingface.DynamicCache(), huggingface.DynamicCache()
-
-    def states(rows, length):
-        return [torch.from_numpy(rng.normal(size=(rows, 2, length, 3))) for _ in range(2)]
-
-    first = states(5, int(rng.integers(1, 9)))
-    for each in (cache, plain):
-        each.update(*first, 0)
-    rows = torch.from_numpy(rng.integers(5, size=4))
-    keep_rows(cache, rows, room=8)
-    plain.batch_select_indices(rows)
-    assert isinstance(cache.layers[0], RoomyLayer)
-    n = 4
-    for _ in range(60):
-        if rng.random() < 0.2:
-            chosen = rng.integers(n, size=int(rng.integers(1, 9))).tolist()  # some end, others part
-            keep = torch.tensor([chosen[number] for number in with_few_moves(chosen)])
-            keep_rows(cache, keep)
-            plain.batch_select_indices(keep)
-            n = len(keep)
-        new = states(n, 1)
-        for found, expected in zip(cache.update(*new, 0), plain.update(*new, 0), strict=True):
-            assert torch.equal(found, expected)
-    assert cache.get_seq_length() == plain.get_seq_length()
-
-
 @pytest.mark.parametrize("picks_here", [True, False])
 def test_answers_are_computed_once_until_they_part(picks_here):
     """Groups of one prompt, at two temperatures: each writes what it writes alone, for less."""

@@ -1,7 +1,6 @@
+import contextlib
 import math
-import re
 import threading
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -25,20 +24,14 @@ QUICK = RetryPolicy(timeout=30.0, retries=3, backoff=0.001, max_backoff=0.01)
 
 @pytest.fixture
 def serve():
-    opened = []
+    with contextlib.ExitStack() as opened:
 
-    def start(kind="vllm", **settings):
-        server = FakeServer(kind)
-        settings = {"retry_policy": QUICK, "tokenizer": TinyTokenizer(), **settings}
-        engine = OpenAIEngine(server.url, **settings)
-        opened.append((server, engine))
-        return server, engine
+        def start(kind="vllm", **settings):
+            server = opened.enter_context(FakeServer(kind))
+            settings = {"retry_policy": QUICK, "tokenizer": TinyTokenizer(), **settings}
+            return server, opened.enter_context(OpenAIEngine(server.url, **settings))
 
-    yield start
-    for server, engine in opened:
-        engine.close()
-        server.shutdown()
-        server.server_close()
+        yield start
 
 
 def request(i=0, n=5, temperature=1.0, **settings):
@@ -60,7 +53,7 @@ def test_tokens_and_log_probs_come_back_for_the_request_they_belong_to(serve, ki
     require_trainable(engine)
 
 
-@pytest.mark.parametrize("faults", [[500], [503, 429, 500], ["drop", 500], [502, "drop", "drop"]])
+@pytest.mark.parametrize("faults", [[408, 425, 429], [500, 502, 503], [504, "drop", "cut"]])
 def test_passing_faults_are_retried_and_leave_no_trace(serve, faults):
     server, engine = serve()
     expected = engine.generate([request()])
@@ -74,15 +67,6 @@ def test_a_server_that_stays_broken_is_an_engine_error_that_says_what_it_said(se
     with pytest.raises(EngineError, match=r"no answer in 4 attempts over .*HTTP 500: fault 500"):
         engine.generate([request()])
     assert engine.generate([request()])  # and the next request is none the worse
-
-
-def test_a_refused_request_is_not_repeated(serve):
-    server, engine = serve()
-    before = len(server.seen)
-    server.faults = [400]
-    with pytest.raises(EngineError, match="refused the request: HTTP 400: fault 400"):
-        engine.generate([request()])
-    assert len(server.seen) == before + 1
 
 
 def test_a_failed_request_does_not_take_the_others_with_it(serve):
@@ -110,40 +94,13 @@ def test_an_answer_that_takes_too_long_is_given_up_and_asked_for_again(serve):
         engine.generate([request()])
 
 
-@pytest.mark.flaky(reruns=2)
-def test_a_reply_that_comes_byte_by_byte_is_given_up_in_time(serve):
-    server, engine = serve(retry_policy=RetryPolicy(1.0, 1, 0.001, 0.01))
-    server.faults = ["drip"]
-    assert engine.generate([request()])[0].token_ids == tuple(written((7, 8, 9), 5))
-    server, engine = serve(retry_policy=RetryPolicy(0.1, 1, 0.001, 0.01), server="vllm", model="m")
-    server.faults = ["drip", "drip"]
-    with pytest.raises(
-        EngineError, match="timed out|no answer within"
-    ):  # each attempt, or all of them together
-        engine.generate([request()])
-
-
-def test_half_a_reply_is_asked_for_again(serve):
-    server, engine = serve()
-    expected = engine.generate([request()])
-    server.faults = ["cut", "cut"]
-    assert engine.generate([request()]) == expected
-    server.faults = ["cut"] * 4
-    with pytest.raises(EngineError, match="ClientPayloadError"):
-        engine.generate([request()])
-
-
 @pytest.mark.parametrize(
     "reply",
     [
         b'{"choices": [',
         b"<html>Welcome</html>",
-        b"[]",
         b"null",
-        b'{"choices": []}',
         b'{"choices": [%s, %s]}' % ((b'{"message": {"content": "a"}, "finish_reason": "stop"}',) * 2),
-        b'{"choices": [{"message": null, "finish_reason": "stop"}]}',
-        b"\xff\xfe\x00",
         b"",
     ],
 )
@@ -157,18 +114,12 @@ def test_nonsense_is_an_engine_error_and_is_asked_once(serve, reply, tokenizer):
     assert len(server.seen) == before + 1
 
 
-@pytest.mark.parametrize(
-    "reply", [[], {"data": 3}, {"data": ["m"]}, {"data": [{"id": None}]}, {"text": "hello"}]
-)
-def test_a_list_of_models_that_is_none_is_an_engine_error(serve, reply):
-    server = FakeServer("openai")
-    server.change = lambda _: reply
-    try:
+@pytest.mark.parametrize("reply", [{"data": ["m"]}, {"data": [{"id": None}]}, {"text": "hello"}])
+def test_a_list_of_models_that_is_none_is_an_engine_error(reply):
+    with FakeServer("openai") as server:
+        server.change = lambda _: reply
         with pytest.raises(EngineError, match="no list of models|lists no model"):
             OpenAIEngine(server.url, retry_policy=QUICK)
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def chat_request(engine):
@@ -197,7 +148,6 @@ def test_connections_are_kept(serve):
     [
         (lambda c: c.pop("token_ids"), "must have as many token ids as log-probabilities, got None and 5"),
         (lambda c: c["logprobs"]["token_logprobs"].pop(), "got 5 and 4"),
-        (lambda c: c.pop("logprobs"), "got 5 and"),
         (lambda c: c.update(logprobs=None), "got 5 and"),
         (lambda c: c["logprobs"].update(token_logprobs=[None] * 5), "reply is none of vllm's"),
         (lambda c: c.update(finish_reason="abort"), r"broke the response off \(abort\)"),
@@ -291,6 +241,8 @@ def test_pictures_reach_the_server_beside_their_text(serve):
     assert message["content"] == expected
     with pytest.raises(EngineError, match="more pictures than the 0"):
         engine.generate([Request(prompt, Key(0, (0, 0, 0, 0)))])
+    with pytest.raises(EngineError, match="not made by the sampler's own tokenizer"):
+        engine.generate([Request(prompt[1:], Key(0, (0, 0, 0, 0)))])
     with pytest.raises(EngineError, match="1 of 2 pictures have no place"):
         engine.generate([Request(prompt, Key(0, (0, 0, 0, 0)), images=(url, url))])
 
@@ -308,7 +260,7 @@ def test_a_picture_that_is_not_there_costs_its_own_request(serve, tmp_path):
     assert "a picture cannot be sent (FileNotFoundError)" in str(others[0])
 
 
-@pytest.mark.parametrize("content", [[{"type": "text", "text": "Up"}], 7, {"text": "Up"}])
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "Up"}], 7])
 def test_what_is_no_text_is_not_taken_for_one(serve, content):
     server, engine = serve("openai", tokenizer=None)
     server.change = lambda reply: {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
@@ -379,25 +331,22 @@ def test_an_adapter_is_left_where_whole_weights_are_taken(serve, tmp_path):
     assert "lora_path" not in server.seen[-1][1], "the adapter of before is put on the new weights"
 
 
-@pytest.mark.parametrize("weights", ["default", "shoal-3-another-trainer"])
 @pytest.mark.parametrize("tokenizer", [None, TinyTokenizer()], ids=["messages", "tokens"])
-def test_a_server_that_no_longer_has_the_weights_it_was_given_is_not_believed(
-    serve, tmp_path, weights, tokenizer
-):
+def test_a_server_that_no_longer_has_the_weights_it_was_given_is_not_believed(serve, tmp_path, tokenizer):
     """It began anew, or another trainer gave it others: its answers bore the version of weights it did not have."""
     server, engine = serve("sglang", tokenizer=tokenizer)
     asked = [request() if tokenizer else chat_request(engine)]
     engine.load_folder(tmp_path / "good", 3)
-    server.weights = weights
+    server.weights = "default"
     (answer,) = engine.generate_each(asked)
-    assert f"weights that it calls '{weights}'" in str(answer)
+    assert "weights that it calls 'default'" in str(answer)
     engine.load_folder(tmp_path / "good", 3)
     assert engine.generate(asked)[0].weights_version == 3
     server.weights = None  # older ones do not say it
     assert engine.generate(asked)[0].weights_version == 3
 
 
-@pytest.mark.parametrize("fault", ["drop", 400, b"{}"])
+@pytest.mark.parametrize("fault", ["drop", b"{}"])
 def test_nothing_is_asked_of_a_server_that_may_have_taken_weights_or_not(serve, tmp_path, fault):
     server, engine = serve("sglang", retry_policy=RetryPolicy(5.0, 0))
     server.faults = [fault]
@@ -431,7 +380,7 @@ def test_requests_that_were_begun_before_a_push_name_the_adapter_of_their_versio
     assert [said["model"] for path, said, _ in server.seen if path == "/v1/completions"] == [first] * 2
 
 
-@pytest.mark.parametrize("reply", [[], None, "yes", {"success": "no"}, {}])
+@pytest.mark.parametrize("reply", [None, {"success": "no"}])
 def test_weights_that_a_server_does_not_say_it_took_are_not_taken(serve, tmp_path, reply):
     server, engine = serve("sglang")
     server.change = lambda _: reply
@@ -543,31 +492,13 @@ def test_a_server_is_told_all_that_decides_what_it_writes(kind):
     assert DIALECTS[kind].body(asked, "m", Ends()) == TOLD[kind]
 
 
-@pytest.mark.parametrize("status", [408, 425, 429, 500, 502, 503, 504])
-def test_a_status_that_says_nothing_of_the_request_is_asked_again(serve, status):
-    server, engine = serve()
-    server.faults = [status]
-    assert engine.generate([request()])
-    assert len(server.seen) == 3  # the models, twice the request
-
-
-@pytest.mark.parametrize("status", [300, 400, 401, 403, 404, 409, 422, 501, 505])
-def test_a_status_that_is_the_requests_own_is_not(serve, status):
+@pytest.mark.parametrize("status", [300, 400, 401, 422, 501])
+def test_a_refused_request_is_not_asked_again(serve, status):
     server, engine = serve()
     server.faults = [status]
     with pytest.raises(EngineError, match=f"HTTP {status}"):
         engine.generate([request()])
     assert len(server.seen) == 2
-
-
-def test_an_error_after_several_attempts_tells_how_long_they_took(serve):
-    server, engine = serve(retry_policy=RetryPolicy(5.0, 1, 0.2, 0.2))
-    server.faults = [500, 500]
-    began = time.monotonic()
-    with pytest.raises(EngineError) as caught:
-        engine.generate([request()])
-    told = float(re.search(r"over ([0-9.]+) s", str(caught.value))[1])
-    assert 0.1 <= told <= time.monotonic() - began + 0.05  # the pause was 0.1 s at least
 
 
 def test_an_empty_reply_is_an_empty_object_and_words_are_its_text(serve):
@@ -588,22 +519,16 @@ def test_a_server_whose_kind_and_model_are_said_is_asked_nothing_when_the_engine
     )
 
 
-def test_the_kind_is_the_first_models_and_the_context_that_of_the_model_that_is_played(serve):
-    server = FakeServer("openai")
+def test_the_kind_is_the_first_models_and_the_context_that_of_the_model_that_is_played():
     listed = [
         {"id": "a", "owned_by": "vllm", "max_model_len": 10},
         {"id": "b", "owned_by": "me", "max_model_len": 20},
     ]
-    server.change = lambda _: {"data": listed}
-    try:
+    with FakeServer("openai") as server:
+        server.change = lambda _: {"data": listed}
         for model, length in ((None, 10), ("a", 10), ("b", 20)):
-            with OpenAIEngine(server.url, model, tokenizer=TinyTokenizer(), retry_policy=QUICK) as engine:
+            with OpenAIEngine(server.url, model, tokenizer=TinyTokenizer()) as engine:
                 assert (engine.server, engine.model, engine.context) == ("vllm", model or "a", length)
         server.change = lambda _: {"data": []}
-        with OpenAIEngine(
-            server.url, "c", retry_policy=QUICK
-        ) as engine:  # it lists nothing: the name is believed
+        with OpenAIEngine(server.url, "c") as engine:  # it lists nothing: the name is believed
             assert (engine.server, engine.model) == ("openai", "c")
-    finally:
-        server.shutdown()
-        server.server_close()

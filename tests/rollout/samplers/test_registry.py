@@ -15,6 +15,9 @@ from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.registry import (
     SAMPLERS,
+    EngineConfig,
+    ReplicaConfig,
+    ServerConfig,
     _replica,
     close_engine,
     load_tokenizer,
@@ -22,7 +25,6 @@ from shoal.rollout.samplers.registry import (
     sampler,
 )
 from shoal.rollout.samplers.sampler import Key, Request, Sampling, capabilities_of
-from shoal.rollout.samplers.settings import EngineConfig, ReplicaConfig, ServerConfig
 from shoal.rollout.samplers.tiny import TinyEngine
 from shoal.testing import check_engine
 from shoal.train.agent.config import compose_config
@@ -31,10 +33,8 @@ from shoal.train.agent.policy import TinyPolicy, load_engine, make_policy, polic
 
 @pytest.fixture
 def server():
-    server = FakeServer("openai")
-    yield server
-    server.shutdown()
-    server.server_close()
+    with FakeServer("openai") as server:
+        yield server
 
 
 def openai(server, **settings):

@@ -8,12 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rollout.doubles import FakeServer
+from tests.rollout.doubles import FakeServer, next_scores
 from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal.core.errors import EngineError
 from shoal.rollout.samplers.batching import SharedLLMInferenceManager
-from shoal.rollout.samplers.http import RetryPolicy
 from shoal.rollout.samplers.noise import Noise
 from shoal.rollout.samplers.openai import DIALECTS, OpenAIEngine
 from shoal.rollout.samplers.sampler import (
@@ -123,14 +122,6 @@ def tiny():
     return TinyEngine(["Up"], TinyShape(16, 1, 2, 64), seed=3)
 
 
-def network(engine, ids):
-    with torch.no_grad():
-        if isinstance(engine, TinyEngine):
-            start = torch.zeros(1, dtype=torch.int64)
-            return engine.model.head(engine.model.hidden(torch.tensor([ids]), start))[0, -1]
-        return engine.model(torch.tensor([ids])).logits[0, -1]
-
-
 def mixed(n):
     """Requests of every kind, some without limits, some greedy."""
     rng = np.random.default_rng(5)
@@ -160,7 +151,7 @@ def test_an_engine_writes_what_the_definitions_write_whatever_the_batch(make):
     for request, completion in zip(asked, whole, strict=True):
         ids, noise, sampling = list(request.prompt_ids), Noise(request.key), request.sampling
         for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
-            scores = network(engine, ids) / (sampling.temperature or 1.0)
+            scores = next_scores(engine, ids) / (sampling.temperature or 1.0)
             p = scores.double().softmax(-1).tolist()
             if sampling.temperature:
                 gumbel = noise.rows(1, len(p))[0]
@@ -190,7 +181,7 @@ def test_tokens_come_as_often_as_their_probability_says():
     prompt = (7, 8, 9)
     asked = [Request(prompt, Key(2, (0, i, 0, 0)), sampling) for i in range(4000)]
     counts = Counter(completion.token_ids[0] for completion in engine.generate(asked))
-    expected = by_hand((network(engine, list(prompt)) / 1.3).double().softmax(-1).tolist(), sampling)
+    expected = by_hand((next_scores(engine, list(prompt)) / 1.3).double().softmax(-1).tolist(), sampling)
     assert set(counts) <= set(expected)
     chi = sum((counts[i] - 4000 * p) ** 2 / (4000 * p) for i, p in expected.items())
     freedom = len(expected) - 1
@@ -203,13 +194,12 @@ LIMITED = Request((7, 8), Key(0, (0, 0, 0, 0)), Sampling(5, 1.0, (), 0.9, 7, 0.1
 
 
 @pytest.mark.parametrize(("kind", "off"), [("vllm", -1), ("sglang", -1), ("llama.cpp", 0)])
-def test_limits_are_said_in_full_to_every_kind_of_server(kind, off):
+def test_a_server_is_told_that_there_are_no_limits(kind, off):
     def told(request):
         body = DIALECTS[kind].body(request, "m", ())
         body = body.get("sampling_params", body)
         return {name: body[name] for name in ("top_p", "top_k", "min_p")}
 
-    assert told(LIMITED) == {"top_p": 0.9, "top_k": 7, "min_p": 0.1}
     for top_k in (0, -1):
         plain = Request((7, 8), Key(0, (0, 0, 0, 0)), Sampling(5, top_k=top_k))
         assert told(plain) == {"top_p": 1.0, "top_k": off, "min_p": 0.0}
@@ -219,35 +209,24 @@ def test_limits_are_said_in_full_to_every_kind_of_server(kind, off):
     ("vllm", "processed", True), ("vllm", "raw", False), ("sglang", None, False), ("llama.cpp", None, False),
 ])  # fmt: skip
 def test_log_probs_of_all_tokens_are_not_passed_off_as_those_of_what_is_left(kind, logprobs, fine):
-    server = FakeServer(kind)
-    engine = OpenAIEngine(
-        server.url, tokenizer=TinyTokenizer(), logprobs=logprobs, retry_policy=RetryPolicy(5.0, 0)
-    )
-    try:
+    with (
+        FakeServer(kind) as server,
+        OpenAIEngine(server.url, tokenizer=TinyTokenizer(), logprobs=logprobs) as engine,
+    ):
         (found,) = engine.generate_each([LIMITED])
         assert isinstance(found, EngineError) != fine
         if fine:
             assert server.seen[-1][1]["top_p"] == 0.9
         else:
             assert "top_p, top_k and min_p leave" in str(found)
-    finally:
-        engine.close()
-        server.shutdown()
-        server.server_close()
 
 
 def test_a_server_of_messages_is_told_what_its_api_has():
-    server = FakeServer("openai")
-    engine = OpenAIEngine(server.url, retry_policy=RetryPolicy(5.0, 0))
-    prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
-    try:
+    with FakeServer("openai") as server, OpenAIEngine(server.url) as engine:
+        prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
         engine.generate([Request(prompt, LIMITED.key, LIMITED.sampling)])
         body = server.seen[-1][1]
         assert (body["top_p"], body["top_k"], body["min_p"]) == (0.9, 7, 0.1)
         engine.generate([Request(prompt, LIMITED.key, Sampling(5))])
         assert server.seen[-1][1]["top_p"] == 1.0
         assert not {"top_k", "min_p"} & server.seen[-1][1].keys()
-    finally:
-        engine.close()
-        server.shutdown()
-        server.server_close()

@@ -157,16 +157,14 @@ def test_a_model_that_slots_cannot_hold_is_decoded_by_rows_and_that_is_logged(ca
     assert engine.generate(llama_requests(engine, 3))
 
 
-@pytest.mark.parametrize("backend", ["serial", "threads"])
-def test_a_rollout_that_asks_slots_has_the_tokens_of_one_in_rows(backend):
+def test_a_rollout_that_asks_slots_has_the_tokens_of_one_in_rows():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     config = compose_config("base-parallel", [*SMALL, *LLAMA, "agent_proxy.prompt.mode=append"])
     played = []
     for tokens in (0, ROOMY):
         engine = llama_engine(context=400, cache_tokens=tokens)
-        workers = 2 if backend == "threads" else 1
-        with ParallelRolloutManager(config, engine, workers, backend=backend) as manager:
+        with ParallelRolloutManager(config, engine, 2, backend="threads") as manager:
             played.append([call for t in manager.collect(0) for call in t.calls])
     torch.set_num_threads(before)
     rows, slots = played

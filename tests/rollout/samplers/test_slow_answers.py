@@ -64,8 +64,7 @@ def test_a_sampler_is_asked_for_each_request_at_once():
 
 
 def test_a_slow_answer_of_a_server_holds_up_no_other():
-    gate, server = Gate(), FakeServer("openai")
-    real = server.reply_to
+    gate, real = Gate(), FakeServer.reply_to
 
     def reply_to(path, body):
         number = gate.enter() if body else 0
@@ -73,16 +72,12 @@ def test_a_slow_answer_of_a_server_holds_up_no_other():
             gate.open.wait(SECONDS)
         if number:
             gate.leave(number)
-        return real(path, body)
+        return real(server, path, body)
 
-    server.reply_to = reply_to
-    server.say = lambda said: "<action>one</action>"
-    try:
-        with OpenAIEngine(server.url) as sampler:
-            assert play(sampler) == ENDED
-    finally:
-        server.shutdown()
-        server.server_close()
+    with FakeServer("openai") as server, OpenAIEngine(server.url) as sampler:
+        server.reply_to = reply_to
+        server.say = lambda said: "<action>one</action>"
+        assert play(sampler) == ENDED
     assert gate.answered == [2, 3, 1, 4]
 
 

@@ -16,7 +16,6 @@ from shoal.rollout.samplers.tokenizers import (
     SYSTEM,
     UNKNOWN,
     USER,
-    ChatCodec,
     TinyTokenizer,
 )
 from shoal.train.agent.policy import policy_of
@@ -111,29 +110,6 @@ def test_members_of_a_group_differ_by_their_key_alone(engine):
     assert len({completion.token_ids for completion in others}) > 10
 
 
-def test_sampling_follows_the_distribution(engine):
-    prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
-    hidden = engine.model.hidden(torch.tensor([prompt]), torch.zeros(1, dtype=torch.int64))
-    expected = engine.model.head(hidden[0, -1]).softmax(-1).detach().numpy()
-    n = 6000
-    drawn = engine.generate([Request(prompt, Key(5, (0, i, 0, 0)), Sampling(1)) for i in range(n)])
-    counts = np.bincount([c.token_ids[0] for c in drawn], minlength=len(expected))
-    chi_square = ((counts - n * expected) ** 2 / (n * expected)).sum()
-    freedom = len(expected) - 1
-    assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
-
-
-def test_a_response_ends_with_its_stop_text(engine):
-    close = engine.tokenizer.encode("</action>")[0]
-    prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
-    asked = [Request(prompt, Key(0, (0, i, 0, 0)), Sampling(40, 2.0, ("</action>",))) for i in range(40)]
-    done = engine.generate(asked)
-    assert any(completion.token_ids[-1] == close for completion in done)
-    for completion in done:
-        assert (completion.finish == "stop") == (completion.token_ids[-1] in (close, END))
-        assert close not in completion.token_ids[:-1]
-
-
 @pytest.fixture(scope="module")
 def unstopped(engine):
     prompt = engine.tokenizer.start([{"role": "user", "content": "x"}])
@@ -186,20 +162,6 @@ def test_training_sees_the_log_probs_of_the_rollout(engine):
         scores = policy_of(engine).logits(ids, torch.tensor([ids.shape[1]]), where).log_softmax(-1)
         seen = scores.gather(1, ids[where][:, None])[:, 0].detach().numpy()
         np.testing.assert_allclose(seen, completion.logprobs, atol=2e-6)
-
-
-def test_nothing_is_computed_once_all_responses_have_ended(engine, monkeypatch):
-    passes, hidden = [], engine.model.hidden
-    monkeypatch.setattr(
-        engine.model, "hidden", lambda *args, **kwargs: passes.append(1) or hidden(*args, **kwargs)
-    )
-    one = Request((6, 7, 8), Key(0, (0, 0, 0, 0)), Sampling(max_tokens=20, temperature=0.0))
-    (whole,) = engine.generate([one])
-    assert len(passes) == len(whole.token_ids)  # the prompt, and each token but the last
-    first = engine.tokenizer.decode(whole.token_ids[:1])
-    passes.clear()
-    stopped = Request(one.prompt_ids, one.key, Sampling(max_tokens=20, temperature=0.0, stop=(first,)))
-    assert len(engine.generate([stopped])[0].token_ids) == len(passes) == 1
 
 
 @pytest.mark.parametrize("name", ["width", "layers", "heads", "context"])
@@ -266,30 +228,3 @@ def test_words_of_one_letter_and_words_named_twice_make_no_token_more():
     assert tokenizer.start(chat) == (SYSTEM, *tokenizer.encode("A"), USER, *tokenizer.encode("Up"), ASSISTANT)
     for response, closing in (((), (END,)), ((9,), (END,)), ((9, END), ())):
         assert tokenizer.extend(response, chat[1]) == (*closing, *tokenizer.start(chat[1:]))
-
-
-def test_chats_of_messages_go_to_numbers_and_back_with_their_pictures():
-    codec = ChatCodec()
-    chat = [{"role": "system", "content": "be"}, {"role": "user", "content": "see", "images": 2}]
-    ids = codec.start(chat)
-    assert codec.decode(ids) == "besee"
-    pictures = [{"type": "image_url", "image_url": {"url": url}} for url in ("a", "b")]
-    told = [{"role": "system", "content": "be"},
-            {"role": "user", "content": [*pictures, {"type": "text", "text": "see"}]}]  # fmt: skip
-    assert codec.messages(ids, ["a", "b"]) == told  # an empty answer is asked for, not told
-    assert codec.messages(ids + codec.encode("<a>"), ["a", "b"]) == [
-        *told,
-        {"role": "assistant", "content": "<a>"},
-    ]
-    assert codec.extend((1,), {"role": "user", "content": "x"}) == codec.start(
-        [{"role": "user", "content": "x"}]
-    )
-    assert codec.size == 0x110000
-    for wrong, images, message in (
-        (ids, ["a"], "shows more pictures than the 1 that came with it"),
-        (ids, ["a", "b", "c"], "1 of 3 pictures have no place in the prompt"),
-        (codec.encode("see"), [], "was not made by the sampler's own tokenizer"),
-        ((), [], "was not made by the sampler's own tokenizer"),
-    ):
-        with pytest.raises(EngineError, match=message):
-            codec.messages(wrong, images)

@@ -233,17 +233,6 @@ def test_weights_are_loaded_in_place_or_by_another_start_where_they_would_stay(
     assert not places[-1].exists()
 
 
-@pytest.mark.parametrize("room", [True, False])
-def test_weights_go_through_memory_where_there_is_room_for_them(engine, tmp_path, monkeypatch, room):
-    module = sys.modules["shoal.rollout.samplers.vllm"]
-    memory = tmp_path / "memory"
-    memory.mkdir()
-    monkeypatch.setattr(module, "MEMORY", memory)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda place: SimpleNamespace(free=17 if room else 15))
-    engine.load_weights({"w": tensor()}, 1)
-    assert (Path(engine._weights.name).parent == memory) is room
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_that_vllm_did_not_take_are_not_what_it_answers_with(engine, monkeypatch, tied):
     monkeypatch.setattr(sys.modules["shoal.rollout.samplers.vllm"].current_platform, "is_cpu", lambda: tied)

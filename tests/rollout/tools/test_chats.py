@@ -18,27 +18,6 @@ from shoal.train.agent.batch import make_samples
 
 HEAD = "{% set ns = namespace(tool=false) %}"
 ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-TAGGED = (  # tools in the system message, results in the user's turn, calls in tags
-    "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
-    "<tools>{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools><|im_end|>\n"
-    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}"
-    "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
-    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
-    "{% elif m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
-    "</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}" + ASKS
-)
-QUOTED = (  # tools before the first question, results as JSON strings of a role of their own, calls as bare JSON
-    "{% for m in messages %}<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}\n\n"
-    "{% if tools and m.role == 'user' and loop.index0 == (1 if messages[0].role == 'system' else 0) %}"
-    "Functions:\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
-    "{% if m.role == 'tool' %}{{ m.content | tojson }}{% elif m.tool_calls %}{% for call in m.tool_calls %}"
-    '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}{% endfor %}'
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
-)
 LISTED = (  # tools behind a mark, results with the id of their call, calls as a list
     "{% if tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}{% for m in messages %}"
     "{% if m.role == 'tool' %}[RESULT]{{ m.tool_call_id }}|{{ m.content }}[/RESULT]{% elif m.role == 'assistant' %}"
@@ -91,15 +70,13 @@ TAGS = "".join(
 )
 BARE = "; ".join(json.dumps({"name": c.name, "parameters": c.arguments}) for c in CALLS)
 SAID = {
-    "tagged": TAGS,
-    "quoted": BARE,
     "listed": json.dumps([{"name": c.name, "arguments": c.arguments} for c in CALLS]),
     "qwen": TAGS,
     "hermes": TAGS,
     "llama": BARE,
 }
 TEMPLATES = {
-    "tagged": TAGGED, "quoted": QUOTED, "listed": LISTED, "qwen": QWEN, "hermes": HERMES, "llama": LLAMA,
+    "listed": LISTED, "qwen": QWEN, "hermes": HERMES, "llama": LLAMA,
 }  # fmt: skip
 TOOLS = [functions.add, functions.fail]
 
@@ -205,11 +182,11 @@ def test_a_control_token_in_what_a_tool_says_of_itself_is_refused():
         return a
 
     with pytest.raises(ConfigError, match="evil holds a control token"):
-        ToolChat(TemplateTokenizer(byte_tokenizer(TAGGED)), [function_tool(evil, 1.0, 99)])
+        ToolChat(TemplateTokenizer(byte_tokenizer(QWEN)), [function_tool(evil, 1.0, 99)])
 
 
 def test_tools_and_a_given_beginning_of_answers_exclude_each_other():
     settings = config("window")
     settings["agent_proxy"]["prompt"] = {"prefill": "<action>"}
     with pytest.raises(ConfigError, match="without agent_proxy.prompt.prefill"):
-        ParallelRolloutManager(settings, Says("tagged"), tools=TOOLS)
+        ParallelRolloutManager(settings, Says("qwen"), tools=TOOLS)

@@ -59,7 +59,7 @@ def play(settings, engine, backend="serial", **more):
 @pytest.mark.parametrize("mode", ["append", "window"])
 def test_episodes_with_tools_are_the_same_wherever_they_are_played(mode):
     engine, settings = scripted(PARALLEL, "<action>left</action>"), config(NAMED, mode)
-    played = {b: play(settings, engine, b) for b in ("serial", "threads", "processes", "loky")}
+    played = {b: play(settings, engine, b) for b in ("serial", "threads", "processes")}
     train, _ = make_environments(settings | {"vector": {"backend": "serial"}})
     with Toolbox(NAMED) as toolbox:
         prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
@@ -158,7 +158,8 @@ def test_a_slow_call_is_cut_and_others_go_on(box):
     assert (slow.error, other.result) == ("slow did not answer within 1 s", "8")
 
 
-def test_a_server_that_freezes_is_replaced(box):
+def test_a_server_that_freezes_is_replaced(box, monkeypatch):
+    monkeypatch.setattr("shoal.rollout.tools.mcp.LOOK_SECONDS", 1.0)
     cut(box, "freeze", 1.0)
     assert use(box, ("freeze", {}))[0].error == "freeze did not answer within 1 s"
     assert use(box, ("double", {"number": 4}))[0].result == "8"

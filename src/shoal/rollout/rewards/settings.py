@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shoal.core.configuration import from_mapping
+from shoal.core.configuration import check_settings, from_mapping
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, did_you_mean
 from shoal.core.registry import Registry, check_name
 from shoal.rollout.prompts import FIELD
-from shoal.rollout.samplers.settings import check_settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 ENV = "env"

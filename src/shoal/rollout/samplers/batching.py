@@ -402,12 +402,8 @@ class SharedLLMInferenceManager(Closing):
         self.sampler.close()
 
 
-def within(seconds: float | None, sampler: Asked, request: Request) -> Awaitable[Completion]:
+async def within(seconds: float | None, sampler: Asked, request: Request) -> Completion:
     """The completion of a request; a `TimeoutError` where that takes longer."""
-    return sampler.sample(request) if seconds is None else _within(seconds, sampler, request)
-
-
-async def _within(seconds: float, sampler: Asked, request: Request) -> Completion:
     try:
         async with asyncio.timeout(seconds) as limit:
             return await sampler.sample(request)

@@ -12,16 +12,15 @@ import itertools
 import json
 import logging
 import os
-import re
 import time
 import urllib.parse
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.core.configuration import check_settings
 from shoal.core.errors import EngineError, needs_extra
 from shoal.core.seeding import stream
 from shoal.rollout.loops import LoopThread
-from shoal.rollout.samplers.settings import check_settings
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,6 @@ RETRIED = frozenset((408, 425, 429, 500, 502, 503, 504))
 """Statuses that say nothing about the request itself."""
 MAX_REPLY = 64 * 2**20
 """Bytes of an answer; a longer one is none."""
-_SECONDS = re.compile(r"[0-9]{1,300}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ class HttpClient:
             trouble = f"HTTP {status}: {message}"
             if status not in RETRIED:
                 raise RefusedError(f"{self.url}{path} refused the request: {trouble}", code)
-            if _SECONDS.fullmatch(retry_after):
+            if retry_after.isdecimal():  # a date asks for nothing
                 asked_for = min(float(retry_after), retry_policy.max_backoff)
         seconds = time.monotonic() - begin
         raise EngineError(

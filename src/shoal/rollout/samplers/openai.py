@@ -25,18 +25,18 @@ import msgspec
 from shoal.core.errors import EngineError, did_you_mean
 from shoal.core.registry import check_name
 from shoal.rollout.images import as_url
-from shoal.rollout.samplers.continuous import ContinuousSampler
 from shoal.rollout.samplers.http import HttpClient, RefusedError, RetryPolicy
+from shoal.rollout.samplers.registry import LogprobsMode, Server
 from shoal.rollout.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
     Completion,
+    ContinuousSampler,
     Level,
     Request,
     Sampling,
     room_left,
 )
-from shoal.rollout.samplers.settings import LogprobsMode, Server
 from shoal.rollout.samplers.tokenizers import ChatCodec
 
 logger = logging.getLogger(__name__)
@@ -197,9 +197,9 @@ class OpenAIEngine(ContinuousSampler):
                 )
             completion = said.completion(request, in_use.version, with_logprobs=self.dialect.by_tokens)
             return completion if self.dialect.keeps_stop else _ended(completion, request, self.tokenizer)
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             kind = f"{self.server}'s" if self.dialect.by_tokens else "a chat completion"
-            raise EngineError(f"the server's reply is none of {kind}: {_shown(reply)}") from error
+            raise EngineError(f"the server's reply is none of {kind}: {reply!s:.200}") from error
 
     # --- weights
     def load_adapter(self, folder: Path, version: int) -> None:
@@ -248,7 +248,7 @@ class OpenAIEngine(ContinuousSampler):
         reply = self.client.post(self._kind.reload, where)
         if not isinstance(reply, Mapping) or reply.get("success") is not True:
             answer = reply.get("message", reply) if isinstance(reply, Mapping) else reply
-            raise EngineError(f"the server did not take the weights: {_shown(answer)}")
+            raise EngineError(f"the server did not take the weights: {answer!s:.200}")
         self._in_use = InUse(version, weights=name)
         self._let_go(before.adapter)
 
@@ -289,14 +289,6 @@ class OpenAIEngine(ContinuousSampler):
             except (LookupError, TypeError) as error:
                 raise EngineError(f"{self.client.url}{kind.context} says nothing of the context") from error
         return found if type(found) is int and found > 0 else None
-
-
-def _shown(reply: Any) -> str:
-    """The beginning of a reply, for a message."""
-    try:
-        return str(reply)[:200]
-    except RecursionError:
-        return "one that is nested without end"
 
 
 # --- what differs from one kind of server to another

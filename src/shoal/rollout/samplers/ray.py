@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from shoal.core.errors import EngineError, needs_extra
 from shoal.rollout.samplers.batching import as_sampler
-from shoal.rollout.samplers.continuous import ContinuousSampler
 from shoal.rollout.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
     Completion,
+    ContinuousSampler,
     Level,
     Request,
     Sampler,
@@ -153,12 +153,10 @@ class RayEngine(ContinuousSampler):
                     raise EngineError(
                         f"replica {place} failed {attempt + 1} times; the last: {last}"
                     ) from error
-            except RayTaskError as error:
-                cause = error.cause if isinstance(error.cause, EngineError) else error
-                raise EngineError(f"replica {place}: {cause}") from error
             except RayError as error:
-                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                raise EngineError(f"replica {place}: its answer cannot be read: {first}") from error
+                cause = getattr(error, "cause", None)
+                said = cause if isinstance(cause, EngineError) else error
+                raise EngineError(f"replica {place}: {said}") from error
         raise AssertionError
 
     # --- weights

@@ -18,9 +18,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.core.errors import DataError, EngineError, format_error, needs_extra
-from shoal.rollout.samplers.continuous import ContinuousSampler
 from shoal.rollout.samplers.huggingface import as_in_files
-from shoal.rollout.samplers.sampler import Capabilities, ChatTokenizer, Completion, Level, Request, room_left
+from shoal.rollout.samplers.sampler import (
+    Capabilities,
+    ChatTokenizer,
+    Completion,
+    ContinuousSampler,
+    Level,
+    Request,
+    room_left,
+)
 from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 
 with needs_extra("the vLLM sampler", "vllm"):

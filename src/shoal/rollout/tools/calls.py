@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from shoal.core.errors import whole_characters
 from shoal.envs.actions import MAX_TEXT, ToolCall, complete_tags
 
 Grammar = Literal["tags", "json"]
@@ -38,7 +39,7 @@ class Found(NamedTuple):
 
 def read_calls(text: str, grammar: Grammar) -> list[ToolCall]:
     """The calls in an answer, outside thoughts, in order; what is beyond `MOST_CALLS` becomes one with an error."""
-    text = plain(text)
+    text = whole_characters(text)
     calls = [found.call for found in tagged_calls(text)] if grammar == "tags" else _bare_calls(text)
     if grammar == "tags" and not calls and _cut_off(text):
         calls = [ToolCall("", text[-80:], "a call must end with </tool_call>")]
@@ -130,11 +131,6 @@ def _depth(value: Any, depth: int = 0) -> int:
         return depth
     inside = value.values() if isinstance(value, dict) else value
     return max((_depth(item, depth + 1) for item in inside), default=depth + 1)
-
-
-def plain(text: str) -> str:
-    """The text without half characters, which can neither be tokenized nor recorded."""
-    return text.encode("utf-8", "replace").decode()
 
 
 # --- the texts around them, where a model's own template has none

@@ -13,10 +13,9 @@ from typing import Annotated, Any
 import msgspec
 
 from shoal.core.data import ToolUse
-from shoal.core.errors import ConfigError, format_error
+from shoal.core.errors import ConfigError, format_error, whole_characters
 from shoal.core.executors import in_own_thread
 from shoal.envs.actions import ToolCall
-from shoal.rollout.tools.calls import plain
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}\Z", re.ASCII)
 
@@ -61,7 +60,7 @@ class Tool:
     def result(self, value: Any) -> str:
         """What a tool returned as text: JSON if it is none, cut to `max_chars`."""
         text = value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
-        text = plain(text)
+        text = whole_characters(text)
         if len(text) > self.max_chars:
             text = f"{text[: self.max_chars]}… (cut: {len(text)} characters)"
         return text

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.core.configuration import from_mapping
+from shoal.core.configuration import check_settings, from_mapping
 from shoal.core.data import ToolUse, Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.executors import Closing
@@ -24,7 +24,6 @@ from shoal.envs.actions import ToolCall
 from shoal.envs.catalogue import function_named
 from shoal.rollout.loops import LoopThread
 from shoal.rollout.samplers.sampler import ChatTokenizer
-from shoal.rollout.samplers.settings import check_settings
 from shoal.rollout.tools.chat import MAX_TURNS, ToolChat
 from shoal.rollout.tools.functions import NAME, Tool, came_of, function_tool, late
 from shoal.rollout.tools.mcp import STOP_SECONDS, McpConfig, McpServer, ToolsFailedError

@@ -33,7 +33,7 @@ from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
 from shoal.rollout.rewards.settings import RewardConfig
-from shoal.rollout.samplers.settings import EngineConfig as EngineConfig
+from shoal.rollout.samplers.registry import EngineConfig as EngineConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.agent.advantages import ESTIMATORS, Method
 from shoal.train.agent.batch import Batching

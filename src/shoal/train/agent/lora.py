@@ -23,7 +23,7 @@ from shoal.core.seeding import derive_seed
 from shoal.maths.noise import torch_noise
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.models import resolve_model
-from shoal.rollout.samplers.settings import EngineConfig
+from shoal.rollout.samplers.registry import EngineConfig
 from shoal.train.agent.config import Lora
 from shoal.train.agent.policy import HuggingFacePolicy, Policy, dropouts, policy_of, weights_sha256
 

@@ -25,9 +25,8 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json
 from shoal.maths.noise import torch_noise
 from shoal.rollout.samplers.models import INVARIANT, looks_back, resolve_model
-from shoal.rollout.samplers.registry import make_engine
+from shoal.rollout.samplers.registry import EngineConfig, make_engine
 from shoal.rollout.samplers.sampler import of_inner, require_trainable, require_weights
-from shoal.rollout.samplers.settings import EngineConfig
 from shoal.rollout.samplers.tiny import TinyNetwork
 from shoal.train.agent.batch import TINY, Batching, Costs, MicroBatch, Sample, token_values
 from shoal.train.agent.losses import entropy_of
