@@ -71,7 +71,7 @@ def test_the_warm_up_can_be_switched_off(small_model, tmp_path, caplog):
 def test_free_text_that_no_env_can_draw_is_not_warmed_up_and_one_warning_says_so(
     small_model, tmp_path, caplog
 ):
-    row, _ = start(tmp_path / "run", small_model, name="metamathqa")
+    row, _ = start(tmp_path / "run", small_model, "agent_proxy.max_tokens=4", name="metamathqa")
     assert row["probe_valid_actions"] < 0.5
     assert "warmup_loss" not in row
     (told,) = probes(caplog)
@@ -88,7 +88,7 @@ def test_a_model_that_names_actions_is_left_as_it_is(tmp_path, caplog):
         "demo", [*base, f"run_dir={tmp_path / 'taught'}", "warmup.steps=60", "warmup.learning_rate=0.01"]
     )
     with AgentTrainer(taught) as trainer:
-        list(trainer.train())
+        next(iter(trainer.train()))
         policy, sampler = trainer.policy, trainer.sampler
     config = compose_config("demo", [*base, f"run_dir={tmp_path / 'run'}", "warmup.steps=auto"])
     with AgentTrainer(config, policy=policy, sampler=sampler) as trainer:
