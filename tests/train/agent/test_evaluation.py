@@ -87,6 +87,7 @@ def run(tmp_path_factory):
         "trainer.iterations=1",
         "engine.width=16",
         "es_manager.train.env_groups=2",
+        "use_parallel_envs=false",
         "es_manager.val.env_groups=3",
         f"run_dir={folder}",
     ]
@@ -113,6 +114,7 @@ def test_a_run_is_evaluated_with_its_own_limit_of_turns_and_choice_of_tokens(tmp
         "trainer.iterations=1",
         "engine.width=16",
         "es_manager.train.env_groups=2",
+        "use_parallel_envs=false",
         "es_manager.val.env_groups=3",
         f"run_dir={tmp_path / 'run'}",
     ]

@@ -22,7 +22,7 @@ from shoal.train.agent.update import prepare_samples
 
 QUICK = [
     "trainer.iterations=1", "warmup.steps=5", "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
-    "es_manager.val.env_groups=2", "trainer.tensorboard=false",
+    "es_manager.val.env_groups=2", "trainer.tensorboard=false", "use_parallel_envs=false",
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from shoal.train.agent.trainer import AgentTrainer
 SMALL = [
     "engine.train_last_layers=1", "engine.threads=1", "warmup.batch_size=4", "trainer.iterations=1",
     "trainer.tensorboard=false", "es_manager.train.group_size=4", "es_manager.val.env_groups=2",
-    "agent_proxy.max_turn=3",
+    "agent_proxy.max_turn=3", "use_parallel_envs=false",
 ]  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_free_text_that_no_env_can_draw_is_not_warmed_up_and_one_warning_says_so
 def test_a_model_that_names_actions_is_left_as_it_is(tmp_path, caplog):
     base = [
         "trainer.tensorboard=false", "trainer.iterations=1", "es_manager.val.env_groups=2", "engine.width=16",
-        "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
+        "use_parallel_envs=false", "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
     ]  # fmt: skip
     taught = compose_config(
         "demo", [*base, f"run_dir={tmp_path / 'taught'}", "warmup.steps=60", "warmup.learning_rate=0.01"]

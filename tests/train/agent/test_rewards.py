@@ -25,6 +25,7 @@ SMALL = [
     "es_manager.train.env_groups=3",
     "es_manager.train.group_size=4",
     "engine.width=16",
+    "use_parallel_envs=false",
     "agent_proxy.max_turn=5",
 ]
 
