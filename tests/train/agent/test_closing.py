@@ -57,7 +57,7 @@ def test_a_closed_trainer_has_ended_its_engine_and_its_envs(tmp_path, monkeypatc
     assert set(map(id, made)) <= set(map(id, closed)) or parallel == "true"
 
 
-@pytest.mark.parametrize("part", ["safe_batching", "make_networks", "Records", "lockstep_collector"])
+@pytest.mark.parametrize("part", ["safe_batching", "make_networks", "Records", "TrajectoryCollector"])
 def test_a_trainer_that_cannot_begin_leaves_nothing_behind(tmp_path, monkeypatch, pools, part):
     monkeypatch.setattr("shoal.train.agent.networks.make_policy", apart)
 

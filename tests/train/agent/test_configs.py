@@ -79,16 +79,8 @@ def test_every_shipped_config_makes_an_update(name, small_model, tmp_path, reque
     auto = config.warmup.steps == "auto"
     steps = "auto" if auto else min(1, config.warmup.steps)
     tiny = config.engine.name == "tiny"
-    engine = (
-        [*TINY, "agent_proxy.max_tokens=4"]
-        if tiny
-        else [
-            f"engine.model={small_model}",
-            "engine.train_last_layers=1",
-            "engine.threads=1",
-            "agent_proxy.max_tokens=auto",
-        ]
-    )
+    real = [f"engine.model={small_model}", "engine.train_last_layers=1", "engine.threads=1"]
+    engine = [*(TINY if tiny else real), "agent_proxy.max_tokens=16"]
     groups = sum(config.es_manager.train.env_configs.n_groups) or 4
     engine.append(f"es_manager.train.env_groups={groups}")
     overrides = [*SMALL, *engine, f"warmup.steps={steps}", f"run_dir={tmp_path / 'run'}"]

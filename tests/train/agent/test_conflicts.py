@@ -59,6 +59,7 @@ OUT_OF_RANGE = [
     "algorithm.filter_groups.max_num_gen_batches=0", "algorithm.learning_rate=inf",
     "agent_proxy.format_penalty=-1", "agent_proxy.temperature=-1", "agent_proxy.max_tokens=0",
     "agent_proxy.max_turn=0", "warmup.steps=-1", "warmup.batch_size=0", "warmup.learning_rate=0",
+    "warmup.expert=2", "warmup.max_grad_norm=0",
     "algorithm.graph_discount=1", "trainer.stop_at_success=2", "trainer.stop_at_success=0", "model.lora.alpha=0",
 ]  # fmt: skip
 

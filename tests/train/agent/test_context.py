@@ -11,7 +11,7 @@ SMALL = [
     "agent_proxy.prompt.mode=append", "agent_proxy.prompt.prefill=''", "agent_proxy.prompt.closing=''",
     "agent_proxy.max_tokens=4", "warmup.steps=0", "trainer.iterations=1", "trainer.tensorboard=false",
     "es_manager.train.env_groups=2", "engine.width=16", "es_manager.val.env_groups=2", "agent_proxy.max_turn=6",
-    "algorithm.filter_groups.enable=false",
+    "algorithm.filter_groups.enable=false", "use_parallel_envs=false",
 ]  # fmt: skip
 
 

@@ -83,8 +83,11 @@ def test_the_newest_checkpoint_that_is_damaged_names_the_one_to_go_on_from(tmp_p
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval") / "run"
     overrides = [
-        "warmup.steps=60",
+        "warmup.steps=10",
         "trainer.iterations=1",
+        "engine.width=16",
+        "es_manager.train.env_groups=2",
+        "use_parallel_envs=false",
         "es_manager.val.env_groups=3",
         f"run_dir={folder}",
     ]
@@ -109,6 +112,9 @@ def test_a_run_is_evaluated_with_its_own_limit_of_turns_and_choice_of_tokens(tmp
     begin = [
         "warmup.steps=3",
         "trainer.iterations=1",
+        "engine.width=16",
+        "es_manager.train.env_groups=2",
+        "use_parallel_envs=false",
         "es_manager.val.env_groups=3",
         f"run_dir={tmp_path / 'run'}",
     ]

@@ -1,7 +1,6 @@
 """A name sets what its paper sets, unless the config says otherwise; what a user registers is a name like any other."""
 
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from tests.train.agent.tiny_model import write_tiny_model
 
 import shoal.train.agent.trainer as trainer_module
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.registry import Registry
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.advantages import ESTIMATORS
 from shoal.train.agent.config import AgentConfig, Algorithm, compose_config, import_extensions
@@ -24,7 +22,7 @@ from shoal.train.agent.update import prepare_samples
 
 QUICK = [
     "trainer.iterations=1", "warmup.steps=5", "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
-    "es_manager.val.env_groups=2", "trainer.tensorboard=false",
+    "es_manager.val.env_groups=2", "trainer.tensorboard=false", "use_parallel_envs=false",
 ]  # fmt: skip
 
 
@@ -73,10 +71,17 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest():
 @pytest.mark.parametrize(
     "change",
     ["algorithm.micro_batch_tokens=64", "algorithm.gradient_checkpointing=true", "algorithm.batching=padded",
-     "engine.device=cuda", "engine.threads=2", "agent_proxy.use_parallel_rollout=true", "trainer.keep_checkpoints=1"],
+     "engine.device=cuda", "engine.threads=2", "agent_proxy.use_parallel_rollout=true", "trainer.keep_checkpoints=1",
+     "trainer.iterations=999"],
 )  # fmt: skip
 def test_a_run_goes_on_with_less_memory(change):
     assert compose_config("demo", [change]).comparable() == compose_config("demo").comparable()
+
+
+def test_a_run_goes_on_for_longer_unless_its_learning_rates_would_be_others():
+    linear = "algorithm.lr_schedule=linear"
+    short, long = (compose_config("demo", [linear, f"trainer.iterations={n}"]).comparable() for n in (5, 6))
+    assert short != long
 
 
 @pytest.mark.parametrize(
@@ -334,24 +339,6 @@ def test_a_thread_that_imports_what_another_one_is_at_waits_until_all_is_registe
             pool.map(lambda _: (import_extensions([str(own)]), "best_of" in ESTIMATORS)[1], range(4))
         )
     assert known == [True] * 4
-
-
-def test_of_threads_that_register_one_name_one_succeeds_and_the_others_are_told():
-    for attempt in range(50):
-        registry, ready = Registry("thing"), threading.Barrier(4)
-
-        def put(item, registry=registry, ready=ready):
-            ready.wait()
-            try:
-                return registry.register("a", item)
-            except ValueError as error:
-                return str(error)
-
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(put, range(4)))
-        won = [item for item in found if isinstance(item, int)]
-        assert won == [registry["a"]], (attempt, found)
-        assert sum("registered already" in str(item) for item in found) == 3
 
 
 @pytest.mark.parametrize("imports", ["mine.py", [3], 5, True, {"a": 1}])

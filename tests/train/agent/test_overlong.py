@@ -74,7 +74,8 @@ def test_the_advantages_that_are_kept_are_those_of_the_samples_by_episode_and_tu
 
 def test_a_batch_in_which_all_were_cut_off_changes_nothing(tmp_path):
     overrides = [
-        f"run_dir={tmp_path}", "trainer.iterations=2", "warmup.steps=0", "es_manager.train.env_groups=2",
+        f"run_dir={tmp_path}", "use_parallel_envs=false", "trainer.iterations=2", "warmup.steps=0",
+        "es_manager.train.env_groups=2",
         "es_manager.train.group_size=2", "es_manager.val.env_groups=1", "trainer.tensorboard=false",
         "agent_proxy.max_tokens=1", "algorithm.overlong_filter=true", "algorithm.filter_groups.enable=false",
         "agent_proxy.prompt.prefill='<action>'", "agent_proxy.prompt.closing='</action>'",
@@ -107,7 +108,8 @@ def test_the_budget_needs_constant_aggregation_as_a_number_does():
 def test_the_budget_is_that_of_a_response_or_of_a_whole_episode(tmp_path, mode, turns):
     overrides = [
         "agent_proxy.max_tokens=5", "agent_proxy.max_turn=3", f"agent_proxy.prompt.mode={mode}", f"run_dir={tmp_path}",
-        "algorithm.adv_estimator=dr_grpo", "es_manager.train.env_groups=1", "agent_proxy.prompt.prefill=''",
+        "algorithm.adv_estimator=dr_grpo", "es_manager.train.env_groups=1", "use_parallel_envs=false",
+        "agent_proxy.prompt.prefill=''",
         "agent_proxy.prompt.closing=''",
     ]  # fmt: skip
     with AgentTrainer(compose_config("demo", overrides)) as trainer:

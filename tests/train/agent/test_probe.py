@@ -15,7 +15,7 @@ from shoal.train.agent.trainer import AgentTrainer
 SMALL = [
     "engine.train_last_layers=1", "engine.threads=1", "warmup.batch_size=4", "trainer.iterations=1",
     "trainer.tensorboard=false", "es_manager.train.group_size=4", "es_manager.val.env_groups=2",
-    "agent_proxy.max_turn=3",
+    "agent_proxy.max_turn=3", "use_parallel_envs=false",
 ]  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_the_warm_up_can_be_switched_off(small_model, tmp_path, caplog):
 def test_free_text_that_no_env_can_draw_is_not_warmed_up_and_one_warning_says_so(
     small_model, tmp_path, caplog
 ):
-    row, _ = start(tmp_path / "run", small_model, name="metamathqa")
+    row, _ = start(tmp_path / "run", small_model, "agent_proxy.max_tokens=4", name="metamathqa")
     assert row["probe_valid_actions"] < 0.5
     assert "warmup_loss" not in row
     (told,) = probes(caplog)
@@ -82,13 +82,13 @@ def test_free_text_that_no_env_can_draw_is_not_warmed_up_and_one_warning_says_so
 def test_a_model_that_names_actions_is_left_as_it_is(tmp_path, caplog):
     base = [
         "trainer.tensorboard=false", "trainer.iterations=1", "es_manager.val.env_groups=2", "engine.width=16",
-        "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
+        "use_parallel_envs=false", "es_manager.train.env_groups=2", "es_manager.train.group_size=4",
     ]  # fmt: skip
     taught = compose_config(
         "demo", [*base, f"run_dir={tmp_path / 'taught'}", "warmup.steps=60", "warmup.learning_rate=0.01"]
     )
     with AgentTrainer(taught) as trainer:
-        list(trainer.train())
+        next(iter(trainer.train()))
         policy, sampler = trainer.policy, trainer.sampler
     config = compose_config("demo", [*base, f"run_dir={tmp_path / 'run'}", "warmup.steps=auto"])
     with AgentTrainer(config, policy=policy, sampler=sampler) as trainer:

@@ -11,12 +11,11 @@ from safetensors.numpy import load_file
 
 from shoal.core.data import read_advantages, read_trajectories
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.files import read_json, verify_folder
 from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.envs.text import Outcome
 from shoal.train.agent import records
 from shoal.train.agent.checkpoint import list_checkpoints
-from shoal.train.agent.config import AgentConfig, compose_config, config_names
+from shoal.train.agent.config import AgentConfig, compose_config
 from shoal.train.agent.evaluation import checkpoint_of
 from shoal.train.agent.trainer import AgentTrainer, warmed_up
 
@@ -312,20 +311,6 @@ def test_a_checkpoint_that_a_killed_writer_had_put_aside_is_found(finished, whic
     assert place.is_dir()
 
 
-def test_groups_that_differ_by_the_format_penalty_alone_are_counted(tmp_path):
-    rows, _ = train(
-        tmp_path / "run",
-        "agent_proxy.format_penalty=0.1",
-        "warmup.steps=5",
-        "trainer.iterations=1",
-        "warmup.learning_rate=0.001",
-        "engine.width=64",
-        "es_manager.train.group_size=16",
-    )
-    assert rows[-1]["groups_shaping_only"] > 0.5
-    assert rows[-1]["groups_trained"] < 8
-
-
 def test_dynamic_sampling_plays_until_enough_groups_have_signal(tmp_path):
     settings = ["algorithm.filter_groups.max_num_gen_batches=3", "es_manager.train.env_groups=8"]
     rows, _ = train(tmp_path / "run", *settings, "trainer.iterations=1")
@@ -336,45 +321,16 @@ def test_dynamic_sampling_plays_until_enough_groups_have_signal(tmp_path):
     assert row["groups_trained"] <= 8
 
 
-@pytest.fixture(scope="module")
-def bandit_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bandit") / "run"
-    settings = [
-        "warmup.steps=120",
-        "trainer.iterations=21",
-        "trainer.eval_every=3",
-        "trainer.keep_checkpoints=1",
-        "es_manager.val.env_groups=32",
-        "es_manager.train.group_size=4",
-        "algorithm.minibatch_size=128",
-        "engine.width=64",
-        "warmup.learning_rate=0.001",
-    ]
-    train(folder, *settings, "use_parallel_envs=false", name="demo-bandit")
-    return folder
-
-
-def test_the_bandit_is_learned(bandit_folder):
-    rows, _ = results(bandit_folder)
+def test_the_bandit_is_learned(tmp_path):
+    rows, _ = train(
+        tmp_path / "run", "warmup.steps=40", "warmup.batch_size=32", "warmup.learning_rate=0.003",
+        "algorithm.learning_rate=0.003", "algorithm.minibatch_size=128", "trainer.iterations=12",
+        "trainer.eval_every=12", "trainer.save_every=12", "trainer.save_trajectories_every=12",
+        "trainer.tensorboard=false", "es_manager.train.env_groups=64", "es_manager.train.group_size=4",
+        "es_manager.val.env_groups=32", "use_parallel_envs=false", name="demo-bandit",
+    )  # fmt: skip
     assert rows[0]["heldout_success"] < 0.8
     assert rows[-1]["heldout_success"] >= 0.95
-
-
-def test_the_best_checkpoint_outlives_the_newest_ones(bandit_folder):
-    rows, _ = results(bandit_folder)
-    held_out = {row["iteration"]: row["heldout_success"] for row in rows if "heldout_success" in row}
-    first_best = min(i for i, success in held_out.items() if success == max(held_out.values()))
-    assert first_best < 21
-    best = verify_folder(bandit_folder / "checkpoints" / "best")
-    assert read_json(best / "state.json")["iteration"] == first_best
-    assert [path.name for path in list_checkpoints(bandit_folder / "checkpoints")] == ["step-000021"]
-
-
-@pytest.mark.parametrize("name", config_names())
-def test_every_shipped_config_composes(name):
-    config = compose_config(name)
-    assert config.custom_envs
-    assert config.es_manager.train.group_tags()
 
 
 @pytest.mark.parametrize(
@@ -403,21 +359,6 @@ def test_a_users_config_builds_on_ours(tmp_path):
     config = compose_config("mine", ["seed=4"], tmp_path)
     assert (config.trainer.iterations, config.seed) == (7, 4)
     assert config.custom_envs["FrozenLakeEnv"].env_config["desc"] == "4x4"
-
-
-def test_a_longer_run_goes_on_unless_its_learning_rates_would_be_others(tmp_path):
-    for schedule in ("constant", "linear"):
-        folder, settings = (
-            tmp_path / schedule,
-            (f"algorithm.lr_schedule={schedule}", "use_parallel_envs=false", "es_manager.train.env_groups=2"),
-        )
-        train(folder, *settings, "trainer.iterations=1", "warmup.steps=1")
-        longer = (folder, *settings, "trainer.iterations=2", "warmup.steps=1", "resume=true")
-        if schedule == "constant":
-            assert train(*longer)[0][-1]["iteration"] == 2
-            continue
-        with pytest.raises(DataError, match=r"trainer\.iterations was 1 and is 2"):
-            train(*longer)
 
 
 class HalfHopeless(FrozenLakeEnv):

@@ -89,11 +89,6 @@ def test_free_text_needs_an_expert_to_warm_up(tmp_path):
         assert row["warmup_loss"] > 0
 
 
-def test_the_experts_share_is_a_share():
-    with pytest.raises(ConfigError, match=r"warmup.expert must be in \[0, 1\], got 2"):
-        compose_config("sokoban", ["warmup.expert=2"])
-
-
 HERE = VectorConfig(backend="serial")
 
 
@@ -332,11 +327,6 @@ def test_an_infinite_gradient_of_the_warm_up_is_told_before_a_step_is_made_with_
     with pytest.raises(DivergedError, match=r"gradient of the policy in warm-up step 2 is (inf|nan)"):
         next(steps)
     assert all(torch.equal(weight, before[name]) for name, weight in policy.module.state_dict().items())
-
-
-def test_gradients_cannot_be_shortened_to_nothing():
-    with pytest.raises(ConfigError, match="max_grad_norm must be positive"):
-        compose_config("sokoban", ["warmup.max_grad_norm=0"])
 
 
 def test_envs_are_closed_when_the_warm_up_ends_or_is_left_or_cannot_begin():

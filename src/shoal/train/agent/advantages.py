@@ -26,6 +26,8 @@ Array = NDArray[np.float64]
 Method = Literal["mean_std", "mean", "asym_clip", "identity"]
 EPSILON = 1e-6
 """Groups whose rewards have a smaller standard deviation carry no signal."""
+ROUNDING = 1e-12
+"""Rewards whose standard deviation is a smaller share of their mean are equal but for rounding."""
 LEAST_SPREAD = 0.1
 """Of the size of returns: advantages of a critic are never divided by less, see `critic_advantages`."""
 
@@ -314,7 +316,7 @@ def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> Array:
     _, index = np.unique(np.asarray(groups), return_inverse=True)
     others = np.bincount(index)[index] - 1
     baseline = (np.bincount(index, values)[index] - values) / np.maximum(others, 1)
-    return np.where(_equal(values, index), 0.0, values - baseline)
+    return np.where(_centre(values, groups)[1] > 0, values - baseline, 0.0)
 
 
 def batch_normalized(rewards: ArrayLike, groups: ArrayLike, *, baseline: bool = False) -> Array:
@@ -384,7 +386,7 @@ def token_whitened(returns: Sequence[Sequence[float]], counts: Sequence[Sequence
     total = max(weights.sum(), 1.0)
     mean = (weights * flat).sum() / total
     variance = (weights * (flat - mean) ** 2).sum() / max(total - 1, 1.0)
-    rounding = _equal(flat, np.zeros(len(flat), dtype=np.int64), weights > 0) & (variance > EPSILON**2)
+    rounding = np.sqrt(variance) <= ROUNDING * abs(mean)
     white = np.where(rounding, 0.0, (flat - mean) / np.sqrt(variance + 1e-8))
     return np.split(white, np.cumsum([len(turns) for turns in returns])[:-1])
 
@@ -491,17 +493,8 @@ def _centre(rewards: ArrayLike, groups: ArrayLike, counts: ArrayLike | None = No
     total = np.bincount(index, weights)
     centred = values - (np.bincount(index, weights * values) / np.maximum(total, 1))[index]
     spread = np.sqrt(np.bincount(index, weights * centred**2) / np.maximum(total - 1, 1))[index]
-    rounding = _equal(values, index, weights > 0) & (spread > EPSILON)
+    rounding = spread <= ROUNDING * np.abs(values - centred)
     return np.where(rounding, 0.0, centred), np.where(rounding, 0.0, spread)
-
-
-def _equal(values: Array, index: NDArray[np.int64], counted: Any = slice(None)) -> NDArray[np.bool_]:
-    """`[B]`: whether all values of its group are the same: what they differ from their mean is rounding then."""
-    low = np.full(int(index.max(initial=-1)) + 1, np.inf)
-    high = -low
-    np.minimum.at(low, index[counted], values[counted])
-    np.maximum.at(high, index[counted], values[counted])
-    return (low >= high)[index]
 
 
 # --- estimators with a critic or a teacher

@@ -5,7 +5,6 @@ Unknown keys are errors, and so are settings that would have no effect beside ea
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import importlib.metadata
 import json
@@ -576,29 +575,28 @@ def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Where and how fast something is computed, and in how much memory, may change when a run goes on.
     """
-    known = copy.deepcopy(dict(values))
-    algorithm, engine = known["algorithm"], known["engine"]
-    trainer = {"iterations": known["trainer"]["iterations"]}
-    for key in ("run_dir", "resume", "vector", "use_parallel_envs", "next_step", "trainer", "imports"):
-        del known[key]
-    if algorithm["lr_schedule"] != "constant":  # the rate of an iteration depends on how many there are
-        known["trainer"] = trainer
-    for key in ("use_parallel_rollout", "parallel_n_jobs", "parallel"):
-        del known["agent_proxy"][key]
-    for key in ("micro_batch_tokens", "gradient_checkpointing", "batching"):
-        del algorithm[key]
-    for key in ("device", "threads", "vllm", "server"):
-        del engine[key]
-    engine["replicas"] = {"engine": engine["replicas"]["engine"]}
+    known, replicas = _without(values, _FREE), values["engine"]["replicas"]
+    known["engine"]["replicas"] = {"engine": replicas["engine"]}
+    if (
+        values["algorithm"]["lr_schedule"] != "constant"
+    ):  # the rate of an iteration depends on how many there are
+        known["trainer"] = {"iterations": values["trainer"]["iterations"]}
     rewards = known.pop("rewards", [])
-    for reward in (
-        one for one in rewards if isinstance(one, dict)
-    ):  # where a judge runs, how long it is waited for
-        for key in ("timeout", "retries", "concurrency"):
-            del reward[key]
-        for key in ("base_url", "api_key_env", "patience") if reward["model"] else ():
-            del reward["model"][key]
-    return known | {"rewards": rewards} if rewards else known
+    known_rewards = [_without(one, _FREE_OF_REWARDS) if isinstance(one, Mapping) else one for one in rewards]
+    return known | {"rewards": known_rewards} if rewards else known
+
+
+_FREE = {
+    "run_dir", "resume", "vector", "use_parallel_envs", "next_step", "trainer", "imports",
+    "agent_proxy.use_parallel_rollout", "agent_proxy.parallel_n_jobs", "agent_proxy.parallel",
+    "algorithm.micro_batch_tokens", "algorithm.gradient_checkpointing", "algorithm.batching",
+    "engine.device", "engine.threads", "engine.vllm", "engine.server",
+}  # fmt: skip
+"""Settings that change no results, by their paths."""
+_FREE_OF_REWARDS = {
+    "timeout", "retries", "concurrency", "model.base_url", "model.api_key_env", "model.patience",
+}  # fmt: skip
+"""Where a judge runs, and how long it is waited for."""
 
 
 def import_extensions(names: Sequence[str]) -> None:

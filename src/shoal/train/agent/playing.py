@@ -11,13 +11,9 @@ from shoal.core.data import Trajectory
 from shoal.core.errors import DivergedError, EngineError, EnvError
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.driver import RolloutReport
-from shoal.rollout.factory import EnvironmentSet, make_roles
-from shoal.rollout.failures import FailureLog
 from shoal.rollout.filters import filter_rollouts
-from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampler, Sampling
-from shoal.rollout.tools.toolbox import Toolbox
+from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampling
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.distributed import Processes
 
@@ -52,24 +48,6 @@ def play_groups(
         )
         row |= filtered
     return played, learned, share, row
-
-
-def lockstep_collector(
-    config: AgentConfig,
-    side: EnvironmentSet,
-    sampler: Sampler,
-    seed: int,
-    failures: FailureLog | None = None,
-    judge: Judge | None = None,
-    toolbox: Toolbox | None = None,
-) -> TrajectoryCollector:
-    """Plays the envs of one side in this process."""
-    proxy, tags = config.agent_proxy, side.tags
-    roles, retries = make_roles(config.custom_envs, tags, proxy.max_turn), proxy.parallel.env_retries
-    return TrajectoryCollector(
-        side.pool, tags, roles, side.group_size, sampler, proxy.prompt, seed, env_retries=retries,
-        failures=failures, judge=judge, toolbox=toolbox,
-    )  # fmt: skip
 
 
 class SharedCollector:

@@ -25,6 +25,7 @@ from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import resolve_text
 from shoal.gateway.programs import sessions_of
 from shoal.rollout.answers import with_room
+from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import host_of, make_environments, make_roles
 from shoal.rollout.failures import FailureLog
@@ -51,7 +52,7 @@ from shoal.train.agent.evaluation import (
     signal_metrics,
 )
 from shoal.train.agent.networks import make_networked, make_networks, make_optimizer, set_rates
-from shoal.train.agent.playing import SharedCollector, lockstep_collector, play_groups, refuse_all_failed
+from shoal.train.agent.playing import SharedCollector, play_groups, refuse_all_failed
 from shoal.train.agent.policy import (
     Policy,
     checkpointed_layers,
@@ -396,22 +397,26 @@ class AgentTrainer(Closing):
         self._journal.begin_anew()
 
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
-        if self.config.agent_proxy.use_parallel_rollout:
-            manager = ParallelRolloutManager(
-                self.config,
+        config, proxy = self.config, self.config.agent_proxy
+        judged: dict[str, Any] = {"failures": self._failures, "judge": self._judge}
+        collector: ParallelRolloutManager | TrajectoryCollector
+        if proxy.use_parallel_rollout:
+            collector = ParallelRolloutManager(
+                config,
                 self.sampler,
                 side=which,
                 seed=seed,
-                failures=self._failures,
                 sessions=sessions_of,
-                judge=self._judge,
                 tools=self.toolbox,
+                **judged,
             )
-            return SharedCollector(manager, self.processes, self._in_sync)
-        side = self.train_envs if which == "train" else self.val_envs
-        collector = lockstep_collector(
-            self.config, side, self.sampler, seed, self._failures, self._judge, self.toolbox
-        )
+        else:
+            side = self.train_envs if which == "train" else self.val_envs
+            roles = make_roles(config.custom_envs, side.tags, proxy.max_turn)
+            collector = TrajectoryCollector(
+                side.pool, side.tags, roles, side.group_size, self.sampler, proxy.prompt, seed,
+                env_retries=proxy.parallel.env_retries, toolbox=self.toolbox, **judged,
+            )  # fmt: skip
         return SharedCollector(collector, self.processes, self._in_sync)
 
     @contextmanager
