@@ -92,11 +92,13 @@ def resets_of(iteration, times=1):
 @pytest.mark.parametrize("changes", [{}, {"keep_envs": True}, {"schedule": "barrier"}])
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 def test_what_has_begun_is_played_to_the_same_end_and_reset_once(calm, backend, changes, tmp_path):
-    shape = settings(tmp_path, parallel=changes)
-    with ParallelRolloutManager(shape, HashEngine(), backend=backend) as manager:
+    shape, engine = settings(tmp_path, parallel=changes), HashEngine()
+    with ParallelRolloutManager(shape, engine, backend=backend) as manager:
         for iteration in range(3):
+            asked = len(engine.batches)
             manager.prepare(iteration)
             wait_for(lambda: notes(tmp_path, "reset") == resets_of(iteration))  # noqa: B023
+            assert len(engine.batches) == asked
             assert manager.collect(iteration) == calm[iteration]
             assert notes(tmp_path, "reset") == resets_of(iteration)
             for path in tmp_path.glob("reset *"):

@@ -363,6 +363,15 @@ def test_an_env_that_fails_once_costs_no_episode_in_lockstep_nor_do_those_lost_w
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_an_env_that_always_ends_its_worker_costs_its_own_episode_alone_in_lockstep(calm):
+    for before, now in zip(calm, play_in_lockstep(CounterEnv, "process", fault="kill"), strict=True):
+        if now.env_seed % 4:
+            assert now == before
+        else:
+            assert (now.status, now.turns) == ("env_error", before.turns[:2])
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_an_env_for_which_there_is_no_other_costs_its_own_episode_alone_in_lockstep(calm):
     for before, now in zip(calm, play_in_lockstep(FailsForGood), strict=True):
         if now.env_seed % 4:

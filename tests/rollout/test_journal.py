@@ -12,7 +12,7 @@ from shoal.core.errors import ConfigError, DataError
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.factory import make_environments
 from shoal.rollout.journal import Journal
-from shoal.rollout.plan import place_of
+from shoal.rollout.plan import Assignment, place_of
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampling
@@ -31,9 +31,9 @@ def episode(group, status="ok", seed=7):
 def read_back(path, n, settings=SETTINGS):
     """Which of the first `n` groups are there, each as it was."""
     journal = Journal(path, settings)
-    found = {group: journal.find("e", place_of(7, 0, group, 0), 0) for group in range(n)}
-    assert all(trajectory in (None, episode(group)) for group, trajectory in found.items())
-    return [group for group, trajectory in found.items() if trajectory is not None]
+    found = journal.known([Assignment(group, place_of(7, 0, group, 0), "e") for group in range(n)], 0)
+    assert all(trajectory == episode(group) for group, trajectory in found.items())
+    return list(found)
 
 
 def test_a_journal_that_was_cut_anywhere_goes_on_with_its_whole_episodes(tmp_path, caplog):

@@ -116,8 +116,7 @@ class TrajectoryCollector:
             self.counts = len(played), len(episodes)
             report_failures(self.failures, index, ended)
             self._toolbox.record(ended.trajectory)
-            if ended.trajectory.status == "ok":
-                self.journal.add(ended.trajectory)
+            self.journal.add(ended.trajectory)
             judging.ended(index)
 
         sampler = as_sampler(self.engine, Asking(retries=0), inline=True)

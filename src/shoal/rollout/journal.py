@@ -18,7 +18,6 @@ from shoal.core.configuration import first_change
 from shoal.core.data import Trajectory, decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import append_line, write_bytes
-from shoal.rollout.episode import EpisodeId
 from shoal.rollout.plan import Assignment
 
 logger = logging.getLogger(__name__)
@@ -93,12 +92,13 @@ class Journal:
             assignments: the episodes.
             version: of the weights that would play them now.
         """
-        found = {a.index: self.find(a.tag, a.place, version) for a in assignments} if self._played else {}
-        return {index: trajectory for index, trajectory in found.items() if trajectory is not None}
-
-    def find(self, tag: str, place: EpisodeId, version: int) -> Trajectory | None:
-        """The episode, if it was there when the journal was opened."""
-        return self._played.get((tag, place.iteration, place.group, place.member, place.env_seed, version))
+        found = {}
+        for one in assignments:
+            place = one.place
+            key = one.tag, place.iteration, place.group, place.member, place.env_seed, version
+            if key in self._played:
+                found[one.index] = self._played[key]
+        return found
 
     def add(self, trajectory: Trajectory) -> None:
         """Record a finished episode; after `kill -9` it is there completely or not at all."""

@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -178,10 +178,7 @@ class ProgramHost(Host):
             for number, one in enumerate(exchanged)
         ]
         if turns:
-            last = turns[-1]
-            turns[-1] = Turn(
-                last.observation, last.call, last.response, last.action, True, result.reward, last.anchor
-            )
+            turns[-1] = replace(turns[-1], reward=result.reward)
         return Trajectory(
             assignment.tag, place.iteration, place.group, place.member, place.env_seed,
             tuple(one.call for one in exchanged), tuple(turns), success=result.success, terminated=status == "ok",

@@ -276,8 +276,7 @@ class ParallelRolloutManager(Closing):
             results[index] = ended.trajectory
             report_failures(self.failures, index, ended)
             self.toolbox.record(ended.trajectory)
-            if ended.trajectory.status == "ok":
-                self.journal.add(ended.trajectory)
+            self.journal.add(ended.trajectory)
             judging.ended(index)
             if closed.is_set():
                 raise WorkerError("the rollout was ended: its manager was closed")

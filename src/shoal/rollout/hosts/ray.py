@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from shoal.core.executors import connect_ray
-from shoal.rollout.hosts.episodes import Begin, Event, Reply, Setup, SlotThreads
-from shoal.rollout.hosts.host import Host, HostsFailedError, WorkerHost
+from shoal.rollout.hosts.episodes import Begin, Event, Reply, Setup
+from shoal.rollout.hosts.host import Host, HostsFailedError, ThreadHost, WorkerHost
 from shoal.rollout.hosts.processes import ProcessHosts
 from shoal.rollout.hosts.sockets import encode, pickled, unpickled
 
@@ -27,33 +27,20 @@ class _Actor:
     """A host in an async actor, so that thousands of its calls may wait at once."""
 
     def __init__(self, setup: bytes) -> None:
-        self._threads = SlotThreads(unpickled(setup), self._reply)
-        self._open: dict[int, asyncio.Future[bytes]] = {}
+        self._setup = unpickled(setup)
 
     async def ready(self) -> None:
         """It is there."""
-        self._loop = asyncio.get_running_loop()
+        self._host = ThreadHost(self._setup)
 
     async def tell(self, data: bytes) -> bytes:
-        message = _to_host.decode(data)
-        future: asyncio.Future[bytes] = self._loop.create_future()
-        self._open[message.slot] = future
-        self._threads.post(message)
-        return await future
-
-    def _reply(self, event: Event) -> None:
-        self._loop.call_soon_threadsafe(self._settle, event.slot, encode(event))
-
-    def _settle(self, slot: int, data: bytes) -> None:
-        if not (future := self._open.pop(slot)).done():
-            future.set_result(data)
+        return encode(await self._host.tell(_to_host.decode(data)))
 
     async def overdue(self) -> list[tuple[int, str]]:
-        return self._threads.overdue()
+        return await self._host.overdue()
 
     async def close_envs(self) -> None:
-        if closing := [asyncio.wrap_future(future) for future in self._threads.close_envs()]:
-            await asyncio.wait(closing)
+        await self._host.close_envs(self._setup.close_seconds)
 
 
 class RayHost(WorkerHost):
