@@ -240,6 +240,7 @@ REFUSED_ELSEWHERE = [
     ("messages", {"messages": GO, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "input_schema"),
     ("messages", {"messages": GO, "tools": 5}, "tools"),
     ("messages", {"messages": GO, "stop_sequences": "end"}, "stop_sequences"),
+    ("messages", {"messages": GO, "stop_sequences": [7]}, "stop_sequences"),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
 ]
 

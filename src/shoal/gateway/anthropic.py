@@ -40,6 +40,8 @@ def messages(body: Mapping[str, Any], most: int) -> Asked:
     parts = [("system", system)] if system else []
     parts += (part for place, message in enumerate(given) for part in _message(place, message))
     stop = listed(body.get("stop_sequences"), "stop_sequences")
+    if not all(isinstance(text, str) and text for text in stop):
+        raise RefusedError("stop_sequences must be a list of texts", param="stop_sequences")
     sampling = sampling_of({**body, "stop": stop}, most, "max_tokens")
     return Asked(
         turns_of(with_schemas(parts, tools)), sampling, model=str(body.get("model", "")),
