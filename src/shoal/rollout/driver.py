@@ -169,7 +169,7 @@ class Driver:
         elif not self._left:
             self._over.set_result(None)
         elif not self._tasks - {self._watching}:
-            failed = self._no_hosts or HostsFailedError("no host is left")
+            failed = self._no_hosts or HostsFailedError(f"no host is left for {self._left} episodes")
             suspect = any(job.lost for job in self._todo)
             self._over.set_exception(_not_here(failed) if suspect else failed)
 
