@@ -348,9 +348,7 @@ def test_imports_that_are_no_list_of_names_are_refused(imports):
 
 
 def test_an_installed_package_that_fails_is_named(monkeypatch):
-    entry = SimpleNamespace(
-        name="broken", dist=SimpleNamespace(metadata={"Name": "their-package"}), load=lambda: 1 / 0
-    )
+    entry = SimpleNamespace(name="broken", dist=SimpleNamespace(name="their-package"), load=lambda: 1 / 0)
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [entry])
     with pytest.raises(ConfigError, match="'broken' of their-package cannot be imported: ZeroDivisionError"):
         import_extensions([])
