@@ -31,6 +31,7 @@ SETTINGS = [
     "algorithm.rollout_correction.method=truncate", "agent_proxy.format_penalty=0.2", "agent_proxy.max_turn=3",
     "trainer.eval_every=2", "trainer.save_every=1", "trainer.tensorboard=false", "use_parallel_envs=false",
 ]  # fmt: skip
+FINE = 5e-5  # some CPUs add in an order that depends on the shape, and Adam lets the rounding of small gradients grow
 TIMES = ("seconds", "cpu_seconds", "tokens_per_second", "update_tokens_per_second", "share_", "engine_busy")
 
 
@@ -103,7 +104,7 @@ def test_two_processes_train_as_one_does(alone, tmp_path, sharding):
     assert ("2 processes (sharded)" if sharding == "full" else "2 processes\n") in done.stdout
     assert "Warning" not in done.stderr
     assert done.stdout.count("run folder:") == 1  # one of them speaks
-    same_run(alone, two, 1e-5)
+    same_run(alone, two, FINE)
     for name in ("train-000001.jsonl", "heldout-000003.jsonl"):
         told = [list(read_trajectories(folder / "trajectories" / name)) for folder in (alone, two)]
         assert [[turn.response_ids for turn in exchanges(t)] for t in told[0]] == [
@@ -136,7 +137,7 @@ def test_two_processes_train_otherwise_as_one_does(alone, tmp_path, how, shardin
         done = launch(tmp_path / name, n, *settings)
         assert done.returncode == 0, done.stderr
     assert any(row.get("gradient_steps") for row in rows_of(tmp_path / "one"))
-    same_run(tmp_path / "one", tmp_path / "two", 1e-5, parts=("engine",))
+    same_run(tmp_path / "one", tmp_path / "two", FINE, parts=("engine",))
 
 
 @pytest.mark.slow
@@ -146,7 +147,7 @@ def test_a_shared_engine_that_answers_workers_trains_the_same(alone, tmp_path, s
     settings = ["agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=threads"]
     done = launch(tmp_path / "run", 2, "trainer.iterations=3", f"trainer.sharding={sharding}", *settings)
     assert done.returncode == 0, done.stderr
-    same_weights(alone, tmp_path / "run", 1e-5)
+    same_weights(alone, tmp_path / "run", FINE)
 
 
 @pytest.mark.slow
@@ -161,9 +162,9 @@ def test_a_run_goes_on_with_another_number_of_processes_and_other_shards(alone, 
         done = launch(folder, n, "trainer.eval_every=1", *settings)
         assert done.returncode == 0, done.stderr
     whole = rows_of(alone)[-1]
-    assert rows_of(folder)[-1]["loss"] == pytest.approx(whole["loss"], abs=1e-5)
+    assert rows_of(folder)[-1]["loss"] == pytest.approx(whole["loss"], abs=FINE)
     assert rows_of(folder)[-1]["heldout_reward"] == pytest.approx(whole["heldout_reward"], abs=1e-6)
-    same_weights(alone, folder, 1e-5)
+    same_weights(alone, folder, FINE)
 
 
 @pytest.mark.slow
@@ -291,7 +292,7 @@ def test_two_processes_are_paid_by_rewards_as_one_is(tmp_path):
         server.shutdown()
         server.server_close()
     assert {"score/brief", "score/program", "score/judge"} <= rows_of(two)[-1].keys()
-    same_run(one, two, 1e-5)
+    same_run(one, two, FINE)
     asked = [
         sorted({line for path in run.glob("answers*.jsonl") for line in path.read_bytes().splitlines()})
         for run in (one, two)
