@@ -143,7 +143,12 @@ class Prompter:
         message: Message = {"role": "user", "content": text}
         if images:
             message["images"] = images
-        return prompt + response + self.tokenizer.extend(response, message)
+        try:
+            return prompt + response + self.tokenizer.extend(response, message)
+        except EngineError as error:
+            raise EngineError(
+                f"{error}; use prompt.mode=window, where each turn is a chat of its own"
+            ) from error
 
     def check_drift(self, chat: Sequence[Message], prompt_ids: Sequence[int]) -> None:
         """Compare an append prompt with what the chat template makes of the same chat; to warn, the first few times.
@@ -157,15 +162,19 @@ class Prompter:
             self._drift_checks -= 1
         if self.config.system:
             chat = [{"role": "system", "content": self.config.system}, *chat]
-        drift = find_drift(self.tokenizer, chat, prompt_ids)
-        if drift is None:
-            return
-        message = (
-            f"the chat template does not write this chat as the model saw it: in {drift.piece} the model saw "
-            f"{drift.seen!r}, the template writes {drift.written!r}"
-        )
+        try:
+            drift = find_drift(self.tokenizer, chat, prompt_ids)
+        except EngineError as error:  # there are templates that refuse an answer for what it holds
+            message = str(error)
+        else:
+            if drift is None:
+                return
+            message = (
+                f"the chat template does not write this chat as the model saw it: in {drift.piece} the model saw "
+                f"{drift.seen!r}, the template writes {drift.written!r}"
+            )
         if self.config.on_drift == "raise":
-            raise EngineError(f"{message}; use prompt.mode=window, or prompt.on_drift=warn to go on")
+            raise EngineError(f"{message}; set prompt.on_drift=warn to go on, or use prompt.mode=window")
         self._drift_checks = 0
         logger.warning("%s; the tokens of the episode stay exactly as sampled", message)
 

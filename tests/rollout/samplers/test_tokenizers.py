@@ -92,3 +92,11 @@ def test_every_end_that_a_model_declares_ends_an_answer(tmp_path):
             at = [place for place, token in enumerate(answer.token_ids) if token in (1, 70, 71)]
             assert at == ([len(answer.token_ids) - 1] if answer.finish == "stop" else [])
         assert {answer.token_ids[-1] for answer in loaded.generate(asked)} >= {70, 71}
+
+
+def test_text_comes_back_with_its_spaces_whatever_the_tokenizer_is_set_to():
+    tokenizer = byte_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True  # as those of BERT and Llama 2 are
+    ours = TemplateTokenizer(tokenizer)
+    for text in ('{"text": "Hello , world !"}', "print( 'a . b' ) # don 't", "no ? n't i 'm"):
+        assert ours.decode(ours.encode(text)) == text

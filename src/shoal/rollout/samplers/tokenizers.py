@@ -13,16 +13,20 @@ import string
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from shoal.core.errors import ConfigError, DataError, EngineError, needs_extra, reading
 from shoal.core.files import read_json
 from shoal.envs.actions import ToolCall
 from shoal.rollout.prompts import first_difference
 from shoal.rollout.samplers.sampler import Message
-from shoal.rollout.tools.calls import Grammar, read_calls
+from shoal.rollout.tools.calls import Grammar, read_calls, written_result
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
+_AS_IT_IS = {"clean_up_tokenization_spaces": False}
+"""How ids are decoded: tokenizers may be set to take spaces away before punctuation."""
+_ROLES_OF_RESULTS: tuple[Literal["user", "tool"], ...] = ("user", "tool")
+"""In which results of tools may be shown, the first choice first."""
 ANY = "\ufdd1"
 """A noncharacter: text that others go on from."""
 
@@ -101,9 +105,9 @@ class TemplateTokenizer:
         self._marks = self._marks_of_turns()
         self._starts: dict[tuple[str, ...], list[_Part]] = {}
         self._between: list[_Part] | None = None
-        self._results: dict[
-            int, tuple[list[_Part], bool]
-        ] = {}  # by their number, and whether they are quoted
+        self._results: dict[int, list[_Part]] = {}  # what follows an answer, by the number of results
+        self._role: Literal["tool", "user"] | None = None  # of results
+        self._quoted: bool | None = None  # whether results of role tool are JSON strings
         asked = self._written([{"role": "user", "content": "\ue0000\ue001"}], add_generation_prompt=True)
         self._header = self._before(ANY + asked.split("\ue001")[-1])
         self.end_ids = self._end_of_turn()
@@ -139,14 +143,14 @@ class TemplateTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Tokens as text, without control tokens."""
         with self._lock:
-            return str(self._own.decode(list(ids), skip_special_tokens=True))
+            return str(self._own.decode(list(ids), skip_special_tokens=True, **_AS_IT_IS))
 
     def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt for a chat, up to where the assistant begins to write."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._starts:
             self._starts[roles] = self._cut(self._render(roles))
-        return self._join(self._starts[roles], [message["content"] for message in messages])
+        return self._join(self._starts[roles], [self._as_shown(m["role"], m["content"]) for m in messages])
 
     def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
         """The end of the response's turn, `message`, and the next assistant header.
@@ -200,18 +204,83 @@ class TemplateTokenizer:
         return twin if twin.grammar and all(tool["name"] in asked for tool in tools) else None
 
     def extend_tools(self, response_ids: tuple[int, ...], results: Sequence[str]) -> tuple[int, ...]:
-        """The end of the response's turn, the results of its calls in order, and the next assistant header."""
-        if len(results) not in self._results:
-            roles = ("user", "assistant", *["tool"] * len(results))
-            behind = self._render(roles).split("\ue0001\ue001")[1]
-            asked: list[Any] = [{"role": role, "content": role} for role in roles[:2]]
-            probe = self._written([*asked, {"role": "tool", "content": '"\ue000'}])
-            quoted = '\\"\ue000' in probe
-            self._results[len(results)] = self._cut(behind, ANY), quoted
-        parts, quoted = self._results[len(results)]
-        if quoted:  # the template writes them as JSON strings
-            results = [json.dumps(text, ensure_ascii=False)[1:-1] for text in results]
-        return self._behind(response_ids, self._join(parts, ["", "", *results]))
+        """The end of the response's turn, the results of its calls in order, and the next assistant header.
+
+        Raises:
+            EngineError: the template shows no results, or rewrites the answer before them.
+        """
+        chat = self.tool_messages(results)
+        if len(chat) not in self._results:
+            self._results[len(chat)] = self._cut(self._behind_answer(chat[0]["role"], len(chat)), ANY)
+        contents = [self._as_shown(message["role"], message["content"]) for message in chat]
+        return self._behind(response_ids, self._join(self._results[len(chat)], ["", "", *contents]))
+
+    def tool_messages(self, results: Sequence[str]) -> list[Message]:
+        """The results of an answer's calls as messages: one of the user, as Hermes has them, or each of role tool.
+
+        A template that writes calls as they are read has role tool for them. Of others the user's turn is taken, unless
+        the template takes it for a new question and rewrites the answers before, as those do that show the thoughts
+        behind the last question only.
+
+        Raises:
+            EngineError: the template shows no results, or rewrites the answer before them.
+        """
+        if self._role is None:
+            self._role = "tool" if self.grammar else self._role_of_results()
+        if self._role == "tool":
+            return [{"role": "tool", "content": text} for text in results]
+        return [{"role": "user", "content": "\n".join(map(written_result, results))}]
+
+    def _role_of_results(self) -> Literal["tool", "user"]:
+        """The role of results before which answers stay as they are, at best those with thoughts too."""
+        reason: EngineError | None = None
+        for thoughts in (("", "<think>\nwhy\n</think>\n\n"), ("",)):
+            for role in _ROLES_OF_RESULTS:
+                try:
+                    for thought in thoughts:
+                        self._check_answer_stays(role, thought)
+                except EngineError as error:
+                    reason = reason or error
+                else:
+                    return role
+        raise EngineError(f"tools cannot be used with this model: {reason}; use another one") from reason
+
+    def _check_answer_stays(self, role: str, thought: str) -> None:
+        """Raise if the template writes an answer otherwise when a result of this role follows it."""
+        answer = f"{thought}\ue0001\ue001"
+        contents = ["\ue0000\ue001", answer, self._result(role, 2)]
+        followed = self._render(("user", "assistant", role), contents)
+        chat = [{"role": "user", "content": contents[0]}, {"role": "assistant", "content": answer}]
+        alone = "".join(self._written(chat).rpartition("\ue001")[:2])
+        if not followed.startswith((alone, self._render(("user",)) + answer)):
+            same = first_difference(alone, followed)
+            shown = slice(max(0, same - 20), same + 30)
+            raise EngineError(
+                f"when a result of a tool follows in role {role}, the chat template writes {followed[shown]!r} "
+                f"where it had {alone[shown]!r}"
+            )
+
+    def _behind_answer(self, role: str, n_messages: int) -> str:
+        """What the template writes behind an answer whose results are messages of a role, around the marks of these."""
+        places = range(2, 2 + n_messages)
+        contents = ["\ue0000\ue001", "\ue0001\ue001", *(self._result(role, place) for place in places)]
+        text = self._render(("user", "assistant", *[role] * n_messages), contents).split("\ue0001\ue001")[1]
+        for place in places:  # what stands around a result of the user's is a part of its content
+            text = text.replace(self._result(role, place), f"\ue000{place}\ue001")
+        return text
+
+    def _result(self, role: str, place: int) -> str:
+        """What a template is given in the place of a result."""
+        return written_result(f"\ue000{place}\ue001") if role == "user" else f"\ue000{place}\ue001"
+
+    def _as_shown(self, role: str, content: str) -> str:
+        """A content as the template writes it: there are some that write results as JSON strings."""
+        if role != "tool":
+            return content
+        if self._quoted is None:
+            asked: list[Any] = [{"role": role, "content": role} for role in ("user", "assistant")]
+            self._quoted = '\\"\ue000' in self._written([*asked, {"role": "tool", "content": '"\ue000'}])
+        return json.dumps(content, ensure_ascii=False)[1:-1] if self._quoted else content
 
     def render(self, messages: Sequence[Message]) -> str:
         """The chat as the template writes it, contents and all, up to where the assistant begins."""
@@ -219,9 +288,8 @@ class TemplateTokenizer:
 
     def spell(self, ids: Sequence[int]) -> str:
         """Tokens as text, control tokens included."""
-        how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         with self._lock:
-            return str(self._own.decode(list(ids), **how))
+            return str(self._own.decode(list(ids), skip_special_tokens=False, **_AS_IT_IS))
 
     def _cut(self, rendered: str, behind: str = "") -> list[_Part]:
         """Rendered text that goes on from another one as tokens, and as a content where a mark stands."""
@@ -271,14 +339,16 @@ class TemplateTokenizer:
                 f"without the role that it does not take, or a model made for such chats"
             ) from error
 
-    def _render(self, roles: Sequence[str]) -> str:
-        chat = [{"role": role, "content": f"\ue000{place}\ue001"} for place, role in enumerate(roles)]
+    def _render(self, roles: Sequence[str], contents: Sequence[str] = ()) -> str:
+        """A chat of these roles with a mark in each content, up to where the assistant begins."""
+        contents = contents or [f"\ue000{place}\ue001" for place in range(len(roles))]
+        chat = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
         text = self._written(chat, add_generation_prompt=True)
-        marks = [int(number) for number in _MARK.findall(text)]
-        if marks != list(range(len(roles))):
+        shown = [int(number) for number in _MARK.findall(text)]
+        if shown != list(range(len(roles))):
             raise EngineError(
-                f"the chat template drops or repeats messages: of {len(roles)} it shows {marks}; use another "
-                f"prompt.mode or model"
+                f"the chat template drops or repeats messages: of a chat of {', '.join(roles)} it shows the messages "
+                f"{shown}; use a prompt without the role that it does not show, or another model"
             )
         return text
 
@@ -290,7 +360,7 @@ class TemplateTokenizer:
             raise EngineError(
                 "the chat template is not append-only, a later turn rewrites the ones before: after "
                 f"{before[max(0, same - 20) : same]!r} it has {after[same : same + 30]!r} instead of "
-                f"{(before + written)[same : same + 30]!r}; use prompt.mode=window"
+                f"{(before + written)[same : same + 30]!r}"
             )
         return after[len(before + written) :]
 

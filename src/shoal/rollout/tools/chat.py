@@ -38,6 +38,7 @@ class ToolChat:
         self.inner: Any = own or tokenizer
         self.grammar: Grammar = own.grammar if own else "tags"
         self._own, self._brief = own is not None, bool(getattr(tokenizer, "brief", False))
+        self._by_template = hasattr(self.inner, "extend_tools")
         self._told = " ".join(map(_signature, tools)) if self._brief else with_tools("", schemas)
 
     def __getattr__(self, name: str) -> Any:
@@ -58,16 +59,14 @@ class ToolChat:
 
     def extend_results(self, response_ids: tuple[int, ...], uses: Sequence[ToolUse]) -> tuple[int, ...]:
         """What follows a response with calls: its end, the results in the order of the calls, the next header."""
-        if self._own:
-            ids = self.inner.extend_tools(response_ids, [use.shown for use in uses])
-        else:
-            ids = self.inner.extend(response_ids, *self.messages(uses))
-        return tuple(ids)
+        if self._by_template:
+            return tuple(self.inner.extend_tools(response_ids, [use.shown for use in uses]))
+        return tuple(self.inner.extend(response_ids, *self.messages(uses)))
 
     def messages(self, uses: Sequence[ToolUse]) -> list[Message]:
         """The results as messages of the chat."""
-        if self._own:
-            return [{"role": "tool", "content": use.shown} for use in uses]
+        if self._by_template:
+            return list(self.inner.tool_messages([use.shown for use in uses]))
         if self._brief:
             return [{"role": "user", "content": "".join(map(_brief_result, uses))}]
         return [{"role": "user", "content": "\n".join(written_result(use.shown) for use in uses)}]
