@@ -7,10 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.actions import ToolCall
-from shoal.gateway.chats import Asked, RefusedError, Said, flag, listed, turns_of, with_schemas
+from shoal.gateway.chats import (
+    Asked,
+    Part,
+    RefusedError,
+    answer_part,
+    flag,
+    listed,
+    result_part,
+    turns_of,
+    with_schemas,
+)
 from shoal.gateway.openai import call_id, check, sampling_of, text_of
 from shoal.gateway.sessions import Answer
-from shoal.rollout.tools.calls import written_result
 
 KNOWN = {
     "model", "messages", "max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "system", "tools",
@@ -37,7 +46,7 @@ def messages(body: Mapping[str, Any], most: int) -> Asked:
     tools = [_tool(tool) for tool in listed(body.get("tools"), "tools")]
     tools = [] if off else tools
     system = text_of(body.get("system"), "system")
-    parts = [("system", system)] if system else []
+    parts = [Part("system", system)] if system else []
     parts += (part for place, message in enumerate(given) for part in _message(place, message))
     stop = listed(body.get("stop_sequences"), "stop_sequences")
     if not all(isinstance(text, str) and text for text in stop):
@@ -57,7 +66,7 @@ def _tool(tool: Any) -> dict[str, Any]:
     return {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
 
 
-def _message(place: int, message: Any) -> Iterator[tuple[str, str]]:
+def _message(place: int, message: Any) -> list[Part]:
     param = f"messages[{place}]"
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("user", "assistant"):
@@ -67,22 +76,25 @@ def _message(place: int, message: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(blocks, list):
         raise RefusedError(f"{param}.content must be text or a list of blocks", param=param)
     texts: list[str] = []
-    calls: list[ToolCall] = []
+    calls: list[tuple[Any, ToolCall]] = []
+    found: list[Part] = []  # of the user
     for block in blocks:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "text":
-            texts.append(text_of(block.get("text"), param))
+            text = text_of(block.get("text"), param)
+            texts.append(text)
+            found.append(Part("user", text, param))
         elif kind == "tool_use" and role == "assistant":
-            calls.append(ToolCall(str(block.get("name")), block.get("input") or {}))
+            calls.append((block.get("id"), ToolCall(str(block.get("name")), block.get("input") or {})))
         elif kind == "tool_result" and role == "user":
             failed = "error: " if block.get("is_error") else ""
-            texts.append(written_result(failed + text_of(block.get("content"), param)))
+            text = failed + text_of(block.get("content"), param)
+            found.append(result_part(text, block.get("tool_use_id"), param))
         elif kind not in ("thinking", "redacted_thinking"):
             raise RefusedError(f"{param}: a block of {kind!r:.40} is not served here", param=param)
-    if role == "user":
-        yield "user", "\n".join(texts)
-    else:
-        yield "assistant", Said("".join(texts), tuple(calls)).canonical()
+    if role == "assistant":
+        return [answer_part("".join(texts), calls, param)]
+    return found or [Part("user", "", param)]
 
 
 def message_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -94,12 +106,11 @@ def message_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dic
     for place, call in enumerate(answer.said.calls):
         content.append({"type": "tool_use", "id": f"toolu_{call_id(answer, place)}", "name": call.name,
                         "input": call.arguments})  # fmt: skip
-    ended = "max_tokens" if answer.completion.finish == "length" else "end_turn"
-    if answer.stop is not None:
-        ended = "stop_sequence"
+    ended = "end_turn" if answer.stop is None else "stop_sequence"
+    ended = "max_tokens" if answer.cut else "tool_use" if answer.said.calls else ended
     return {
         "id": f"msg_{session}_{answer.number}", "type": "message", "role": "assistant", "model": asked.model,
-        "content": content, "stop_reason": "tool_use" if answer.said.calls else ended, "stop_sequence": answer.stop,
+        "content": content, "stop_reason": ended, "stop_sequence": answer.stop,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.completion.token_ids)},
     }  # fmt: skip
 

@@ -10,12 +10,18 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from shoal.core.errors import ShoalError
 from shoal.envs.actions import ToolCall
 from shoal.rollout.samplers.sampler import Sampling
-from shoal.rollout.tools.calls import tagged_calls, with_tools, written_call
+from shoal.rollout.tools.calls import (
+    in_order_of_calls,
+    tagged_calls,
+    with_tools,
+    written_call,
+    written_result,
+)
 
 
 class RefusedError(ShoalError):
@@ -38,11 +44,36 @@ class Said:
         return "\n".join(filter(None, [self.text, *map(written_call, self.calls)]))
 
 
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A message, or one of the results of tools in it."""
+
+    role: Role
+    text: str
+    param: str = "messages"  # where it stands in the request
+    calls: tuple[tuple[str | None, str], ...] = ()  # of an answer: the id and the tool of each
+    is_result: bool = False
+    call_id: str | None = None  # of a result: of what call
+    tool: str | None = None  # of a result: the name of the tool, if it was sent
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side says; roles alternate but for a system turn in front."""
+
+    role: Role
+    text: str
+    results: tuple[str, ...] = ()  # what tools said, where it is all that the turn holds
+
+
 @dataclass(frozen=True)
 class Asked:
     """A request of a program."""
 
-    turns: tuple[tuple[str, str], ...]  # role and text; roles alternate but for a system turn in front
+    chat: tuple[Turn, ...]
     sampling: Sampling
     choices: int = 1
     model: str = ""
@@ -51,15 +82,37 @@ class Asked:
     tools: tuple[str, ...] = ()  # their names
     usage: bool = False  # whether a stream ends with the count of tokens
 
+    @property
+    def turns(self) -> tuple[tuple[str, str], ...]:
+        """Role and text of each turn."""
+        return tuple((turn.role, turn.text) for turn in self.chat)
 
-def with_schemas(
-    parts: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, str]]:
+
+def answer_part(text: str, calls: Sequence[tuple[Any, ToolCall]], param: str) -> Part:
+    """An answer that is sent back: its text, and its calls behind their ids."""
+    said = Said(text, tuple(call for _, call in calls)).canonical()
+    ids = tuple((known_id(call_id, param), call.name) for call_id, call in calls)
+    return Part("assistant", said, param, ids)
+
+
+def result_part(text: str, call_id: Any, param: str, tool: Any = None) -> Part:
+    """What a tool said to a call."""
+    return Part("user", text, param, is_result=True, call_id=known_id(call_id, param), tool=tool)
+
+
+def known_id(value: Any, param: str) -> str | None:
+    """The id of a call; None where there is none."""
+    if value is None or isinstance(value, str):
+        return value or None
+    raise RefusedError(f"{param}: the id of a call must be text, got {value!r:.80}", param=param)
+
+
+def with_schemas(parts: Sequence[Part], tools: Sequence[Mapping[str, Any]]) -> list[Part]:
     """Messages with the schemas of tools behind those of the system that come first."""
     if not tools:
         return list(parts)
-    system = [text for _, text in itertools.takewhile(lambda part: part[0] == "system", parts)]
-    return [("system", with_tools("\n".join(system), tools)), *parts[len(system) :]]
+    system = [part.text for part in itertools.takewhile(lambda part: part.role == "system", parts)]
+    return [Part("system", with_tools("\n".join(system), tools)), *parts[len(system) :]]
 
 
 def from_json(text: str | bytes) -> Any:
@@ -121,24 +174,65 @@ def read_answer(text: str, tools: Sequence[str]) -> Said:
     return Said(left.strip() if calls else left, tuple(calls))
 
 
-def turns_of(parts: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+def turns_of(parts: Sequence[Part]) -> tuple[Turn, ...]:
     """Messages as turns: those of one side that follow each other become one, and there must be something to answer."""
-    turns: list[tuple[str, str]] = []
-    for role, text in parts:
-        if role == "system" and turns and turns[-1][0] != "system":
+    turns: list[Turn] = []
+    for part in _with_ordered_results(parts):
+        if part.role == "system" and turns and turns[-1].role != "system":
             raise RefusedError("messages: a system message must come before all others", param="messages")
-        if turns and turns[-1][0] == role:
-            turns[-1] = role, f"{turns[-1][1]}\n{text}"
+        one = Turn(part.role, part.text)
+        if part.is_result:
+            one = Turn(part.role, written_result(part.text), (part.text,))
+        if turns and turns[-1].role == one.role:
+            last = turns[-1]
+            both = (*last.results, *one.results) if last.results and one.results else ()
+            turns[-1] = Turn(one.role, f"{last.text}\n{one.text}", both)
         else:
-            turns.append((role, text))
-    if not turns or turns[-1][0] != "user":
+            turns.append(one)
+    if not turns or turns[-1].role != "user":
         raise RefusedError(
             "messages: the last message must be of the user or a tool, so that there is something to answer",
             param="messages",
         )
-    first = turns[1 if turns[0][0] == "system" else 0 :][:1]
-    if first and first[0][0] != "user":
+    first = turns[1 if turns[0].role == "system" else 0 :][:1]
+    if first and first[0].role != "user":
         raise RefusedError(
             "messages: the first message after the system's must be the user's", param="messages"
         )
     return tuple(turns)
+
+
+def _with_ordered_results(parts: Sequence[Part]) -> list[Part]:
+    """The parts, with the results behind each answer in the order of its calls.
+
+    Raises:
+        RefusedError: something follows an answer, and not every call in it has its one result.
+    """
+    found: list[Part] = []
+    answers: list[Part] = []
+    for is_answer, group in itertools.groupby(parts, key=lambda part: part.role == "assistant"):
+        members = list(group)
+        if is_answer:
+            answers = members
+        else:
+            places = [place for place, part in enumerate(members) if part.is_result]
+            for place, part in zip(places, _ordered(answers, [members[p] for p in places]), strict=True):
+                members[place] = part
+        found += members
+    return found
+
+
+def _ordered(answers: Sequence[Part], results: Sequence[Part]) -> list[Part]:
+    calls = [call for answer in answers for call in answer.calls]
+    named = {tool for _, tool in calls}
+    for result in results:
+        if result.tool is not None and result.tool not in named:
+            raise RefusedError(
+                f"{result.param}.name={result.tool!r:.80}: the answer before calls no tool of this name",
+                param=result.param,
+            )
+    try:
+        return in_order_of_calls([id for id, _ in calls], [(result.call_id, result) for result in results])
+    except ValueError as error:
+        param = (answers if calls else results)[-1].param
+        raise RefusedError(f"{param}: {error}", param=param) from None

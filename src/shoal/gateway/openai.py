@@ -11,10 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.actions import ToolCall
-from shoal.gateway.chats import Asked, RefusedError, Said, arguments_of, flag, listed, turns_of, with_schemas
+from shoal.gateway.chats import (
+    Asked,
+    Part,
+    RefusedError,
+    answer_part,
+    arguments_of,
+    flag,
+    listed,
+    result_part,
+    turns_of,
+    with_schemas,
+)
 from shoal.gateway.sessions import Answer
 from shoal.rollout.samplers.sampler import Sampling
-from shoal.rollout.tools.calls import written_result
 
 CHAT = {
     "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "n", "stream",
@@ -112,7 +122,8 @@ def chat(body: Mapping[str, Any], most: int) -> Asked:
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise RefusedError("stream_options must be an object", param="stream_options")
-    parts = [part for place, message in enumerate(messages) for part in _chat_message(place, message)]
+    several = len(set(map(_speaker, messages)) - {None}) > 1
+    parts = [_chat_message(place, message, several) for place, message in enumerate(messages)]
     return Asked(
         turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
         choices=number(body, "n", int, 1, 1, 128), model=str(body.get("model", "")),
@@ -121,27 +132,41 @@ def chat(body: Mapping[str, Any], most: int) -> Asked:
     )  # fmt: skip
 
 
-def _chat_message(place: int, message: Any) -> Iterator[tuple[str, str]]:
+def _speaker(message: Any) -> str | None:
+    """The name of who answered, as agents send it that let several models speak."""
+    spoke = isinstance(message, Mapping) and message.get("role") == "assistant"
+    return str(message["name"]) if spoke and message.get("name") is not None else None
+
+
+def _chat_message(place: int, message: Any, several: bool) -> Part:
+    """One message; the name of who answered is shown where there are several."""
     param = f"messages[{place}]"
     role = message.get("role") if isinstance(message, Mapping) else None
-    if role in ("system", "developer"):
-        yield "system", text_of(message.get("content"), f"{param}.content")
-    elif role == "user":
-        yield "user", text_of(message.get("content"), f"{param}.content")
-    elif role == "tool":
-        yield "user", written_result(text_of(message.get("content"), f"{param}.content"))
-    elif role == "assistant":
-        calls = []
-        for call in listed(message.get("tool_calls"), f"{param}.tool_calls"):
-            function = call.get("function") if isinstance(call, Mapping) else None
-            if not isinstance(function, Mapping):
-                raise RefusedError(f"{param}.tool_calls: each must be a function", param=param)
-            calls.append(ToolCall(str(function.get("name")), arguments_of(function.get("arguments"), param)))
-        yield "assistant", Said(text_of(message.get("content"), f"{param}.content"), tuple(calls)).canonical()
-    else:
+    if role not in ("system", "developer", "user", "assistant", "tool"):
         raise RefusedError(
             f"{param}.role must be system, user, assistant or tool, got {role!r:.40}", param=param
         )
+    for name in ("function_call", "audio", "refusal"):
+        if message.get(name) is not None:
+            advice = "use tool_calls" if name == "function_call" else "leave it out"
+            raise RefusedError(f"{param}.{name} is not served here; {advice}", param=param)
+    text, name = text_of(message.get("content"), f"{param}.content"), message.get("name")
+    if name is not None and not isinstance(name, str):
+        raise RefusedError(f"{param}.name must be text, got {name!r:.80}", param=param)
+    if role == "tool":
+        return result_part(text, message.get("tool_call_id"), param, name)
+    if name and (role != "assistant" or several):
+        text = f"{name}: {text}"
+    if role != "assistant":
+        return Part("user" if role == "user" else "system", text, param)
+    calls = []
+    for call in listed(message.get("tool_calls"), f"{param}.tool_calls"):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise RefusedError(f"{param}.tool_calls: each must be a function", param=param)
+        made = ToolCall(str(function.get("name")), arguments_of(function.get("arguments"), param))
+        calls.append((call.get("id"), made))
+    return answer_part(text, calls, param)
 
 
 # --- answers
@@ -194,7 +219,9 @@ def call_id(answer: Answer, place: int) -> str:
 
 
 def _finish(answer: Answer) -> str:
-    return "tool_calls" if answer.said.calls else "length" if answer.completion.finish == "length" else "stop"
+    if answer.cut:
+        return "length"
+    return "tool_calls" if answer.said.calls else "stop"
 
 
 def chat_stream(asked: Asked, answer: Mapping[str, Any]) -> Iterator[bytes]:

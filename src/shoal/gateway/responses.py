@@ -8,10 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.envs.actions import ToolCall
-from shoal.gateway.chats import Asked, RefusedError, Said, arguments_of, flag, turns_of, with_schemas
+from shoal.gateway.chats import (
+    Asked,
+    Part,
+    RefusedError,
+    answer_part,
+    arguments_of,
+    flag,
+    result_part,
+    turns_of,
+    with_schemas,
+)
 from shoal.gateway.openai import call_id, check, sampling_of, text_of, tools_of
 from shoal.gateway.sessions import Answer
-from shoal.rollout.tools.calls import written_result
 
 KNOWN = {
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "tools", "tool_choice",
@@ -39,17 +48,17 @@ def response(body: Mapping[str, Any], most: int) -> Asked:
         raise RefusedError("input must be text or a list of items", param="input")
     tools = tools_of(body)
     told = text_of(body.get("instructions"), "instructions")
-    parts = [*([("system", told)] if told else []), *_items(items)]
+    parts = [*([Part("system", told, "instructions")] if told else []), *_items(items)]
     return Asked(
         turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_output_tokens"),
         model=str(body.get("model", "")), stream=flag(body, "stream"), tools=tuple(tool["name"] for tool in tools),
     )  # fmt: skip
 
 
-def _items(items: Sequence[Any]) -> Iterator[tuple[str, str]]:
+def _items(items: Sequence[Any]) -> Iterator[Part]:
     """Items as messages: what the assistant said and called between two inputs is one message."""
     texts: list[str] = []
-    calls: list[ToolCall] = []
+    calls: list[tuple[Any, ToolCall]] = []
     for place, item in enumerate(items):
         param = f"input[{place}]"
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
@@ -58,23 +67,24 @@ def _items(items: Sequence[Any]) -> Iterator[tuple[str, str]]:
             texts.append(text_of(item.get("content"), param))
             continue
         if kind == "function_call":
-            calls.append(ToolCall(str(item.get("name")), arguments_of(item.get("arguments"), param)))
+            call = ToolCall(str(item.get("name")), arguments_of(item.get("arguments"), param))
+            calls.append((item.get("call_id"), call))
             continue
         if kind == "reasoning":
             continue
         if texts or calls:
-            yield "assistant", Said("".join(texts), tuple(calls)).canonical()
+            yield answer_part("".join(texts), calls, f"input[{place - 1}]")
             texts, calls = [], []
         if role in ("system", "developer"):
-            yield "system", text_of(item.get("content"), param)
+            yield Part("system", text_of(item.get("content"), param), param)
         elif role == "user":
-            yield "user", text_of(item.get("content"), param)
+            yield Part("user", text_of(item.get("content"), param), param)
         elif kind == "function_call_output":
-            yield "user", written_result(text_of(item.get("output"), param))
+            yield result_part(text_of(item.get("output"), param), item.get("call_id"), param)
         else:
             raise RefusedError(f"{param}: an item of {kind!r:.40} is not served here", param=param)
     if texts or calls:
-        yield "assistant", Said("".join(texts), tuple(calls)).canonical()
+        yield answer_part("".join(texts), calls, f"input[{len(items) - 1}]")
 
 
 def response_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -84,19 +94,19 @@ def response_answer(asked: Asked, session: str, answers: Sequence[Answer]) -> di
     output: list[dict[str, Any]] = []
     if answer.said.text or not answer.said.calls:
         part = {"type": "output_text", "text": answer.said.text, "annotations": [], "logprobs": []}
-        message = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": "completed"}
+        ended = "incomplete" if answer.cut else "completed"
+        message = {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": ended}
         output.append({**message, "content": [part]})
     for place, call in enumerate(answer.said.calls):
         output.append({
             "type": "function_call", "id": f"fc_{name}_{place}", "call_id": call_id(answer, place), "name": call.name,
             "arguments": json.dumps(call.arguments, ensure_ascii=False), "status": "completed",
         })  # fmt: skip
-    cut = answer.completion.finish == "length"
     read, written = answer.prompt_tokens, len(answer.completion.token_ids)
     return {
         "id": f"resp_{name}", "object": "response", "created_at": int(time.time()), "model": asked.model,
-        "status": "incomplete" if cut else "completed", "output": output, "error": None, "instructions": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "metadata": {},
+        "status": "incomplete" if answer.cut else "completed", "output": output, "error": None, "instructions": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if answer.cut else None, "metadata": {},
         "parallel_tool_calls": True, "temperature": asked.sampling.temperature, "tool_choice": "auto", "tools": [],
         "top_p": asked.sampling.top_p,
         "usage": {

@@ -28,6 +28,7 @@ from shoal.gateway import anthropic, openai, responses
 from shoal.gateway.chats import Asked, RefusedError, from_json
 from shoal.gateway.sessions import Answer, ClosedError, Recorded, Session
 from shoal.rollout.loops import LoopThread
+from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Key
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ class Gateway:
         self._record = None if journal is None else Record(journal)
         self.secret = secret or secrets.token_urlsafe(24)
         self.sessions: dict[str, Session] = {}
+        self._prompter = Prompter(PromptConfig(), tokenizer) if hasattr(tokenizer, "render") else None
         self.warned = False
         """Whether it was said that a program asks several things at once."""
 
@@ -159,7 +161,9 @@ class Gateway:
         if key is None:
             key = Key(self.seed, (derive_seed(self.seed, "session", name),))
         write = None if self._record is None else self._record.add
-        self.sessions[name] = Session(name, key, self.tokenizer, self.sampler, write, **limits)
+        self.sessions[name] = Session(
+            name, key, self.tokenizer, self.sampler, write, prompter=self._prompter, **limits
+        )
         return self.sessions[name]
 
     def url(self, base: str, session: str) -> str:

@@ -8,25 +8,38 @@ was asked before, so programs that ask in parallel get the same answers in any o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from shoal.core.data import Call
 from shoal.core.errors import EngineError
-from shoal.gateway.chats import Asked, RefusedError, Said, read_answer
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Key, Request
+from shoal.gateway.chats import Asked, RefusedError, Said, Turn, read_answer
+from shoal.rollout.prompts import Prompter
+from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Key, Message, Request
 from shoal.rollout.samplers.sampler import Sampling as Picking
 
 logger = logging.getLogger(__name__)
 Turns = tuple[tuple[str, str], ...]
+
+
+@runtime_checkable
+class ShowsResults(Protocol):
+    """A tokenizer that shows results of tools as the chat template of its model has them."""
+
+    def extend_tools(self, response_ids: tuple[int, ...], results: Sequence[str]) -> tuple[int, ...]:
+        """What follows a response with calls: its end, the results in order, the next header."""
+
+    def tool_messages(self, results: Sequence[str]) -> list[Message]:
+        """Results as messages of a chat."""
 
 
 class Answers(Protocol):
@@ -46,6 +59,11 @@ class Answer:
     prompt_tokens: int
     new_tokens: int  # of the prompt, beyond what the parent had
     stop: str | None = None  # the text that ended it; it is part of the tokens, not of what is said
+
+    @property
+    def cut(self) -> bool:
+        """Whether it ended at the limit of its tokens."""
+        return self.completion.finish == "length" and self.stop is None
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -78,6 +96,7 @@ class Session:
         write: writes a recorded call down; it is answered only afterwards.
         fixed: how tokens are picked, which a program may not change; of its limits the least holds.
         most_calls: further ones are refused.
+        prompter: knows how often it is still to be looked whether the chat template writes chats otherwise.
     """
 
     def __init__(
@@ -90,11 +109,12 @@ class Session:
         *,
         fixed: Picking | None = None,
         most_calls: int | None = None,
+        prompter: Prompter | None = None,
     ) -> None:
         self.name, self.key = name, key
         self.calls: list[Recorded] = []
         self.closed = False
-        self._fixed, self._most = fixed, most_calls
+        self._fixed, self._most, self._prompter = fixed, most_calls, prompter
         self._tokenizer, self._sampler, self._write = tokenizer, sampler, write
         self._ends: dict[Turns, list[int]] = {}  # what a continuation begins with, and the calls that end so
         self._prompts: dict[int, tuple[int, ...]] = {}  # of each call
@@ -144,7 +164,7 @@ class Session:
 
     async def _sampled(self, asked: Asked) -> list[Answer]:
         sampling = self._sampling(asked.sampling)
-        prompt, parent = self._prompt(asked.turns)
+        prompt, parent = self._prompt(asked.chat, asked.turns)
         digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
         used = self._asked[digest]
         free = (nth for nth in itertools.count() if nth not in used)
@@ -189,7 +209,7 @@ class Session:
                 )
         return replace(fixed, max_tokens=min(fixed.max_tokens, asked.max_tokens), stop=asked.stop)
 
-    def _prompt(self, turns: Turns) -> tuple[tuple[int, ...], int | None]:
+    def _prompt(self, chat: Sequence[Turn], turns: Turns) -> tuple[tuple[int, ...], int | None]:
         """The tokens of a prompt, and the call that it goes on from."""
         ends = self._ends.get(_stripped(turns[:-1]))
         if ends:  # several end so if they differ in blanks or tokens alone
@@ -197,18 +217,46 @@ class Session:
             parent = min(
                 ends, key=lambda n: (self.calls[n].answer != last, self.calls[n].digest, self.calls[n].nth)
             )
-            recorded = self.calls[parent]
-            before = self._prompts[parent] + recorded.call.response_ids
             try:
-                message: Any = {"role": "user", "content": turns[-1][1]}
-                return before + self._tokenizer.extend(recorded.call.response_ids, message), parent
+                prompt = self._continued(parent, chat[-1])
             except EngineError as error:  # the template writes earlier turns anew
-                logger.warning("session %s: each turn is a prompt of its own: %s", self.name, error)
-        messages: Any = [{"role": role, "content": text} for role, text in turns]
+                logger.warning("session %s: this call is a prompt of its own: %s", self.name, error)
+            else:
+                self._check_drift(parent, chat, prompt)
+                return prompt, parent
         try:
-            return self._tokenizer.start(messages), None
+            return self._tokenizer.start([one for turn in chat for one in self._messages(turn)]), None
         except EngineError as error:
             raise RefusedError(str(error), param="messages") from error
+
+    def _continued(self, parent: int, turn: Turn) -> tuple[int, ...]:
+        """The tokens of a prompt that goes on from a call by one turn."""
+        said, tokenizer = self.calls[parent].call.response_ids, self._tokenizer
+        if turn.results and isinstance(tokenizer, ShowsResults):
+            new = tokenizer.extend_tools(said, turn.results)
+        else:
+            new = tokenizer.extend(said, {"role": "user", "content": turn.text})
+        return self._prompts[parent] + said + new
+
+    def _messages(self, turn: Turn) -> list[Message]:
+        """A turn as the messages of a chat."""
+        if turn.results and isinstance(self._tokenizer, ShowsResults):
+            with contextlib.suppress(EngineError):  # a template that has no place for results
+                return self._tokenizer.tool_messages(turn.results)
+        return [{"role": turn.role, "content": turn.text}]
+
+    def _check_drift(self, parent: int, chat: Sequence[Turn], prompt: tuple[int, ...]) -> None:
+        """Warn, the first few times, if the chat template writes a chat otherwise than the model sees it."""
+        if self._prompter is None or not self._prompter.checks_drift:
+            return
+        shown = list(map(self._messages, chat))
+        number: int | None = parent
+        while number is not None:  # answers as they were said, whatever a program made of them
+            recorded = self.calls[number]
+            said = self._tokenizer.decode(recorded.call.response_ids)
+            shown[len(recorded.turns)] = [{"role": "assistant", "content": said}]
+            number = recorded.call.parent
+        self._prompter.check_drift([message for turn in shown for message in turn], prompt)
 
     def _record(
         self,
@@ -232,7 +280,11 @@ class Session:
         recorded = Recorded(self.name, number, digest, nth, call, asked.turns, said.canonical())
         self.calls.append(recorded)
         self._prompts[number] = prompt
-        self._ends.setdefault(_stripped((*asked.turns, ("assistant", recorded.answer))), []).append(number)
+        ways = [recorded.answer]
+        if stop is not None and text == f"{text[:end]}{stop}":
+            ways.append(read_answer(text, asked.tools).canonical())  # programs may put the stop text back
+        for way in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in ways):
+            self._ends.setdefault(way, []).append(number)
         return Answer(number, said, done, len(prompt), len(prompt) - known, stop)
 
     def close(self, *, in_time: bool = False) -> list[tuple[Recorded, Call]]:

@@ -150,13 +150,18 @@ class Prompter:
                 f"{error}; use prompt.mode=window, where each turn is a chat of its own"
             ) from error
 
+    @property
+    def checks_drift(self) -> bool:
+        """Whether `check_drift` still looks for one."""
+        return self._drift_checks > 0
+
     def check_drift(self, chat: Sequence[Message], prompt_ids: Sequence[int]) -> None:
         """Compare an append prompt with what the chat template makes of the same chat; to warn, the first few times.
 
         Raises:
             EngineError: they differ and `on_drift` is "raise"; the message names the piece of the template.
         """
-        if self._drift_checks <= 0:
+        if not self.checks_drift:
             return
         if self.config.on_drift == "warn":  # which episodes are ended must not depend on which came first
             self._drift_checks -= 1

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,6 +26,7 @@ MOST_DEPTH = 32
 _OPEN = re.compile(r"<tool_call>", re.IGNORECASE | re.ASCII)
 _BETWEEN = re.compile(r"[\s;,]*")
 _SCANNER = json.JSONDecoder()
+T = TypeVar("T")
 _BROKEN = (msgspec.MsgspecError, RecursionError, ValueError)
 
 
@@ -52,7 +53,7 @@ def read_calls(text: str, grammar: Grammar) -> list[ToolCall]:
 def tagged_calls(text: str) -> list[Found]:
     """The calls in `<tool_call>` outside thoughts, and where they stand.
 
-    >>> [found.call] = tagged_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    >>> [found] = tagged_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     >>> found.call
     ToolCall(name='add', arguments={'a': 1}, error=None)
     """
@@ -131,6 +132,36 @@ def _depth(value: Any, depth: int = 0) -> int:
         return depth
     inside = value.values() if isinstance(value, dict) else value
     return max((_depth(item, depth + 1) for item in inside), default=depth + 1)
+
+
+# --- what came of them
+def in_order_of_calls(calls: Sequence[str | None], results: Sequence[tuple[str | None, T]]) -> list[T]:
+    """The results of parallel calls in the order of the calls; as they came, where calls or results have no ids.
+
+    Args:
+        calls: their ids.
+        results: each behind the id of its call.
+
+    Raises:
+        ValueError: not every call has its one result; the message names the id.
+
+    >>> in_order_of_calls(["a", "b"], [("b", "20"), ("a", "10")])
+    ['10', '20']
+    """
+    given = [call for call, _ in results]
+    if any(ids and set(ids) == {None} for ids in (calls, given)):
+        return [result for _, result in results]
+    for what, ids in (("call", calls), ("result", given)):
+        if None in ids:
+            raise ValueError(f"a {what} has no id, while others have one")
+        if twice := [call for place, call in enumerate(ids) if call in ids[:place]]:
+            raise ValueError(f"two {what}s have the id {twice[0]!r:.80}")
+    if unknown := [call for call in given if call not in calls]:
+        raise ValueError(f"there is a result of the call {unknown[0]!r:.80}, which was not made")
+    if missing := [call for call in calls if call not in given]:
+        raise ValueError(f"the call {missing[0]!r:.80} has no result")
+    found = dict(results)
+    return [found[call] for call in calls]
 
 
 # --- the texts around them, where a model's own template has none
