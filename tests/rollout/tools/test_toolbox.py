@@ -148,6 +148,23 @@ def test_what_a_server_refuses_is_an_error_for_the_model(box):
     assert "number" in wrong.error
 
 
+def test_all_that_a_server_answers_reaches_the_model_once(box):
+    data = '{"rows": [{"city": "Køge", "degrees": 2.5}], "more": null}'
+    shown = {
+        "alone": data,
+        "error": f"Error: {data}",
+        "its own": f"two rows\n{data}",
+        "a text within": "inside",
+        "bytes within": "[resource file:///a.bin]",
+        "a link": "[resource_link notes: file:///b.txt]",
+        "a picture": "[image]\nsee",
+    }
+    assert {kind: use(box, ("shows", {"kind": kind}))[0].shown for kind in shown} == shown
+    for kind in ("the same", "within"):
+        assert use(box, ("shows", {"kind": kind}))[0].shown.count("2.5") == 1
+    assert [each.shown for each in use(box, ("names", {}), ("double", {"number": 3}))] == ["a\nb", "6"]
+
+
 def test_nonsense_between_messages_is_passed_over(box):
     assert use(box, ("nonsense", {})) == (ToolUse("nonsense", {}, "sense"),)
 

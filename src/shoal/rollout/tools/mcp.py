@@ -7,6 +7,7 @@ all that it started, and begins anew for the next call; a call in which a server
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import tempfile
@@ -209,6 +210,38 @@ def _is_end(error: BaseException) -> bool:
 
 
 def _text(result: Any) -> tuple[str, bool]:
-    """The texts of a result; of other contents their kind."""
-    parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+    """What a result says, with its structured data as JSON behind texts that do not hold it; and whether it failed."""
+    parts, data = list(map(_part, result.content)), result.structured_content
+    texts = [
+        text for text, part in zip(parts, result.content, strict=True) if part.type in ("text", "resource")
+    ]
+    if data is not None and not _holds(texts, data):
+        parts.append(json.dumps(data, ensure_ascii=False))
     return "\n".join(parts), bool(result.is_error)
+
+
+def _part(part: Any) -> str:
+    if part.type == "text":
+        return str(part.text)
+    if part.type == "resource":
+        text = getattr(part.resource, "text", None)
+        return f"[resource {part.resource.uri}]" if text is None else str(text)
+    return f"[resource_link {part.name}: {part.uri}]" if part.type == "resource_link" else f"[{part.type}]"
+
+
+def _holds(texts: list[str], data: Any) -> bool:
+    """Whether texts say the same as structured data, in which servers name a value that is no object `result`."""
+    written = {"".join(json.dumps(data, ensure_ascii=ascii).split()) for ascii in (True, False)}
+    if any(one in "".join(text.split()) for text in texts for one in written):
+        return True
+    said = list(map(_value, texts))
+    found = [texts, said, *texts, *said] if len(texts) == 1 else [texts, said] if texts else []
+    wrapped = isinstance(data, dict) and set(data) == {"result"}
+    return data in found or (wrapped and data["result"] in found)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
