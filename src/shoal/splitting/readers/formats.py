@@ -25,6 +25,7 @@ from shoal.splitting.readers.recordings import (
     encodable,
     finite_reward,
     json_lines,
+    ordered_results,
     parse_messages,
     read_json_file,
     read_text,
@@ -215,6 +216,13 @@ def _results(step: dict[str, Any], where: str) -> list[dict[str, Any]]:
     results = observation.get("results") if isinstance(observation, dict) else []
     if not isinstance(results, list) or not all(isinstance(result, dict) for result in results):
         raise DataError(f"{where}: observation must hold a list of results")
+    calls = step.get("tool_calls") if step.get("source") == "agent" else None
+    places = [place for place, result in enumerate(results) if result.get("source_call_id") is not None]
+    if calls and places:
+        named = [(results[place]["source_call_id"], results[place]) for place in places]
+        ordered = ordered_results([call.get("tool_call_id") for call in calls], named, where)
+        of_place = dict(zip(places, ordered, strict=True))
+        results = [of_place.get(place, result) for place, result in enumerate(results)]
     return [
         {
             "role": "tool" if result.get("source_call_id") is not None else "user",

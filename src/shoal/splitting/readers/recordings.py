@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -14,7 +15,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
@@ -23,10 +24,12 @@ from shoal.core.data import MOST_REWARD
 from shoal.core.errors import DataError, reading
 from shoal.core.files import from_json, read_json, write_bytes
 from shoal.core.registry import SAFE_NAME, check_name
+from shoal.rollout.tools.calls import in_order_of_calls
 
 Part = dict[str, str]
 """`{"type": "text", "text": …}` or `{"type": "image", "image": …}`"""
 
+R = TypeVar("R")
 ROLES = ("system", "user", "assistant", "tool")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
@@ -131,7 +134,40 @@ def parse_messages(raw: Any, source: str, locate: Any) -> tuple[Message, ...]:
             messages.append(Message(role, parts, images, trained))
         else:
             raise DataError(f"{where}: content must be text or a list of parts, got {_kind(content)}")
-    return tuple(messages)
+    return _with_ordered_results(messages, raw, source)
+
+
+def _with_ordered_results(
+    messages: Sequence[Message], raw: Sequence[Any], source: str
+) -> tuple[Message, ...]:
+    """The messages, with the results behind each answer in the order of its calls; `raw` has the ids of both."""
+    found = list(messages)
+    calls: list[Any] = []
+    for is_answer, group in itertools.groupby(range(len(found)), key=lambda n: found[n].role == "assistant"):
+        places = list(group)
+        if is_answer:
+            calls = [call.get("id") for n in places for call in raw[n].get("tool_calls") or ()]
+        elif places := [n for n in places if found[n].role == "tool"]:
+            named = [(raw[n].get("tool_call_id"), found[n]) for n in places]
+            ordered = ordered_results(calls, named, f"{source}, message {places[0]}")
+            for n, message in zip(places, ordered, strict=True):
+                found[n] = message
+    return tuple(found)
+
+
+def ordered_results(calls: Sequence[Any], results: Sequence[tuple[Any, R]], where: str) -> list[R]:
+    """What came of the calls of an answer in their order, by the ids of both; as it came, where there are none."""
+    if not calls:
+        return [result for _, result in results]
+    try:
+        named = [(_id(call), result) for call, result in results]
+        return in_order_of_calls([_id(call) for call in calls], named)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}; the results of parallel calls need the ids of these") from None
+
+
+def _id(value: Any) -> str | None:
+    return None if value is None or value == "" else str(value)
 
 
 def _with_calls(content: Any, calls: Any, thought: Any, where: str) -> Any:
