@@ -122,9 +122,12 @@ class Episode:
         else:
             self._prompt = prompter.prompt(scene, self._before)
         self._known = len(before) if before and self._prompt[: len(before)] == before else 0
-        if prompter.config.mode == "append":
+        if prompter.config.mode == "append" or prompter.tools is not None:
             said: Message = {"role": "user", "content": prompter.message(scene)}
-            self._check_append(prompter.tools.messages(self._used) if self._used else [said])
+            if prompter.config.mode == "window" and not self._used:
+                self._chat = [said]
+            else:
+                self._check_append(prompter.tools.messages(self._used) if self._used else [said])
         if self._used:
             pass  # the pictures are those of the turn before
         elif prompter.shows_images:

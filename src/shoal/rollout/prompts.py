@@ -54,7 +54,8 @@ class PromptConfig:
     """Text appended to what the model wrote: with `prefill: <action>` and `closing: </action>` a model that answers
     with one word writes one token (`max_tokens: 1`)."""
     on_drift: Literal["warn", "raise", "ignore"] = "warn"
-    """In append mode: what to do if the chat template would render an earlier turn differently."""
+    """In append mode, and behind results of tools: what to do if the chat template would render an earlier turn
+    differently."""
 
     def __post_init__(self) -> None:
         check_settings(self, history=0)
@@ -179,7 +180,8 @@ class Prompter:
                 f"{drift.seen!r}, the template writes {drift.written!r}"
             )
         if self.config.on_drift == "raise":
-            raise EngineError(f"{message}; set prompt.on_drift=warn to go on, or use prompt.mode=window")
+            otherwise = " or use prompt.mode=window" if self.config.mode == "append" else ""
+            raise EngineError(f"{message}; set prompt.on_drift=warn to go on{otherwise}")
         self._drift_checks = 0
         logger.warning("%s; the tokens of the episode stay exactly as sampled", message)
 

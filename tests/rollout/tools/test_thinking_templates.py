@@ -136,3 +136,11 @@ def test_a_template_that_refuses_what_an_answer_holds_ends_episodes_only_if_aske
         episode, _ = play("refuses", "append", on_drift=on_drift)
         assert episode.status == status
         assert "no braces" in (caplog.text if on_drift == "warn" else episode.error)
+
+
+@pytest.mark.parametrize("mode", ["append", "window"])
+def test_thoughts_that_the_template_drops_in_a_loop_of_tools_are_warned_of(mode, caplog):
+    episode, _ = play("no thoughts", mode, on_drift="warn", before="so</think>")
+    assert episode.status == "ok"
+    assert caplog.text.count("the chat template does not write this chat as the model saw it") == 1
+    assert play("no thoughts", mode, on_drift="raise", before="so</think>")[0].status == "engine_error"
