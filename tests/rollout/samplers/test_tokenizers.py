@@ -100,3 +100,16 @@ def test_text_comes_back_with_its_spaces_whatever_the_tokenizer_is_set_to():
     ours = TemplateTokenizer(tokenizer)
     for text in ('{"text": "Hello , world !"}', "print( 'a . b' ) # don 't", "no ? n't i 'm"):
         assert ours.decode(ours.encode(text)) == text
+
+
+def test_a_tokenizer_ends_turns_alike_where_the_folder_of_its_model_is_not(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [1, 70]}')
+    here = TemplateTokenizer(read_tokenizer(tmp_path / "model"))
+    sent = pickle.dumps(here)
+    (tmp_path / "model").rename(tmp_path / "gone")  # as on another machine
+    there, answer = pickle.loads(sent), (*here.encode("go"), 70)
+    assert 70 in here.end_ids
+    assert there.end_ids == here.end_ids
+    message = {"role": "user", "content": "on"}
+    assert there.extend(answer, message) == here.extend(answer, message)

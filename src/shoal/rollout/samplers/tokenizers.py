@@ -92,7 +92,8 @@ class TemplateTokenizer:
     def __init__(self, tokenizer: Any, *, model: Any = None, **template_settings: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise EngineError("this tokenizer has no chat template: use a model made for chat, or set one")
-        self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer), ends_of_model(model))
+        ends = ends_of_model(model) + ends_in_folder(getattr(tokenizer, "name_or_path", ""))
+        self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer), ends)
 
     grammar: Grammar | None = None
     """In which it calls tools, where it knows some."""
@@ -372,8 +373,7 @@ class TemplateTokenizer:
         tail = self._control(written.split("\ue001")[-1], ANY)
         if tail and (tail[0] in self.tokenizer.all_special_ids or tail[0] in self._marks):
             ids.append(tail[0])
-        declared = self._ends + ends_in_folder(getattr(self.tokenizer, "name_or_path", ""))
-        ids += (token for token in declared if 0 <= token < self.size)
+        ids += (token for token in self._ends if 0 <= token < self.size)
         return tuple(dict.fromkeys(ids))
 
     def _marks_of_turns(self) -> frozenset[int]:
