@@ -154,7 +154,7 @@ def _chat_message(place: int, message: Any, several: bool) -> Part:
     if name is not None and not isinstance(name, str):
         raise RefusedError(f"{param}.name must be text, got {name!r:.80}", param=param)
     if role == "tool":
-        return result_part(text, message.get("tool_call_id"), param, name)
+        return result_part(text, message.get("tool_call_id"), param, name or None)
     if name and (role != "assistant" or several):
         text = f"{name}: {text}"
     if role != "assistant":
