@@ -62,7 +62,7 @@ def test_ids_do_not_depend_on_where_a_folder_lies_or_what_was_written_first(tmp_
 
 def test_an_id_that_is_taken_is_refused_and_the_first_is_kept(processor, tmp_path):
     """The refused one takes no name of another: not of a record that has its number as its id."""
-    rows = [("b", "one"), ("b", "two"), ("a-000001", "three"), (None, "four"), ("a-000003", "five")]
+    rows = [("b", "one"), ("b", "two"), ("a-000001", "three"), ("", "four"), ("a-000003", "five")]
     lines(tmp_path / "a.jsonl", *({"id": own, "messages": talk(answer)} for own, answer in rows))
     lines(tmp_path / "z.jsonl", {"id": "b", "messages": talk("six")})
     reader = ChatReader(tmp_path)

@@ -73,7 +73,8 @@ def as_folder(folder, messages, mark):
 
 def as_litesample(folder, messages, mark):
     for message in messages:
-        message["content"] = [{"type": "text", "text": message["content"]}]
+        if isinstance(message["content"], str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
     return LiteSampleReader(lines(folder / "a.jsonl", {"images": [], "messages": messages, "metadata": {}}))
 
 
@@ -190,12 +191,13 @@ def test_pairs_of_preferences_and_other_layouts_say_what_is_missing(tmp_path):
         reader.read("a-000001")
 
 
-def test_a_mark_on_a_part_is_refused(tmp_path):
-    for name in MARKS:
-        content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", name: 0}]
-        reader = ChatReader(lines(tmp_path / "a.jsonl", {"messages": chat({"content": content})}))
-        with pytest.raises(DataError, match=f"message 1: '{name}' changes what"):
-            reader.read("a-000000")
+@pytest.mark.parametrize("name", MARKS)
+@pytest.mark.parametrize("made", [as_jsonl, as_litesample, as_atif])
+def test_a_mark_on_a_part_is_refused(tmp_path, made, name):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", name: 0}]
+    reader = made(tmp_path, chat({"content": parts}), {})
+    with pytest.raises(DataError, match=f"(message 1|step 2): '{name}' changes what"):
+        reader.read(reader.ids()[0])
 
 
 def tar_of(place, rows):
@@ -247,7 +249,10 @@ def test_a_folder_names_keys_that_it_does_not_read_once(processor, tmp_path, cap
     with caplog.at_level(logging.WARNING):
         assert trained(processor, FolderReader(tmp_path)).count("click") == 2
     [record] = caplog.records
-    assert "one/final_messages.json: not read: messages.timestamp" in record.getMessage()
+    assert (
+        "one/final_messages.json: not read, here and in other recordings: messages.timestamp"
+        in record.getMessage()
+    )
 
 
 def test_files_of_known_keys_are_read_without_a_word(processor, tmp_path, caplog):

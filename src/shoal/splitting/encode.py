@@ -364,7 +364,9 @@ class Encoder:
     def __init__(
         self, plan: Plan, recording: Recording, image_of: dict[str, int], tokens: Sequence[Layout]
     ) -> None:
-        self.template = plan.template.with_tools(recording.tools, recording.source)
+        recorded = plan.use_rollout and all(step.prompt_ids for step in recording.steps or ())
+        tools = () if recorded else recording.tools  # a prompt that was recorded is not written again
+        self.template = plan.template.with_tools(tools, recording.source)
         self.rows, self.tokens = plan.images.rows, tokens
         self.recording, self.image_of = recording, image_of
         self._texts = self.template.texts(recording.messages) if self.template.concatenates else []

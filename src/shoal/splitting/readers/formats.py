@@ -21,6 +21,7 @@ from shoal.splitting.readers.keys import (
     MARKS,
     MESSAGE,
     PART,
+    REFUSED_IN_PARTS,
     Shape,
     is_trained,
     refuse_unread,
@@ -135,9 +136,9 @@ def looks_like_own_run(file: Path) -> bool:
 
 
 ATIF_STEP: Shape = dict.fromkeys((
-    "step_id", "timestamp", "source", "model_name", "reasoning_effort", "message", "reasoning_content", "tool_calls",
+    "step_id", "timestamp", "source", "model_name", "reasoning_effort", "reasoning_content", "tool_calls",
     "observation", "metrics", "extra", "is_copied_context", "llm_call_count", *MARKS,
-))  # fmt: skip
+)) | {"message": dict.fromkeys(("type", "text", "source"))}  # fmt: skip
 ATIF: dict[str, Any] = {
     **dict.fromkeys((
         "schema_version", "session_id", "trajectory_id", "agent", "notes", "final_metrics", "extra",
@@ -293,6 +294,7 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
         if not isinstance(part, dict) or part.get("type") not in ("text", "image"):
             got = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise DataError(f"{where}: expected a text or image part, got {got!r}; convert or remove it")
+        refuse_unread(part, where, REFUSED_IN_PARTS)
         source = part.get("source")
         if part["type"] == "image":
             parts.append({"type": "image", "image": source.get("path") if isinstance(source, dict) else ""})
@@ -613,6 +615,7 @@ class LiteSampleReader(RecordReader):
         kept: list[dict[str, Any]] = []
         for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None
+            refuse_unread(part if isinstance(part, dict) else {}, where, REFUSED_IN_PARTS)
             if kind == "image":
                 index = part.get("index")
                 if not isinstance(index, int | float) or not 0 <= int(index) < len(images):

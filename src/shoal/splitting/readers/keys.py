@@ -25,7 +25,8 @@ REFUSED = frozenset((
 ))  # fmt: skip
 """Keys by which other programs mask and weigh tokens, learn from preferences, or change the prompt."""
 
-REFUSED_IN_PARTS = REFUSED | set(MARKS)
+_MARKS = frozenset(MARKS)
+REFUSED_IN_PARTS = REFUSED | _MARKS
 
 Shape = Mapping[str, Any]
 """The keys that are read of an object; each with the shape of the objects in it, or None."""
@@ -68,6 +69,8 @@ def is_trained(value: Mapping[str, Any], where: str, role: str = "assistant") ->
         DataError: a mark is neither true (1) nor false (0), two contradict each other, or one wants a message trained
             that is no answer.
     """
+    if _MARKS.isdisjoint(value):
+        return True
     marks = [(name, value[name]) for name in MARKS if value.get(name) is not None]
     for name, mark in marks:
         if not isinstance(mark, int | float) or mark not in (0, 1):

@@ -39,6 +39,7 @@ Part = dict[str, str]
 """`{"type": "text", "text": …}` or `{"type": "image", "image": …}`"""
 
 ROLES = ("system", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
@@ -151,8 +152,7 @@ def parse_messages(raw: Any, source: str, locate: Any, *, trained: bool = True) 
 
 def _thought(item: dict[str, Any], where: str) -> str | None:
     """The reasoning beside a message's content, by any of its names; None without one."""
-    names = ("reasoning_content", "reasoning", "thinking")
-    said = {name: item[name] for name in names if item.get(name) not in (None, [], {})}
+    said = {name: item[name] for name in REASONING if name in item and item[name] not in (None, [], {})}
     for name, thought in said.items():
         if not isinstance(thought, str):
             raise DataError(f"{where}: {name} must be text, got {_kind(thought)}")
@@ -437,7 +437,7 @@ class FolderReader:
         messages = parse_messages(raw, str(source), ImageLocator(folder), trained=trained)
         if unread := sorted(set(unread_keys(raw, MESSAGE, "messages.")) - self._unread):
             self._unread |= set(unread)
-            logger.warning("%s: not read: %s (nor in other recordings)", source, ", ".join(unread))
+            logger.warning("%s: not read, here and in other recordings: %s", source, ", ".join(unread))
         return Recording(
             dataset_id,
             str(task),

@@ -192,8 +192,8 @@ class RecordReader:
                 own = self.name_of(named)
             except DataError:  # reading it raises the same
                 own = None
-            parts = tuple(part for part, _ in self.parts_of(value))
-            yield Found(file, number, None if own is None else self.named(own, file, number), place, parts)
+            own = self.named(own, file, number) if isinstance(own, str | int) and own != "" else None
+            yield Found(file, number, own, place, tuple(part for part, _ in self.parts_of(value)))
             if self.shape is not None:
                 unread.update(set(unread_keys(_with_messages(value), self.shape)))
         if self.shape is not None and file.suffix.lower() == ".parquet":
@@ -278,7 +278,7 @@ class RecordReader:
         if kind == ".parquet":
             _, group, inside = place
             row = self._held(file, group, _row_group).slice(inside, 1).to_pylist()[0]
-            return _without_nulls(row), {}
+            return {name: _without_nulls(value) for name, value in row.items()}, {}
         if kind == ".json":
             return self._held(file, 0, lambda file, _: _json_records(file))[place[0]], {}
         number, offset = place
@@ -312,9 +312,8 @@ class ChatReader(RecordReader):
         fields = record.value if isinstance(record.value, dict) else {"messages": record.value}
         refuse_unread(fields, record.source)
         if "messages" not in fields:
-            raise DataError(
-                f"{record.source} must hold a list of messages in 'messages', got only {', '.join(sorted(fields))}"
-            )
+            keys = ", ".join(sorted(fields)) or "nothing"
+            raise DataError(f"{record.source} must hold a list of messages in 'messages', got only {keys}")
         messages = fields["messages"]
         if isinstance(messages, str):
             messages = from_json(messages, record.source)
@@ -576,7 +575,7 @@ def _filled(kind: Any, empty: Iterator[bool]) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A row without the fields that are null: a table has every field in every row."""
+    """A column's value without the fields that are null: a table has every field in every row."""
     if isinstance(value, dict):
         return {key: _without_nulls(inside) for key, inside in value.items() if inside is not None}
     return [_without_nulls(inside) for inside in value] if isinstance(value, list) else value
