@@ -1,6 +1,9 @@
 """What people install: wheel and sdist hold everything, and the light install is enough to step environments."""
 
+import ast
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -20,6 +23,38 @@ def test_everything_is_every_extra_that_installs_together():
     (everything,) = extras["all"]
     named = set(everything.removeprefix("shoal[").removesuffix("]").split(","))
     assert named == set(extras) - {"all", "vllm", "trl", "verl"}  # these pin what others pin differently
+
+
+def test_what_an_error_tells_to_install_holds_what_was_missing():
+    """Of each import under `needs_extra(…, extra)`: its package is in that extra, or in those that it names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras, installed = project["optional-dependencies"], importlib.metadata.packages_distributions()
+
+    def packages(requirements):
+        for requirement in requirements:
+            if named := re.match(r"shoal\[(.+)\]", requirement):
+                yield from packages(each for extra in named[1].split(",") for each in extras[extra])
+            yield re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
+
+    guarded = [
+        (node, item.context_expr.args[1].value)
+        for file in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.With)
+        for item in node.items
+        if isinstance(item.context_expr, ast.Call)
+        and getattr(item.context_expr.func, "id", "") == "needs_extra"
+    ]
+    assert len(guarded) > 20
+    for node, extra in guarded:
+        held = {*packages(extras[extra]), *packages(project["dependencies"]), "shoal"}
+        held |= {"tokenizers"} if "transformers" in held else set()
+        for each in ast.walk(node):
+            names = [alias.name for alias in each.names] if isinstance(each, ast.Import) else []
+            names += [each.module] if isinstance(each, ast.ImportFrom) else []
+            for name in (name.partition(".")[0] for name in names):
+                homes = {home.lower().replace("_", "-") for home in installed.get(name, [name])}
+                assert homes & held, f"{name} is in no package of the extra {extra}"
 
 
 @pytest.fixture(scope="module")

@@ -167,6 +167,12 @@ def test_a_stride_that_would_skip_turns_is_refused_and_the_default_fits_any_wind
     windows = ("--splitter", "window", "--window-size", "2")
     assert main(command(base, tmp_path / "run", *windows, "--stride-size", "3")) == 2
     assert "stride_size must be in [1, window_size=2]" in capsys.readouterr().err
+    for stride in ("5", "0"):
+        assert main(command(base, tmp_path / "run", *windows, "--stride-size", stride)) == 2
+        assert (
+            f"stride_size must be in [1, window_size=2] so no turn is skipped, got {stride}"
+            in capsys.readouterr().err
+        )
     assert main(command(base, tmp_path / "run", *windows)) == 0
 
 

@@ -213,7 +213,11 @@ def test_an_invalid_action_costs_a_step_and_changes_nothing():
 def test_levels_come_from_xsb_files_and_folders(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("; 0\n" + CORRIDOR + "\n\n; 1\n" + CORRIDOR.replace("@ ", " @"))
     (tmp_path / "b.xsb").write_text("Title: outside floor\n   ####\n####  #\n#@ $. #\n########\n")
-    assert [level.columns for level in read_levels(str(tmp_path))] == [7, 7, 8]
+    levels = read_levels(str(tmp_path))
+    assert [level.columns for level in levels] == [7, 7, 8]
+    board = (tmp_path / "b.xsb").read_text().partition("\n")[2]
+    (tmp_path / "b.xsb").write_text(f"\ufeff{board}")  # as editors of Windows save it
+    assert read_levels(str(tmp_path)) == levels
     env = SokobanEnv(levels=str(tmp_path))
     shown = {env.reset(seed=seed)[0] for seed in range(40)}
     assert len(shown) == 3

@@ -69,7 +69,7 @@ def left_behind():
 
 
 def test_programs_are_played_in_groups_and_leave_exact_records(tmp_path):
-    (tmp_path / "tasks.jsonl").write_text('"walk"\n"run"\n')
+    (tmp_path / "tasks.jsonl").write_text('\ufeff"walk"\n"run"\n')
     played = play(config(tmp_path, tasks="tasks.jsonl", folder=str(tmp_path)))
     assert [(t.group, t.member, t.status) for t in played] == [
         (g, m, "ok") for g in range(2) for m in range(3)

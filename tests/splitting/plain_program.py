@@ -34,9 +34,11 @@ def with_newest_images(messages, limit):
 def told_samples(chat, kind, window, stride, images, look_back):
     """(messages, which of them are trained) of each sample."""
     answers = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
-    instruction = next(i for i, message in enumerate(chat) if message["role"] == "user")
-    texts = [part for part in parts_of(chat[instruction]) if part["type"] == "text"]
-    head = [*chat[:instruction], *([{**chat[instruction], "content": texts}] if texts else [])]
+    head = []
+    for message in chat[: answers[0]]:
+        texts = [part for part in parts_of(message) if part["type"] == "text"]
+        if message["role"] == "system" or texts:
+            head.append(message if message["role"] == "system" else {**message, "content": texts})
     marked = [{**message, "turn": i} for i, message in enumerate(chat)]
     if kind == "stepwise":
         for turn, at in enumerate(answers):

@@ -168,22 +168,29 @@ def test_chats_are_written_as_fine_tuning_tools_read_them_and_read_back(
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_answers_that_are_context_are_context_in_a_file_of_chats_too(tmp_path, suffix):
+def test_answers_that_are_context_and_tools_are_the_same_in_a_file_of_chats(tmp_path, suffix):
     from shoal.splitting import ChatReader
-    from shoal.splitting.exports import write_chats
+    from shoal.splitting.exports import write_chats, write_sharegpt
 
     if suffix == "parquet":
         pytest.importorskip("pyarrow")
     source = tmp_path / "source.jsonl"
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "trained": False}]
     said += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
-    source.write_text(json.dumps({"id": "one", "messages": said}) + "\n")
+    tools = [
+        {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "default": None}}}
+    ]
+    source.write_text(json.dumps({"id": "one", "messages": said, "tools": tools}) + "\n")
     first = ChatReader(source)
     place = tmp_path / f"chats.{suffix}"
     write_chats(place, [first.read("one")])
-    messages = ChatReader(place).read("one").messages
-    assert [message.trained for message in messages] == [True, False, True, True]
-    assert messages == first.read("one").messages
+    back = ChatReader(place).read("one")
+    assert [message.trained for message in back.messages] == [True, False, True, True]
+    assert (back.messages, back.tools) == (first.read("one").messages, tuple(tools))
+    write_sharegpt(tmp_path / "sft.json", [first.read("one")])
+    [row] = json.loads((tmp_path / "sft.json").read_text())
+    assert [turn.get("loss") for turn in row["conversations"]] == [None, False, None, None]
+    assert json.loads(row["tools"]) == tools
 
 
 def test_a_file_of_chats_that_could_not_be_written_leaves_nothing(make_root, tmp_path):

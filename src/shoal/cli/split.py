@@ -55,8 +55,8 @@ class SplitOptions:
     """also write OUT/samples.html, a page that shows the first samples"""
     window_size: int = 5
     """turns in a window"""
-    stride_size: int = 5
-    """turns from one window to the next"""
+    stride_size: int | None = None
+    """turns from one window to the next, 1 to --window-size (default: 5, or --window-size where that is less)"""
     max_prompt_length: int = 32048
     """maximum tokens of a prompt"""
     max_response_length: int = 32000
@@ -224,10 +224,8 @@ def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None
     if options.splitter == "stepwise":
         settings["use_vllm_logp"] = options.use_vllm_logp
     else:
-        wide = options.stride_size == SplitOptions.stride_size  # as it is where nothing was said
-        settings["stride_size"] = min(
-            options.stride_size, options.window_size if wide else options.stride_size
-        )
+        given = options.stride_size
+        settings["stride_size"] = min(5, options.window_size) if given is None else given
     processor = processor_in(options.processor)
     splitter = SPLITTERS[options.splitter](processor, options.root, reader=reader, **settings)
     return splitter, ids, _rewards(options.rewards, ids)

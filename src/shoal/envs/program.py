@@ -83,7 +83,7 @@ class ProgramEnv(TextEnv[ProgramConfig]):
             return [None]
         path = Path(self.config.folder or ".") / self.config.tasks
         try:
-            lines = path.read_text("utf-8").splitlines()
+            lines = path.read_text("utf-8-sig").splitlines()
             found = [json.loads(line) for line in lines if line.strip()]
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"tasks: {path} must hold a JSON value in each line: {error}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from shoal.splitting.readers.recordings import Message, Recording, check_order
@@ -108,10 +109,15 @@ def answers_of(messages: Sequence[Message]) -> list[int]:
 
 
 def repeated_head(messages: Sequence[Message]) -> list[Piece]:
-    """System prompt and the text of the instruction, as later samples repeat them."""
-    at = next(index for index, message in enumerate(messages) if message.role == "user")
-    texts = tuple(index for index, part in enumerate(messages[at].parts) if part["type"] == "text")
-    return [*(Piece(index) for index in range(at)), *([Piece(at, texts)] if texts else [])]
+    """System prompts, and the text of all that stands before the first answer, as later samples repeat them."""
+    head = []
+    for at, message in enumerate(takewhile(lambda message: message.role != "assistant", messages)):
+        texts = tuple(index for index, part in enumerate(message.parts) if part["type"] == "text")
+        if message.role == "system":
+            head.append(Piece(at))
+        elif texts:
+            head.append(Piece(at, texts))
+    return head
 
 
 def images_of(messages: Sequence[Message], piece: Piece) -> list[int]:

@@ -7,7 +7,10 @@ that look back (they drop the thoughts of earlier turns, say) are rendered per s
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
+import logging
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -23,6 +26,8 @@ from shoal.splitting.readers.recordings import Message, Part, Recording
 
 if TYPE_CHECKING:
     from shoal.splitting.splitters import Plan
+
+logger = logging.getLogger(__name__)
 
 # a noncharacter: cut the text here before encoding, so that no control token spans the place
 BREAK = "\ufdd0"
@@ -51,6 +56,8 @@ class ChatTemplate:
     """
 
     end_mark = END
+    tools: Any = None  # what the model could call in the chats that are rendered, see `with_tools`
+    tools_missing = False  # whether some of them are not written
 
     def __init__(self, processor: Any, *, model_text: Sequence[str] = MODEL_TEXT) -> None:
         self.processor = processor
@@ -84,7 +91,41 @@ class ChatTemplate:
         self._adjoining: dict[tuple[str, str], bool] = {}
         self._starts: dict[str, tuple[Chat, str]] = {}
         self._begins_with_added: dict[str, bool] = {}
+        self._by_tools: dict[str, ChatTemplate] = {}
         self.concatenates = self._probe()
+
+    def with_tools(self, tools: Sequence[dict[str, Any]], source: str) -> ChatTemplate:
+        """The template as it writes chats whose model had these tools; says once if it writes none of them."""
+        if not tools:
+            return self
+        key = json.dumps(tools)
+        if key not in self._by_tools:
+            if len(self._by_tools) > 1000:  # of a long run in which each recording has other tools
+                self._by_tools.clear()
+            other = copy.copy(self)
+            other._starts, other._adjoining, other._by_tools = {}, {}, {}
+            other.tools = self._as_text(list(tools))
+            names = [str(tool["function"]["name"]) for tool in tools]
+            shown = other.render([*self._lead, (_USER, None)], ask=True).replace(BREAK, "")
+            missing = [name for name in names if name not in shown]
+            if missing and not any(kept.tools_missing for kept in self._by_tools.values()):
+                logger.warning(
+                    "%s: the chat template does not write its tools into the prompt (%s): the model is trained without "
+                    "them; give a template that writes tools if the recorded model saw them",
+                    source,
+                    ", ".join(missing),
+                )
+            other.tools_missing = bool(missing)
+            self._by_tools[key] = other
+        return self._by_tools[key]
+
+    def _as_text(self, value: Any) -> Any:
+        """A JSON value in which no text can spell a control token."""
+        if isinstance(value, dict):
+            return {self._as_text(key): self._as_text(inside) for key, inside in value.items()}
+        if isinstance(value, list):
+            return [self._as_text(inside) for inside in value]
+        return self._texts([{"type": "text", "text": value}])[0] if isinstance(value, str) else value
 
     # --- text
     def message_text(self, message: Message, keep: tuple[int, ...] | None, first: bool) -> str | None:
@@ -167,7 +208,10 @@ class ChatTemplate:
                     for part, text in zip(parts, texts, strict=True)
                 ]
             messages.append({"role": message.role, "content": content})
-        return str(self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask))
+        more = {} if self.tools is None else {"tools": self.tools}
+        return str(
+            self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **more)
+        )
 
     # --- what is learned about the template
     def _before(self, role: str) -> tuple[Chat, str]:
@@ -320,10 +364,13 @@ class Encoder:
     def __init__(
         self, plan: Plan, recording: Recording, image_of: dict[str, int], tokens: Sequence[Layout]
     ) -> None:
-        self.template, self.rows, self.tokens = plan.template, plan.images.rows, tokens
+        recorded = plan.use_rollout and all(step.prompt_ids for step in recording.steps or ())
+        tools = () if recorded else recording.tools  # a prompt that was recorded is not written again
+        self.template = plan.template.with_tools(tools, recording.source)
+        self.rows, self.tokens = plan.images.rows, tokens
         self.recording, self.image_of = recording, image_of
-        self._texts = plan.template.texts(recording.messages) if plan.template.concatenates else []
-        self.joins = bool(self._texts) and plan.template.joins(recording.messages, self._texts)
+        self._texts = self.template.texts(recording.messages) if self.template.concatenates else []
+        self.joins = bool(self._texts) and self.template.joins(recording.messages, self._texts)
         self._known: dict[tuple[Piece, bool], Layout] = {}
 
     def joins_in(self, cut: Cut) -> bool:

@@ -20,16 +20,19 @@ def write_sharegpt(path: Path | str, recordings: Iterable[Recording]) -> int:
     """Write a JSON list of `{"conversations", "images", "id"}`; returns how many.
 
     Each image is `<image>` in the text and a path (or data URL) in `images`; an `<image>` in recorded text is
-    spelled `< image>`, since readers count them.
+    spelled `< image>`, since readers count them. `"loss": false` marks an answer that is mere context, as
+    ms-swift reads it, and `tools` is JSON text.
     """
     rows = [
         {
             "id": recording.dataset_id,
             "conversations": [
-                {"from": SPEAKERS[message.role], "value": _marked(message)} for message in recording.messages
+                {"from": SPEAKERS[message.role], "value": _marked(message)} | _mark(message)
+                for message in recording.messages
             ],
             "images": [place for message in recording.messages for place in message.images],
         }
+        | _tools(recording)
         for recording in recordings
     ]
     write_bytes(Path(path), json.dumps(rows, ensure_ascii=False, indent=1).encode("utf-8") + b"\n")
@@ -41,8 +44,8 @@ def write_chats(path: Path | str, recordings: Iterable[Recording], *, parts: boo
 
     ms-swift and LLaMA-Factory (its `sharegpt` format with tags `role` and `content`) read text with `<image>` where
     an image stands, as it is written here; TRL takes parts. In `.jsonl` an image is a path or data URL; in `.parquet`
-    it is `{"bytes", "path"}` as Hugging Face datasets keep images. `id`, `task_id` and `reward` go along, and
-    `"trained": false` with answers that are mere context.
+    it is `{"bytes", "path"}` as Hugging Face datasets keep images. `id`, `task_id` and `reward` go along, `tools` as
+    JSON text, and `"loss": false` with answers that are mere context: ms-swift reads that mark, TRL does not.
 
     Args:
         path: the file; its suffix says which kind.
@@ -69,7 +72,7 @@ def _row(recording: Recording, parts: bool) -> dict[str, Any]:
             if parts
             else _marked(message),
         }
-        | ({} if message.trained else {"trained": False})
+        | _mark(message)
         for message in recording.messages
     ]
     return {
@@ -78,7 +81,15 @@ def _row(recording: Recording, parts: bool) -> dict[str, Any]:
         "reward": recording.reward,
         "messages": messages,
         "images": [place for message in recording.messages for place in message.images],
-    }
+    } | _tools(recording)
+
+
+def _mark(message: Message) -> dict[str, bool]:
+    return {} if message.trained else {"loss": False}
+
+
+def _tools(recording: Recording) -> dict[str, str]:
+    return {"tools": json.dumps(recording.tools, ensure_ascii=False)} if recording.tools else {}
 
 
 def _marked(message: Message) -> str:
@@ -95,7 +106,7 @@ def _write_parquet(path: Path, recordings: Iterable[Recording], parts: bool) -> 
     image = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
     part = pyarrow.struct([("type", pyarrow.string()), ("text", pyarrow.string())])
     content = pyarrow.list_(part) if parts else pyarrow.string()
-    message = pyarrow.struct([("role", pyarrow.string()), ("content", content), ("trained", pyarrow.bool_())])
+    message = pyarrow.struct([("role", pyarrow.string()), ("content", content), ("loss", pyarrow.bool_())])
     schema = pyarrow.schema(
         [
             ("id", pyarrow.string()),
@@ -103,6 +114,7 @@ def _write_parquet(path: Path, recordings: Iterable[Recording], parts: bool) -> 
             ("reward", pyarrow.float64()),
             ("messages", pyarrow.list_(message)),
             ("images", pyarrow.list_(image)),
+            ("tools", pyarrow.string()),
         ]
     )
     count = 0

@@ -212,7 +212,7 @@ def _pil_image_processor(settings: Any) -> Any:
 
 def _template(folder: Path, tokenizer: Any) -> str | None:
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text("utf-8")
+        return (folder / "chat_template.jinja").read_text("utf-8-sig")
     if (folder / "chat_template.json").is_file():
         return str(read_json(folder / "chat_template.json")["chat_template"])
     return tokenizer.chat_template  # type: ignore[no-any-return]

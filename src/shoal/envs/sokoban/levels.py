@@ -157,7 +157,7 @@ def read_levels(path: str) -> tuple[Level, ...]:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise DataError(f"{file} has {file.stat().st_size} bytes, more than the {MAX_FILE_BYTES} allowed")
         try:
-            levels += parse_xsb(file.read_text(encoding="utf-8"))
+            levels += parse_xsb(file.read_text(encoding="utf-8-sig"))
         except UnicodeDecodeError as error:
             raise DataError(f"{file} is not UTF-8 text: {error}") from error
         except DataError as error:

@@ -16,6 +16,17 @@ from typing import Any
 from shoal.core.data import Trajectory, decode_trajectory
 from shoal.core.errors import DataError, did_you_mean
 from shoal.core.files import from_json
+from shoal.splitting.readers.keys import (
+    CHAT,
+    MARKS,
+    MESSAGE,
+    PART,
+    REFUSED_IN_PARTS,
+    Shape,
+    is_trained,
+    refuse_unread,
+    tools_of,
+)
 from shoal.splitting.readers.recordings import (
     ImageLocator,
     Message,
@@ -32,7 +43,14 @@ from shoal.splitting.readers.recordings import (
     safe_id,
     short_id,
 )
-from shoal.splitting.readers.records import Record, RecordReader, first_known, lines_of, row_images
+from shoal.splitting.readers.records import (
+    Record,
+    RecordReader,
+    first_known,
+    lines_of,
+    row_images,
+    system_prompt,
+)
 
 
 class ShoalReader(RecordReader):
@@ -118,15 +136,36 @@ def looks_like_own_run(file: Path) -> bool:
     return any(trajectory is not None for _, trajectory in islice(lines_of(file, _trajectory), 3))
 
 
+ATIF_STEP: Shape = dict.fromkeys((
+    "step_id", "timestamp", "source", "model_name", "reasoning_effort", "reasoning_content", "tool_calls",
+    "observation", "metrics", "extra", "is_copied_context", "llm_call_count", *MARKS,
+)) | {"message": dict.fromkeys(("type", "text", "source"))}  # fmt: skip
+ATIF: dict[str, Any] = {
+    **dict.fromkeys((
+        "schema_version", "session_id", "trajectory_id", "agent", "notes", "final_metrics", "extra",
+        "continued_trajectory_ref", *MARKS,
+    )),
+    "steps": ATIF_STEP,
+}  # fmt: skip
+ATIF["subagent_trajectories"] = ATIF
+
+
 class AtifReader(RecordReader):
     """ATIF, Harbor's agent trajectory format (v1.0 to 1.8): files of trajectories, or the folder of a Harbor job.
 
     In a job's folder each `<trial>/agent/trajectory.json` is one recording, named after its trial, with the task of
-    `<trial>/result.json` and the reward of the verifier. System steps before the first user step are system
-    messages and later ones user messages; what a tool call or another action led to is a message of its own. Steps
-    that were copied from an earlier trajectory, and those that no model wrote, are context and not trained. Token
-    ids and log-probabilities of the metrics come along where every agent step has them.
+    `<trial>/result.json` and the reward of the verifier; so is each `trajectory.<name>.json` beside it, as Harbor
+    writes continuations and sub-agents, named after both. Each of the `subagent_trajectories` of a trajectory is a
+    recording too: its id is that of the one it stands in with its number behind it, task and reward are the same.
+
+    System steps before the first user step are system messages and later ones user messages; what a tool call or
+    another action led to is a message of its own. Steps that were copied from an earlier trajectory, and those that no
+    model wrote, are context and not trained. The `tool_definitions` of the agent, and token ids and log-probabilities
+    of the metrics where every agent step has them, come along.
     """
+
+    columns = ("trajectory_id", "session_id", "subagent_trajectories")
+    shape = ATIF
 
     def name_of(self, value: Any) -> Any:
         """The trajectory's id, else its session's."""
@@ -134,21 +173,37 @@ class AtifReader(RecordReader):
             return value.get("trajectory_id") or value.get("session_id")
         return None
 
+    def parts_of(self, value: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
+        """The trajectories of sub-agents, and those of theirs."""
+        inside = value.get("subagent_trajectories") if isinstance(value, dict) else None
+        for number, part in enumerate(inside if isinstance(inside, list) else ()):
+            yield (number,), part
+            yield from (((number, *further), inner) for further, inner in self.parts_of(part))
+
     def files(self) -> Iterator[Path]:
         """Trajectories of trials, or files of trajectories."""
-        trials = sorted(self.path.rglob("agent/trajectory.json")) if self.path.is_dir() else []
-        yield from trials or super().files()
+        trials = sorted(self.path.rglob("agent/trajectory*.json")) if self.path.is_dir() else []
+        yield from [file for file in trials if _in_trial(file)] or super().files()
+
+    def label(self, file: Path) -> str:
+        """The name of a trial, with what tells its file from `trajectory.json`; of another file its own name."""
+        if not _in_trial(file):
+            return super().label(file)
+        more = file.stem.removeprefix("trajectory").replace(".", "-")
+        return short_id(f"{file.parent.parent.name}{more}")
 
     def named(self, own: Any, file: Path, number: int) -> str:
         """A trial's name, or that of the trajectory."""
-        return short_id(file.parent.parent.name) if _in_trial(file) else super().named(own, file, number)
+        return self._labels[file] if _in_trial(file) else super().named(own, file, number)
 
     def recording(self, record: Record) -> Recording:
         """The trajectory of a record."""
-        trajectory = record.object()
-        if not str(trajectory.get("schema_version", "")).startswith("ATIF-v1"):
-            raise DataError(f"{record.source}: schema_version must be ATIF-v1.x, got "
-                            f"{trajectory.get('schema_version')!r}")  # fmt: skip
+        trajectory, outer = record.object(), record.outer or record
+        version = trajectory.get("schema_version") or outer.object().get("schema_version", "")
+        if not str(version).startswith("ATIF-v1"):
+            raise DataError(f"{record.source}: schema_version must be ATIF-v1.x, got {version!r}")
+        refuse_unread(trajectory, record.source)
+        agent = trajectory.get("agent")
         steps = trajectory.get("steps")
         if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
             raise DataError(f"{record.source}: steps must be a list of objects")
@@ -156,6 +211,7 @@ class AtifReader(RecordReader):
         tokens: list[RolloutTokens | None] = []
         for number, step in enumerate(steps):
             where = f"{record.source}, step {step.get('step_id', number + 1)}"
+            refuse_unread(step, where)
             if step.get("source") == "agent":
                 tokens.append(_tokens_of(step, where))
                 if messages and messages[-1]["role"] == "assistant":
@@ -171,11 +227,14 @@ class AtifReader(RecordReader):
                 messages += _results(step, where)
             else:
                 raise DataError(f"{where}: source must be system, user or agent, got {step.get('source')!r}")
-        about = _trial(record.file.parent.parent) if _in_trial(record.file) else {}
+        about = {"uid": outer.id} | (_trial(record.file.parent.parent) if _in_trial(record.file) else {})
         recorded = [step for step in tokens if step is not None]
         return record.recording(
-            parse_messages(messages, record.source, record.locate),
+            parse_messages(
+                messages, record.source, record.locate, trained=is_trained(trajectory, record.source)
+            ),
             steps=tuple(recorded) if tokens and len(recorded) == len(tokens) else None,
+            tools=tools_of(agent, record.source, ("tool_definitions",)) if isinstance(agent, dict) else (),
             **about,
         )
 
@@ -190,7 +249,9 @@ def _answer(step: dict[str, Any], where: str) -> dict[str, Any]:
         "content": _content(step.get("message"), where),
         "reasoning_content": step.get("reasoning_content"),
         "tool_calls": named or None,
-        "trained": not step.get("is_copied_context") and step.get("llm_call_count") != 0,
+        "trained": is_trained(step, where)
+        and not step.get("is_copied_context")
+        and step.get("llm_call_count") != 0,
     }
 
 
@@ -241,6 +302,7 @@ def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
         if not isinstance(part, dict) or part.get("type") not in ("text", "image"):
             got = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise DataError(f"{where}: expected a text or image part, got {got!r}; convert or remove it")
+        refuse_unread(part, where, REFUSED_IN_PARTS)
         source = part.get("source")
         if part["type"] == "image":
             parts.append({"type": "image", "image": source.get("path") if isinstance(source, dict) else ""})
@@ -263,7 +325,8 @@ def _tokens_of(step: dict[str, Any], where: str) -> RolloutTokens | None:
 
 
 def _in_trial(file: Path) -> bool:
-    return file.name == "trajectory.json" and file.parent.name == "agent"
+    """Whether a file is `trajectory.json` of a trial, or `trajectory.<name>.json` beside it."""
+    return file.name.startswith("trajectory.") and file.suffix == ".json" and file.parent.name == "agent"
 
 
 def _trial(folder: Path) -> dict[str, Any]:
@@ -312,7 +375,7 @@ class OSWorldReader:
         if self._folders is None:
             folders: dict[str, Path] = {}
             for file in sorted(self.root.rglob("traj.jsonl")):
-                name = safe_id(file.parent.name)
+                name = short_id(file.parent.name)
                 if name in folders:
                     raise DataError(
                         f"{file.parent} and {folders[name]} have one id; choose a root above only one"
@@ -340,7 +403,7 @@ class OSWorldReader:
             Message("user", tuple(first), tuple(locate(p["image"], str(source)) for p in first[1:]))
         )
         for number, step in enumerate(_osworld_steps(source)):
-            messages.append(Message("assistant", step["text"]))
+            messages.append(Message("assistant", step["text"], trained=step["trained"]))
             if step["screenshot"]:
                 where = f"{source}, step {number + 1}"
                 part = {"type": "image", "image": step["screenshot"]}
@@ -377,7 +440,12 @@ def _osworld_steps(source: Path) -> list[dict[str, Any]]:
             continue  # what OSWorld's runner adds when a task fails: nobody said anything
         action = value.get("action", "")
         action = action if isinstance(action, str) else json.dumps(action, ensure_ascii=False)
-        step = steps.setdefault(value.get("step_num", line), {"response": None, "actions": []})
+        where = f"{source}, line {line}"
+        refuse_unread(value, where)
+        step = steps.setdefault(
+            value.get("step_num", line), {"response": None, "actions": [], "trained": True}
+        )
+        step["trained"] &= is_trained(value, where)
         step["actions"].append(action)
         if isinstance(value.get("response"), str):
             step["response"] = value["response"]
@@ -387,6 +455,21 @@ def _osworld_steps(source: Path) -> list[dict[str, Any]]:
     for step in steps.values():
         step["text"] = step["response"] if step["response"] is not None else "\n".join(step["actions"])
     return list(steps.values())
+
+
+AGENTNET: Shape = {
+    **dict.fromkeys((
+        "task_id", "instruction", "task_completed", "alignment_score", "efficiency_score", "task_difficulty",
+        "natural_language_task", "actual_task", "reason", "domain", *MARKS,
+    )),
+    "traj": {
+        **dict.fromkeys(("index", "image")),
+        "value": dict.fromkeys((
+            "observation", "thought", "action", "code", "reflection", "last_step_correct", "last_step_redundant",
+            *MARKS,
+        )),
+    },
+}  # fmt: skip
 
 
 class AgentNetReader(RecordReader):
@@ -416,6 +499,8 @@ class AgentNetReader(RecordReader):
         self.images = None if images is None else Path(images)
         self.parts, self.system, self.train_mistakes = tuple(parts), system, train_mistakes
 
+    shape = AGENTNET
+
     def name_of(self, value: Any) -> Any:
         """The task's id."""
         return value.get("task_id") if isinstance(value, dict) else None
@@ -429,6 +514,8 @@ class AgentNetReader(RecordReader):
         task = record.object()
         if not isinstance(task.get("instruction"), str) or not isinstance(task.get("traj"), list):
             raise DataError(f"{record.source}: a task needs instruction and traj")
+        refuse_unread(task, record.source)
+        learned = is_trained(task, record.source)
         folders = [self.images] if self.images is not None else [
             *sorted(record.file.parent.glob("*images")), record.file.parent]  # fmt: skip
         messages = [Message("system", self.system)] if self.system else []
@@ -445,7 +532,9 @@ class AgentNetReader(RecordReader):
             if number == 0:
                 parts.insert(0, {"type": "text", "text": encodable(task["instruction"], where)})
             messages.append(Message("user", tuple(parts), (place,)))
+            refuse_unread(step["value"], where)
             trained = self.train_mistakes or step["value"].get("last_step_correct") is not False
+            trained &= learned and is_trained(step["value"], where)
             messages.append(Message("assistant", self._answer(step["value"], where), trained=trained))
         done = task.get("task_completed")
         return record.recording(
@@ -469,6 +558,13 @@ class AgentNetReader(RecordReader):
         return "\n\n".join(texts)
 
 
+LITESAMPLE: Shape = {
+    **CHAT,
+    "messages": {**MESSAGE, "content": {**PART, **dict.fromkeys(("index", "data"))}},
+    "metadata": None,
+}
+
+
 class LiteSampleReader(RecordReader):
     """LiteSample rows of cua-lite: `images`, `messages` with parts and `tool_calls`, `metadata`.
 
@@ -478,6 +574,7 @@ class LiteSampleReader(RecordReader):
     """
 
     columns = ("id", "metadata")
+    shape = LITESAMPLE
     _TEXTS = ("text", "inline_reasoning", "action_description")
 
     def name_of(self, value: Any) -> Any:
@@ -492,6 +589,7 @@ class LiteSampleReader(RecordReader):
     def recording(self, record: Record) -> Recording:
         """The chat of a row."""
         row = record.object()
+        refuse_unread(row, record.source)
         metadata = _metadata(row.get("metadata"), record.source)
         others = _metadata(metadata.get("others"), record.source)
         images, record = row_images(record, row.get("images") or [])
@@ -505,7 +603,13 @@ class LiteSampleReader(RecordReader):
         returned, done = others.get("episode_return"), others.get("task_completed")
         reward = done if returned is None else returned
         return record.recording(
-            parse_messages(messages, record.source, record.locate),
+            (
+                *system_prompt(row.get("system"), messages, record),
+                *parse_messages(
+                    messages, record.source, record.locate, trained=is_trained(row, record.source)
+                ),
+            ),
+            tools=tools_of(row, record.source),
             uid=first_known(others.get("task_id"), others.get("source_id"), record.id),
             reward=None if reward is None else float(reward) if isinstance(reward, bool) else reward,
         )
@@ -519,6 +623,7 @@ class LiteSampleReader(RecordReader):
         kept: list[dict[str, Any]] = []
         for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None
+            refuse_unread(part if isinstance(part, dict) else {}, where, REFUSED_IN_PARTS)
             if kind == "image":
                 index = part.get("index")
                 if not isinstance(index, int | float) or not 0 <= int(index) < len(images):

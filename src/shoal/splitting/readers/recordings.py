@@ -9,7 +9,9 @@ import errno
 import hashlib
 import itertools
 import json
+import logging
 import math
+import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
@@ -25,12 +27,22 @@ from shoal.core.errors import DataError, reading
 from shoal.core.files import from_json, read_json, write_bytes
 from shoal.core.registry import SAFE_NAME, check_name
 from shoal.rollout.tools.calls import in_order_of_calls
+from shoal.splitting.readers.keys import (
+    MESSAGE,
+    REFUSED_IN_PARTS,
+    is_trained,
+    refuse_unread,
+    tools_of,
+    unread_keys,
+)
 
+logger = logging.getLogger(__name__)
 Part = dict[str, str]
 """`{"type": "text", "text": …}` or `{"type": "image", "image": …}`"""
 
 R = TypeVar("R")
 ROLES = ("system", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
@@ -84,6 +96,7 @@ class Recording:
     reward: float | None = None  # used where the caller gives no rewards
     steps: tuple[RolloutTokens, ...] | None = None  # one per assistant message
     folder: str | None = None  # where files beside the messages are
+    tools: tuple[dict[str, Any], ...] = ()  # what the model could call, as OpenAI's API takes it
 
 
 class Reader(Protocol):
@@ -96,12 +109,13 @@ class Reader(Protocol):
         """The recording, from `path` where one is given; `DataError` names the file that is wrong and why."""
 
 
-def parse_messages(raw: Any, source: str, locate: Any) -> tuple[Message, ...]:
+def parse_messages(raw: Any, source: str, locate: Any, *, trained: bool = True) -> tuple[Message, ...]:
     """Messages from JSON values of OpenAI's or Qwen's form; `locate(reference, where)` says where an image is.
 
     A part `{"type": "image_url", "image_url": …}` and a part `{"type": "image", "image": …}` are the same;
     the reference is a string or `{"url": string}`. Reasoning and tool calls beside the content of an answer
-    become part of its text, see `answer_text`; `"trained": false` makes an answer mere context.
+    become part of its text, see `answer_text`. A mark such as `"weight": 0` makes an answer mere context (see
+    `is_trained`), and `trained=False` makes all of them that.
     """
     if not isinstance(raw, list) or not raw:
         raise DataError(f"{source} must hold a list of messages, got {_kind(raw)}")
@@ -114,24 +128,26 @@ def parse_messages(raw: Any, source: str, locate: Any) -> tuple[Message, ...]:
         role = {"developer": "system", "function": "tool"}.get(str(role), role)
         if role not in ROLES:
             raise DataError(f"{where}: role must be one of {', '.join(ROLES)}, got {role!r}")
-        calls, thought = item.get("tool_calls"), item.get("reasoning_content") or item.get("reasoning")
+        refuse_unread(item, where)
+        calls, thought = item.get("tool_calls"), _thought(item, where)
         if not calls and item.get("function_call"):  # as OpenAI had it before
             calls = [item["function_call"]]
-        if role == "assistant" and (calls or isinstance(thought, str)):
+        if role == "assistant" and (calls or thought is not None):
             content = _with_calls(content, calls, thought, where)
-        said = item.get("trained")
-        if said not in (None, True, False):
-            raise DataError(f"{where}: trained must be true or false, got {said!r}")
-        trained = said is None or bool(said)
+        elif calls or thought:
+            raise DataError(
+                f"{where}: a {role} message has tool_calls or reasoning, which only answers can have"
+            )
+        learned = is_trained(item, where, role) and trained
         if isinstance(content, str):
-            messages.append(Message(role, encodable(content, where), trained=trained))
+            messages.append(Message(role, encodable(content, where), trained=learned))
         elif isinstance(content, list):
             parts = tuple(_part(part, where) for part in content)
             references = [part["image"] for part in parts if part["type"] == "image"]
             if references and role == "assistant":
                 raise DataError(f"{where}: an assistant message cannot hold an image")
             images = tuple(locate(reference, where) for reference in references)
-            messages.append(Message(role, parts, images, trained))
+            messages.append(Message(role, parts, images, learned))
         else:
             raise DataError(f"{where}: content must be text or a list of parts, got {_kind(content)}")
     return _with_ordered_results(messages, raw, source)
@@ -168,6 +184,18 @@ def ordered_results(calls: Sequence[Any], results: Sequence[tuple[Any, R]], wher
 
 def _id(value: Any) -> str | None:
     return None if value is None or value == "" else str(value)
+
+
+def _thought(item: dict[str, Any], where: str) -> str | None:
+    """The reasoning beside a message's content, by any of its names; None without one."""
+    said = {name: item[name] for name in REASONING if name in item and item[name] not in (None, [], {})}
+    for name, thought in said.items():
+        if not isinstance(thought, str):
+            raise DataError(f"{where}: {name} must be text, got {_kind(thought)}")
+    texts = set(said.values()) - {""}
+    if len(texts) > 1:
+        raise DataError(f"{where}: {' and '.join(said)} differ; keep one of them")
+    return next(iter(texts), "") if said else None
 
 
 def _with_calls(content: Any, calls: Any, thought: Any, where: str) -> Any:
@@ -219,6 +247,7 @@ def _written(calls: Any, where: str) -> Iterator[str]:
 
 def _part(part: Any, where: str) -> Part:
     if isinstance(part, dict):
+        refuse_unread(part, where, REFUSED_IN_PARTS)
         kind = part.get("type")
         if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
             return {"type": "text", "text": encodable(part["text"], where)}
@@ -312,7 +341,7 @@ def plain_file(file: Path, folder: Path | None = None, most: int | None = MOST_O
 def read_text(file: Path) -> str:
     """The file's text."""
     with reading(file, "cannot be read"):
-        return plain_file(file).read_text("utf-8")
+        return plain_file(file).read_text("utf-8-sig")
 
 
 def read_json_file(file: Path, folder: Path | None = None) -> Any:
@@ -399,9 +428,10 @@ MESSAGES = "final_messages.json"
 
 
 class FolderReader:
-    """`<root>/<id>/final_messages.json` with `task_config.json` and the images beside them.
+    """`<root>/<id>/final_messages.json` with the images beside them, and a `task_config.json` where there is one.
 
-    The config has `id`, the task (without it the folder's name), and where known `reward`.
+    The config has, where known, `id`, the task (without it the folder's name), `reward` and `tools`. An id is the name
+    of the folder; one that is not safe in a path gets its safe letters and a digest.
 
     Args:
         root: the folder of trajectory folders, or one trajectory folder.
@@ -411,40 +441,60 @@ class FolderReader:
     def __init__(self, root: Path | str, *, rollout_tokens: bool = False) -> None:
         self.root = Path(root)
         self.rollout_tokens = rollout_tokens
+        self._unread: set[str] = set()
+        self._odd: dict[str, str] = {}  # names of folders by their ids, where these differ
 
     def ids(self) -> list[str]:
-        """Names of the folders that hold messages, sorted."""
+        """Ids of the folders that hold messages, sorted."""
         if (self.root / MESSAGES).is_file():
             return [self._own_id()]
-        return sorted(path.parent.name for path in self.root.glob(f"*/{MESSAGES}"))
+        return sorted(self._folders())
+
+    def _folders(self) -> dict[str, str]:
+        """The names of the folders that hold messages, by their ids."""
+        folders = {short_id(name): name for name in (p.parent.name for p in self.root.glob(f"*/{MESSAGES}"))}
+        self._odd = {own: name for own, name in folders.items() if own != name}
+        return folders
 
     def _own_id(self) -> str:
         return short_id(self.root.resolve().name)
 
     def read(self, dataset_id: str, path: Path | None = None) -> Recording:
         """The recording in its folder, or in `path` if that is given."""
-        folder = path if path is not None else self.root / safe_id(dataset_id)
-        if path is None and dataset_id == self._own_id() and (self.root / MESSAGES).is_file():
-            folder = self.root
-        source = folder / MESSAGES
-        messages = parse_messages(read_json_file(source, folder), str(source), ImageLocator(folder))
-        config = read_json_file(folder / "task_config.json", folder)
+        folder = path if path is not None else self._folder(dataset_id)
+        source, config_file = folder / MESSAGES, folder / "task_config.json"
+        raw = read_json_file(source, folder)
+        config = read_json_file(config_file, folder) if os.path.lexists(config_file) else {}
         task = config.get("id", folder.resolve().name) if isinstance(config, dict) else None
         if not isinstance(task, str | int):
-            raise DataError(
-                f"{folder / 'task_config.json'} must be an object; its 'id' is the name of the task"
-            )
-        steps = read_rollout(folder) if self.rollout_tokens else None
-        reward = config.get("reward")
+            raise DataError(f"{config_file} must be an object; its 'id' is the name of the task")
+        refuse_unread(config, str(config_file))
+        trained, reward = is_trained(config, str(config_file)), config.get("reward")
+        messages = parse_messages(raw, str(source), ImageLocator(folder), trained=trained)
+        if unread := sorted(set(unread_keys(raw, MESSAGE, "messages.")) - self._unread):
+            self._unread |= set(unread)
+            logger.warning("%s: not read, here and in other recordings: %s", source, ", ".join(unread))
         return Recording(
             dataset_id,
             str(task),
             messages,
             str(source),
-            reward=None if reward is None else finite_reward(reward, str(folder / "task_config.json")),
-            steps=steps,
+            reward=None if reward is None else finite_reward(reward, str(config_file)),
+            steps=read_rollout(folder) if self.rollout_tokens else None,
             folder=str(folder),
+            tools=tools_of(config, str(config_file), ("tools",)),
         )
+
+    def _folder(self, dataset_id: str) -> Path:
+        """The folder of a recording, by its id or by its name."""
+        if dataset_id == self._own_id() and (self.root / MESSAGES).is_file():
+            return self.root
+        own = short_id(dataset_id)
+        if own != dataset_id or not (self.root / own / MESSAGES).is_file():
+            name = self._odd.get(own) or self._folders().get(own)
+            if name is not None:
+                return self.root / name
+        return self.root / safe_id(dataset_id)
 
 
 # --- recorded tokens

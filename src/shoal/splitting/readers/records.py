@@ -10,8 +10,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import hashlib
+import logging
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +22,15 @@ from typing import Any, ClassVar
 
 from shoal.core.errors import DataError, did_you_mean, needs_extra, reading
 from shoal.core.files import from_json
+from shoal.splitting.readers.keys import (
+    CHAT,
+    Shape,
+    is_there,
+    is_trained,
+    refuse_unread,
+    tools_of,
+    unread_keys,
+)
 from shoal.splitting.readers.recordings import (
     ImageLocator,
     Message,
@@ -31,6 +43,7 @@ from shoal.splitting.readers.recordings import (
     shortage,
 )
 
+logger = logging.getLogger(__name__)
 KINDS: dict[bytes, str] = {
     b"\x89PNG": "png",
     b"\xff\xd8": "jpeg",
@@ -38,6 +51,8 @@ KINDS: dict[bytes, str] = {
     b"BM": "bmp",
     b"GIF8": "gif",
 }
+BOM = b"\xef\xbb\xbf"
+"""What editors and spreadsheets of Windows put before a text: no part of it."""
 MOST_OF_RECORD = 256 * 2**20
 """Bytes of one record in a `.jsonl` or `.tar`; more is a mistake or an attack."""
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".tar")
@@ -52,6 +67,7 @@ class Record:
     source: str  # file and number, for messages
     file: Path  # images that it names lie in the folder of this file
     images: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # that came with it, by name
+    outer: Record | None = None  # the record that this one is a part of
 
     def locate(self, reference: str, where: str) -> str:
         """The place of an image that the record names: one that came with it, or a file in its folder."""
@@ -67,7 +83,7 @@ class Record:
         return self.value
 
     def recording(self, messages: Sequence[Message], **about: Any) -> Recording:
-        """A recording of this record; `about` are `uid`, `reward`, `steps` of `Recording`."""
+        """A recording of this record; `about` are `uid`, `reward`, `steps`, `tools` of `Recording`."""
         about = {"uid": self.id} | about
         reward = about.pop("reward", None)
         return Recording(
@@ -89,12 +105,16 @@ class RecordReader:
     """
 
     columns: ClassVar[tuple[str, ...]] = ()
-    """Columns that `name_of` needs of a parquet file; () for those that are short."""
+    """Columns that `name_of` and `parts_of` need of a parquet file; () for those that are short."""
+    shape: ClassVar[Shape | None] = None
+    """The keys of a record that are read, or known not to matter; others are named once a file. None names none."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._stamps: dict[Path, Stamp] = {}
-        self._places: dict[str, tuple[Path, Any]] = {}
+        self._places: dict[str, Place] = {}
+        self._labels: dict[Path, str] = {}
+        self._told: set[Path] = set()
         self._open: tuple[Any, Any] = (None, None)
 
     def recording(self, record: Record) -> Recording:
@@ -104,6 +124,10 @@ class RecordReader:
     def name_of(self, value: Any) -> Any:
         """What the record calls itself, or None."""
         return value.get("id") if isinstance(value, dict) else None
+
+    def parts_of(self, value: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
+        """Recordings inside a record, as (its numbers from the outermost on, value)."""
+        yield from ()
 
     def parsed(self, line: bytes, where: str) -> Any:
         """The value that a line of a `.jsonl` holds, or a `DataError` that begins with `where`."""
@@ -131,10 +155,16 @@ class RecordReader:
     def read(self, dataset_id: str, path: Path | None = None) -> Recording:
         """The recording with this id; `path` names another file that holds it."""
         reader = self if path is None else self._elsewhere(path)
-        file, place = reader._place(dataset_id)
-        value, images = reader._value(file, place)
-        source = f"{file}, record {place[0]}"
-        return reader.recording(Record(dataset_id, value, source, file, images))
+        found = reader._place(dataset_id)
+        value, images = reader._value(found.file, found.place)
+        record = Record(
+            found.outer or dataset_id, value, f"{found.file}, record {found.place[0]}", found.file, images
+        )
+        if found.part:
+            number = "-".join(map(str, found.part))
+            source, inner = f"{record.source}, part {number}", dict(reader.parts_of(value))[found.part]
+            record = replace(record, id=dataset_id, value=inner, source=source, outer=record)
+        return reader.recording(record)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_open": (None, None)}
@@ -144,32 +174,67 @@ class RecordReader:
         other.path, other._stamps, other._places, other._open = path, {}, {}, (None, None)
         return other
 
-    def _index(self) -> dict[str, tuple[Path, Any]]:
+    def _index(self) -> dict[str, Place]:
         stamps = {file: stamp_of(file) for file in self.files()}
         if self._stamps != stamps:
-            places: dict[str, tuple[Path, Any]] = {}
-            for file in stamps:
-                for number, (place, value) in enumerate(_places_and_breaks(file, self.columns, self.parsed)):
-                    if not self.is_recording(value):
-                        continue
-                    try:
-                        own = self.name_of(value)
-                    except DataError:  # reading it raises the same
-                        own = None
-                    name = self.named(own, file, number)
-                    if name in places:
-                        place = DataError(
-                            f"{file}, record {number}: id {name!r} is taken by {places[name][0]}"
-                        )
-                        name = self.named(None, file, number)
-                    places[name] = (file, place)
-            self._places, self._stamps = places, stamps  # whole: other threads ask meanwhile
+            self._labels = self._labels_of(list(stamps))
+            found = [each for file in stamps for each in self._records_of(file)]
+            self._places, self._stamps = self._by_id(found), stamps  # whole: other threads ask meanwhile
         return self._places
 
-    def _place(self, dataset_id: str) -> tuple[Path, Any]:
-        """The file of a recording, and where it is in the file."""
+    def _records_of(self, file: Path) -> Iterator[Found]:
+        """The records of a file that are recordings; keys of theirs that are not read are named in one line."""
+        unread: Counter[str] = Counter()
+        for number, (place, named, value) in enumerate(_places_and_breaks(file, self.columns, self.parsed)):
+            if not self.is_recording(named):
+                continue
+            try:
+                own = self.name_of(named)
+            except DataError:  # reading it raises the same
+                own = None
+            own = self.named(own, file, number) if isinstance(own, str | int) and own != "" else None
+            yield Found(file, number, own, place, tuple(part for part, _ in self.parts_of(value)))
+            if self.shape is not None:
+                unread.update(set(unread_keys(_with_messages(value), self.shape)))
+        if self.shape is not None and file.suffix.lower() == ".parquet":
+            unread.update(_unread_columns(file, self.shape))
+        if unread and file not in self._told:
+            self._told.add(file)
+            counted = (f"{key} ({count} row{'s' * (count > 1)})" for key, count in sorted(unread.items()))
+            logger.warning("%s: not read: %s", file, ", ".join(counted))
+
+    def _by_id(self, found: Sequence[Found]) -> dict[str, Place]:
+        """Where each recording is. No id is taken twice: the first record keeps it, reading another says so."""
+        first: dict[str, Found] = {}
+        for each in found:
+            if each.own is not None:
+                first.setdefault(each.own, each)
+        places: dict[str, Place] = {}
+
+        def free(name: str, each: Found) -> str:
+            tries = 0
+            while name in places or first.get(name, each) is not each:
+                name, tries = f"{name[:50]}-{self._digest(each.file, each.number, tries)}", tries + 1
+            return name
+
+        for each in found:
+            name, place = each.own, each.place
+            if name is not None and first[name] is not each:
+                place = DataError(
+                    f"{each.file}, record {each.number}: id {name!r} is taken by {first[name].file}"
+                )
+                name = None
+            name = free(name or self.named(None, each.file, each.number), each)
+            places[name] = Place(each.file, place)
+            for part in each.parts:
+                inner = free(short_id(f"{name}-{'-'.join(map(str, part))}"), each)
+                places[inner] = Place(each.file, each.place, part, name)
+        return places
+
+    def _place(self, dataset_id: str) -> Place:
+        """Where a recording is."""
         found = self._places.get(dataset_id)
-        if found is None or stamp_of(found[0]) != self._stamps.get(found[0]):
+        if found is None or stamp_of(found.file) != self._stamps.get(found.file):
             found = self._index().get(dataset_id)
         if found is None:
             raise DataError(
@@ -180,10 +245,29 @@ class RecordReader:
     def named(self, own: Any, file: Path, number: int) -> str:
         """An id from what a record calls itself: as it is where it is safe in a path, else what is left of it."""
         if not isinstance(own, str | int):
-            return safe_id(
-                f"{re.sub(r'[^A-Za-z0-9._()-]', '_', file.stem)[:50].lstrip('._(-') or 'x'}-{number:06d}"
-            )
+            return safe_id(f"{self._labels[file]}-{number:06d}")
         return short_id(str(own))
+
+    def label(self, file: Path) -> str:
+        """What the ids of records without a name of their own begin with."""
+        letters = re.sub(r"[^A-Za-z0-9._()-]", "_", file.stem).lstrip("._(-") or "x"
+        return letters if len(letters) <= 50 else f"{letters[:41]}-{self._digest(file)}"
+
+    def _labels_of(self, files: Sequence[Path]) -> dict[Path, str]:
+        """The label of each file; where those of several meet, each has a digest of its name."""
+        labels = {file: self.label(file) for file in files}
+        times = Counter(labels.values())
+        return {
+            file: label if times[label] == 1 else f"{label[:41]}-{self._digest(file)}"
+            for file, label in labels.items()
+        }
+
+    def _digest(self, file: Path, *more: int) -> str:
+        """Eight letters that stand for the name of a file, wherever the folder lies."""
+        name = file.relative_to(self.path).as_posix() if file != self.path else file.name
+        return hashlib.sha256(
+            "/".join([name, *map(str, more)]).encode("utf-8", "surrogateescape")
+        ).hexdigest()[:8]
 
     def _value(self, file: Path, place: Any) -> tuple[Any, Mapping[str, bytes]]:
         kind = file.suffix.lower()
@@ -193,7 +277,8 @@ class RecordReader:
             return _tar_record(file, place[1])
         if kind == ".parquet":
             _, group, inside = place
-            return self._held(file, group, _row_group).slice(inside, 1).to_pylist()[0], {}
+            row = self._held(file, group, _row_group).slice(inside, 1).to_pylist()[0]
+            return {name: _without_nulls(value) for name, value in row.items()}, {}
         if kind == ".json":
             return self._held(file, 0, lambda file, _: _json_records(file))[place[0]], {}
         number, offset = place
@@ -210,27 +295,75 @@ class RecordReader:
 class ChatReader(RecordReader):
     """OpenAI chats: a record is a list of messages, or an object with `messages`.
 
-    Where known, `id`, `task_id` and `reward` stand beside the messages, and `images`: then each image part without
-    a reference, and each `<image>` in text, is the next of them (as TRL, ms-swift and LLaMA-Factory write it). Other
-    images are files inside the folder of the record's file, or data URLs.
+    Where known, `id`, `task_id` and `reward` stand beside the messages, and:
+
+    - `system`, a system prompt to put before them;
+    - `tools` (`tool_defs` of verifiers, `functions`), what the model could call, as a list or its JSON text;
+    - `weight`, `loss`, `trainable` or `trained`: 0 or false makes all of the chat context, as it does on an answer;
+    - `images`: each image part without a reference, and each `<image>` in text, is the next of them (as TRL, ms-swift
+      and LLaMA-Factory write it). Other images are files inside the folder of the record's file, or data URLs.
     """
 
     columns = ("id", "task_id")
+    shape = CHAT
 
     def recording(self, record: Record) -> Recording:
         """The chat of a record."""
         fields = record.value if isinstance(record.value, dict) else {"messages": record.value}
-        messages = fields.get("messages")
+        refuse_unread(fields, record.source)
+        if "messages" not in fields:
+            keys = ", ".join(sorted(fields)) or "nothing"
+            raise DataError(f"{record.source} must hold a list of messages in 'messages', got only {keys}")
+        messages = fields["messages"]
         if isinstance(messages, str):
             messages = from_json(messages, record.source)
         if fields.get("images") is not None:
             references, record = row_images(record, fields["images"])
             messages = _with_listed_images(messages, references, record.source)
+        trained = is_trained(fields, record.source)
         return record.recording(
-            parse_messages(messages, record.source, record.locate),
+            (
+                *system_prompt(fields.get("system"), messages, record),
+                *parse_messages(messages, record.source, record.locate, trained=trained),
+            ),
             uid=first_known(fields.get("task_id"), fields.get("uid"), record.id),
             reward=fields.get("reward"),
+            tools=tools_of(fields, record.source),
         )
+
+
+def system_prompt(content: Any, messages: Any, record: Record) -> tuple[Message, ...]:
+    """The system prompt that stands beside messages, as a message to put before them."""
+    where = f"{record.source}, system"
+    if not is_there(content):
+        return ()
+    first = messages[0] if isinstance(messages, list) and messages else None
+    if isinstance(first, dict) and first.get("role") in ("system", "developer"):
+        if first.get("content") != content:
+            raise DataError(f"{where}: message 0 is another system prompt; keep one of them")
+        return ()
+    return parse_messages([{"role": "system", "content": content}], where, record.locate)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A record of a file, before its id is settled."""
+
+    file: Path
+    number: int
+    own: str | None  # the id it gives itself
+    place: Any  # where in the file, or the `DataError` that reading it raises
+    parts: tuple[tuple[int, ...], ...]  # recordings inside it
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a recording is."""
+
+    file: Path
+    place: Any
+    part: tuple[int, ...] = ()  # which of the recordings inside the record
+    outer: str | None = None  # the id of the record, for a part of it
 
 
 Stamp = tuple[int, int]
@@ -316,27 +449,27 @@ Parse = Callable[[bytes, str], Any]
 """Makes a value of a line; the text says where it stands, for errors."""
 
 
-def _named_places(file: Path, columns: tuple[str, ...], parse: Parse) -> Iterator[tuple[Any, Any]]:
-    """The place of each record of a file, and enough of the record to name it."""
+def _named_places(file: Path, columns: tuple[str, ...], parse: Parse) -> Iterator[tuple[Any, Any, Any]]:
+    """(place, what names it, the record) of each record of a file; of a table only some columns are read."""
     kind = file.suffix.lower()
     if kind == ".json":
-        yield from (((number,), value) for number, value in enumerate(_json_records(file)))
+        yield from (((number,), value, value) for number, value in enumerate(_json_records(file)))
     elif kind == ".parquet":
-        yield from _rows(file, columns)
+        yield from ((place, row, row) for place, row in _rows(file, columns))
     elif kind == ".tar":
         yield from _tar_places(file)
     else:
-        yield from lines_of(file, parse)
+        yield from ((place, value, value) for place, value in lines_of(file, parse))
 
 
-def _places_and_breaks(file: Path, columns: tuple[str, ...], parse: Parse) -> Iterator[tuple[Any, Any]]:
+def _places_and_breaks(file: Path, columns: tuple[str, ...], parse: Parse) -> Iterator[tuple[Any, Any, Any]]:
     """`_named_places`; where the file cannot be read on, the reason stands in place of a last record."""
     try:
         yield from _named_places(file, columns, parse)
     except DataError as error:
         if fault := shortage(error):
             raise fault from None
-        yield error, None
+        yield error, None, None
 
 
 def _json_records(file: Path) -> list[Any]:
@@ -350,9 +483,9 @@ def lines_of(file: Path, parse: Parse) -> Iterator[tuple[tuple[int, int], Any]]:
     with _opened(file) as handle:
         offset = number = 0
         for at, line in enumerate(iter(lambda: handle.readline(MOST_OF_RECORD + 1), b""), 1):
-            if line.strip():
+            if (said := line.removeprefix(BOM)).strip():
                 try:
-                    value = parse(line, f"{file}, line {at}")
+                    value = parse(said, f"{file}, line {at}")
                 except DataError:
                     if len(line) > MOST_OF_RECORD:
                         raise
@@ -365,7 +498,7 @@ def lines_of(file: Path, parse: Parse) -> Iterator[tuple[tuple[int, int], Any]]:
 def _line(file: Path, number: int, offset: int, parse: Parse) -> Any:
     with _opened(file) as handle:
         handle.seek(offset)
-        return parse(handle.readline(MOST_OF_RECORD + 1), f"{file}, record {number}")
+        return parse(handle.readline(MOST_OF_RECORD + 1).removeprefix(BOM), f"{file}, record {number}")
 
 
 def _opened(file: Path) -> Any:
@@ -395,9 +528,12 @@ def _row_group(file: Path, group: int) -> Any:
 
 
 def _rows(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[tuple[int, int, int], Any]]:
-    """((number, row group, row in it), the named columns) of each row."""
+    """((number, row group, row in it), the named columns and messages that are JSON text) of each row."""
     with _parquet(file) as table:
-        there = [name for name in columns if name in table.schema_arrow.names]
+        names = table.schema_arrow.names
+        there = [name for name in columns if name in names]
+        if "messages" in names and not hasattr(table.schema_arrow.field("messages").type, "value_field"):
+            there.append("messages")
         number = 0
         for group in range(table.num_row_groups):
             count = table.metadata.row_group(group).num_rows
@@ -407,14 +543,62 @@ def _rows(file: Path, columns: tuple[str, ...]) -> Iterator[tuple[tuple[int, int
                 number += 1
 
 
-def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, int], ...]], Any]]:
-    """((key, its files), {"id": key}): files whose names are equal up to the first dot are one record.
+def _unread_columns(file: Path, shape: Shape) -> dict[str, int]:
+    """The keys of a table that are not read, by its columns, and the number of rows; empty columns say nothing."""
+    with contextlib.suppress(DataError), _parquet(file) as table:  # reading it raises the same
+        about = table.metadata
+        groups = [about.row_group(number) for number in range(about.num_row_groups)]
+        empty = (
+            all(
+                (told := group.column(column).statistics) is not None
+                and told.has_null_count
+                and told.null_count == group.column(column).num_values
+                for group in groups
+            )
+            for column in range(about.num_columns)
+        )
+        row = {field.name: _filled(field.type, empty) for field in table.schema_arrow}
+        return dict.fromkeys(unread_keys(row, shape), about.num_rows)
+    return {}
+
+
+def _filled(kind: Any, empty: Iterator[bool]) -> Any:
+    """A value of an Arrow type in which each column that is not empty holds `True`; `empty` tells it of each leaf."""
+    if hasattr(kind, "item_field"):
+        return [inner for each in (kind.key_type, kind.item_type) if is_there(inner := _filled(each, empty))]
+    if hasattr(kind, "value_field"):
+        return [inner] if is_there(inner := _filled(kind.value_type, empty)) else None
+    if hasattr(kind, "get_field_index"):
+        inside = {kind.field(n).name: _filled(kind.field(n).type, empty) for n in range(kind.num_fields)}
+        return {name: inner for name, inner in inside.items() if is_there(inner)}
+    return None if next(empty, False) or str(kind) == "null" else True
+
+
+def _without_nulls(value: Any) -> Any:
+    """A column's value without the fields that are null: a table has every field in every row."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inside) for key, inside in value.items() if inside is not None}
+    return [_without_nulls(inside) for inside in value] if isinstance(value, list) else value
+
+
+def _with_messages(value: Any) -> Any:
+    """A record as an object, with messages that are JSON text as what they spell, to look at its keys."""
+    if isinstance(value, list):
+        return {"messages": value}
+    if isinstance(value, dict) and isinstance(value.get("messages"), str):
+        with contextlib.suppress(DataError):  # reading it raises the same
+            return value | {"messages": from_json(value["messages"], "messages")}
+    return value
+
+
+def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, int], ...]], Any, Any]]:
+    """((key, its files), {"id": key}, its JSON): files whose names are equal up to the first dot are one record.
 
     A file is (its name behind the key, offset, size); links and devices are no files.
     """
     try:
         with tarfile.open(plain_file(file, most=None), "r:") as archive:
-            key, members = None, []
+            key, members, value = None, [], None
             for member in archive:
                 if not member.isfile():
                     continue
@@ -422,12 +606,15 @@ def _tar_places(file: Path) -> Iterator[tuple[tuple[str, tuple[tuple[str, int, i
                 stem, _, rest = name.partition(".")
                 at = f"{folder}/{stem}" if folder else stem
                 if at != key and key is not None:
-                    yield (key, tuple(members)), {"id": key}
-                    members = []
+                    yield (key, tuple(members)), {"id": key}, value
+                    members, value = [], None
                 key = at
                 members.append((rest, member.offset_data, member.size))
+                if rest == "json" and member.size <= MOST_OF_RECORD and (said := archive.extractfile(member)):
+                    with contextlib.suppress(DataError):  # reading it raises the same
+                        value = from_json(said.read(), name)
             if key is not None:
-                yield (key, tuple(members)), {"id": key}
+                yield (key, tuple(members)), {"id": key}, value
     except (tarfile.TarError, OSError, EOFError) as error:
         raise DataError(
             f"{file} is not a readable .tar ({error}); compressed ones must be unpacked"
@@ -457,8 +644,8 @@ def _tar_record(file: Path, members: Sequence[tuple[str, int, int]]) -> tuple[An
 def first_record(files: Sequence[Path]) -> Any:
     """The first record of files that can be read, or None where there is none."""
     for file in files:
-        for place, value in _places_and_breaks(file, (), _parsed):
-            if isinstance(place, DataError) or value is None:
+        for place, named, value in _places_and_breaks(file, (), _parsed):
+            if isinstance(place, DataError) or named is None:
                 continue
             if file.suffix.lower() == ".parquet":
                 with _parquet(file) as table:
