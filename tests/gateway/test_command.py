@@ -57,6 +57,8 @@ def test_json_has_the_variables_of_both_packages(tmp_path):
         told = json.loads(process.stdout.readline())
     assert told["variables"]["OPENAI_BASE_URL"] == told["url"]
     assert told["url"] == told["variables"]["ANTHROPIC_BASE_URL"] + "/v1"
+    for name in ("NO_PROXY", "no_proxy"):
+        assert {"127.0.0.1", "localhost"} <= set(told["variables"][name].split(","))
 
 
 @pytest.mark.parametrize("words", [["--max-tokens", "0"], ["--session", "../a"]])

@@ -1,13 +1,19 @@
-"""A port of this machine on which a server of shoal answers."""
+"""Servers of this machine: a port to answer on, and how clients reach one where a proxy is set."""
 
 from __future__ import annotations
 
 import errno
+import ipaddress
+import os
 import socket
+import urllib.parse
+import urllib.request
 
 from shoal.core.errors import ConfigError
 
 LOCAL = "127.0.0.1"
+THIS_MACHINE = (LOCAL, "localhost", "::1")
+"""Its names, for which no proxy is used."""
 
 
 def listening(port: int) -> socket.socket:
@@ -32,3 +38,36 @@ def listening(port: int) -> socket.socket:
         why = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
         raise ConfigError(f"port {port} {why}; choose another, or 0 for a free one") from error
     return listener
+
+
+def no_proxy() -> dict[str, str]:
+    """`NO_PROXY` and `no_proxy` for a program that asks this machine: what they hold here, and its names."""
+    held = [name.strip() for key in ("NO_PROXY", "no_proxy") for name in os.environ.get(key, "").split(",")]
+    names = "*" if "*" in held else ",".join(dict.fromkeys(filter(None, (*held, *THIS_MACHINE))))
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), names)
+
+
+def proxy_for(url: str) -> str | None:
+    """The proxy by which an address is reached: `HTTP_PROXY`, `HTTPS_PROXY` or `ALL_PROXY`, unless `NO_PROXY` names it.
+
+    This machine is reached without one. A proxy that speaks SOCKS is not used.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if is_this_machine(parts.hostname or "") or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    known = urllib.request.getproxies()
+    proxy = known.get(parts.scheme) or known.get("all") or ""
+    proxy = proxy if "://" in proxy or not proxy else f"http://{proxy}"
+    return proxy if proxy.startswith(("http://", "https://")) else None
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a host's name is one of this machine.
+
+    >>> is_this_machine("localhost"), is_this_machine("127.0.0.1"), is_this_machine("::1"), is_this_machine("a.org")
+    (True, True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -21,7 +21,7 @@ import msgspec
 from shoal.core.errors import EngineError, needs_extra
 from shoal.core.executors import Closing
 from shoal.core.files import append_line
-from shoal.core.ports import listening
+from shoal.core.ports import listening, no_proxy
 from shoal.core.registry import SAFE_NAME
 from shoal.core.seeding import derive_seed
 from shoal.gateway import anthropic, openai, responses
@@ -171,11 +171,11 @@ class Gateway:
         return f"{base}/{self.secret}/{session}"
 
     def variables(self, base: str, session: str) -> dict[str, str]:
-        """Environment variables by which SDKs find a session."""
+        """Environment variables by which SDKs find a session, and ask it without a proxy that may be set."""
         address = self.url(base, session)
         return {
             "OPENAI_BASE_URL": f"{address}/v1", "OPENAI_API_KEY": "shoal",
-            "ANTHROPIC_BASE_URL": address, "ANTHROPIC_API_KEY": "shoal",
+            "ANTHROPIC_BASE_URL": address, "ANTHROPIC_API_KEY": "shoal", **no_proxy(),
         }  # fmt: skip
 
     async def handle(self, path: str, session: str, body: bytes, retried: bool) -> tuple[int, Any]:

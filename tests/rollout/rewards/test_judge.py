@@ -309,6 +309,30 @@ def test_429_and_5xx_cost_time_and_no_episode(server):
     assert played == play(model(server), groups=2)
 
 
+class Proxy(FakeServer):
+    """A proxy that knows one server, as a company's knows those outside."""
+
+    def reply_to(self, path, body):
+        assert path == "http://judge.example/v1/chat/completions"
+        return super().reply_to("/v1/chat/completions", body)
+
+
+def test_a_judge_outside_is_asked_through_the_proxy_of_the_environment_and_one_here_is_not(
+    server, monkeypatch
+):
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with Proxy("openai") as proxy:
+        proxy.say = graded
+        for name in ("HTTP_PROXY", "http_proxy"):
+            monkeypatch.setenv(name, proxy.url)
+        outside = play(model(server, model={"base_url": "http://judge.example/v1"}), groups=1)
+        assert [episode.status for episode in outside] == ["ok"] * len(outside)
+        asked = len(proxy.seen)
+        assert play(model(server), groups=1) == outside
+        assert len(proxy.seen) == asked > 0
+
+
 def test_a_judge_that_stays_away_longer_than_its_patience_costs_the_episodes(server):
     server.faults = [503] * 1000
     played = play(model(server, model={"patience": 1.0}, concurrency=1))

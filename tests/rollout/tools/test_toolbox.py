@@ -208,8 +208,10 @@ def test_servers_that_do_not_start_are_named_with_their_last_words():
     assert not [child for child in psutil.Process().children(recursive=True) if SERVER in child.cmdline()]
 
 
-def test_a_server_at_an_address_is_called_over_http():
+def test_a_server_at_an_address_is_called_over_http_without_the_proxy_of_the_environment(monkeypatch):
     pytest.importorskip("mcp")
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody answers
     import socket
     import subprocess
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from shoal.core.configuration import check_settings
 from shoal.core.errors import EngineError, needs_extra
+from shoal.core.ports import proxy_for
 from shoal.core.seeding import stream
 from shoal.rollout.loops import LoopThread
 
@@ -54,7 +55,7 @@ class RefusedError(EngineError):
 
 
 class HttpClient:
-    """Posts JSON to one server.
+    """Posts JSON to one server, through the proxy that the environment names for it.
 
     Args:
         url: base address, such as `http://127.0.0.1:8000`.
@@ -74,6 +75,7 @@ class HttpClient:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the server's address must begin with http:// or https://, got {url!r}")
         self.url = url.rstrip("/")
+        self._proxy = proxy_for(url)
         self.retry_policy = retry_policy
         # A packed answer could unpack to any size, so none is asked for.
         kind = "application/json"
@@ -153,7 +155,7 @@ class HttpClient:
 
     async def _once(self, method: str, path: str, body: bytes | None) -> tuple[int, str, bytes]:
         """Status, Retry-After and body of one attempt."""
-        settings = {"data": body, "headers": self._headers, "allow_redirects": False}
+        settings = {"data": body, "headers": self._headers, "allow_redirects": False, "proxy": self._proxy}
         async with self._session.request(method, self.url + path, **settings) as reply:
             data = bytearray()
             async for part in reply.content.iter_chunked(65_536):

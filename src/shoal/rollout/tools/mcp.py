@@ -7,6 +7,7 @@ all that it started, and begins anew for the next call; a call in which a server
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -14,11 +15,15 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from shoal.core.errors import ConfigError, EnvError, format_error, needs_extra
+from shoal.core.ports import is_this_machine
 
 START_SECONDS = 30.0
 """Within which a server must be there."""
+READ_SECONDS = 300.0
+"""Within which the next part of an answer of a server of this machine must come, as with the package of MCP."""
 STOP_SECONDS = 10.0
 """For which the end of a server is waited for; the package of MCP kills one that does not end by itself."""
 LOOK_SECONDS = 5.0
@@ -151,8 +156,10 @@ class McpServer:
 
     async def _hold(self, connected: Callable[[Any], None], end: asyncio.Event) -> None:
         """Connect, and stay connected until the end; trouble ends this task."""
+        import httpx2
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
+        from mcp.client.streamable_http import streamable_http_client
 
         config = self.config
         try:
@@ -165,8 +172,15 @@ class McpServer:
                     StdioServerParameters(command=command, args=words, env=variables, cwd=config.folder),
                     self._said,
                 )
-            async with Client(server, cache=None) as client:
-                connected(client)
+            async with contextlib.AsyncExitStack() as ending:
+                if config.url and is_this_machine(urlsplit(config.url).hostname or ""):
+                    limits = httpx2.Timeout(START_SECONDS, read=READ_SECONDS)
+                    direct = httpx2.AsyncClient(
+                        trust_env=False, timeout=limits
+                    )  # no proxy of the environment
+                    await ending.enter_async_context(direct)
+                    server = streamable_http_client(config.url, http_client=direct)
+                connected(await ending.enter_async_context(Client(server, cache=None)))
                 await end.wait()
         except (Exception, asyncio.CancelledError) as error:
             inside: BaseException = error
