@@ -10,7 +10,7 @@ from tests.viewer.test_index import episode
 from shoal.cli.grammar import came_to_an_end, show_warnings
 from shoal.cli.main import main
 from shoal.cli.output import program
-from shoal.core.data import Judged, Score, write_trajectories
+from shoal.core.data import Counted, Judged, Requests, Score, write_trajectories
 from shoal.core.errors import EngineError
 from shoal.core.run_folder import RunFolder
 
@@ -48,6 +48,17 @@ def test_a_response_that_is_itself_the_action_is_shown_once(run, capsys):
     write_trajectories(run / "trajectories" / "heldout-000002.jsonl", [played])
     assert main(["show", str(run)]) == 0
     assert "    seen\n  → higher   reward 1\n" in capsys.readouterr().out
+
+
+def test_what_a_program_failed_with_and_what_it_was_refused_are_shown(run, capsys):
+    asked = Requests((Counted("400: seed=3 is not served here", 2),), (Counted("temperature=0.7", 5),))
+    failed = replace(episode((0.0,), error="KeyError: 'garden'"), requests=asked)
+    write_trajectories(run / "trajectories" / "heldout-000002.jsonl", [failed])
+    assert main(["show", str(run)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the program failed: KeyError: 'garden', reward 0" in shown
+    assert "the gateway refused 2 of its requests: 400: seed=3 is not served here" in shown
+    assert "the run's own value was used 5 times instead of temperature=0.7" in shown
 
 
 def test_why_a_run_failed_is_shown(run, capsys):

@@ -46,6 +46,7 @@ def test_a_run_that_goes_well_gets_no_advice():
         ({"share_idle": 0.6}, "The engine is idle"),
         ({"failed_episodes": 3, "episodes": 64}, "Episodes failed"),
         ({"tool_errors": 0.6}, "Calls of tools fail"),
+        ({"program_errors": 0.6}, "Programs raise"),
         ({"valid_actions": 0.3}, "Few valid actions"),
         ({"valid_actions": 0.1}, "Hardly any answer is a valid action"),
         ({"grad_norm": 0.0}, "The gradient is zero"),

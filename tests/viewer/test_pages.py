@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.viewer.test_server import make_run, tables_of
 
 from shoal.cli.main import main
 from shoal.cli.view import run_folders
-from shoal.core.data import write_advantages, write_trajectories
+from shoal.core.data import Counted, Requests, write_advantages, write_trajectories
 from shoal.core.errors import DataError
 from shoal.core.run_folder import RunFolder
 from shoal.viewer.episode_pages import spelling
@@ -464,6 +465,23 @@ def test_failed_episodes_are_left_out_of_means_as_metrics_leave_them_out(tmp_pat
     assert "<dt>mean reward</dt><dd>1</dd>" in told
     assert "All rewards are equal" in told
     assert "+0 against the mean" in page_for(site, "run/0/episode", {"name": "train-000001:0"}).body
+
+
+def test_an_episode_whose_program_failed_counts_and_says_what_with(tmp_path, opened):
+    run = opened(make_run(tmp_path / "run"))
+    asked = Requests((Counted("400: seed=3 is not served here", 2),))
+    failed = replace(episode((0.0,), member=1, error="KeyError: 'garden'"), requests=asked)
+    write_trajectories(
+        tmp_path / "run" / "trajectories" / "train-000001.jsonl",
+        [episode((1.0,), member=0, success=True), failed],
+    )
+    run.index.refresh()
+    found = [(file["reward"], file["success"], file["errors"]) for file in run.index.summary()]
+    assert found == [(0.5, 0.5, 0)]
+    assert run.index.causes() == [("the program failed: KeyError: 'garden'", 1)]
+    told = page_for(Site([run]), "run/0/episode", {"name": "train-000001:1"}).body
+    assert '<p class="error">the program failed: KeyError: &#x27;garden&#x27;</p>' in told
+    assert "the gateway refused 2 of its requests: 400: seed=3 is not served here" in told
 
 
 def test_advantages_of_a_file_with_a_damaged_line_are_not_told_as_those_of_others(tmp_path, opened):

@@ -53,6 +53,8 @@ PANELS["all"] = PANELS["core"] | {  # those of the extra "envs" too
 """Envs and their settings; never changed, since tables of one name are compared."""
 FEW = 0.2
 """Share of answers with an action below which something is wrong with the prompts."""
+PROGRAMS = ("program_errors", "refused_requests", "overridden/")
+"""Metrics of programs that are printed where they occur."""
 PANEL_SEED = 20_260_101
 """Seed of the episodes of all panels."""
 
@@ -163,6 +165,8 @@ def evaluate(options: EvalOptions) -> int:
             print(f"turns          {result['turns']:.2f}")
             print(f"valid actions  {result['valid_actions']:.3f}")
             print(f"episodes       {result['episodes']} whole, {result['failed_episodes']} failed")
+            for name in (name for name in result if name.startswith(PROGRAMS)):
+                print(f"{name}  {result[name]:g}")
         if folder is not None:
             _write(options, folder, trajectories, result, plan.settings)
     return 0
@@ -297,7 +301,7 @@ def _warn_of_invalid(options: EvalOptions, trajectories: list[Any], run: Any, pl
 
 def _result(trajectories: list[Any]) -> dict[str, Any]:
     """What is said of episodes; failed ones are told and left out."""
-    from shoal.train.agent.evaluation import mean_interval, success_by_kind, success_rate
+    from shoal.train.agent.evaluation import mean_interval, program_metrics, success_by_kind, success_rate
 
     whole = came_to_an_end(trajectories)
     rate = success_rate(trajectories)
@@ -314,6 +318,7 @@ def _result(trajectories: list[Any]) -> dict[str, Any]:
         "valid_actions": sum(valid) / max(1, len(valid)),
         "episodes": len(whole),
         "failed_episodes": len(trajectories) - len(whole),
+        **program_metrics(trajectories),
         **success_by_kind(whole),
     }
 

@@ -242,6 +242,8 @@ def outcome(trajectory: Trajectory) -> str:
         return f"{trajectory.status}: {trajectory.error}"
     if trajectory.success:
         return "success"
+    if trajectory.program_failed:
+        return f"the program failed: {trajectory.error}"
     if trajectory.finish == "context":
         return "the prompt filled the context"
     return "failed" if trajectory.terminated else "not solved in time"
@@ -264,6 +266,8 @@ def print_episode(
     if isinstance(trajectory.judged, Judged):
         scores = [f"{s.name} {readable(s.value)} (weight {s.weight:g})" for s in trajectory.judged.scores]
         console.print(harmless(f"rewards: {', '.join(scores)}"))
+    for line in trajectory.requests.lines() if trajectory.requests else ():
+        console.print(harmless(line), markup=False)
     for at in range(min(max_turns, len(trajectory.turns))):
         print_turn(console, trajectory, at, decode)
     left = len(trajectory.turns) - max_turns

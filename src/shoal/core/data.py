@@ -182,6 +182,29 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
+class Counted:
+    """Something that happened, and how often."""
+
+    what: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Where the requests of an agent program were not answered as it asked."""
+
+    refused: tuple[Counted, ...] = ()  # requests, by status and reason
+    overridden: tuple[Counted, ...] = ()  # settings such as "temperature=0.7": the run's own value was used
+
+    def lines(self) -> list[str]:
+        """In words, a line each."""
+        refused = [f"the gateway refused {one.count} of its requests: {one.what}" for one in self.refused]
+        return refused + [
+            f"the run's own value was used {one.count} times instead of {one.what}" for one in self.overridden
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """The record of an episode; `status` says why one is incomplete."""
 
@@ -196,9 +219,10 @@ class Trajectory:
     terminated: bool
     truncated: bool
     status: Status = "ok"
-    error: str | None = None  # the cause when `status` is not "ok"
+    error: str | None = None  # the cause when `status` is not "ok"; see `program_failed` too
     finish: str | None = None  # "context" where the next prompt did not fit into the context; None otherwise
     judged: Judged | msgspec.UnsetType = msgspec.UNSET  # by `rewards`; without them no part of the JSON
+    requests: Requests | msgspec.UnsetType = msgspec.UNSET  # of an agent program; left out if it is empty
 
     def __post_init__(self) -> None:
         for number, call in enumerate(self.calls):
@@ -212,6 +236,11 @@ class Trajectory:
     def reward(self) -> float:
         """The undiscounted sum of rewards."""
         return sum(turn.reward for turn in self.turns)
+
+    @property
+    def program_failed(self) -> bool:
+        """Whether an agent program failed after the model had answered it: the episode counts, and `error` says how."""
+        return self.status == "ok" and bool(self.error)
 
     @property
     def scores(self) -> tuple[Score, ...]:

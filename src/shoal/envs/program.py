@@ -40,7 +40,11 @@ class ProgramConfig:
     folder: str | None = None
     """Where the program runs, and the module of a function is found; the current folder if not given."""
     max_steps: int = 64
-    """Calls of the model, at most; further ones are refused."""
+    """Calls of the model, at most. The next one is refused, and the episode is truncated: it counts, with the reward
+    that the program returns all the same, else 0."""
+    on_error: float = 0.0
+    """Reward of an episode whose program raises (a command: ends with a status other than 0) after the model answered
+    it. It counts as an unsuccessful episode and is not played again."""
     parallel: bool = False
     """Whether it asks the model several things at a time. Its calls have no order in time then, for discounts and for
     the last one, at which the reward stands: they are put into one that does not depend on their arrival."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.core.errors import ShoalError
@@ -22,6 +22,12 @@ from shoal.rollout.tools.calls import (
     written_call,
     written_result,
 )
+
+PICKING = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens",
+}  # fmt: skip
+"""Parameters that say how tokens are picked, and what `Sampling` calls them."""
 
 
 class RefusedError(ShoalError):
@@ -81,6 +87,7 @@ class Asked:
     logprobs: bool = False
     tools: tuple[str, ...] = ()  # their names
     usage: bool = False  # whether a stream ends with the count of tokens
+    settings: Mapping[str, float] = field(default_factory=dict)  # parameters of `PICKING` that it names
 
     @property
     def turns(self) -> tuple[tuple[str, str], ...]:

@@ -30,7 +30,7 @@ CHAT = {
     "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "n", "stream",
     "stream_options", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "user", "metadata",
     "store", "seed", "frequency_penalty", "presence_penalty", "response_format", "safety_identifier",
-    "prompt_cache_key", "service_tier",
+    "prompt_cache_key", "service_tier", "top_k", "min_p",
 }  # fmt: skip
 """Parameters of a chat completion that are known; some of them may only have the value that changes nothing."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -73,7 +73,8 @@ def sampling_of(body: Mapping[str, Any], most: int, *names: str) -> Sampling:
         raise RefusedError("stop must be a text or a list of texts", param="stop")
     return Sampling(
         min(most, *limits), number(body, "temperature", float, 1.0, 0, 2), stop,
-        top_p=number(body, "top_p", float, 1.0, 1e-9, 1), top_k=number(body, "top_k", int, 0, 0, 10**9),
+        top_p=number(body, "top_p", float, 1.0, 1e-9, 1), top_k=number(body, "top_k", int, 0, -1, 10**9),
+        min_p=number(body, "min_p", float, 0.0, 0, 1),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal.core.data import Requests
 from shoal.core.ports import listening
 from shoal.gateway.server import Gateway, make_app
 from shoal.gateway.sessions import Recorded, Session
@@ -79,6 +80,23 @@ class OpenSession:
 
     def __init__(self, gateway: Gateway, session: Session, variables: Mapping[str, str]) -> None:
         self._gateway, self._session, self.variables = gateway, session, variables
+
+    async def exhausted(self) -> None:
+        """Return when the program asks on and on though a budget is used up."""
+        await self._session.exhausted.wait()
+
+    @property
+    def requests(self) -> Requests | None:
+        """Those that were not answered as the program asked; None if there are none."""
+        return self._session.requests
+
+    def spent(self, *, parallel: bool) -> str | None:
+        """The budget that ended it, "calls" or "context"; None if none did.
+
+        Args:
+            parallel: as of `close`.
+        """
+        return self._session.spent(in_time=not parallel)
 
     def close(self, *, parallel: bool) -> Sequence[Exchanged]:
         """End it; its calls with what was said in them.

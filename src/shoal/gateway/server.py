@@ -25,7 +25,7 @@ from shoal.core.ports import listening, no_proxy
 from shoal.core.registry import SAFE_NAME
 from shoal.core.seeding import derive_seed
 from shoal.gateway import anthropic, openai, responses
-from shoal.gateway.chats import Asked, RefusedError, from_json
+from shoal.gateway.chats import PICKING, Asked, RefusedError, from_json
 from shoal.gateway.sessions import Answer, ClosedError, Recorded, Session
 from shoal.rollout.loops import LoopThread
 from shoal.rollout.prompts import PromptConfig, Prompter
@@ -185,11 +185,17 @@ class Gateway:
             asked = self._read(wire, body)
             answers = await self._known(session).answer(asked, path.encode() + body, retried=retried)
         except RefusedError as error:
+            self.refuse(session, error)
             return error.status, wire.error(error)
         except (EngineError, OSError) as error:  # no answer in time, or a full disk
             return 503, wire.error(RefusedError(str(error), status=503))
         answer = wire.write(asked, session, answers)
         return 200, wire.stream(asked, answer) if asked.stream else answer
+
+    def refuse(self, session: str, error: RefusedError) -> None:
+        """Note a refused request in its session, if there is one of that name."""
+        if session in self.sessions:
+            self.sessions[session].refuse(error)
 
     def _known(self, name: str) -> Session:
         found = self.sessions.get(name)
@@ -205,7 +211,8 @@ class Gateway:
         if not isinstance(given, dict):
             raise RefusedError("the request must be a JSON object")
         asked = wire.read(given, self.max_tokens)
-        return asked if asked.model else replace(asked, model=self.model)
+        settings = {name: given[name] for name in PICKING if given.get(name) is not None}
+        return replace(asked, model=asked.model or self.model, settings=settings)
 
 
 def make_app(gateway: Gateway) -> Any:
@@ -234,14 +241,21 @@ def make_app(gateway: Gateway) -> Any:
 
     def refused(request: Request, status: int, text: str) -> Response:
         wire = WIRES.get(request.path_params.get("path", ""), WIRES["chat/completions"])
-        return JSONResponse(wire.error(RefusedError(text, status=status)), status)
+        error = RefusedError(text, status=status)
+        secret, _, behind = request.url.path[1:].partition("/")
+        if is_secret(secret):
+            gateway.refuse(behind.partition("/")[0], error)
+        return JSONResponse(wire.error(error), status)
+
+    def is_secret(text: str) -> bool:
+        return hmac.compare_digest(text.encode(), gateway.secret.encode())
 
     def guard(request: Request) -> Response | None:
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         name = host.rpartition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
         if name not in LOCAL or (origin is not None and urlsplit(origin).netloc != host):
             return refused(request, 403, "this server only answers programs of this machine")
-        if not hmac.compare_digest(request.path_params["secret"].encode(), gateway.secret.encode()):
+        if not is_secret(request.path_params["secret"]):
             return refused(request, 404, "there is no such address: use the whole one, secret included")
         return None
 
@@ -275,7 +289,7 @@ def make_app(gateway: Gateway) -> Any:
         routes=[
             Route("/{secret}/{session}/v1/models", models, methods=["GET"]),
             Route("/{secret}/{session}/v1/{path:path}", ask, methods=["POST"]),
-            Route("/{path:path}", nowhere, methods=["GET", "POST"]),
+            Route("/{path:path}", nowhere, methods=["GET", "POST", "PUT", "PATCH", "DELETE"]),
         ]
     )
 

@@ -13,22 +13,27 @@ import hashlib
 import itertools
 import json
 import logging
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from shoal.core.data import Call
+from shoal.core.data import Call, Counted, Requests
 from shoal.core.errors import EngineError
-from shoal.gateway.chats import Asked, RefusedError, Said, Turn, read_answer
+from shoal.gateway.chats import PICKING, Asked, RefusedError, Said, Turn, read_answer
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Key, Message, Request
 from shoal.rollout.samplers.sampler import Sampling as Picking
 
 logger = logging.getLogger(__name__)
 Turns = tuple[tuple[str, str], ...]
+Budget = Literal["calls", "context"]
+MOST_REASONS = 20
+"""Different refusals of a session that are recorded in full."""
+MOST_BEYOND = 1000
+"""Requests beyond its budget after which a program is taken to ask for ever."""
 
 
 @runtime_checkable
@@ -85,6 +90,14 @@ class ClosedError(RefusedError):
         super().__init__(f"session {name!r} has ended", status=409)
 
 
+class SpentError(RefusedError):
+    """A request for which a budget has no room left: the calls of a session, or the context of the model."""
+
+    def __init__(self, text: str, budget: Budget, status: int = 400, param: str | None = None) -> None:
+        super().__init__(text, status, param)
+        self.budget: Budget = budget
+
+
 class Session:
     """The calls of one program.
 
@@ -94,7 +107,7 @@ class Session:
         tokenizer: of the model.
         sampler: what answers.
         write: writes a recorded call down; it is answered only afterwards.
-        fixed: how tokens are picked, which a program may not change; of its limits the least holds.
+        fixed: how tokens are picked, whatever a program asks for; of the limits of an answer the least holds.
         most_calls: further ones are refused.
         prompter: knows how often it is still to be looked whether the chat template writes chats otherwise.
     """
@@ -123,12 +136,46 @@ class Session:
         self._begun = self._under_way = 0
         self.at_once = False
         """Whether a call came while another one was being answered."""
+        self.exhausted = asyncio.Event()
+        """Set when the program asks on and on though a budget is used up."""
+        self._refused, self._overridden = Counter[str](), Counter[str]()
+        self._spent: list[Budget] = []  # of each request that was refused for a budget
+        self._answered_at = 0  # how many of these there were at the last answer
         self._answers: dict[str, asyncio.Task[list[Answer]]] = {}  # by the digest of the request
 
     @property
     def failed(self) -> EngineError | None:
         """Why a prompt has no answer; None if all have one."""
         return next(iter(self._failed.values()), None)
+
+    @property
+    def requests(self) -> Requests | None:
+        """Those that were refused, and the settings that were not taken; None if there are none."""
+        refused, overridden = (
+            tuple(Counted(what, count) for what, count in sorted(counts.items()))
+            for counts in (self._refused, self._overridden)
+        )
+        return Requests(refused, overridden) if refused or overridden else None
+
+    def spent(self, *, in_time: bool = False) -> Budget | None:
+        """The budget that ended the session: a request was refused for it, and none was answered after that.
+
+        Args:
+            in_time: whether the calls have an order in time; without one, or where some came while others were being
+                answered, a refusal counts whatever was answered when.
+        """
+        ended = self._spent[self._answered_at if in_time and not self.at_once else 0 :]
+        return min(ended, default=None)
+
+    def refuse(self, error: RefusedError) -> None:
+        """Note a request that was refused."""
+        why = f"{error.status}: {error}"
+        known = why in self._refused or len(self._refused) < MOST_REASONS
+        self._refused[why if known else "others"] += 1
+        if isinstance(error, SpentError):
+            self._spent.append(error.budget)
+            if len(self._spent) - self._answered_at >= MOST_BEYOND:
+                self.exhausted.set()
 
     async def answer(self, asked: Asked, body: bytes = b"", *, retried: bool = False) -> list[Answer]:
         """The choices of an answer; a request that is sent again because its answer was lost gets that one.
@@ -148,9 +195,7 @@ class Session:
 
     async def _answer(self, asked: Asked) -> list[Answer]:
         if self._most is not None and self._begun + asked.choices > self._most:
-            raise RefusedError(
-                f"session {self.name!r} has had its {self._most} calls (max_steps)", status=403
-            )
+            raise SpentError(f"this session has had its {self._most} calls (max_steps)", "calls", 403)
         self._begun += asked.choices
         self.at_once |= self._under_way > 0
         self._under_way += 1
@@ -177,8 +222,9 @@ class Session:
             if self.closed:
                 raise ClosedError(self.name)
             if done[0].finish == "context":
-                raise RefusedError(
+                raise SpentError(
                     f"the prompt of {len(prompt)} tokens leaves no room in the context of the model",
+                    "context",
                     param="messages",
                 )
         except Exception as error:  # nothing was answered: who asks again gets what would have been said
@@ -191,6 +237,7 @@ class Session:
             self._record(asked, prompt, parent, digest, nth, one)
             for nth, one in zip(places, done, strict=True)
         ]
+        self._overridden.update(self._not_taken(asked))
         if self._write is not None:
             await asyncio.gather(*(self._write(self.calls[answer.number]) for answer in answers))
         return answers
@@ -200,14 +247,18 @@ class Session:
         fixed = self._fixed
         if fixed is None:
             return asked
-        for name in ("temperature", "top_p", "top_k"):
-            value, right = getattr(asked, name), getattr(fixed, name)
-            if value not in (right, getattr(Picking(), name)):
-                raise RefusedError(
-                    f"{name}={value}: the run that plays this program decides it (here {right}): leave it out",
-                    param=name,
-                )
         return replace(fixed, max_tokens=min(fixed.max_tokens, asked.max_tokens), stop=asked.stop)
+
+    def _not_taken(self, asked: Asked) -> Iterator[str]:
+        """The settings that a request names and the run decides otherwise."""
+        if self._fixed is None:
+            return
+        for parameter, value in asked.settings.items():
+            name = PICKING[parameter]
+            own = getattr(self._fixed, name)
+            taken = value <= own if name == "max_tokens" else max(value, 0) == max(own, 0)  # top_k=-1 is 0
+            if not taken:
+                yield f"{name}={value}"
 
     def _prompt(self, chat: Sequence[Turn], turns: Turns) -> tuple[tuple[int, ...], int | None]:
         """The tokens of a prompt, and the call that it goes on from."""
@@ -277,6 +328,7 @@ class Session:
         )
         call = Call(prompt[known:], parent, done.token_ids, done.logprobs, done.weights_version, done.finish)
         number = len(self.calls)
+        self._answered_at = len(self._spent)
         recorded = Recorded(self.name, number, digest, nth, call, asked.turns, said.canonical())
         self.calls.append(recorded)
         self._prompts[number] = prompt

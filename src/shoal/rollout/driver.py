@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.core.data import Status, Trajectory
 from shoal.core.errors import EngineError, WorkerError
-from shoal.rollout.failures import LEFT_OUT, PLAYED_AGAIN, FailureLog
+from shoal.rollout.failures import COUNTED, LEFT_OUT, PLAYED_AGAIN, FailureLog
 from shoal.rollout.hosts.episodes import Answer, Begin, Ended, Refused, Reply, Use, Used
 from shoal.rollout.hosts.host import Host, HostLostError, Hosts, HostsFailedError
 from shoal.rollout.plan import Assignment
@@ -353,3 +353,10 @@ def report_failures(log: FailureLog, index: int, ended: Ended) -> None:
         log.add(episode, why, PLAYED_AGAIN)
     if trajectory.status != "ok":
         log.add(episode, trajectory.error or trajectory.status, LEFT_OUT)
+    elif trajectory.program_failed:
+        log.add(episode, str(trajectory.error), COUNTED)
+    if trajectory.requests:
+        for setting in trajectory.requests.overridden:
+            log.note(f"a program asks for {setting.what}: the run decides it, so the run's own value is used")
+        for refused in () if trajectory.truncated else trajectory.requests.refused:
+            log.note(f"the gateway refused a request of a program: {refused.what}")

@@ -11,7 +11,7 @@ import numbers
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,8 +23,16 @@ PARAMETERS = ("task", "base_url", "variables")
 """What a function may ask for; it names those that it takes."""
 
 
+Failing = Literal["raised", "no result", "fault"]
+"""How a program comes to no result: it raises, ends by itself without a reward, or dies, is ended, or never runs."""
+
+
 class FunctionFailedError(ShoalError):
-    """A function raised, or its process died."""
+    """A function that came to no result."""
+
+    def __init__(self, text: str, how: Failing = "fault") -> None:
+        super().__init__(text)
+        self.how: Failing = how
 
 
 class FunctionProcesses:
@@ -50,7 +58,8 @@ class FunctionProcesses:
 
         Raises:
             TimeoutError: it does not answer within so many seconds.
-            FunctionFailedError: it answers with text, which says what failed, or died, or cannot be started.
+            FunctionFailedError: it answers with text, which says what failed, or with `{how: text}`; or it died, or
+                cannot be started.
         """
         process = self._idle.pop() if self._idle else None
         try:
@@ -93,6 +102,9 @@ async def _answer_of(process: WorkerProcess, given: Any) -> Any:
         raise FunctionFailedError(f"the process of the function {how}") from None
     finally:
         loop.remove_reader(number)
+    if isinstance(answer, dict):
+        ((how, text),) = answer.items()
+        raise FunctionFailedError(text, how)
     if isinstance(answer, str):
         raise FunctionFailedError(answer)
     return answer
@@ -104,7 +116,7 @@ def _set(arrived: asyncio.Future[None]) -> None:
 
 
 def serve_function(pipe: Any, name: str, folder: str | None) -> None:
-    """Be the process: answer each task with a reward and success, or with text that says what failed."""
+    """Be the process: answer each task with a reward and success, or with what failed as `{how: text}`."""
     if folder is not None:
         os.chdir(folder)
     sys.path.insert(0, os.getcwd())
@@ -113,11 +125,17 @@ def serve_function(pipe: Any, name: str, folder: str | None) -> None:
         while True:
             task, variables = json.loads(pipe.recv_bytes())
             os.environ.update(variables)
+            answer: Any
             try:
                 function = function or _load(name)
-                answer: Any = _play(function, task, variables)
+                value = _play(function, task, variables)
             except BaseException as error:  # the user's code may raise anything, `SystemExit` too
-                answer = f"the function failed: {with_frames(error)}"
+                answer = {"raised": f"the function failed: {with_frames(error)}"}
+            else:
+                try:
+                    answer = result_of(value)
+                except Exception as error:  # what it returned is the user's, too
+                    answer = {"no result": f"the function failed: {with_frames(error)}"}
             pipe.send_bytes(json.dumps(answer).encode())
 
 
@@ -129,7 +147,7 @@ def _load(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _play(function: Callable[..., Any], task: Any, variables: Mapping[str, str]) -> tuple[float, bool]:
+def _play(function: Callable[..., Any], task: Any, variables: Mapping[str, str]) -> Any:
     given = {"task": task, "base_url": variables["OPENAI_BASE_URL"], "variables": variables}
     signature = inspect.signature(function)
     wanted = {key: given[key] for key in PARAMETERS if key in signature.parameters}
@@ -140,7 +158,7 @@ def _play(function: Callable[..., Any], task: Any, variables: Mapping[str, str])
     value = function(**wanted)
     if inspect.isawaitable(value):
         value = asyncio.run(_awaited(value))
-    return result_of(value)
+    return value
 
 
 async def _awaited(value: Any) -> Any:

@@ -1,8 +1,11 @@
 """Episodes that programs play by asking the model themselves; their calls are the record.
 
-A command is a process an episode; a Python function is called in a worker process that plays many. A program that
-dies, hangs or says nonsense is killed with all that it started, and its episode is played once more with the same
-noise, as for any env. Where its calls go is a session, which the caller's factory opens: the gateway, mostly.
+A command is a process an episode; a Python function is called in a worker process that plays many. Where its calls go
+is a session, which the caller's factory opens: the gateway, mostly.
+
+How an episode ends is decided in `ended`: a budget that is used up truncates it, what a program raises after an answer
+is the agent's failure, and both count. A program that dies, hangs or says nonsense is killed with all that it started,
+and its episode is played once more with the same noise, as for any env.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from shoal.core.data import Call, Status, Trajectory, Turn
-from shoal.core.errors import EngineError, EnvError
+import msgspec
+
+from shoal.core.data import Call, Requests, Status, Trajectory, Turn
+from shoal.core.errors import EngineError, EnvError, whole_characters
 from shoal.core.workers import kill_descendants
 from shoal.envs.program import ProgramEnv
 from shoal.rollout.episode import anchor_of
-from shoal.rollout.functions import FunctionFailedError, FunctionProcesses, result_of, serve_function
+from shoal.rollout.functions import Failing, FunctionFailedError, FunctionProcesses, result_of, serve_function
 from shoal.rollout.hosts.episodes import Begin, Ended, Event, Reply
 from shoal.rollout.hosts.host import Host, LocalHosts
 from shoal.rollout.plan import Assignment
@@ -32,6 +37,8 @@ from shoal.rollout.samplers.sampler import Key, Sampling
 
 LAST_WORDS_SECONDS = 1.0
 """For which the rest of an ended program's output is waited for."""
+KILLED = range(129, 193)
+"""Statuses with which a shell ends whose command a signal has ended."""
 
 
 class Exchanged(NamedTuple):
@@ -47,6 +54,20 @@ class ProgramSession(Protocol):
 
     variables: Mapping[str, str]
     """Environment variables by which the program finds it."""
+
+    @property
+    def requests(self) -> Requests | None:
+        """Those that were not answered as the program asked; None if there are none."""
+
+    def spent(self, *, parallel: bool) -> str | None:
+        """The budget that ended it, "calls" or "context": a request was refused for it, and none was answered after.
+
+        Args:
+            parallel: as of `close`.
+        """
+
+    async def exhausted(self) -> None:
+        """Return when the program asks on and on though a budget is used up."""
 
     def close(self, *, parallel: bool) -> Sequence[Exchanged]:
         """End it; its calls, each behind its parent, in the order in which they were asked.
@@ -105,10 +126,11 @@ class ProgramHosts(LocalHosts):
 
 
 class ProgramFailedError(EnvError):
-    """A program that came to no result; `status` is that of its episode."""
+    """A program that came to no result; `status` is that of its episode where it does not count."""
 
-    def __init__(self, text: str, status: Status = "env_error") -> None:
-        super().__init__(text)
+    def __init__(self, text: str, how: Failing = "fault", status: Status = "env_error") -> None:
+        super().__init__(whole_characters(text))
+        self.how: Failing = how
         self.status: Status = status
 
 
@@ -118,6 +140,48 @@ class Result:
 
     reward: float
     success: bool = False
+
+
+class End(NamedTuple):
+    """How an episode of a program ends."""
+
+    status: Status
+    why: str | None = None
+    result: Result = Result(0.0)
+    truncated: bool = False
+
+
+def ended(
+    came: Result | ProgramFailedError,
+    *,
+    answered: bool,
+    budget: str | None,
+    refused: Requests | None,
+    on_error: float,
+) -> End:
+    """How an episode ends.
+
+    Args:
+        came: what the program came to.
+        answered: whether the model answered it at all.
+        budget: that was used up when it ended.
+        refused: its requests that were refused.
+        on_error: reward of a program that raises after an answer.
+    """
+    failed = came if isinstance(came, ProgramFailedError) else None
+    if budget is not None and (failed is None or failed.how != "fault"):
+        return End("ok", None, came if answered and isinstance(came, Result) else Result(0.0), truncated=True)
+    if answered and isinstance(came, Result):
+        return End("ok", None, came)
+    if answered and failed is not None and failed.how == "raised":
+        return End("ok", str(failed), Result(on_error))
+    reasons = refused.refused if refused is not None else ()
+    why = str(failed) if failed is not None else "the program ended without asking the model"
+    if reasons and failed is None:
+        why = "the program ended without an answer of the model"
+    if reasons:
+        why += f"; the gateway refused {sum(one.count for one in reasons)} of its requests, such as {reasons[0].what}"
+    return End("env_error" if failed is None else failed.status, why)
 
 
 class ProgramHost(Host):
@@ -156,34 +220,61 @@ class ProgramHost(Host):
         name = f"{place.iteration}-{place.group}-{place.member}-{place.env_seed % 2**32:x}-{attempt}"
         key = Key(place.seed, (place.iteration, place.group, place.member))
         session = await self._sessions.open(name, key, sampling, program.config.max_steps)
-        result, status, why = Result(0.0, False), "ok", None
+        came: Result | ProgramFailedError
         exchanged: Sequence[Exchanged] = ()
+        unanswered: EngineError | None = None
+        parallel = program.config.parallel
         try:
-            task = program.task(place.env_seed)
-            if program.config.function is None:
-                result = await run(program, task, session.variables)
-            else:
-                result = await self._call(assignment.tag, task, session.variables)
+            came = await self._result(assignment, session)
         except ProgramFailedError as error:
-            status, why = error.status, str(error)
+            came = error
         finally:
             try:
-                exchanged = session.close(parallel=program.config.parallel)
+                exchanged = session.close(parallel=parallel)
             except EngineError as error:
-                status, why = "engine_error", str(error)
-        if status == "ok" and not exchanged:
-            status, why = "env_error", "the program ended without asking the model"
+                unanswered = error
+        requests, budget = session.requests, session.spent(parallel=parallel)
+        end = ended(
+            came, answered=bool(exchanged), budget=budget, refused=requests, on_error=program.config.on_error
+        )
+        if unanswered is not None:
+            end = End("engine_error", str(unanswered))
         turns = [
             Turn(one.asked, number, one.answered, one.answered, True, 0.0, anchor_of({}, one.asked))
             for number, one in enumerate(exchanged)
         ]
         if turns:
-            turns[-1] = replace(turns[-1], reward=result.reward)
+            turns[-1] = replace(turns[-1], reward=end.result.reward)
         return Trajectory(
             assignment.tag, place.iteration, place.group, place.member, place.env_seed,
-            tuple(one.call for one in exchanged), tuple(turns), success=result.success, terminated=status == "ok",
-            truncated=False, status=status, error=why,  # type: ignore[arg-type]
+            tuple(one.call for one in exchanged), tuple(turns), success=end.result.success,
+            terminated=end.status == "ok" and not end.truncated, truncated=end.truncated,
+            status=end.status, error=end.why, finish="context" if end.truncated and budget == "context" else None,
+            requests=msgspec.UNSET if requests is None else requests,
         )  # fmt: skip
+
+    async def _result(self, assignment: Assignment, session: ProgramSession) -> Result:
+        """What a program comes to; one that asks on and on behind the end of its budget is ended.
+
+        Raises:
+            ProgramFailedError: it comes to no result.
+        """
+        program = self._programs[assignment.tag]
+        task = program.task(assignment.place.env_seed)
+        if program.config.function is None:
+            work = run(program, task, session.variables)
+        else:
+            work = self._call(assignment.tag, task, session.variables)
+        playing, asking_on = asyncio.ensure_future(work), asyncio.ensure_future(session.exhausted())
+        try:
+            await asyncio.wait((playing, asking_on), return_when=asyncio.FIRST_COMPLETED)
+            if playing.done():
+                return playing.result()
+            raise ProgramFailedError("the program asked on and on though its budget is used up", "no result")
+        finally:
+            playing.cancel()
+            asking_on.cancel()
+            await asyncio.wait((playing, asking_on))
 
     async def _call(self, tag: str, task: Mapping[str, Any], variables: Mapping[str, str]) -> Result:
         """Call a function in a process that waits, or a new one.
@@ -200,10 +291,10 @@ class ProgramHost(Host):
             return Result(*await self._processes[tag].ask([task, dict(variables)], config.timeout))
         except TimeoutError:
             raise ProgramFailedError(
-                f"the function did not return within {config.timeout:g} s (timeout)", "timeout"
+                f"the function did not return within {config.timeout:g} s (timeout)", status="timeout"
             ) from None
         except FunctionFailedError as error:
-            raise ProgramFailedError(str(error)) from error
+            raise ProgramFailedError(str(error), error.how) from error
 
     def pids(self) -> list[int]:
         """The processes of functions that wait for an episode."""
@@ -256,7 +347,7 @@ async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[s
             await asyncio.wait(reading, timeout=LAST_WORDS_SECONDS)
         except TimeoutError:
             raise ProgramFailedError(
-                f"the program did not end within {config.timeout:g} s (timeout)", "timeout"
+                f"the program did not end within {config.timeout:g} s (timeout)", status="timeout"
             ) from None
         finally:
             _kill(process)
@@ -267,7 +358,10 @@ async def run(program: ProgramEnv, task: Mapping[str, Any], variables: Mapping[s
         raise ProgramFailedError(f"the program printed more than {config.output} bytes (output)")
     if code:
         last = errors.text().splitlines()[-1:] or ["nothing on standard error"]
-        raise ProgramFailedError(f"the program ended with status {code}: {last[0][:300]}")
+        killed = code < 0 or code in KILLED
+        raise ProgramFailedError(
+            f"the program ended with status {code}: {last[0][:300]}", "fault" if killed else "raised"
+        )
     return read_result(said.text())
 
 
@@ -327,7 +421,9 @@ def read_result(said: str) -> Result:
             return Result(*result_of(value))
     except (ValueError, RecursionError):
         pass
-    raise ProgramFailedError(f'the last line must be JSON such as {{"reward": 1.0}}, got {last[:200]!r}')
+    raise ProgramFailedError(
+        f'the last line must be JSON such as {{"reward": 1.0}}, got {last[:200]!r}', "no result"
+    )
 
 
 def _limit_memory(pid: int, mebibytes: int | None) -> None:

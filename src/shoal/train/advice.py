@@ -485,6 +485,11 @@ _RULES: tuple[Rule, ...] = (
         "fit. The errors stand in the episodes.",
     ),
     _beyond(
+        "program_errors", 0.5, "Programs raise",
+        "{:.0%} of the episodes end with an exception of your program, with the reward on_error. Is that the model's "
+        "doing, or a mistake in the program? The exceptions stand in the episodes.",
+    ),
+    _beyond(
         "clip_fraction", 0.4, "Steps are too large",
         "{:.0%} of the samples are clipped. Lower the learning rate or the number of epochs.",
         at_least=2,

@@ -67,7 +67,8 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
         "tokens": episode.tokens,
         "weights": " to ".join(map(str, dict.fromkeys(versions[:1] + versions[-1:]))) or None,
     }
-    broke = f"{episode.status}: {episode.error or 'no cause was recorded'}"
+    why = "the program failed" if trajectory.program_failed else episode.status
+    broke = f"{why}: {episode.error or 'no cause was recorded'}"
     aside = f"Its group of {len(members)}, side by side"
     beside = anchor(site, aside, f"{place}/group", class_="button", name=name, **within_list(site, query))
     arrows, ways = steps(site, run, "episode", episode, query)
@@ -75,12 +76,14 @@ def one_episode(site: Site, run: Run, query: Mapping[str, str]) -> Page:
     turns = [
         _turn(site, run, k, trajectory, spell, turn_number, strips[k]) for k in range(len(trajectory.turns))
     ]
+    requests = trajectory.requests.lines() if trajectory.requests else []
     head = tag(
         "header",
         tag("h1", "Episode ", episode.name, " ", ended(episode)),
         arrows,
         facts(told),
-        tag("p", broke, class_="error") if episode.status != "ok" else None,
+        tag("p", broke, class_="error") if episode.status != "ok" or episode.error else None,
+        [tag("p", line, class_="hint") for line in requests],
         tag("p", beside) if versus else None,
         command(["shoal", "replay", str(run.path), episode.name]),
         key(largest if known else None) if has_colours else None,

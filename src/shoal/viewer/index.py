@@ -323,7 +323,7 @@ class EpisodeIndex:
         return dict(zip(OUTCOMES, counts.tolist(), strict=True))
 
     def causes(self, wanted: Filter | None = None, limit: int = 12) -> list[tuple[str, int]]:
-        """Why episodes broke off, and how often; the most frequent first."""
+        """Why episodes broke off, or their programs failed, and how often; the most frequent first."""
         counts: Counter[str] = Counter()
         rows, found = self._select(wanted)
         for end, n in zip(list(self._ends), np.bincount(rows["end"][found]).tolist(), strict=False):
@@ -400,9 +400,11 @@ class EpisodeIndex:
 
 
 def _cause(end: tuple[str, str | None]) -> str | None:
-    """Why an episode broke off; None for a whole one."""
+    """Why an episode broke off, or what its program failed with; None for others."""
     status, error = end
-    return None if status == "ok" else status if error is None else f"{status}: {error}"
+    if status == "ok":
+        return f"the program failed: {error}" if error else None
+    return status if error is None else f"{status}: {error}"
 
 
 def _number_of(value: Any, known: dict[Any, int]) -> int:

@@ -46,7 +46,22 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if uses := [use for turn in turns for use in turn.tools]:
         row["tool_calls"] = len(uses) / n
         row["tool_errors"] = sum(use.error is not None for use in uses) / len(uses)
-    return row | score_metrics(trajectories) | success_by_kind(whole)
+    return row | program_metrics(trajectories) | score_metrics(trajectories) | success_by_kind(whole)
+
+
+def program_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How often programs failed, were refused, and asked for what the run decides; only what occurred."""
+    whole = [t for t in trajectories if t.status == "ok"]
+    requests = [t.requests for t in trajectories if t.requests]
+    row: dict[str, float] = {}
+    if failed := sum(t.program_failed for t in whole):
+        row["program_errors"] = failed / len(whole)
+    if refused := sum(one.count for asked in requests for one in asked.refused):
+        row["refused_requests"] = float(refused)
+    for one in (one for asked in requests for one in asked.overridden):
+        name = f"overridden/{one.what.partition('=')[0]}"
+        row[name] = row.get(name, 0.0) + one.count
+    return row
 
 
 def rejected_answer(trajectories: Sequence[Trajectory], roles: Mapping[str, Role]) -> Rejected | None:
@@ -82,7 +97,8 @@ def heldout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """What an evaluation says, as `heldout_…`."""
     metrics = rollout_metrics(trajectories)
     kinds = [key for key in metrics if key.startswith(("success/", "score/", "score_missing/"))]
-    wanted = ("success", "reward", "turns", "valid_actions", "failed_episodes", *kinds)
+    of_programs = program_metrics(trajectories)
+    wanted = ("success", "reward", "turns", "valid_actions", "failed_episodes", *kinds, *of_programs)
     return {f"heldout_{key}": metrics[key] for key in wanted}
 
 
