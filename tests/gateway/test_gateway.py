@@ -284,7 +284,7 @@ def test_calls_at_once_are_written_together_and_a_disk_that_is_full_refuses_them
     assert "calls.jsonl" in answer["error"]["message"]
 
 
-def test_strangers_are_refused(serve, engine):
+def test_strangers_are_refused_and_each_refusal_is_counted_in_its_session(serve, engine):
     server = serve(as_sampler(engine), engine.tokenizer, max_tokens=4)
     body = json.dumps({"messages": [{"role": "user", "content": "go"}]}).encode()
     assert post(server, body)[0] == 200
@@ -303,7 +303,12 @@ def test_strangers_are_refused(serve, engine):
         head = f"POST /{server.gateway.secret}/a/v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         raw.sendall(f"{head}Content-Length: {MOST_BODY + 1}\r\n\r\n".encode())
         assert b" 413 " in raw.recv(1000)
+    refused = {403: 2, 404: 2, 400: 5, 413: 1}  # with the secret, for this session: the others are none of it
     assert post(server, body)[0] == 200
+    found = Counter[int]()
+    for one in server.gateway.sessions["a"].requests.refused:
+        found[int(one.what.partition(":")[0])] += one.count
+    assert found == refused
 
 
 def test_a_text_that_ends_an_answer_is_no_part_of_it_but_of_its_tokens(serve, engine):

@@ -246,7 +246,7 @@ def outcome(trajectory: Trajectory) -> str:
         return f"the program failed: {trajectory.error}"
     if trajectory.finish == "context":
         return "the prompt filled the context"
-    return "failed" if trajectory.terminated else "not solved in time"
+    return "failed" if trajectory.terminated else "cut off before it was solved"
 
 
 def print_episode(

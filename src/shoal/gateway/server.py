@@ -242,7 +242,7 @@ def make_app(gateway: Gateway) -> Any:
     def refused(request: Request, status: int, text: str) -> Response:
         wire = WIRES.get(request.path_params.get("path", ""), WIRES["chat/completions"])
         error = RefusedError(text, status=status)
-        secret, _, behind = request.url.path[1:].partition("/")
+        secret, _, behind = request.scope["path"][1:].partition("/")
         if is_secret(secret):
             gateway.refuse(behind.partition("/")[0], error)
         return JSONResponse(wire.error(error), status)
