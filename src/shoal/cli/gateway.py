@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.request import getproxies
 
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import new_folder, print_json, refuse_below
@@ -41,7 +42,7 @@ class GatewayOptions:
     out: Path | None = None
     """folder for the record, calls.jsonl; a new one in runs/ if not given"""
     json: bool = False
-    """print the address and the environment variables of both packages as one line of JSON"""
+    """print the address, and all environment variables by which programs find it, as one line of JSON"""
 
 
 MORE = """\
@@ -82,6 +83,9 @@ def gateway(options: GatewayOptions) -> int:
             else:
                 print(variables["OPENAI_BASE_URL"], flush=True)
                 print(f"each call is in {journal} before it is answered; Ctrl-C ends it", file=sys.stderr)
+                if getproxies().keys() & {"http", "https", "all"}:
+                    told = f"a proxy is set: programs need NO_PROXY={variables['NO_PROXY']}"
+                    print(told, file=sys.stderr)
             signal.pause()
     return 0
 
