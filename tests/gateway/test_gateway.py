@@ -435,3 +435,43 @@ def test_a_call_that_is_broken_or_of_no_offered_tool_stays_text():
     ):
         said = read_answer(text, ["add"])
         assert (said.text, said.calls) == (text, ())
+
+
+def test_an_answer_that_is_gone_on_with_ends_the_prompt_and_is_a_turn_of_what_follows(serve, engine):
+    tokenizer = engine.tokenizer
+    model = Scripted(tokenizer, {"<a>": "Up</a>", "more": "no"})
+    server = serve(model, tokenizer)
+    begun = [*GO, {"role": "assistant", "content": "<a>"}]
+    go_on = {"add_generation_prompt": False, "continue_final_message": True}
+    with client(server) as asking:
+        said = asking.chat.completions.create(messages=begun, extra_body=go_on, **CHAT)
+    assert said.choices[0].message.content == "Up</a>"
+    prompt = tokenizer.start(GO) + tokenizer.encode("<a>")
+    assert model.requests[0].prompt_ids == prompt
+
+    later = [*GO, {"role": "assistant", "content": "<a>Up</a>"}, {"role": "user", "content": "more"}]
+    with client(server) as asking:
+        answer = asking.chat.completions.create(messages=later, **CHAT)
+    answered = prompt + tokenizer.encode("Up</a>")
+    assert model.requests[1].prompt_ids[: len(answered)] == answered
+    assert answer.usage.prompt_tokens_details.cached_tokens == len(answered)
+
+
+@pytest.mark.parametrize(
+    ("messages", "body", "param"),
+    [
+        (GO, {"continue_final_message": True, "add_generation_prompt": False}, "messages[0]"),
+        (GO, {"add_generation_prompt": False}, "add_generation_prompt"),
+        ([*GO, {"role": "assistant", "content": "a"}], {"add_generation_prompt": True}, "messages"),
+        (
+            [*GO, {"role": "assistant", "content": "a"}],
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "add_generation_prompt",
+        ),
+    ],
+)
+def test_what_can_be_no_answer_to_go_on_with_is_refused_by_name(serve, engine, messages, body, param):
+    server = serve(as_sampler(engine), engine.tokenizer)
+    with client(server) as asking, pytest.raises(openai.BadRequestError) as refused:
+        asking.chat.completions.create(messages=messages, extra_body=body, **CHAT)
+    assert refused.value.param == param

@@ -88,6 +88,7 @@ class Asked:
     tools: tuple[str, ...] = ()  # their names
     usage: bool = False  # whether a stream ends with the count of tokens
     settings: Mapping[str, float] = field(default_factory=dict)  # parameters of `PICKING` that it names
+    begun: str = ""  # what the answer begins with; the model goes on from there
 
     @property
     def turns(self) -> tuple[tuple[str, str], ...]:

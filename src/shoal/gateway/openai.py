@@ -30,7 +30,7 @@ CHAT = {
     "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "n", "stream",
     "stream_options", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs", "user", "metadata",
     "store", "seed", "frequency_penalty", "presence_penalty", "response_format", "safety_identifier",
-    "prompt_cache_key", "service_tier", "top_k", "min_p",
+    "prompt_cache_key", "service_tier", "top_k", "min_p", "add_generation_prompt", "continue_final_message",
 }  # fmt: skip
 """Parameters of a chat completion that are known; some of them may only have the value that changes nothing."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -123,14 +123,40 @@ def chat(body: Mapping[str, Any], most: int) -> Asked:
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise RefusedError("stream_options must be an object", param="stream_options")
+    begun = ""
+    if _goes_on(body):
+        *messages, last = messages
+        begun = begun_answer(last, len(messages))
     several = len(set(map(_speaker, messages)) - {None}) > 1
     parts = [_chat_message(place, message, several) for place, message in enumerate(messages)]
     return Asked(
         turns_of(with_schemas(parts, tools)), sampling_of(body, most, "max_tokens", "max_completion_tokens"),
         choices=number(body, "n", int, 1, 1, 128), model=str(body.get("model", "")),
         stream=flag(body, "stream"), logprobs=flag(body, "logprobs"),
-        tools=tuple(tool["name"] for tool in tools), usage=flag(options, "include_usage"),
+        tools=tuple(tool["name"] for tool in tools), usage=flag(options, "include_usage"), begun=begun,
     )  # fmt: skip
+
+
+def _goes_on(body: Mapping[str, Any]) -> bool:
+    """Whether the last message is an answer to go on with, as servers of open models have it."""
+    goes_on = flag(body, "continue_final_message")
+    ask = body.get("add_generation_prompt")
+    if ask not in (None, not goes_on):
+        raise RefusedError(
+            f"add_generation_prompt={ask!r:.40}: it must be false with continue_final_message=true, else true",
+            param="add_generation_prompt",
+        )
+    return goes_on
+
+
+def begun_answer(message: Any, place: int) -> str:
+    """The text of an answer that is to be gone on with."""
+    param = f"messages[{place}]"
+    if not isinstance(message, Mapping) or message.get("role") != "assistant" or message.get("tool_calls"):
+        raise RefusedError(
+            f"{param} must be a message of the assistant without calls, to go on with it", param=param
+        )
+    return text_of(message.get("content"), f"{param}.content")
 
 
 def _speaker(message: Any) -> str | None:

@@ -71,7 +71,7 @@ class Answer:
         return self.completion.finish == "length" and self.stop is None
 
 
-class Recorded(msgspec.Struct, frozen=True):
+class Recorded(msgspec.Struct, frozen=True, omit_defaults=True):
     """A call as it is written down, before it is answered."""
 
     session: str
@@ -81,6 +81,7 @@ class Recorded(msgspec.Struct, frozen=True):
     call: Call
     turns: Turns  # what the program sent, as text
     answer: str  # as a program sends it back
+    begun: str = ""  # the part of the answer that the program wrote; its tokens end the prompt
 
 
 class ClosedError(RefusedError):
@@ -210,6 +211,7 @@ class Session:
     async def _sampled(self, asked: Asked) -> list[Answer]:
         sampling = self._sampling(asked.sampling)
         prompt, parent = self._prompt(asked.chat, asked.turns)
+        prompt += self._tokenizer.encode(asked.begun)
         digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
         used = self._asked[digest]
         free = (nth for nth in itertools.count() if nth not in used)
@@ -305,7 +307,7 @@ class Session:
         while number is not None:  # answers as they were said, whatever a program made of them
             recorded = self.calls[number]
             said = self._tokenizer.decode(recorded.call.response_ids)
-            shown[len(recorded.turns)] = [{"role": "assistant", "content": said}]
+            shown[len(recorded.turns)] = [{"role": "assistant", "content": recorded.begun + said}]
             number = recorded.call.parent
         self._prompter.check_drift([message for turn in shown for message in turn], prompt)
 
@@ -329,12 +331,13 @@ class Session:
         call = Call(prompt[known:], parent, done.token_ids, done.logprobs, done.weights_version, done.finish)
         number = len(self.calls)
         self._answered_at = len(self._spent)
-        recorded = Recorded(self.name, number, digest, nth, call, asked.turns, said.canonical())
+        whole = read_answer(f"{asked.begun}{text[:end]}", asked.tools).canonical()
+        recorded = Recorded(self.name, number, digest, nth, call, asked.turns, whole, asked.begun)
         self.calls.append(recorded)
         self._prompts[number] = prompt
         ways = [recorded.answer]
         if stop is not None and text == f"{text[:end]}{stop}":
-            ways.append(read_answer(text, asked.tools).canonical())  # programs may put the stop text back
+            ways.append(read_answer(f"{asked.begun}{text}", asked.tools).canonical())  # programs may put the stop text back
         for way in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in ways):
             self._ends.setdefault(way, []).append(number)
         return Answer(number, said, done, len(prompt), len(prompt) - known, stop)
