@@ -91,7 +91,8 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
     Discrete actions have the numbers 1, 2, … here (0 stands for no usable action); those of a `Text` space, or of an
     env without `action_space`, are free text; others are given as numbers in text, "0.5, -1". A response without a
     usable action does not reach the env. The class inside may have `instructions`, `action_names` and `max_steps`,
-    which are used where the config does not say otherwise.
+    which are used where the config does not say otherwise, and `random_action(rng)` and `expert_action()`, from which
+    the warm-up learns.
 
     Args:
         config: how it is shown.
@@ -303,6 +304,38 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             if message["role"] != "assistant"
             and not (message["role"] == "system" and message["content"] in self._system)
         )
+
+    @property
+    def draws_actions(self) -> bool:
+        """Whether there are words for actions, or the env inside has a `random_action`."""
+        return bool(self.projection.lookup) or self._own("random_action") is not None
+
+    def random_action(self, rng: np.random.Generator) -> Any:
+        """What `random_action(rng)` of the env inside gives, if it has one: an action, or the text of one."""
+        own = self._own("random_action")
+        return super().random_action(rng) if own is None else self._in_words(own(rng), "random_action")
+
+    def expert_action(self) -> Any:
+        """What `expert_action()` of the env inside gives, if it has one: an action, the text of one, or None."""
+        own = self._own("expert_action")
+        return None if own is None else self._in_words(own(), "expert_action")
+
+    def _own(self, name: str) -> Callable[..., Any] | None:
+        """A method of the env inside."""
+        method = getattr(self.inner.unwrapped, name, None)
+        return method if callable(method) else None
+
+    def _in_words(self, action: Any, method: str) -> Any:
+        """The text of an action: the word of a discrete one, the numbers of an array; text and calls stay."""
+        if action is None or isinstance(action, str | tuple | list):
+            return action
+        space = self._action_space
+        if isinstance(action, np.ndarray):
+            return ", ".join(map(str, action.ravel().tolist()))
+        if isinstance(space, spaces.Discrete) and space.contains(action):
+            return self.projection.words()[int(action) - self._first]
+        kind, wanted = type(self.inner.unwrapped), "must return an action, or its text"
+        raise EnvError(blame(kind, method, f"{wanted}, got {action!r:.80}"))
 
     def available_actions(self) -> list[str]:
         """The words of discrete actions, or a pattern for numbers."""
