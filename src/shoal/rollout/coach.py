@@ -81,7 +81,8 @@ def no_random_action(tag: str) -> ConfigError:
     """The error for an env of which the warm-up on random play gets no action."""
     return ConfigError(
         f"the warm-up plays random actions, and {tag!r} takes free text, of which none can be drawn: give the env a "
-        f"random_action(rng) that returns a valid one, or set warmup.steps=0, or warmup.expert=1 where it has an expert"
+        f"random_action(rng) that returns a valid one, or set warmup.steps=0, or warmup.expert=1 where the env has an "
+        f"expert"
     )
 
 
