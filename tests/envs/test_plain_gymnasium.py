@@ -232,3 +232,33 @@ def test_random_and_expert_actions_of_the_class_are_used():
     assert {numbers.random_action(np.random.default_rng(n)) for n in range(9)} == {"left", "right"}
     with pytest.raises(EnvError, match=r"DrawnWrongly\.random_action\(\) must return an action.*got 2"):
         resolve_text(f"{HERE}:DrawnWrongly")().random_action(np.random.default_rng(0))
+
+
+class Unseeded(Scales):
+    def reset(self):
+        return super().reset()
+
+
+class SameWords(Scales):
+    action_names = ("left", "left")
+
+
+class Never(Scales):
+    def step(self, action):
+        return self.look(), 0.0, False, False, {"success": False}
+
+
+def test_a_reset_without_seed_and_a_word_for_two_actions_are_named():
+    with pytest.raises(
+        EnvError, match=r"Unseeded\.reset\(\) must be reset\(self, \*, seed=None.*test_plain_gym.*py:\d+"
+    ):
+        resolve_text(f"{HERE}:Unseeded")()
+    with pytest.raises(ConfigError, match=r"action_names of .*SameWords has 'left' twice"):
+        resolve_text(f"{HERE}:SameWords")()
+
+
+def test_the_check_notes_an_env_that_never_pays(capsys):
+    assert main(["envs", "check", f"{HERE}:Never"]) == 0
+    assert "never rewarded" in capsys.readouterr().out
+    assert main(["envs", "check", f"{HERE}:Scales"]) == 0
+    assert "never rewarded" not in capsys.readouterr().out

@@ -6,8 +6,10 @@ system message joins the instructions, and the others are the text of the turn.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
@@ -115,6 +117,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         super().__init__(config, **settings)
         make = _maker(self.config.id, self.config.kwargs) if make is None else make
         self.inner = _made(make, self.config.id)
+        _check_reset(type(self.inner.unwrapped))
         self._adapt(make)
 
     def _adapt(self, make: Callable[..., gymnasium.Env[Any, Any]]) -> None:
@@ -165,6 +168,10 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             words = names or (known_actions if len(known_actions) == space.n else numbered)
             if len(words) != space.n:
                 raise ConfigError(f"{config.id} has {space.n} actions, but action_names has {len(words)}")
+            if twice := [word for word, count in Counter(words).items() if count > 1]:
+                raise ConfigError(
+                    f"action_names of {config.id} has {twice[0]!r} twice: each action needs its own word"
+                )
             self._first = int(space.start)
             self.action_space = spaces.Discrete(int(space.n), start=1)
             self.projection = Projection(lookup={word: number for number, word in enumerate(words, 1)})
@@ -444,6 +451,17 @@ def plain_drawing(text: str) -> str:
         return f"{around[:1]}{match[2]}{around[1:]}"
 
     return re.sub(r"\x1b\[[0-9;]*m", "", _COLORED.sub(mark, text)).strip("\n")
+
+
+def _check_reset(kind: type) -> None:
+    """See that an env can be reset with a seed."""
+    try:
+        inspect.signature(kind.reset).bind(None, seed=0)  # type: ignore[attr-defined]
+    except TypeError:
+        wanted = "must be reset(self, *, seed=None, options=None), which begins an episode from the seed"
+        raise EnvError(blame(kind, "reset", wanted)) from None
+    except ValueError:
+        pass  # a signature that is not known here, as of compiled code
 
 
 def _maker(name: str, kwargs: Mapping[str, Any]) -> Callable[..., gymnasium.Env[Any, Any]]:

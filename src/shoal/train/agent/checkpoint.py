@@ -114,7 +114,9 @@ def newest_checkpoint(folder: Path) -> Path:
     restore_folders(folder)
     found = list_checkpoints(folder)
     if not found:
-        raise DataError(f"no checkpoint in {folder}: start without resume")
+        raise DataError(
+            f"no checkpoint in {folder}: the run ended before it wrote one. Train it anew, without resume"
+        )
     try:
         return verify_folder(found[-1])
     except DataError as error:
