@@ -66,7 +66,7 @@ package:          ## the wheel and the sdist, into dist
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 	$(BIN)/python -c "import setuptools.build_meta as b; b.build_sdist('dist')"
 
-wheel-test:       ## the wheel in a clean environment of each Python 3.11 to 3.14 that is installed: two short trainings, minutes
+wheel-test:       ## the wheel in a clean environment of each Python 3.11 to 3.14 that is installed, with pinned and with the newest packages, minutes
 	.ci/wheel-test
 
 format: setup     ## apply formatting and safe fixes

@@ -1,5 +1,7 @@
 """The arrows and the light install are tests, not promises."""
 
+import ast
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -51,6 +53,19 @@ def test_every_module_of_the_light_rooms_imports_without_heavy_packages():
             assert not heavy, (name, heavy)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+@pytest.mark.parametrize("room", ["shoal", "shoal.vector", "shoal.splitting", "shoal.skills"])
+def test_type_checkers_see_the_names_that_are_resolved_on_first_use(room):
+    package = importlib.import_module(room)
+    tree = ast.parse(Path(package.__file__).read_text("utf-8"))
+    [block] = [node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING:")]
+    seen = {alias.asname: f"{line.module}.{alias.name}" for line in block.body for alias in line.names}
+    lazy = set(package.__all__) - {"__version__"}
+    assert set(seen) - {"SB3VecEnv"} == lazy  # which needs Stable-Baselines3
+    for name in sorted(lazy):
+        module, _, attribute = seen[name].rpartition(".")
+        assert getattr(importlib.import_module(module), attribute) is getattr(package, name)
 
 
 def test_every_public_name_resolves():

@@ -66,7 +66,7 @@ def built(tmp_path_factory):
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split("\n")
     for name in filter(None, files):
-        if not name.startswith(("tests/", "benchmarks/", "docs/")) and (ROOT / name).is_file():
+        if not name.startswith(("benchmarks/", "docs/")) and (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
     code = f"import setuptools.build_meta as b; b.build_wheel({str(place)!r}); b.build_sdist({str(place)!r})"
@@ -87,7 +87,9 @@ def test_wheel_and_sdist_hold_code_configs_and_the_viewers_files(built):
     wanted = {name for name in source if name.endswith((".py", ".yaml", ".typed", ".js", ".css"))}
     assert wanted <= inside
     assert {f"src/{name}" for name in wanted} <= packed
-    assert {"README.md", "LICENSE", "pyproject.toml"} <= packed
+    assert {"README.md", "LICENSE", "NOTICE", "pyproject.toml"} <= packed
+    assert {"LICENSE", "NOTICE"} <= {Path(name).name for name in inside if ".dist-info/licenses/" in name}
+    assert not any(name.startswith("tests") for name in packed)  # they need benchmarks and documents too
 
 
 @pytest.mark.slow

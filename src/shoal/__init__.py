@@ -6,7 +6,50 @@ Public names are resolved on first use, so that `import shoal` stays light.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps both equal
+    from shoal.core.data import Call as Call
+    from shoal.core.data import Trajectory as Trajectory
+    from shoal.core.data import Turn as Turn
+    from shoal.core.errors import ShoalError as ShoalError
+    from shoal.core.seeding import derive_seed as derive_seed
+    from shoal.envs.bandit import BanditEnv as BanditEnv
+    from shoal.envs.frozen_lake import FrozenLakeEnv as FrozenLakeEnv
+    from shoal.envs.sokoban.env import SokobanEnv as SokobanEnv
+    from shoal.envs.text import TextEnv as TextEnv
+    from shoal.rollout.collector import TrajectoryCollector as TrajectoryCollector
+    from shoal.rollout.compat.managers import BanditEnvironmentManager as BanditEnvironmentManager
+    from shoal.rollout.compat.managers import CountdownEnvironmentManager as CountdownEnvironmentManager
+    from shoal.rollout.compat.managers import EnvironmentManager as EnvironmentManager
+    from shoal.rollout.compat.managers import FrozenLakeEnvironmentManager as FrozenLakeEnvironmentManager
+    from shoal.rollout.compat.managers import MetaMathQAEnvironmentManager as MetaMathQAEnvironmentManager
+    from shoal.rollout.compat.managers import SokobanEnvironmentManager as SokobanEnvironmentManager
+    from shoal.rollout.compat.managers import WebShopEnvironmentManager as WebShopEnvironmentManager
+    from shoal.rollout.compat.managers import make_manager as make_manager
+    from shoal.rollout.compat.projections import create_projection_function as create_projection_function
+    from shoal.rollout.factory import make_environments as make_environments
+    from shoal.rollout.factory import validate_environment_config as validate_environment_config
+    from shoal.rollout.rollouts import ParallelRolloutManager as ParallelRolloutManager
+    from shoal.rollout.samplers.batching import SharedLLMInferenceManager as SharedLLMInferenceManager
+    from shoal.skills.learning.merge import process_completed_training as process_completed_training
+    from shoal.skills.learning.network import build_remapping as build_remapping
+    from shoal.skills.learning.scheduler import SkillScheduler as SkillScheduler
+    from shoal.skills.learning.training import prepare_training_run as prepare_training_run
+    from shoal.splitting.splitters import LastNTrajectorySplitter as LastNTrajectorySplitter
+    from shoal.splitting.splitters import StepwiseTrajectorySplitter as StepwiseTrajectorySplitter
+    from shoal.splitting.splitters import TrajectorySplitter as TrajectorySplitter
+    from shoal.train.agent.config import AgentConfig as AgentConfig
+    from shoal.train.agent.trainer import AgentTrainer as AgentTrainer
+    from shoal.train.ppo.config import PPOConfig as PPOConfig
+    from shoal.train.ppo.policy import load_policy as load_policy
+    from shoal.train.ppo.ppo import PPO as PPO
+    from shoal.train.ppo.sb3 import load_sb3_policy as load_sb3_policy
+    from shoal.train.ppo.trainer import PPOTrainer as PPOTrainer
+    from shoal.vector.arguments import groups as groups
+    from shoal.vector.compat import MultiProcessEnvironmentContainer as MultiProcessEnvironmentContainer
+    from shoal.vector.compat import ParallelEnv as ParallelEnv
+    from shoal.vector.make import make_vec as make_vec
 
 __version__ = "0.2.0"
 
@@ -53,19 +96,21 @@ _ELSEWHERE: dict[str, str] = {
 __all__ = sorted([*_HOME, "__version__"])
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        try:
-            value = getattr(importlib.import_module(_HOME[name]), name)
-        except ModuleNotFoundError as error:
-            from shoal.core.errors import explain_import
+if not TYPE_CHECKING:  # to which each name would be Any
 
-            raise explain_import(f"shoal.{name}", error) from error
-        globals()[name] = value
-        return value
-    if name in _ELSEWHERE:  # an AttributeError's message would not reach who writes `from shoal import ...`
-        raise ImportError(f"shoal has no {name}: use {_ELSEWHERE[name]}", name="shoal")
-    raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            try:
+                value = getattr(importlib.import_module(_HOME[name]), name)
+            except ModuleNotFoundError as error:
+                from shoal.core.errors import explain_import
+
+                raise explain_import(f"shoal.{name}", error) from error
+            globals()[name] = value
+            return value
+        if name in _ELSEWHERE:  # of an AttributeError `from shoal import ...` would not show the message
+            raise ImportError(f"shoal has no {name}: use {_ELSEWHERE[name]}", name="shoal")
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -53,6 +53,33 @@ def test_every_extra_has_a_line_with_the_command_that_installs_it(monkeypatch, c
     assert advice == {f"[{extra}]": f'pip install ".[{extra}]"' for extra in extras if extra != "all"}
 
 
+def pretend(folder, monkeypatch, package, version):
+    """Another version of a package, as far as what pip has written down of it goes."""
+    about = folder / f"{package}-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "said"),
+    [
+        ("peft", "0.19.9", "peft>=0.20"),  # transformers says how new it must be
+        ("accelerate", "0.1", "accelerate is 0.1, and shoal needs accelerate>=1.0"),
+    ],
+)
+def test_packages_that_do_not_fit_are_found_with_the_version_that_does(
+    package, version, said, tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("peft")
+    pretend(tmp_path, monkeypatch, package, version)
+    found = findings(capsys, code=1)["[llm]"]
+    assert found["status"] == "failed"
+    assert said in found["found"]
+    assert f" {version}" in found["found"]
+    assert found["advice"] == 'pip install ".[llm]"'
+
+
 def test_a_ray_cluster_that_does_not_answer_is_found(monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setattr(executors, "RAY_ANSWERS_SECONDS", 0.0)

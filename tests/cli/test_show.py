@@ -153,6 +153,16 @@ def test_an_unfinished_run_is_told_by_the_command_that_made_it(run, capsys, comm
     assert (row["command"], row["status"]) == (command, "unfinished")
 
 
+@pytest.mark.parametrize("command", ["train", "train-ppo"])
+def test_a_run_that_failed_before_its_first_checkpoint_is_begun_anew(run, capsys, command):
+    with RunFolder(run, command, 0) as folder:
+        folder.fail(ValueError("no such setting"))
+    assert main(["show", str(run)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "begin it anew in another folder" in said
+    assert "go on with" not in said
+
+
 def test_episodes_that_were_played_are_told_to_be_kept(run, capsys):
     RunFolder(run, "eval", 0).close()
     (run / "unfinished.jsonl").touch()

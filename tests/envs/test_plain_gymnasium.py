@@ -1,6 +1,7 @@
 """An env of one's own as a plain Gymnasium class with text, or with chat messages, needs nothing of shoal."""
 
 import gymnasium
+import numpy as np
 import pytest
 from gymnasium.spaces import Discrete, MultiBinary, Sequence, Text
 
@@ -43,6 +44,28 @@ class Spelling(Scales):
     def step(self, action):
         won = action == THINGS[max(self.pair)]
         return self.look(), float(won), won, False, {"success": won}
+
+
+class Drawn(Spelling):
+    """The same, with actions for the warm-up: random ones, and the right one."""
+
+    def random_action(self, rng):
+        return THINGS[int(rng.integers(4))]
+
+    def expert_action(self):
+        return THINGS[max(self.pair)]
+
+
+class DrawnByNumber(Scales):
+    """Random actions as the class itself counts them."""
+
+    def random_action(self, rng):
+        return rng.integers(2)
+
+
+class DrawnWrongly(Scales):
+    def random_action(self, rng):
+        return 2
 
 
 class Chat(Scales):
@@ -194,3 +217,48 @@ def test_envs_check_says_where_nothing_tells_a_success(capsys):
 
 def test_action_names_of_a_class_count_for_a_choice_of_actions_only():
     assert resolve_text(f"{HERE}:Switches")().available_actions() == ["<2 numbers, each 0 or 1>"]
+
+
+def test_random_and_expert_actions_of_the_class_are_used():
+    env = resolve_text(f"{HERE}:Drawn")()
+    env.reset(seed=3)
+    assert env.draws_actions
+    assert {env.random_action(np.random.default_rng(n)) for n in range(30)} == set(THINGS)
+    assert env.step(env.projection.action_of(env.expert_action()))[4]["success"]
+    plain = resolve_text(f"{HERE}:Spelling")()
+    assert not plain.draws_actions
+    assert plain.random_action(np.random.default_rng(0)) is plain.expert_action() is None
+    numbers = resolve_text(f"{HERE}:DrawnByNumber")()
+    assert {numbers.random_action(np.random.default_rng(n)) for n in range(9)} == {"left", "right"}
+    with pytest.raises(EnvError, match=r"DrawnWrongly\.random_action\(\) must return an action.*got 2"):
+        resolve_text(f"{HERE}:DrawnWrongly")().random_action(np.random.default_rng(0))
+
+
+class Unseeded(Scales):
+    def reset(self):
+        return super().reset()
+
+
+class SameWords(Scales):
+    action_names = ("left", "left")
+
+
+class Never(Scales):
+    def step(self, action):
+        return self.look(), 0.0, False, False, {"success": False}
+
+
+def test_a_reset_without_seed_and_a_word_for_two_actions_are_named():
+    with pytest.raises(
+        EnvError, match=r"Unseeded\.reset\(\) must be reset\(self, \*, seed=None.*test_plain_gym.*py:\d+"
+    ):
+        resolve_text(f"{HERE}:Unseeded")()
+    with pytest.raises(ConfigError, match=r"action_names of .*SameWords has 'left' twice"):
+        resolve_text(f"{HERE}:SameWords")()
+
+
+def test_the_check_notes_an_env_that_never_pays(capsys):
+    assert main(["envs", "check", f"{HERE}:Never"]) == 0
+    assert "never rewarded" in capsys.readouterr().out
+    assert main(["envs", "check", f"{HERE}:Scales"]) == 0
+    assert "never rewarded" not in capsys.readouterr().out

@@ -164,8 +164,8 @@ def mixed(**more):
         ),
         (mixed(custom_envs={"lak": {"env_type": "bandit"}}), "not in custom_envs. Did you mean 'lak'"),
         (
-            mixed(es_manager={"train": mixed()["es_manager"]["train"]}),
-            "es_manager.val.env_configs.tags must name at",
+            mixed(es_manager={"val": mixed()["es_manager"]["val"]}),
+            "es_manager.train.env_configs.tags must name at",
         ),
         (
             mixed(use_parallel_envs=False, vector={"step_timeout": 1}),

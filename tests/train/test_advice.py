@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.train.advice import Rejected, advise
+from shoal.train.agent.advantages import advantage
 
 
 def rows(n=8, **columns):
@@ -105,6 +106,61 @@ def test_a_run_that_learned_or_has_nothing_to_learn_is_not_called_flat(success):
     assert titles(rows(40, **{**GOOD, "entropy": 0.5, "success": success})) == []
 
 
+@pytest.mark.parametrize("success", [0.1, 0.0])
+def test_a_reward_that_rises_is_learning_though_success_stays(success):
+    still = {**GOOD, "entropy": 0.5, "success": lambda k: success + bool(success) * noise(k)}
+    assert titles(rows(25, **still, reward=lambda k: 0.06 + 0.03 * k)) == []
+    assert titles(rows(25, **still, reward=lambda k: 0.3 + noise(k))) != []
+    assert titles(rows(25, **still, reward=lambda k: 0.9 - 0.03 * k)) != []
+
+
+CUT = {**GOOD, "success": 0.0, "truncated": 1.0, "turns": 2.0}
+
+
+def test_a_limit_of_turns_behind_which_success_may_lie_is_named():
+    few = {"agent_proxy": {"max_turn": 2}}
+    [found] = advise(rows(**CUT), few)
+    assert (found.level, found.title) == ("bad", "Every episode is cut off")
+    assert "agent_proxy.max_turn=2, raise that" in found.text
+    [own] = advise(rows(**CUT), {"agent_proxy": {"max_turn": 9}})
+    assert "max_steps of the env" in own.text
+    assert titles(rows(**{**CUT, "success": 0.1}), few) == ["Most episodes are cut off"]
+    assert titles(rows(**{**CUT, "groups_with_signal": 0.0}), few) == ["Every episode is cut off"]
+
+
+def test_a_collapse_of_the_entropy_names_what_can_act_and_comes_before_what_follows_from_it():
+    sure = {**GOOD, "success": 0.0, "entropy": lambda k: 0.36 if k == 0 else 0.09}
+    assert titles(rows(9, **sure)) == []
+    real = {"engine": {"name": "huggingface"}, "algorithm": {"learning_rate": 3e-5, "kl": {"coef": 0.03}}}
+    silent = {**sure, "groups_with_signal": lambda k: 0.6 if k < 5 else 0.0, "reward": 0.2}
+    [found] = advise(rows(16, **silent, gradient_steps=1), real)
+    assert found.title == "Entropy has collapsed"
+    assert "algorithm.learning_rate (it is 3e-05)" in found.text
+    assert "algorithm.kl.coef (it is 0.03)" in found.text
+    assert not {"clip_ratio_high", "entropy_coef"} & {
+        w.strip(".,").rpartition(".")[2] for w in found.text.split()
+    }
+    [several] = advise(rows(16, **silent, gradient_steps=4), {"engine": {"name": "tiny"}})
+    assert "clip_ratio_high" in several.text
+    assert "entropy_coef" in several.text
+    never = {**silent, "groups_with_signal": 0.0}  # it is no wonder that the policy stopped trying
+    assert titles(rows(16, **never), real) == ["Groups have equal rewards", "Entropy has collapsed"]
+    assert titles(rows(16, **{**sure, "reward": lambda k: k / 9}), real) == []
+
+
+def test_held_out_success_that_stands_still_is_told_and_worse_where_the_run_waits_for_more():
+    told = rows(50, **{**GOOD, "success": lambda k: 0.8 + k / 500, "entropy": 0.5})
+    for at in range(0, 50, 10):
+        told[at]["heldout_success"] = 0.95
+    [found] = advise(told, run="runs/a")
+    assert (found.level, found.title) == ("note", "Held-out success stands still")
+    assert "in each of the last 5 evaluations" in found.text
+    assert "shoal show runs/a --worst" in found.text
+    [waits] = advise(told, {"trainer": {"stop_at_success": 1.0}})
+    assert waits.level == "bad"
+    assert titles(told[:40]) == []
+
+
 def test_groups_without_different_rewards_are_no_trouble_where_episodes_teach_alone():
     alone = {**GOOD, "groups_with_signal": 0.0}
     assert titles(rows(**alone, value_loss=0.05)) == []
@@ -112,6 +168,13 @@ def test_groups_without_different_rewards_are_no_trouble_where_episodes_teach_al
     across = {"agent_proxy": {"reward_normalization": {"grouping": "inductive"}}}
     assert titles(rows(**alone), across) == []
     assert titles(rows(**alone), {"algorithm": {"adv_estimator": "rloo"}}) == ["Groups have equal rewards"]
+    # an estimator of the user's own, known here or not
+    mine, grouped = ({"algorithm": {"adv_estimator": name}} for name in ("advice-mine", "advice-grouped"))
+    assert titles(rows(**alone), mine) == []
+    advantage("advice-mine", replace=True)(lambda played: played.episode_returns)
+    advantage("advice-grouped", replace=True, grouped=True)(lambda played: played.episode_returns)
+    assert titles(rows(**alone), mine) == []
+    assert titles(rows(**alone), grouped) == ["Groups have equal rewards"]
 
 
 def test_a_run_that_mostly_had_no_groups_to_learn_from_is_told_until_it_succeeds():

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from packaging.requirements import Requirement
+
 from shoal.cli.command import Command
 from shoal.cli.grammar import print_json
-from shoal.core.errors import PACKAGES, ConfigError, pip_line
+from shoal.core.errors import PACKAGES, ConfigError, MissingExtraError, pip_line
 from shoal.core.executors import available_cpus, ray_address
 
 Status = Literal["ok", "missing", "warning", "failed"]
@@ -81,7 +83,9 @@ def examine() -> Iterator[Finding]:
     for extra, modules in PACKAGES.items():
         missing = ", ".join(module for module in modules if not _has(module))
         found = Finding("ok", ", ".join(modules))
-        if missing:
+        if unfit := _unfit(extra):
+            found = Finding("failed", "; ".join(unfit), pip_line(extra))
+        elif missing:
             found = Finding("missing", f"without {missing}", pip_line(extra))
         yield replace(found, name=f"[{extra}]")
 
@@ -96,6 +100,31 @@ def _has(module: str) -> bool:
         spec = importlib.util.find_spec(module)
         return spec is not None and spec.origin is not None
     return False
+
+
+def _unfit(extra: str) -> list[str]:
+    """Which packages of an extra are installed in a version that shoal, or one of the others, does not work with."""
+    problems = []
+    for asked in _requirements():
+        here = _version(asked.name)
+        of_it = asked.marker is not None and asked.marker.evaluate({"extra": extra})
+        if of_it and here != "?" and not asked.specifier.contains(here, prereleases=True):
+            problems.append(f"{asked.name} is {here}, and shoal needs {asked.name}{asked.specifier}")
+    if extra == "llm" and not problems and all(map(_has, ("torch", "transformers", "peft"))):
+        from shoal.train.agent.lora import refuse_unfit_peft
+
+        try:
+            refuse_unfit_peft()
+        except MissingExtraError as error:
+            problems.append(str(error).partition(":")[0])
+    return problems
+
+
+def _requirements() -> list[Requirement]:
+    """Of shoal and its extras; none are known of a checkout that was not installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return [Requirement(line) for line in importlib.metadata.requires("shoal") or ()]
+    return []
 
 
 def _version(package: str) -> str:

@@ -91,7 +91,8 @@ def show(options: ShowOptions) -> None:
     if about["status"] in ("unfinished", "interrupted") or (
         about["status"] == "failed" and about["metric"] is None
     ):
-        console.print(harmless(how_to_go_on(options.run)), soft_wrap=True)
+        how = how_to_go_on(options.run, failed=about["status"] == "failed")
+        console.print(harmless(how), soft_wrap=True)
     file = _pick_file(options.run / "trajectories", options.file)
     if file is None:
         if options.episode is not None or options.best or options.worst or options.prompt:
@@ -166,8 +167,13 @@ def latest_metrics(run: Path) -> dict[str, Any]:
     return found
 
 
-def how_to_go_on(run: Path) -> str:
-    """The command that goes on with an unfinished run, as far as its files tell which one made it."""
+def how_to_go_on(run: Path, *, failed: bool = False) -> str:
+    """The command that goes on with an unfinished run, as far as its files tell which one made it.
+
+    Args:
+        run: its folder.
+        failed: by an error, which going on would meet again where there is no checkpoint yet.
+    """
     place, command = shlex.quote(str(run)), command_of(run)
     words = {
         "skills train": f"skills train --resume --out {place}",
@@ -179,6 +185,8 @@ def how_to_go_on(run: Path) -> str:
         words["train"] = f"train --config-dir {place} --config-name config run_dir={place} resume=true"
     if (run / "shards").is_dir():
         words["split"] = f"split ROOT --shard-size N --resume --out {place}"
+    if failed and command in ("train", "train-ppo") and not any(run.glob("checkpoints/*")):
+        return "it failed before its first checkpoint: mend what its error says, and begin it anew in another folder"
     if command not in words and (run / UNFINISHED).exists():
         return f"go on with: {program()} {command} as before, into {place}"
     if command not in words:

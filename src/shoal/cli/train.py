@@ -119,6 +119,7 @@ def train(options: TrainOptions) -> int:
     import torch
 
     from shoal.train.agent.distributed import Processes
+    from shoal.train.agent.records import refuse_taken
     from shoal.train.agent.trainer import AgentTrainer
 
     processes = Processes.join(config.engine.device)
@@ -134,6 +135,7 @@ def train(options: TrainOptions) -> int:
         if options.json:
             print_json(read_summary(Path(run_dir)))
         return 0
+    refuse_taken(config)
     if config.trainer.check_envs:
         processes.together(lambda: _check_envs(config) if processes.first else None)
     torch.set_num_threads(config.engine.threads)

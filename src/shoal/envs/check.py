@@ -406,9 +406,13 @@ def _play(make: Callable[[], TextEnv[Any]], seeds: list[int], at: Place, seconds
     seen = (
         f"{len(episodes)} episodes of at most {steps} steps, observations of at most {longest:,} characters"
     )
-    if success_is_known:
-        return f"{seen}; random actions solved {solved}"
-    return f"{seen}\n  note  nothing says when an episode is solved: put 'success' into the info of step()"
+    notes = []
+    if not any(shown.get("reward") for episode in episodes for shown in episode):
+        notes.append("random actions were never rewarded: see that a reward can be reached")
+    if not success_is_known:
+        notes.append("nothing says when an episode is solved: put 'success' into the info of step()")
+    solved_by_chance = f"; random actions solved {solved}" if success_is_known else ""
+    return "\n  note  ".join([seen + solved_by_chance, *notes])
 
 
 def _check_declarations(env: TextEnv[Any], at: Place) -> None:

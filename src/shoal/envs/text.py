@@ -197,6 +197,11 @@ class TextEnv(gymnasium.Env[Any, Any], Generic[C]):
         return words[int(rng.integers(len(words)))] if words else None
 
     @property
+    def draws_actions(self) -> bool:
+        """Whether there are random actions: the env has words for actions, or a `random_action` of its own."""
+        return bool(self.projection.lookup) or type(self).random_action is not TextEnv.random_action
+
+    @property
     def action_words(self) -> dict[str, Action]:
         """The env's words and what they stand for; empty where actions are free text."""
         return dict(self.projection.lookup)

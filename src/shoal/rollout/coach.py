@@ -77,6 +77,15 @@ class CoachedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         return {**info_of(info), ANSWER: (word, learned, pickle.dumps(rng))}
 
 
+def no_random_action(tag: str) -> ConfigError:
+    """The error for an env of which the warm-up on random play gets no action."""
+    return ConfigError(
+        f"the warm-up plays random actions, and {tag!r} takes free text, of which none can be drawn: give the env a "
+        f"random_action(rng) that returns a valid one, or set warmup.steps=0, or warmup.expert=1 where the env has an "
+        f"expert"
+    )
+
+
 class Coach:
     """Returns the answers of coached envs: a pool and an engine at once."""
 
@@ -139,10 +148,7 @@ class Coach:
             )
         self._answers[i] = words, learned, rng
         if word is None:
-            raise ConfigError(
-                f"warm-up on random play needs an env that draws random actions, and {self._at[i][1]!r} takes "
-                f"free text: set warmup.steps=0, or warmup.expert=1 where the env has an expert"
-            )
+            raise no_random_action(self._at[i][1])
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """The envs' answers, as completions of a model."""

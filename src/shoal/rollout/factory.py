@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 from shoal.core.configuration import check_settings, from_mapping, plain_values
 from shoal.core.errors import ConfigError, EnvError, ShoalError, did_you_mean
 from shoal.core.executors import available_cpus, in_own_thread
-from shoal.envs import TextEnv
 from shoal.envs.actions import Projection
 from shoal.envs.catalogue import resolve_text
 from shoal.rollout.episode import Role
@@ -73,8 +72,7 @@ class EnvTag:
             return known
         env = resolve_text(self.env_type, self.env_config)()
         try:
-            draws = bool(env.projection.lookup) or type(env).random_action is not TextEnv.random_action
-            known = _Facts(env.instructions, env.projection, env.max_steps, draws)
+            known = _Facts(env.instructions, env.projection, env.max_steps, env.draws_actions)
         finally:
             close_env(env)
         self.__dict__["_facts"] = known
@@ -86,9 +84,10 @@ class EnvMix:
     """The mix of kinds of environments."""
 
     tags: tuple[str, ...] = ()
-    """Names of entries of `custom_envs`."""
+    """Names of entries of `custom_envs`. Those of `val` are those of `train` where it names none."""
     n_groups: tuple[int, ...] = ()
-    """Groups of each tag; the sum must be `env_groups` or a divisor of it. Empty for equal shares."""
+    """Groups of each tag; the sum must be `env_groups` or a divisor of it. Empty for equal shares. Where `val` names no
+    tags, it has them in the proportions of `train`."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -129,10 +128,34 @@ class EnvGroups:
 
 @dataclass(frozen=True)
 class EsManager:
-    """Training and validation envs."""
+    """Training and validation envs; `val` has the kinds of `train` where it names none of its own."""
 
     train: EnvGroups = EnvGroups()
     val: EnvGroups = EnvGroups(env_groups=64, group_size=1)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        mix = self.train.env_configs
+        if mix.tags and not self.val.env_configs.tags:
+            shares = self.val.env_configs.n_groups or _shares(mix, self.val.env_groups)
+            followed = EnvMix(mix.tags, shares)
+            object.__setattr__(self, "val", replace(self.val, env_configs=followed))
+
+
+def _shares(mix: EnvMix, groups: int) -> tuple[int, ...]:
+    """How many of so many groups each kind of a mix gets: in its proportions, and at least one."""
+    shares = mix.n_groups or (1,) * len(mix.tags)
+    if groups % sum(shares) == 0:
+        return mix.n_groups
+    if groups < len(shares):
+        raise ConfigError(
+            f"es_manager.val.env_groups={groups} must be at least {len(shares)}, a group for each of the tags "
+            f"{list(mix.tags)} of es_manager.train: raise it, or name fewer in es_manager.val.env_configs.tags"
+        )
+    counts = [1] * len(shares)
+    while sum(counts) < groups:  # the next one to the kind that lacks most of its share (Sainte-Laguë)
+        counts[min(range(len(shares)), key=lambda i: (counts[i] + 0.5) / shares[i])] += 1
+    return tuple(counts)
 
 
 @dataclass(frozen=True)

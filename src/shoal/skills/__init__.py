@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps both equal
+    from shoal.skills.jobs.store import Store as Store
+    from shoal.skills.learning.episodes import play_episodes as play_episodes
+    from shoal.skills.learning.merge import process_completed_training as process_completed_training
+    from shoal.skills.learning.network import build_remapping as build_remapping
+    from shoal.skills.learning.scheduler import SkillScheduler as SkillScheduler
+    from shoal.skills.learning.spec import Features as Features
+    from shoal.skills.learning.spec import Skill as Skill
+    from shoal.skills.learning.spec import load_skills as load_skills
+    from shoal.skills.learning.trainer import TrainingConfig as TrainingConfig
+    from shoal.skills.learning.training import finish_training as finish_training
+    from shoal.skills.learning.training import prepare_training_run as prepare_training_run
 
 _HOME = {
     "jobs.store": "Store",
@@ -20,7 +33,9 @@ _HOMES = {name: home for home, names in _HOME.items() for name in names.split()}
 __all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"shoal.skills.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'shoal.skills' has no attribute {name!r}")
+if not TYPE_CHECKING:  # to which each name would be Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(importlib.import_module(f"shoal.skills.{_HOMES[name]}"), name)
+        raise AttributeError(f"module 'shoal.skills' has no attribute {name!r}")

@@ -6,7 +6,22 @@ The names below are resolved on first use, so that importing the room stays ligh
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps both equal
+    from shoal.splitting.batch import Batch as Batch
+    from shoal.splitting.processors import build_qwen_processor as build_qwen_processor
+    from shoal.splitting.processors import load_processor as load_processor
+    from shoal.splitting.readers import find_reader as find_reader
+    from shoal.splitting.readers import reader as reader
+    from shoal.splitting.readers.recordings import Message as Message
+    from shoal.splitting.readers.recordings import Recording as Recording
+    from shoal.splitting.readers.records import ChatReader as ChatReader
+    from shoal.splitting.readers.records import Record as Record
+    from shoal.splitting.readers.records import RecordReader as RecordReader
+    from shoal.splitting.splitters import LastNTrajectorySplitter as LastNTrajectorySplitter
+    from shoal.splitting.splitters import StepwiseTrajectorySplitter as StepwiseTrajectorySplitter
+    from shoal.splitting.splitters import TrajectorySplitter as TrajectorySplitter
 
 _NAMES = {
     "splitters": "TrajectorySplitter StepwiseTrajectorySplitter LastNTrajectorySplitter",
@@ -21,12 +36,14 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(f"shoal.splitting.{_HOME[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'shoal.splitting' has no attribute {name!r}")
+if not TYPE_CHECKING:  # to which each name would be Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            value = getattr(importlib.import_module(f"shoal.splitting.{_HOME[name]}"), name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module 'shoal.splitting' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from statistics import mean, variance
 from typing import Any, Literal, NamedTuple
 
 from shoal.core.run_folder import is_number
+from shoal.train.agent.advantages import ESTIMATORS
 
 RECENT = 5
 """Rows at the end that a judgement looks at."""
@@ -23,8 +25,8 @@ EVALUATIONS = 2
 """Of which held-out success is a mean: a single greedy one swings by itself."""
 FEW = 16
 """Held-out episodes that are too few to see a collapse in."""
-_WITHOUT_GROUPS = ("reinforce", "reinforce_pp", "reinforce_pp_tokens", "distillation")
-"""Estimators that learn from episodes of equal reward within a group, too; so do those with a critic."""
+STILL = 5
+"""Held-out evaluations of one and the same success, after which it is no chance that it does not change."""
 
 
 class Advice(NamedTuple):
@@ -72,7 +74,7 @@ def advise(
     rejected: Rejected | None = None,
     run: str = "RUN",
 ) -> list[Advice]:
-    """All that is striking in the rows of a run, the worst first.
+    """All that is striking in the rows of a run, the worst first, and a cause before what follows from it.
 
     Args:
         rows: of `metrics.jsonl`.
@@ -81,8 +83,11 @@ def advise(
         run: the run folder as commands name it.
     """
     known = Known(config or {}, rejected, run)
-    found = [advice for rule in _RULES for advice in rule(rows, known)]
-    return sorted(found, key=lambda advice: ("bad", "warn", "note").index(advice.level))
+    found: dict[str, Advice] = {}
+    for rule in _RULES:
+        for advice in rule(rows, known):
+            found.setdefault(advice.title, advice)
+    return sorted(found.values(), key=lambda advice: ("bad", "warn", "note").index(advice.level))
 
 
 def _values(rows: Rows, name: str) -> list[float]:
@@ -119,7 +124,9 @@ def _diverged(rows: Rows, known: Known) -> Iterator[Advice]:
 
 def _nothing_learned(rows: Rows, known: Known) -> Iterator[Advice]:
     """Why nothing is learned: the first cause that holds, since the others follow from it."""
-    for cause in (_blind, _no_valid_answer, _no_signal, _no_gradient, _never_solved, _flat):
+    for cause in (
+        _blind, _no_valid_answer, _all_cut_off, _fell_silent, _no_signal, _no_gradient, _never_solved, _flat,
+    ):  # fmt: skip
         for advice in cause(rows, known):
             yield advice
             return
@@ -225,6 +232,14 @@ def _teaches_form(row: Mapping[str, Any]) -> bool:
     return bool(row.get("groups_shaping_only")) and row.get("groups_trained") != 0
 
 
+def _compares_within_groups(rows: Rows, known: Known) -> bool:
+    """Whether groups of equal reward teach nothing; not of an estimator that is not known here."""
+    if known.setting("agent_proxy.reward_normalization.grouping") not in (None, "state"):
+        return False
+    name = known.setting("algorithm.adv_estimator") or "grpo"
+    return name in ESTIMATORS and ESTIMATORS[name].grouped and not _values(rows, "value_loss")
+
+
 def _no_signal(rows: Rows, known: Known) -> Iterator[Advice]:
     signal = _recent(rows, "groups_with_signal", 2)
     if signal is None:
@@ -238,8 +253,7 @@ def _no_signal(rows: Rows, known: Known) -> Iterator[Advice]:
         )
         yield Advice("note", "groups_all_solved", "The task is solved", text)
         return
-    across = known.setting("agent_proxy.reward_normalization.grouping") not in (None, "state")
-    if across or known.setting("algorithm.adv_estimator") in _WITHOUT_GROUPS or _values(rows, "value_loss"):
+    if not _compares_within_groups(rows, known):
         return
     size = known.setting("es_manager.train.group_size")
     remedy = (
@@ -267,6 +281,37 @@ def _no_signal(rows: Rows, known: Known) -> Iterator[Advice]:
         yield Advice("warn", "groups_with_signal", "Few groups have different rewards", text)
 
 
+def _all_cut_off(rows: Rows, known: Known) -> Iterator[Advice]:
+    """All episodes end at the limit of turns, and none ever succeeded: success may lie behind it."""
+    cut, success = _values(rows, "truncated"), _values(rows, "success")
+    solved = any(success) or any(_values(rows, "heldout_success"))
+    if len(success) < RECENT or solved or not cut or min(cut[-RECENT:]) < 1:
+        return
+    limit, turns = known.setting("agent_proxy.max_turn"), _recent(rows, "turns")
+    ends = isinstance(limit, int) and turns is not None and turns >= limit
+    remedy = (
+        f"If the task takes more turns than agent_proxy.max_turn={limit}, raise that."
+        if ends
+        else "If the task takes more, raise the limit: max_steps of the env, max_actions_per_traj of custom_envs or "
+        "agent_proxy.max_turn, whichever is smallest."
+    )
+    text = (
+        f"All episodes of the last {RECENT} iterations end at a limit of turns, and none has succeeded in any "
+        f"iteration. {remedy} Otherwise pay something for progress."
+    )
+    yield Advice("bad", "truncated", "Every episode is cut off", text)
+
+
+def _mostly_cut_off(rows: Rows, known: Known) -> Iterator[Advice]:
+    share = _recent(rows, "truncated")
+    if share is not None and share > 0.5 and not any(_all_cut_off(rows, known)):
+        text = (
+            f"{share:.0%} end at a limit of turns or steps, not by the task. Raise the limit, or pay something for "
+            "progress."
+        )
+        yield Advice("warn", "truncated", "Most episodes are cut off", text)
+
+
 def _no_gradient(rows: Rows, known: Known) -> Iterator[Advice]:
     if _all_zero(rows, "grad_norm"):
         text = (
@@ -289,19 +334,28 @@ def _never_solved(rows: Rows, known: Known) -> Iterator[Advice]:
     yield Advice("bad", "success", "Nothing is ever solved", text)
 
 
+def _changes(values: Sequence[float]) -> list[float]:
+    """By how much each later quarter differs from the first; 0 where that may be chance, nothing of a short run."""
+    size = len(values) // 4
+    if size < RECENT:
+        return []
+    first, *others = [values[at * size : (at + 1) * size] for at in range(4)]
+    chances = [2 * math.sqrt((variance(first) + variance(other)) / size) for other in others]
+    steps = [mean(other) - mean(first) for other in others]
+    return [step if abs(step) > chance else 0.0 for step, chance in zip(steps, chances, strict=True)]
+
+
 def _flat(rows: Rows, known: Known) -> Iterator[Advice]:
-    """Neither success nor, without it, the reward changed between the quarters of a run by more than chance."""
+    """Success did not change between the quarters of a run by more than chance, and the reward did not rise."""
     name = "success" if _values(rows, "success") else "reward"
     values = _values(rows, name)
-    size = len(values) // 4
-    if size < RECENT or (name == "success" and _mean(values) > 0.9):
+    if len(values) < 4 * RECENT or (name == "success" and _mean(values) > 0.9):
         return
-    quarters = [values[at * size : (at + 1) * size] for at in range(4)]
-    first = mean(quarters[0])
-    for other in quarters[1:]:
-        chance = 2 * math.sqrt((variance(quarters[0]) + variance(other)) / size)
-        if abs(mean(other) - first) > chance:
-            return
+    reward = _changes(_values(rows, "reward"))
+    if any(_changes(values)) or max(reward, default=0.0) > 0:
+        return
+    size = len(values) // 4
+    first, last = mean(values[:size]), mean(values[3 * size : 4 * size])
     kl = "approx_kl" if _values(rows, "approx_kl") else "kl_to_rollout"
     steps = _recent(rows, "gradient_steps") or _recent(rows, "n_minibatches")
     moved = None if steps == 1 else _recent(rows, kl)  # measured before the step, so of a single one it is 0
@@ -319,7 +373,7 @@ def _flat(rows: Rows, known: Known) -> Iterator[Advice]:
             f"easier task, take more episodes an update, or change the learning rate{used}."
         )
     text = (
-        f"{name} was {first:.3g} in the first quarter of {len(values)} rows and is {mean(quarters[3]):.3g} in the "
+        f"{name} was {first:.3g} in the first quarter of {len(values)} rows and is {last:.3g} in the "
         f"last, no more than chance apart. {remedy}"
     )
     yield Advice("warn", name, "Nothing has been learned so far", text)
@@ -373,22 +427,57 @@ def _best_checkpoint(rows: Rows, run: str) -> str:
     )
 
 
-def _entropy(rows: Rows, known: Known) -> Iterator[Advice]:
+def _fell_silent(rows: Rows, known: Known) -> Iterator[Advice]:
+    """A collapse of the entropy, where groups differed before it: that of the rewards follows from it."""
+    signal = _values(rows, "groups_with_signal")[:RECENT]
+    if signal and mean(signal) >= 0.2:
+        yield from _entropy_collapsed(rows, known)
+
+
+def _entropy_collapsed(rows: Rows, known: Known) -> Iterator[Advice]:
+    """The policy is sure of what it does, and that is not what solves the task."""
     values = _values(rows, "entropy")
     if len(values) < 3 or values[0] <= 0:
         return
     first, now, success = values[0], _mean(values), _recent(rows, "success")
-    if now < 0.1 * first and (success is None or success < 0.9):
+    small = now < 0.1 * first and (success is None or success < 0.9)
+    if small or (now < first / 3 and len(values) >= 2 * RECENT and not _gained(rows)):
         rate = "" if success is None else f" while success is {success:.0%}"
         text = (
-            f"It fell from {first:.3g} to {now:.3g} nats a token{rate}: the policy hardly tries anything new. Raise "
-            "entropy_coef or clip_ratio_high, or lower the learning rate."
+            f"It fell from {first:.3g} to {now:.3g} nats a token{rate}: the policy hardly tries anything new. "
+            f"{_against_collapse(rows, known)}"
         )
         yield Advice("bad", "entropy", "Entropy has collapsed", text)
-    elif now > 2 * first and len(values) >= RECENT:
+
+
+def _gained(rows: Rows) -> bool:
+    """Whether success or reward is higher in the last rows than in the first, be it by chance."""
+    gains = [(values[:RECENT], values) for name in ("success", "reward") if (values := _values(rows, name))]
+    return any(_mean(values) > mean(first) for first, values in gains)
+
+
+def _against_collapse(rows: Rows, known: Known) -> str:
+    """What can act here: an entropy bonus for a small vocabulary, wider clipping for several steps an update."""
+    if _values(rows, "n_minibatches"):  # PPO
+        return "Lower the learning rate, or raise entropy_coef."
+    rate, held = known.setting("algorithm.learning_rate"), known.setting("algorithm.kl.coef")
+    advice = "Lower algorithm.learning_rate" + ("" if rate is None else f" (it is {rate:.2g})")
+    advice += ", or hold the policy with a higher algorithm.kl.coef" + (
+        "" if held is None else f" (it is {held:.2g})"
+    )
+    if known.setting("engine.name") in (None, "tiny"):
+        advice += ", or raise algorithm.entropy_coef"
+    if (_recent(rows, "gradient_steps") or 0) > 1:
+        advice += ", or raise algorithm.clip_ratio_high"
+    return f"{advice}."
+
+
+def _entropy_grows(rows: Rows, known: Known) -> Iterator[Advice]:
+    values = _values(rows, "entropy")
+    if len(values) >= RECENT and values[0] > 0 and _mean(values) > 2 * values[0]:
         text = (
-            f"It rose from {first:.3g} to {now:.3g} nats: the policy becomes more random. Lower entropy_coef, or look "
-            "whether rewards are noise."
+            f"It rose from {values[0]:.3g} to {_mean(values):.3g} nats: the policy becomes more random. Lower "
+            "entropy_coef, or look whether rewards are noise."
         )
         yield Advice("warn", "entropy", "Entropy grows", text)
 
@@ -449,6 +538,23 @@ def _generalisation(rows: Rows, known: Known) -> Iterator[Advice]:
         yield Advice("warn", "heldout_success", "Held-out episodes lag behind", text)
 
 
+def _stands_still(rows: Rows, known: Known) -> Iterator[Advice]:
+    """The same held-out success again and again, as where some start states cannot be solved."""
+    values = _values(rows, "heldout_success")
+    last = values[-1] if values else 0.0
+    same = list(itertools.takewhile(lambda value: value == last, reversed(values)))
+    if len(same) < STILL or not 0.5 <= last < 1:
+        return
+    wanted = known.setting("trainer.stop_at_success")
+    waits = wanted is not None and last < wanted
+    awaited = f" The run waits for {wanted:g} (trainer.stop_at_success)." if waits else ""
+    text = (
+        f"Held-out success was {last:.2f} in each of the last {len(same)} evaluations: it may be the same episodes "
+        f"that fail, and such as cannot be solved. shoal show {known.run} --worst shows one.{awaited}"
+    )
+    yield Advice("bad" if waits else "note", "heldout_success", "Held-out success stands still", text)
+
+
 def _beyond(metric: str, limit: float, title: str, text: str, *, at_least: int = 1) -> Rule:
     """A rule about a metric whose last values are above a limit on average."""
 
@@ -465,11 +571,9 @@ _RULES: tuple[Rule, ...] = (
     _nothing_learned,
     _rewarded_without_success,
     _collapsed,
-    _entropy,
-    _beyond(
-        "truncated", 0.5, "Most episodes are cut off",
-        "{:.0%} end at a limit of turns or steps, not by the task. Raise the limit, or pay something for progress.",
-    ),
+    _entropy_collapsed,
+    _entropy_grows,
+    _mostly_cut_off,
     _some_invalid,
     _mismatch,
     _beyond(
@@ -501,4 +605,5 @@ _RULES: tuple[Rule, ...] = (
     ),
     _values_unexplained,
     _generalisation,
+    _stands_still,
 )  # fmt: skip

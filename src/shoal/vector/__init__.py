@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps both equal
+    from shoal.vector.arguments import groups as groups
+    from shoal.vector.compat import AsyncVectorEnv as AsyncVectorEnv
+    from shoal.vector.compat import EnvPoolStyle as EnvPoolStyle
+    from shoal.vector.compat import MultiProcessEnvironmentContainer as MultiProcessEnvironmentContainer
+    from shoal.vector.compat import ParallelEnv as ParallelEnv
+    from shoal.vector.compat import PufferStyle as PufferStyle
+    from shoal.vector.infos import Ready as Ready
+    from shoal.vector.infos import StepResult as StepResult
+    from shoal.vector.jax import JaxVectorEnv as JaxVectorEnv
+    from shoal.vector.make import make_vec as make_vec
+    from shoal.vector.multi_agent import PettingZooVectorEnv as PettingZooVectorEnv
+    from shoal.vector.sb3 import SB3VecEnv as SB3VecEnv
+    from shoal.vector.vector_env import VectorPool as VectorPool
 
 _HOME = {
     "AsyncVectorEnv": "compat",
@@ -23,10 +38,12 @@ _HOME = {
 __all__ = sorted(name for name in _HOME if name != "SB3VecEnv")  # which needs Stable-Baselines3
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"shoal.vector.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'shoal.vector' has no attribute {name!r}")
+if not TYPE_CHECKING:  # to which each name would be Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            return getattr(importlib.import_module(f"shoal.vector.{_HOME[name]}"), name)
+        raise AttributeError(f"module 'shoal.vector' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -5,15 +5,17 @@ import importlib.util
 import math
 import queue
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from tests.train.agent.tiny_model import write_tiny_model
 
+from shoal.core.configuration import to_mapping
 from shoal.core.errors import ConfigError
 from shoal.envs.catalogue import names
-from shoal.rollout.factory import EnvTag
+from shoal.rollout.factory import EnvGroups, EnvMix, EnvTag, EsManager
 from shoal.rollout.settings import ParallelConfig
 from shoal.train.agent.config import (
     AgentConfig,
@@ -217,3 +219,38 @@ def test_configs_are_composed_by_several_threads_at_once():
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda seed: compose_config("demo", [f"seed={seed}"]).seed, range(6)))
     assert found == list(range(6))
+
+
+@pytest.mark.parametrize("base", ["base", "demo", "demo-bandit", "smollm2", "smollm2-bandit"])
+def test_who_names_the_envs_of_training_alone_is_evaluated_on_them(base, tmp_path):
+    lines = [
+        f"defaults: [{base}, _self_]",
+        "custom_envs: {Restock: {env_type: countdown}, Other: {env_type: bandit}}",
+        "es_manager: {train: {env_configs: {tags: [Restock]}}}",
+    ]
+    (tmp_path / "mine.yaml").write_text("\n".join(lines))
+    followed = compose_config("mine", [], tmp_path).es_manager.val
+    assert set(followed.group_tags()) == {"Restock"}
+    assert followed.env_groups == shipped(base).es_manager.val.env_groups
+    named = compose_config("mine", ["es_manager.val.env_configs.tags=[Other]"], tmp_path).es_manager.val
+    assert set(named.group_tags()) == {"Other"}
+    again = AgentConfig.read(to_mapping(compose_config("mine", [], tmp_path)))
+    assert again.es_manager.val == followed
+
+
+@pytest.mark.parametrize(
+    ("shares", "groups", "expected"),
+    [
+        ((), 6, {"a": 2, "b": 2, "c": 2}),
+        ((1, 1, 3), 10, {"a": 2, "b": 2, "c": 6}),
+        ((), 64, {"a": 22, "b": 21, "c": 21}),
+        ((1, 1, 3), 12, {"a": 3, "b": 2, "c": 7}),  # of 2.4, 2.4 and 7.2
+        ((1, 1, 18), 5, {"a": 1, "b": 1, "c": 3}),  # each at least once
+    ],
+)
+def test_held_out_kinds_have_the_proportions_of_training(shares, groups, expected):
+    mix = EnvMix(("a", "b", "c"), shares)
+    manager = EsManager(EnvGroups(60, 8, mix), EnvGroups(groups, 1))
+    assert Counter(manager.val.group_tags()) == expected
+    with pytest.raises(ConfigError, match=r"val\.env_groups=2 must be at least 3"):
+        EsManager(EnvGroups(60, 8, mix), EnvGroups(2, 1))

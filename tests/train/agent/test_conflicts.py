@@ -29,6 +29,7 @@ CONFLICTS = {
         "algorithm.gigpo.statistics=steps", "agent_proxy.reward_normalization.method=identity",
         "algorithm.adv_estimator=gigpo",
     ],
+    "kl.estimator=k1 with kl.coef=0.1 pulls nowhere": ["algorithm.kl.estimator=k1", "algorithm.kl.coef=0.1"],
 }  # fmt: skip
 
 

@@ -203,7 +203,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(tmp_path, scored):
 
 
 def test_there_is_nothing_to_resume_in_an_empty_folder(tmp_path):
-    with pytest.raises(DataError, match="no checkpoint in .*: start without resume"):
+    with pytest.raises(DataError, match="no checkpoint in .*: the run ended before it wrote one"):
         train(tmp_path, "resume=true")
     with pytest.raises(DataError, match="there is no run .*nosuch to go on with: start without resume"):
         train(tmp_path / "nosuch", "resume=true")

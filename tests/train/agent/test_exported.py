@@ -117,7 +117,6 @@ def test_a_kind_of_env_that_is_named_keeps_the_templates_that_the_run_had_for_it
     assert "of9?" in shown.replace(" ", "")  # its own limit of turns, not that of the run
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_adapters_are_exported_with_the_same_file_merged_or_alone(model, run, tmp_path, capsys):
     lora = trained(model, tmp_path / "lora", "model.lora.rank=2")
     for name, words in (("merged", []), ("whole", ["--to", "shoal"]), ("alone", ["--adapter"])):

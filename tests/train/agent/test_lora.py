@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError, DataError, MissingExtraError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.registry import SAMPLERS
 from shoal.rollout.samplers.sampler import Sampling
@@ -63,7 +63,6 @@ def run(base, folder, *overrides):
     return rows, (adapter / "adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_adapters_alone_are_trained_resumed_and_exported(base, tmp_path, capsys):
     rows, whole = run(base, tmp_path / "whole", "trainer.iterations=3")
     assert rows[1]["kl_to_reference"] == pytest.approx(0, abs=1e-2)
@@ -283,3 +282,14 @@ def test_after_each_update_the_sampler_has_the_adapters_of_the_trainer(base, tmp
             versions.setdefault((file.name, t.iteration), set()).update(c.weights_version for c in t.calls)
     assert all(len(found) == 1 for found in versions.values())
     assert len(set().union(*versions.values())) >= 3
+
+
+def test_a_peft_that_is_too_old_for_transformers_is_named_before_the_model_is_loaded(tmp_path, monkeypatch):
+    about = tmp_path / "peft-0.19.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.19.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    no_model = tmp_path / "a-model-that-is-not-there"
+    with pytest.raises(MissingExtraError, match=r"peft>=0\.2.*peft is 0\.19\.9.*pip install") as raised:
+        run(no_model, tmp_path / "run")
+    assert "does not fit this model" not in str(raised.value)

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 from tests.train.agent.tiny_model import write_tiny_model
 
+from shoal.core.errors import ConfigError, DataError
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import ENGINE_DEFAULTS, AgentConfig, compose_config
 from shoal.train.agent.trainer import AgentTrainer
@@ -155,3 +156,44 @@ def test_after_the_warm_up_answers_come_from_the_warmed_up_weights(small_model, 
         start, row = (next(rows) for rows in [trainer.train()] for _ in range(2))
     assert start["warmup_loss"] > 0
     assert row["logprob_gap_max"] < 1e-3
+
+
+def free_text(folder, name, *overrides):
+    env = f"+custom_envs.Free={{env_type: 'tests.envs.test_plain_gymnasium:{name}'}}"
+    tags = "es_manager.train.env_configs.tags=[Free]"
+    words = [env, tags, "es_manager.val.env_groups=2", "use_parallel_envs=false", "trainer.tensorboard=false"]
+    return compose_config("base", [*words, f"run_dir={folder}", *overrides])
+
+
+def test_a_plain_gymnasium_class_of_free_text_is_warmed_up_on_its_random_action(tmp_path):
+    small = [
+        "engine.width=16",
+        "engine.layers=1",
+        "engine.heads=2",
+        "warmup.steps=3",
+        "agent_proxy.max_tokens=9",
+    ]
+    with AgentTrainer(free_text(tmp_path / "run", "Drawn", *small)) as trainer:
+        assert next(iter(trainer.train()))["warmup_loss"] > 0
+
+
+NO_MODEL = ("engine.name=huggingface", "engine.model=/no/such/model")
+"""Who looks for it first says that it is not there."""
+
+
+def test_a_warm_up_without_random_actions_is_refused_before_the_model_is_loaded(tmp_path):
+    config = free_text(tmp_path / "run", "Spelling", *NO_MODEL, "warmup.steps=20")
+    with pytest.raises(ConfigError, match=r"'Free' takes free text.*random_action\(rng\).*warmup\.steps=0"):
+        AgentTrainer(config)
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_the_model_is_loaded(small_model, tmp_path):
+    run = tmp_path / "run"
+    start(run, small_model, "warmup.steps=0")
+    settings = [*SMALL, f"run_dir={run}", "warmup.steps=0", *NO_MODEL]
+    with pytest.raises(ConfigError, match="holds a run already"):
+        AgentTrainer(compose_config("smollm2", settings))
+    with pytest.raises(DataError, match=r"run with other settings: engine\.model was .* is '?/no/such/model"):
+        AgentTrainer(compose_config("smollm2", [*settings, "resume=true"]))
+    with pytest.raises(DataError, match=r"there is no run .* to go on with"):
+        AgentTrainer(compose_config("smollm2", [*SMALL, *NO_MODEL, f"run_dir={run}2", "resume=true"]))

@@ -6,8 +6,10 @@ system message joins the instructions, and the others are the text of the turn.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
@@ -91,7 +93,8 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
     Discrete actions have the numbers 1, 2, … here (0 stands for no usable action); those of a `Text` space, or of an
     env without `action_space`, are free text; others are given as numbers in text, "0.5, -1". A response without a
     usable action does not reach the env. The class inside may have `instructions`, `action_names` and `max_steps`,
-    which are used where the config does not say otherwise.
+    which are used where the config does not say otherwise, and `random_action(rng)` and `expert_action()`, from which
+    the warm-up learns.
 
     Args:
         config: how it is shown.
@@ -114,6 +117,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         super().__init__(config, **settings)
         make = _maker(self.config.id, self.config.kwargs) if make is None else make
         self.inner = _made(make, self.config.id)
+        _check_reset(type(self.inner.unwrapped))
         self._adapt(make)
 
     def _adapt(self, make: Callable[..., gymnasium.Env[Any, Any]]) -> None:
@@ -164,6 +168,10 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             words = names or (known_actions if len(known_actions) == space.n else numbered)
             if len(words) != space.n:
                 raise ConfigError(f"{config.id} has {space.n} actions, but action_names has {len(words)}")
+            if twice := [word for word, count in Counter(words).items() if count > 1]:
+                raise ConfigError(
+                    f"action_names of {config.id} has {twice[0]!r} twice: each action needs its own word"
+                )
             self._first = int(space.start)
             self.action_space = spaces.Discrete(int(space.n), start=1)
             self.projection = Projection(lookup={word: number for number, word in enumerate(words, 1)})
@@ -304,6 +312,38 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             and not (message["role"] == "system" and message["content"] in self._system)
         )
 
+    @property
+    def draws_actions(self) -> bool:
+        """Whether there are words for actions, or the env inside has a `random_action`."""
+        return bool(self.projection.lookup) or self._own("random_action") is not None
+
+    def random_action(self, rng: np.random.Generator) -> Any:
+        """What `random_action(rng)` of the env inside gives, if it has one: an action, or the text of one."""
+        own = self._own("random_action")
+        return super().random_action(rng) if own is None else self._in_words(own(rng), "random_action")
+
+    def expert_action(self) -> Any:
+        """What `expert_action()` of the env inside gives, if it has one: an action, the text of one, or None."""
+        own = self._own("expert_action")
+        return None if own is None else self._in_words(own(), "expert_action")
+
+    def _own(self, name: str) -> Callable[..., Any] | None:
+        """A method of the env inside."""
+        method = getattr(self.inner.unwrapped, name, None)
+        return method if callable(method) else None
+
+    def _in_words(self, action: Any, method: str) -> Any:
+        """The text of an action: the word of a discrete one, the numbers of an array; text and calls stay."""
+        if action is None or isinstance(action, str | tuple | list):
+            return action
+        space = self._action_space
+        if isinstance(action, np.ndarray):
+            return ", ".join(map(str, action.ravel().tolist()))
+        if isinstance(space, spaces.Discrete) and space.contains(action):
+            return self.projection.words()[int(action) - self._first]
+        kind, wanted = type(self.inner.unwrapped), "must return an action, or its text"
+        raise EnvError(blame(kind, method, f"{wanted}, got {action!r:.80}"))
+
     def available_actions(self) -> list[str]:
         """The words of discrete actions, or a pattern for numbers."""
         return self.projection.words() or [f"<{self._form}>"]
@@ -411,6 +451,17 @@ def plain_drawing(text: str) -> str:
         return f"{around[:1]}{match[2]}{around[1:]}"
 
     return re.sub(r"\x1b\[[0-9;]*m", "", _COLORED.sub(mark, text)).strip("\n")
+
+
+def _check_reset(kind: type) -> None:
+    """See that an env can be reset with a seed."""
+    try:
+        inspect.signature(kind.reset).bind(None, seed=0)  # type: ignore[attr-defined]
+    except TypeError:
+        wanted = "must be reset(self, *, seed=None, options=None), which begins an episode from the seed"
+        raise EnvError(blame(kind, "reset", wanted)) from None
+    except ValueError:
+        pass  # a signature that is not known here, as of compiled code
 
 
 def _maker(name: str, kwargs: Mapping[str, Any]) -> Callable[..., gymnasium.Env[Any, Any]]:

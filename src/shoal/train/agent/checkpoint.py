@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from shoal.core.configuration import first_change, from_mapping
 from shoal.core.errors import OTHER_CHECKPOINT, DataError, reading
 from shoal.core.files import MANIFEST, is_whole, read_json, restore_folders, verify_folder, write_folder
+from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.policy import Policy
 from shoal.train.agent.weights import (
@@ -113,7 +114,9 @@ def newest_checkpoint(folder: Path) -> Path:
     restore_folders(folder)
     found = list_checkpoints(folder)
     if not found:
-        raise DataError(f"no checkpoint in {folder}: start without resume")
+        raise DataError(
+            f"no checkpoint in {folder}: the run ended before it wrote one. Train it anew, without resume"
+        )
     try:
         return verify_folder(found[-1])
     except DataError as error:
@@ -121,6 +124,31 @@ def newest_checkpoint(folder: Path) -> Path:
         names, left = " and ".join(map(str, spoilt)), found[: -len(spoilt)]
         hint = f"; remove {names} to go on from {left[-1].name}" if left else ""
         raise DataError(f"{error}{hint}") from error
+
+
+def refuse_other_settings(path: Path, config: AgentConfig) -> None:
+    """Check that a checkpoint is of a run with these settings, as far as that is known without its model.
+
+    One that cannot be read is left to `load_checkpoint`, which says what to do about it.
+
+    Raises:
+        DataError: it has other settings (the first differing key is named).
+    """
+    try:
+        begun = read_json(path / "state.json")["config"]
+        found = begun["agent_proxy"]["max_tokens"]
+    except (DataError, OSError, ValueError, LookupError, TypeError):
+        return
+    if config.agent_proxy.max_tokens == "auto":  # the run has the number that was found
+        config = replace(config, agent_proxy=replace(config.agent_proxy, max_tokens=found))
+    wanted = config.comparable()
+    _refuse_change(path, {name: begun[name] for name in begun if name in wanted}, wanted)
+
+
+def _refuse_change(path: Path, begun: Any, wanted: dict[str, Any]) -> None:
+    difference = first_change(begun, json.loads(json.dumps(wanted)))
+    if difference:
+        raise DataError(f"{path} is of a run with other settings: {difference}; use them, or another run_dir")
 
 
 def load_checkpoint(
@@ -138,11 +166,7 @@ def load_checkpoint(
     advice = ": remove it to go on from one before, or begin anew in another run_dir"
     with reading(path, OTHER_CHECKPOINT, advice):
         state = read_json(path / "state.json")
-        difference = first_change(state["config"], json.loads(json.dumps(config)))
-        if difference:
-            raise DataError(
-                f"{path} is of a run with other settings: {difference}; use them, or another run_dir"
-            )
+        _refuse_change(path, state["config"], config)
         progress = from_mapping(Progress, {item.name: state[item.name] for item in fields(Progress)})
         policy.load_weights(policy.read(path / "engine"), state["weights_version"])
         if critic is not None:

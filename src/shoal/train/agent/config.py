@@ -172,8 +172,8 @@ class KLPenalty:
     """0 keeps no reference model."""
     estimator: KLEstimator = "k2"
     """What is added to the loss: `k2`, whose gradient is that of the reverse KL; `k3`, as the paper of GRPO
-    has it, which pulls in another direction where the policy is far from the reference. `k1` is for logging only:
-    its gradient is noise with mean 0."""
+    has it, which pulls in another direction where the policy is far from the reference. `k1`, whose gradient is
+    noise with mean 0, is refused with a `coef` above 0."""
 
     def __post_init__(self) -> None:
         refuse_negative(self, "coef")

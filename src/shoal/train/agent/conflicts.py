@@ -57,6 +57,11 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
             f"engine.batch_invariant=true makes the update compute as the sampler does, and algorithm.precision="
             f"{algorithm.precision} otherwise: leave precision out, and set engine.dtype=bfloat16"
         )
+    if algorithm.kl.coef and algorithm.kl.estimator == "k1":
+        yield (
+            f"algorithm.kl.estimator=k1 with kl.coef={algorithm.kl.coef} pulls nowhere, since its gradient is noise "
+            f"with mean 0: use k2, or k3 as the paper of GRPO does, or set kl.coef to 0"
+        )
     if algorithm.loss_constant != 1 and algorithm.loss_aggregation != "constant":
         yield (
             f"algorithm.loss_constant={algorithm.loss_constant} has no effect with loss_aggregation="

@@ -12,12 +12,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.core.errors import ConfigError, DataError, needs_extra, reading
+from shoal.core.errors import ConfigError, DataError, MissingExtraError, needs_extra, pip_line, reading
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
 from shoal.maths.noise import torch_noise
@@ -30,6 +31,8 @@ from shoal.train.agent.policy import HuggingFacePolicy, Policy, dropouts, policy
 KIND = "huggingface-lora"
 ADAPTER = "adapter_model.safetensors"
 _NAME = "default"
+_OLD_NAME = ".is_gradient_checkpointing"
+"""A warning of transformers 5.23 about the name by which peft 0.21 asks it."""
 
 
 class LoraPolicy(HuggingFacePolicy):
@@ -48,7 +51,8 @@ class LoraPolicy(HuggingFacePolicy):
         self.base_sha256 = weights_sha256(policy.module)
         settings = _settings(lora)
         device = next(self.module.parameters()).device
-        with torch_noise(derive_seed(seed, "init", "lora"), device):
+        with torch_noise(derive_seed(seed, "init", "lora"), device), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _OLD_NAME, FutureWarning)
             try:
                 self.module.add_adapter(settings, _NAME)  # type: ignore[operator]
             except ValueError as error:
@@ -154,7 +158,7 @@ def merge_lora(folder: Path, target: Path) -> None:
     import peft
 
     with _named(folder), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.23 by an old name
+        warnings.filterwarnings("ignore", _OLD_NAME, FutureWarning)
         _, _, base = _read(folder)
         if not (folder / ADAPTER).is_file():  # peft would ask the Hub for it
             raise FileNotFoundError(folder / ADAPTER)
@@ -167,10 +171,30 @@ _PLACE = ("base_model_name_or_path", "inference_mode", "peft_version", "revision
 """What of the settings of adapters says nothing of what they do."""
 
 
+def refuse_unfit_peft() -> None:
+    """Check that peft is there, and as new as the installed transformers asks for.
+
+    Raises:
+        MissingExtraError: it is not; the message says which version is.
+    """
+    with needs_extra("LoRA adapters", "llm"):
+        import peft  # noqa: F401
+        from transformers.integrations.peft import MIN_PEFT_VERSION
+        from transformers.utils.peft_utils import check_peft_version
+    try:
+        check_peft_version(MIN_PEFT_VERSION)
+    except ValueError as error:
+        raise MissingExtraError(
+            f"LoRA adapters need peft>={MIN_PEFT_VERSION} with transformers {version('transformers')}, and peft is "
+            f"{version('peft')}: in the clone of shoal, run {pip_line('llm')}, which installs versions that fit"
+        ) from error
+
+
 def _settings(lora: Lora) -> Any:
     """Of adapters, as peft knows them."""
-    with needs_extra("LoRA adapters", "llm"):
-        import peft
+    refuse_unfit_peft()
+    import peft
+
     modules = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     settings = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
     return peft.LoraConfig(**settings, target_modules=modules, task_type="CAUSAL_LM")

@@ -31,8 +31,9 @@ def make_networked(
     engine = replace(config.engine, device=processes.device(config.engine.device))
     if not config.model.lora.rank:
         return make_policy(engine, words, config.seed)
-    from shoal.train.agent.lora import add_lora, with_adapters
+    from shoal.train.agent.lora import add_lora, refuse_unfit_peft, with_adapters
 
+    refuse_unfit_peft()
     policy, sampler = make_policy(with_adapters(engine, config.model.lora.rank), words, config.seed)
     try:
         return add_lora(policy, config.model.lora, config.engine.model, config.seed), sampler

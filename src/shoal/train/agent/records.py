@@ -15,12 +15,18 @@ from torch.optim import Optimizer
 
 from shoal.core.configuration import as_yaml, to_mapping
 from shoal.core.data import Trajectory, write_advantages, write_trajectories
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import remove_leftovers, replacing, write_text
 from shoal.core.run_folder import UNFINISHED, Event, RunFolder, finite
 from shoal.rollout.journal import Journal
 from shoal.train.advice import Advice, Rejected, advise
-from shoal.train.agent.checkpoint import Progress, drop_old, list_checkpoints, save_checkpoint
+from shoal.train.agent.checkpoint import (
+    Progress,
+    drop_old,
+    list_checkpoints,
+    refuse_other_settings,
+    save_checkpoint,
+)
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.distributed import Processes
 from shoal.train.agent.policy import Policy
@@ -31,6 +37,26 @@ DEFAULT_FOLDER = "runs/agent"
 """Of a run whose config names none."""
 REDRAW = 10.0
 """Seconds between two drawings of the curves: one takes 0.3, which short iterations would wait for."""
+
+
+def refuse_taken(config: AgentConfig) -> None:
+    """Check, before a model is loaded, that the run folder is free, or holds what is to be gone on with.
+
+    Raises:
+        ConfigError: the folder holds a run, and `resume` is off.
+        DataError: there is no run to go on with, or its newest checkpoint was made with other settings.
+    """
+    run = Path(config.run_dir or DEFAULT_FOLDER)
+    if not config.resume:
+        if (run / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"{run} holds a run already: pass resume=true to go on with it, or another run_dir"
+            )
+        return
+    if not run.is_dir():
+        raise DataError(f"there is no run {run} to go on with: start without resume")
+    if checkpoints := list_checkpoints(run / "checkpoints"):
+        refuse_other_settings(checkpoints[-1], config)
 
 
 class Records:
@@ -70,12 +96,9 @@ class Records:
         """
         if not self._writes:
             return
+        refuse_taken(self._config)
         if self._config.resume:
             self.go_on(-1)
-        elif self.folder.metrics_path.exists():
-            raise ConfigError(
-                f"{self.folder.path} holds a run already: pass resume=true to go on with it, or another run_dir"
-            )
         self._drop_episodes()
         write_text(self.folder.path / "config.yaml", as_yaml(to_mapping(self._config)))
 

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from shoal.core.configuration import plain_values
 from shoal.core.data import Trajectory
-from shoal.core.errors import ConfigError, DataError
+from shoal.core.errors import ConfigError
 from shoal.core.executors import Closing
 from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
@@ -62,7 +61,7 @@ from shoal.train.agent.policy import (
     safe_batching,
     weights_sha256,
 )
-from shoal.train.agent.records import DEFAULT_FOLDER, Records
+from shoal.train.agent.records import Records, refuse_taken
 from shoal.train.agent.rehearsal import rehearse
 from shoal.train.agent.sharding import ShardedPolicy
 from shoal.train.agent.update import (
@@ -72,7 +71,7 @@ from shoal.train.agent.update import (
     sampled_entropy,
     update,
 )
-from shoal.train.agent.warmup import warm_up, warmup_steps
+from shoal.train.agent.warmup import refuse_without_actions, warm_up, warmup_steps
 from shoal.train.agent.weights import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -110,9 +109,7 @@ class AgentTrainer(Closing):
             config = AgentConfig.read(plain_values(config))
         if rewards is not None:
             config = replace(config, rewards=reward_list(rewards))
-        begun = Path(config.run_dir or DEFAULT_FOLDER) / "config.yaml"
-        if config.resume and not begun.parent.is_dir():  # before one is made that would look like a run
-            raise DataError(f"there is no run {begun.parent} to go on with: start without resume")
+        refuse_taken(config)
         refuse_without_signal(config)
         warmup, iterations = config.algorithm.critic.warmup, config.trainer.iterations
         if warmup >= iterations:
@@ -141,6 +138,7 @@ class AgentTrainer(Closing):
         begun.callback(self.train_envs.pool.close)
         begun.callback(self.val_envs.pool.close)
         roles = {**self.train_envs.roles, **self.val_envs.roles}
+        refuse_without_actions(config.warmup, self.train_envs.roles)
         exact = config.engine.deterministic
         if sampler is None:
             applies(exact, config.engine.device)  # so that cuBLAS knows it when it begins
@@ -211,14 +209,17 @@ class AgentTrainer(Closing):
         self._end.close()
 
     def describe(self) -> str:
-        """One line: what is trained, on what."""
+        """One line: what is trained, on what, and on what it is evaluated."""
         size = sum(parameter.numel() for parameter in self.policy.module.parameters())
-        config, groups, processes = self.config, self.config.es_manager.train, self.processes
+        config, processes = self.config, self.processes
+        groups, held_out = config.es_manager.train, config.es_manager.val
         several = f", {processes.count} processes" if processes.count > 1 else ""
         several += " (sharded)" if processes.sharded else ""
         return (
             f"{config.engine.name} engine with {size / 1e6:.2f}M parameters, {config.algorithm.adv_estimator}, "
-            f"{groups.env_groups} groups of {groups.group_size} on {', '.join(self.train_envs.roles)}{several}"
+            f"{groups.env_groups} groups of {groups.group_size} on {', '.join(self.train_envs.roles)}{several}; "
+            f"evaluated in {held_out.env_groups * held_out.group_size} held-out episodes on "
+            f"{', '.join(self.val_envs.roles)}"
         )
 
     def doing(self) -> str:

@@ -22,7 +22,7 @@ from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.maths.updates import decayed
-from shoal.rollout.coach import Coach, CoachedEnv
+from shoal.rollout.coach import Coach, CoachedEnv, no_random_action
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.factory import VectorConfig, make_pool
@@ -51,6 +51,19 @@ MOST_LOST = 16
 
 
 # --- whether there is one
+def refuse_without_actions(config: Warmup, roles: Mapping[str, Role]) -> None:
+    """Check that there are actions to learn from, where the warm-up plays at random.
+
+    Raises:
+        ConfigError: names the env without.
+    """
+    if config.steps in (0, "auto") or config.expert == 1:
+        return
+    for tag, role in sorted(roles.items()):
+        if not role.draws_actions:
+            raise no_random_action(tag)
+
+
 def warmup_steps(
     config: AgentConfig, collector: SharedCollector, roles: Mapping[str, Role]
 ) -> tuple[int, dict[str, float]]:
@@ -68,7 +81,7 @@ def warmup_steps(
     if free:
         logger.warning(
             "%s, and there is no warm-up: the actions of %s are free text, of which none can be drawn. Show the form "
-            "of an answer in agent_proxy.prompt, or give the env a random_action()",
+            "of an answer in agent_proxy.prompt, or give the env a random_action(rng) that returns one",
             summary,
             ", ".join(free),
         )
