@@ -337,7 +337,8 @@ class Session:
         self._prompts[number] = prompt
         ways = [recorded.answer]
         if stop is not None and text == f"{text[:end]}{stop}":
-            ways.append(read_answer(f"{asked.begun}{text}", asked.tools).canonical())  # programs may put the stop text back
+            # Programs may put the stop text back.
+            ways.append(read_answer(f"{asked.begun}{text}", asked.tools).canonical())
         for way in dict.fromkeys(_stripped((*asked.turns, ("assistant", way))) for way in ways):
             self._ends.setdefault(way, []).append(number)
         return Answer(number, said, done, len(prompt), len(prompt) - known, stop)
