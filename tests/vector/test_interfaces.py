@@ -187,6 +187,25 @@ def test_envpool_style_takes_one_seed_for_each_or_says_what_a_seed_is() -> None:
         envs.async_reset("a")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_envpool_style_begins_anew_after_an_error(fault: str) -> None:
+    fns = [functools.partial(Faulty, fault), CountEnv, CountEnv, CountEnv]
+    envs = EnvPoolStyle(make_vec(fns, backend="process", num_workers=2), batch_size=2)
+    envs.async_reset(seed=10)
+    envs.recv()
+    envs.recv()
+    envs.send(np.array([9, 1, 1, 1]))
+    with pytest.raises((ZeroDivisionError, WorkerError), match="env 0 "):
+        [envs.recv() for _ in range(2)]
+    with pytest.raises(EnvError, match=r"reset\(\) all environments before"):
+        envs.send(np.array([1, 1, 1, 1]))
+    envs.async_reset(seed=20)
+    assert sorted([*envs.recv()[0][:, 0].tolist(), *envs.recv()[0][:, 0].tolist()]) == [20, 21, 22, 23]
+    envs.send(np.array([1, 1, 1, 1]))
+    assert [*envs.recv()[1].tolist(), *envs.recv()[1].tolist()] == [11.0] * 4
+    envs.close()
+
+
 def test_a_container_of_no_environments_is_refused() -> None:
     for env_num, group_n in ((0, 1), (1, 0)):
         with pytest.raises(ValueError, match=f"at least 1, got {env_num} and {group_n}"):

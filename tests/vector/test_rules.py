@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -61,17 +62,66 @@ def only_a_reset_follows(envs: Any) -> None:
     assert envs.step(np.full(n, 2))[1].tolist() == [21.0] * n
 
 
-@pytest.mark.parametrize(
-    ("backend", "mode"), [*(("serial", mode) for mode in MODES), ("thread", MODES[0]), ("process", MODES[1])]
-)
-def test_after_an_exception_of_an_env_only_a_reset_follows(backend: Any, mode: str) -> None:
-    fns = [functools.partial(Faulty, "raise") if i == 1 else CountEnv for i in range(3)]
-    with make_vec(fns, backend=backend, autoreset=mode) as envs:
+@pytest.mark.parametrize("restarts", [None, 0, 1])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_after_an_error_only_a_reset_follows(backend: Any, mode: str, restarts: int | None) -> None:
+    policy: Any = {} if restarts is None else {"on_failure": "restart", "max_restarts": restarts}
+    fns = [functools.partial(Faulty, "raise"), CountEnv, CountEnv]
+    with make_vec(fns, backend=backend, autoreset=mode, **policy) as envs:
         envs.reset(seed=0)
-        with pytest.raises(ZeroDivisionError) as caught:
-            envs.step(np.array([1, 9, 1]))
-        assert caught.value.__notes__[0].startswith("env 1 ")
+        for _ in range(restarts or 0):
+            assert envs.step(np.array([9, 1, 1]))[3].tolist() == [True, False, False]
+        for step in (envs.step, lambda actions: (envs.step_async(actions), envs.step_wait())):
+            envs.reset(seed=0)
+            with pytest.raises(RuntimeError if policy else ZeroDivisionError) as caught:
+                step(np.array([9, 1, 1]))
+            said = "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+            assert "env 0 " in said
+            only_a_reset_follows(envs)
+
+
+@pytest.mark.parametrize("restarts", [None, 0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_after_a_reset_that_raised_only_a_reset_follows(backend: Any, restarts: int | None) -> None:
+    class Refuses(CountEnv):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            if seed == 77:
+                raise ZeroDivisionError("this one never")
+            return super().reset(seed=seed, options=options)
+
+    policy: Any = {} if restarts is None else {"on_failure": "restart", "max_restarts": restarts}
+    with make_vec(Refuses, 3, backend=backend, **policy) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(RuntimeError if policy else ZeroDivisionError):
+            envs.reset(seed=76)
         only_a_reset_follows(envs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_after_an_error_of_some_that_cannot_be_replaced_these_are_reset_first(
+    backend: Any, mode: str
+) -> None:
+    fns = [functools.partial(Faulty, "raise"), *[functools.partial(CountEnv, 1000)] * 3]
+    with make_vec(fns, backend=backend, autoreset=mode, on_failure="restart", max_restarts=0) as envs:
+        envs.reset(seed=0)
+        with pytest.raises(RuntimeError, match="env 0 "):
+            envs.step_some([0, 1], [9, 1])
+        for undone, ask in (
+            ([0, 1], lambda: envs.step(np.ones(4, np.int64))),
+            ([1], lambda: envs.step_some([1, 2], [1, 1])),
+            ([0], lambda: envs.step_some([0], [1])),
+        ):
+            with pytest.raises(EnvError, match=rf"environments {re.escape(str(undone))} failed: reset\(\)"):
+                ask()
+        assert [result.reward for result in envs.step_some([2, 3], [1, 1])] == [11.0, 11.0]
+        assert envs.reset_some([1], [7])[0][0].tolist()[0] == 7
+        assert envs.step_some([1], [1])[0].reward == 11.0
+        with pytest.raises(EnvError, match=r"environments \[0\] failed: reset\(\)"):
+            envs.step(np.ones(4, np.int64))
+        envs.reset_some([0], [8])
+        assert envs.step(np.ones(4, np.int64))[1].tolist() == [11.0, 12.0, 12.0, 12.0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -310,8 +311,9 @@ class EnvPoolStyle:
         Steps in progress run to their end; their results are dropped.
         """
         seeds = seeds_per_env(seed, self.num_envs)
-        while self.pool.in_flight:
-            self.pool.recv(self.num_envs)
+        with contextlib.suppress(Exception):  # they are dropped, also where one failed
+            while self.pool.in_flight:
+                self.pool.recv(self.num_envs)
         self._spare, self._held = [], {}
         self.pool.send_reset(range(self.num_envs), seeds)
 

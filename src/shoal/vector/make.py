@@ -74,8 +74,8 @@ def make_vec(
         autoreset: "next_step", "same_step" or "disabled", as Gymnasium defines them.
         step_timeout: seconds that one step, reset or call of one env may take; a worker that takes longer is killed.
         make_timeout: seconds that making one env may take; default: `step_timeout`.
-        on_failure: what an env's failure does: "raise" an error, after which only a whole `reset()` works, "restart"
-            what failed, or "mask" it out; once all are masked out, stepping and resetting them raises.
+        on_failure: what an env's failure does: "raise" an error, "restart" what failed, or "mask" it out; once all are
+            masked out, stepping and resetting them raises. After an error only a whole `reset()` works.
         max_restarts: per env, after which a failure raises; as does a fourth failure in one operation.
         check_nan: a reward that is NaN or infinite, or an observation with NaN, is a failure of its env.
         threads: in worker processes, one thread per env: for environments that wait (HTTP, browsers).

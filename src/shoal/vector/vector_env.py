@@ -15,7 +15,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import util
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -162,6 +162,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         # Sent and not received: the command of each worker, and its environments.
         self._in_flight: dict[Worker, tuple[Command, list[int]]] = {}
         self._broken = ""  # why only a whole reset can follow
+        self._undone: set[int] = set()  # of a `step_some` or `reset_some` that raised: to be reset first
         self._calls: dict[str, object] = {}
         self._steps, self._seconds, self._step_began = 0, 0.0, 0.0
         self._pid = None if all(worker.inline for worker in workers) else os.getpid()
@@ -184,7 +185,15 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Whether this process was forked from the one that owns the workers: their replies would go there."""
         return self._pid is not None and self._pid != os.getpid()
 
-    def _check_idle(self, operation: str, *, whole_reset: bool = False, flying: bool = False) -> None:
+    def _check_idle(
+        self,
+        operation: str,
+        *,
+        whole_reset: bool = False,
+        flying: bool = False,
+        steps: Iterable[int] = (),
+    ) -> None:
+        """Refuse what cannot begin now; `steps` are the environments that it would step."""
         self._check_open()
         if self._state is not None:
             begun = f"{operation}_async" if operation in ("reset", "step", "call") else operation
@@ -194,6 +203,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             )
         if self._broken and not whole_reset:
             raise EnvError(f"{self._broken}: reset() all environments before `{operation}`")
+        if self._undone and (undone := sorted(self._undone.intersection(steps))):
+            raise EnvError(
+                f"the last call that stepped or reset environments {undone} failed: reset() these first"
+            )
         if self._in_flight and not (flying or whole_reset):
             raise AlreadyPendingCallError(
                 f"Calling `{operation}` while environments {self.in_flight[:8]} are in flight; `recv` them.",
@@ -215,8 +228,14 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             worker.begin(command)
         self._state = operation
 
-    def _end(self, operation: str, timeout: float | None, take: Callable[[list[Reply], Pending], T]) -> T:
-        """What `take` makes of the replies to what `_begin` began."""
+    def _end(
+        self,
+        operation: str,
+        timeout: float | None,
+        take: Callable[[list[Reply], Pending], T],
+        some: Sequence[int] | None = None,
+    ) -> T:
+        """What `take` makes of the replies to what `_begin` began, which concerned all environments or `some`."""
         self._check_open()
         if self._state != operation:
             raise NoAsyncCallError(
@@ -229,8 +248,11 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             try:
                 result = take(replies, self._pending)
             except Exception:
-                if self._remembers:  # no other env can replace one that failed: only this call is lost
+                if (
+                    self._remembers and some is not None
+                ):  # those of lost workers are replaced when they are stepped
                     self._broken = ""
+                    self._undone.update(some)
                 raise
         except DeadlineError:
             raise PendingTimeoutError(
@@ -303,7 +325,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
         self._check_idle("reset_some", whole_reset=len(chosen) == int(self.active.sum()))
         self._reset(given, options)
-        return self._end("reset", None, take)
+        return self._end("reset", None, take, chosen)
 
     def _begin_reset(self, seed: Seeds, options: dict[str, Any] | None) -> None:
         options = check_options(options)
@@ -324,6 +346,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._broken = self._broken or "the last reset failed or was interrupted"
             self._settle()
             self._policy.replace_lost(alive)
+        self._undone.difference_update(alive)
         for i, seed in alive.items():
             self._policy.cut.pop(i, None)
             if seed is not None:
@@ -374,7 +397,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         return self._end("step", timeout, take)
 
     def _begin_step(self, actions: Any) -> None:
-        self._check_idle("step")
+        self._check_idle("step", steps=range(self.num_envs))
         self._step_all(write_actions(self.buffers, actions))
 
     def _step_all(self, pickled: PickledActions) -> None:
@@ -440,12 +463,12 @@ class VectorPool(VectorEnv[Any, Any, Any]):
                 for i, paid in zip(chosen, flags, strict=True)
             ]
 
-        self._check_idle("step_some")
+        self._check_idle("step_some", steps=chosen)
         pickled = write_some(self.buffers, chosen, actions)
         self.buffers.terminated[chosen] = self.buffers.truncated[chosen] = False
         self._chosen = sorted(chosen)
         self._step(pickled)
-        return self._end("step", None, take)
+        return self._end("step", None, take, chosen)
 
     # --- replies
     def _take(self, replies: Sequence[Reply], pending: Pending) -> Sequence[EnvInfo] | InfoTable:
@@ -582,7 +605,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
 
         They are all those of one or more workers: `num_workers=num_envs` makes each env a unit of its own.
         """
-        ids, actions, workers = self._units("send", env_ids, actions, "actions")
+        ids, actions, workers = self._units("send", env_ids, actions, "actions", steps=env_ids)
         pickled = write_some(self.buffers, ids, actions)
         self.buffers.terminated[ids] = self.buffers.truncated[ids] = False
         for worker in workers:
@@ -594,8 +617,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         """Begin to reset these environments, all those of one or more workers; `recv` returns them."""
         ids = list(env_ids)
         given = [None] * len(ids) if seeds is None else seeds
-        ids, given, workers = self._units("send_reset", ids, given, "seeds")
+        if whole := self._broken != "" and set(self._active()).issubset(ids):
+            self._settle()
+        ids, given, workers = self._units("send_reset", ids, given, "seeds", whole_reset=whole)
         by_id = dict(zip(ids, map(plain_seed, given), strict=True))
+        if whole:
+            self._policy.replace_lost(by_id)
+        self._undone.difference_update(ids)
         for i, seed in by_id.items():
             self._policy.cut.pop(i, None)
             self._policy.seeds[i] = self._policy.seeds[i] if seed is None else seed
@@ -605,10 +633,10 @@ class VectorPool(VectorEnv[Any, Any, Any]):
             self._dispatch(worker, Reset(members, each, None))
 
     def _units(
-        self, operation: str, env_ids: Sequence[int], given: Sequence[Any], word: str
+        self, operation: str, env_ids: Sequence[int], given: Sequence[Any], word: str, **begins: Any
     ) -> tuple[list[int], list[Any], list[Worker]]:
         """The ids, what is given for each, and their workers: idle ones, of which they are all environments."""
-        self._check_idle(operation, flying=True)
+        self._check_idle(operation, flying=True, **begins)
         ids, each = self._indices(env_ids, given, word)
         workers = list(dict.fromkeys(self._policy.worker_of[i] for i in ids))
         flying = [i for i in ids if self._policy.worker_of[i] in self._in_flight]
@@ -735,7 +763,7 @@ class SerialVectorEnv(VectorPool):
     @one_at_a_time
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, Info]:
         """Step every environment with its action."""
-        self._check_idle("step")
+        self._check_idle("step", steps=range(self.num_envs))
         buffers = self.buffers
         target = plain_target(buffers)
         if (
