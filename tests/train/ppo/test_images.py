@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from tests.train.ppo.ppo_envs import DictEnv, Screen
 from torch import nn
 
@@ -20,7 +23,7 @@ from shoal.rollout.arrays.spaces import ActionRows, ObservationRows, picture_of
 from shoal.train.ppo.checkpoint import load_checkpoint
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.envs import AtariScreen, EnvFactory, _area
-from shoal.train.ppo.networks import CNNActorCritic
+from shoal.train.ppo.networks import CNNActorCritic, OwnNetwork
 from shoal.train.ppo.policy import load_policy
 from shoal.train.ppo.ppo import PPO
 
@@ -248,6 +251,84 @@ def test_floats_and_bytes_give_the_same_answer_so_that_export_may_take_floats():
         torch.testing.assert_close(
             network.policy(torch.from_numpy(packed)), network.policy(torch.from_numpy(plain))
         )
+
+
+class Beside(gym.Env):
+    """Numbers of some kind beside a picture of some shape, as `Dict`."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, shape: tuple[int, ...], number: gym.Space) -> None:
+        picture = spaces.Box(0, 255, shape, np.uint8)
+        self.observation_space = spaces.Dict({"number": number, "picture": picture})
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.t = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return self.observation_space.sample(), 1.0, self.t >= 5, False, {}
+
+
+NUMBERS = st.one_of(
+    st.builds(
+        lambda size, dtype: spaces.Box(-1, 1, (size,), dtype),
+        st.integers(1, 5),
+        st.sampled_from([np.float32, np.float64, np.int8, np.int64]),
+    ),
+    st.builds(spaces.Discrete, st.integers(1, 5)),
+    st.builds(spaces.MultiBinary, st.integers(1, 5)),
+)
+SHAPES = st.tuples(st.integers(8, 41), st.integers(8, 41)).flatmap(
+    lambda size: st.sampled_from([size, (*size, 3), (3, *size), (2, *size)])
+)
+
+
+@given(shape=SHAPES, number=NUMBERS, first=st.integers(0, 3), size=st.integers(1, 3), seed=st.integers(0, 99))
+@settings(max_examples=12, deadline=None)
+def test_a_picture_of_any_width_beside_numbers_is_read_alike_in_batches_of_any_size(
+    shape, number, first, size, seed
+):
+    env = Beside(shape, number)
+    assume(picture_of(env.observation_space["picture"]) is not None)
+    rows, actions = ObservationRows(env.observation_space), ActionRows(env.action_space)
+    seen = [env.reset(seed=seed + k)[0] for k in range(6)]
+    packed = np.zeros((6, rows.size), rows.dtype)
+    for one, row in zip(seen, packed, strict=True):
+        rows.encode_one(one, row)
+    own = OwnNetwork(Parts(), rows, actions, 0.0)
+    some = slice(first, first + size)
+    with torch.inference_mode():
+        for network in (CNNActorCritic(rows, actions), own):
+            whole, part = network(torch.from_numpy(packed)), network(torch.from_numpy(packed)[some])
+            for a, b in zip(whole, part, strict=True):
+                torch.testing.assert_close(a[some], b, rtol=1e-4, atol=1e-5)
+    flat = [
+        np.concatenate([spaces.flatten(number, one["number"]), one["picture"].ravel() / 255]) for one in seen
+    ]
+    np.testing.assert_allclose(own(torch.from_numpy(packed))[1], [one.sum() for one in flat], rtol=1e-4)
+
+
+class Parts(nn.Module):
+    """A network of one's own, whose value is the sum of all that it sees."""
+
+    def forward(self, seen: Any) -> Any:
+        values = sum(part.flatten(1).sum(1) for part in seen.values())
+        return torch.zeros(len(values), 2), values
+
+
+@pytest.mark.parametrize("recurrent", ["none", "gru"])
+def test_a_picture_whose_bytes_do_not_divide_by_four_trains_and_acts_alone(recurrent, tmp_path):
+    env = functools.partial(Beside, (37, 37), spaces.Box(-1, 1, (1,), np.float32))
+    with PPO(env, **{**TINY, "n_envs": 1}, recurrent=recurrent, normalize_obs=True) as ppo:
+        ppo.learn(16)
+        assert ppo.evaluate(1).mean == 5.0
+        ppo.save(tmp_path)
+    seen = env().reset(seed=0)[0]
+    assert load_policy(tmp_path)(seen) in (0, 1)
 
 
 # --- Atari

@@ -319,7 +319,9 @@ class OwnNetwork(ActorCritic):
 def split_rows(rows: Tensor, n_numbers: int) -> tuple[Tensor, Tensor]:
     """Rows of an observation with images as (numbers, pixels), from bytes, or from floats one after the other."""
     if rows.dtype == torch.uint8 and n_numbers:
-        return rows[:, : 4 * n_numbers].contiguous().view(torch.float32), rows[:, 4 * n_numbers :]
+        # (`contiguous` copies no row that is alone, and its stride is that of the whole row.)
+        numbers = rows[:, : 4 * n_numbers].clone(memory_format=torch.contiguous_format)
+        return numbers.view(torch.float32), rows[:, 4 * n_numbers :]
     return rows[:, :n_numbers], rows[:, n_numbers:]
 
 
