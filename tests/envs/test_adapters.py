@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shoal.envs
@@ -442,9 +442,13 @@ class Adventure:
         assert Path(path).is_file()
         said = types.SimpleNamespace(objective="Win.", description="A room.", feedback="Yes.\n\n> _", score=0)
         said.__dict__.update(max_score=2, won=False, admissible_commands=self.commands)
-        return types.SimpleNamespace(
-            reset=lambda: said, step=lambda command: (said, 1, False), close=lambda: None
-        )
+        self.heard = []
+
+        def step(command):
+            self.heard.append(command)
+            return said, 1, False
+
+        return types.SimpleNamespace(reset=lambda: said, step=step, close=lambda: None)
 
 
 @pytest.fixture
@@ -480,6 +484,70 @@ def test_commands_are_valid_where_a_game_does_not_tell_which_are(adventure, tmp_
     env = shoal.envs.make("textworld", cache=str(tmp_path), num_games=1)
     assert env.reset(seed=0)[1]["available_actions"] == ["<command>"]
     assert env.step("go east")[4]["action_is_valid"]
+
+
+OF_THE_INTERPRETER = (
+    "save restore restart undo quit q script unscript noscript transcript recording record replay restoring "
+    "tw-print tw-trace-actions tw-extra-infos"
+).split()
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    word=st.sampled_from(OF_THE_INTERPRETER),
+    before=st.sampled_from(
+        ["", "look. ", "look.", "look\n", "look then ", "take key and ", "bob, ", "\\", ">", "#", "* ", '"']
+    ),
+    after=st.sampled_from(["", " on", ".", "!", " now", "\n", ". look", " then look", "\\R file", "\x00"]),
+    case=st.sampled_from([str, str.upper, str.title]),
+    listed=st.booleans(),
+)
+def test_commands_of_the_interpreter_never_reach_it(adventure, tmp_path, word, before, after, case, listed):
+    adventure.commands = ("go east", "look") if listed else None
+    env = shoal.envs.make("textworld", cache=str(tmp_path), num_games=1, invalid_penalty=-0.25)
+    env.reset(seed=0)
+    observation, reward, terminated, truncated, info = env.step(before + case(word) + after)
+    assert adventure.heard == []
+    assert (reward, terminated, truncated, info["action_is_valid"]) == (-0.25, False, False, False)
+    assert "interpreter" in observation
+    assert (info["step"], info["action_is_effective"]) == (1, False)
+
+
+@pytest.mark.parametrize(
+    "command", ["get key", "n", "xyzzy", "put the half-eaten apple on bob's table", "go then look"]
+)
+def test_other_words_reach_the_game_though_it_does_not_list_them(adventure, tmp_path, command):
+    env = shoal.envs.make("textworld", cache=str(tmp_path), num_games=1)
+    env.reset(seed=0)
+    env.step(f"  {command}\n")
+    assert adventure.heard == [command]
+
+
+def test_a_listed_command_reaches_the_game_whatever_its_words(adventure, tmp_path):
+    adventure.commands = ("take the record of mr. x", "look")
+    env = shoal.envs.make("textworld", cache=str(tmp_path), num_games=1)
+    env.reset(seed=0)
+    assert env.step("take the record of mr. x")[4]["action_is_valid"]
+    assert adventure.heard == ["take the record of mr. x"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_textworld_episodes_share_no_state_and_write_no_file(tmp_path, monkeypatch):
+    pytest.importorskip("textworld")
+    settings_of = {"cache": str(tmp_path / "games"), "num_games": 1, "nb_rooms": 2, "quest_length": 2}
+    first, other = (shoal.envs.make("textworld", **settings_of) for _ in range(2))
+    begins = first.reset(seed=0)[1]["available_actions"]
+    other.reset(seed=0)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    first.step(next(command for command in begins if command.startswith(("go", "open", "take"))))
+    for command in ("save", "save\nmine", "look. save", "script", "look then script", "\\Rmine"):
+        assert not first.step(command)[4]["action_is_valid"]
+    for command in ("restore", "restore\nmine", "look. restore", "undo", "restart"):
+        _, reward, _, _, info = other.step(command)
+        assert (reward, info["available_actions"]) == (0.0, begins)
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 @pytest.mark.slow

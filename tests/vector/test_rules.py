@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -266,22 +266,13 @@ def test_the_default_is_gymnasiums_autoreset_and_faces_keep_their_own() -> None:
 
 
 # --- "auto"
-def test_auto_makes_each_env_once(tmp_path: Path) -> None:
-    for seconds, n in ((0.0, 8), (200e-6, 8), (2e-3, 4)):
-        folder = tmp_path / str(seconds)
-        folder.mkdir()
-        with make_vec(functools.partial(Counted, str(folder), seconds), n) as envs:
-            envs.reset(seed=0)
-            envs.step(np.zeros(n, np.int64))
-        assert len(list(folder.iterdir())) == n
-
-
 class Counted(CountEnv):
-    """Leaves a file for each constructor that ran; a step is busy for some seconds."""
+    """Leaves a file for each that was made, and takes it away when it is closed; a step is busy for some seconds."""
 
     def __init__(self, folder: str, seconds: float) -> None:
         super().__init__()
-        Path(folder, f"{os.getpid()}-{id(self)}-{time.monotonic_ns()}").touch()
+        self.file = Path(folder, f"{os.getpid()}-{id(self)}-{time.monotonic_ns()}")
+        self.file.touch()
         self.seconds = seconds
 
     def misbehave(self, action: Any) -> None:
@@ -289,22 +280,71 @@ class Counted(CountEnv):
         while time.perf_counter() < end:
             pass
 
+    def close(self) -> None:
+        self.file.unlink()
 
-def test_a_failure_of_the_trial_is_dropped_and_that_of_a_step_is_raised() -> None:
-    with make_vec(FailsAtFirst, 2) as envs:
+
+@pytest.mark.parametrize(("seconds", "n"), [(0.0, 1), (0.0, 8), (2e-3, 4)])
+def test_auto_keeps_nothing_of_its_trial(tmp_path: Path, seconds: float, n: int) -> None:
+    drawn = random.getstate(), np.random.get_state()[1].tolist()
+    with make_vec(functools.partial(Counted, str(tmp_path), seconds), n) as envs:
+        assert len(list(tmp_path.iterdir())) == n
+        obs, infos = envs.reset()
+        assert obs.tolist() == [[-1, 1, 0, 0]] * n  # no seed, and the first episode of each
+        assert infos["episode"].tolist() == [1] * n
+    assert list(tmp_path.iterdir()) == []
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == drawn
+
+
+def test_a_reset_without_a_seed_is_random_on_auto_too() -> None:
+    found = []
+    for _ in range(3):
+        with make_vec("CartPole-v1", 2) as envs:
+            found += envs.reset()[0][:, 0].tolist()
+    assert len(set(found)) == 6
+
+
+class Watching(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Notes what it sees."""
+
+    seen: ClassVar[list[str]] = []
+
+    def reset(self, **more: Any) -> Any:
+        self.seen.append("reset")
+        return super().reset(**more)
+
+    def step(self, action: Any) -> Any:
+        self.seen.append("step")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("inside", [True, False])
+def test_wrappers_see_no_episode_but_the_callers(n: int, inside: bool) -> None:
+    Watching.seen.clear()
+    env: Any = (lambda: Watching(gymnasium.make("CartPole-v1"))) if inside else "CartPole-v1"
+    with make_vec(env, n, wrappers=[] if inside else [Watching]) as envs:
+        assert Watching.seen == []
         envs.reset(seed=0)
-        assert envs.step(np.ones(2, np.int64))[1].tolist() == [11.0, 11.0]
+        envs.step(np.zeros(n, np.int64))
+    assert sorted(Watching.seen) == ["reset"] * n + ["step"] * n
 
 
-class FailsAtFirst(CountEnv):
-    """The first one that is stepped in a process raises."""
-
-    failed = False
+class RefusesAtRandom(CountEnv):
+    """Takes only moves that a player would know."""
 
     def misbehave(self, action: Any) -> None:
-        if not FailsAtFirst.failed:
-            FailsAtFirst.failed = True
-            raise RuntimeError("once")
+        if int(action) != 9:
+            raise ValueError("no such move")
+
+
+def test_an_env_that_refuses_random_actions_is_stepped_by_workers_and_a_line_says_why(caplog: Any) -> None:
+    with caplog.at_level(logging.DEBUG, "shoal.vector.make"), make_vec(RefusesAtRandom, 2) as envs:
+        assert envs.stats()["workers"]
+        envs.reset(seed=0)
+        assert envs.step(np.full(2, 9))[1].tolist() == [91.0, 91.0]
+    assert [row.levelno for row in caplog.records] == [logging.DEBUG]
+    assert "ValueError: no such move" in caplog.text
 
 
 # --- what workers take over, and what they draw

@@ -17,6 +17,33 @@ from shoal.envs.spaces import FreeText
 from shoal.envs.text import Action, Outcome, TextEnv, check_numbers
 
 _PROMPT = re.compile(r"\n*>[^\n]*$")
+_PLAIN = re.compile(r"[A-Za-z0-9 '-]{1,120}")
+_LETTERS = 6
+"""Of a word that the oldest interpreters look at: to them "restoring" is "restore"."""
+_INTERPRETERS_OWN = {
+    word[:_LETTERS]
+    for word in (
+        *(
+            "die",
+            "q",
+            "quit",
+            "restart",
+            "save",
+            "restore",
+            "undo",
+            "script",
+            "unscript",
+            "noscript",
+            "transcript",
+        ),
+        *("record", "recording", "replay"),
+        *("tw", "restrict", "enable", "disable"),  # TextWorld's own
+    )
+}
+REFUSED = (
+    "The game did not get this: give one command in plain words. save, restore, restart, undo, quit, script and other "
+    "commands of the interpreter are not played."
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +74,10 @@ class TextWorldConfig:
 class TextWorldEnv(TextEnv[TextWorldConfig]):
     """A TextWorld text adventure.
 
-    `available_actions` lists the commands that would work now. The reward is what the score rises by, as
-    a share of the game's maximum; success is winning the game.
+    `available_actions` lists the commands that would work now. Other commands reach the game too, in its own words
+    and one at a time, but never those of its interpreter: `save` would write a file, and `restore` would bring in the
+    state of another episode. The reward is what the score rises by, as a share of the game's maximum; success is
+    winning the game.
     """
 
     Config = TextWorldConfig
@@ -84,7 +113,11 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
         command = " ".join(str(action).split())
         if not command:
             return Outcome(self.config.invalid_penalty, effective=False, valid=False)
-        known = self._commands is None or command in self._commands
+        listed = self._commands is not None and command in self._commands
+        if not (listed or is_for_the_game(command)):
+            self._latest = REFUSED
+            return Outcome(self.config.invalid_penalty, effective=False, valid=False)
+        known = listed or self._commands is None
         with self._random.active():
             state, score, over = self._game.step(command)
         said = _PROMPT.sub("", state.feedback or "").strip()
@@ -107,6 +140,16 @@ class TextWorldEnv(TextEnv[TextWorldConfig]):
         if self._game is not None:
             self._game.close()
             self._game = None
+
+
+def is_for_the_game(command: str) -> bool:
+    """Whether a command is a plain one, without a word that its interpreter takes as a command to itself.
+
+    >>> is_for_the_game("put the half-eaten apple on the table"), is_for_the_game("look then save")
+    (True, False)
+    """
+    words = re.findall("[a-z0-9]+", command.lower())
+    return bool(_PLAIN.fullmatch(command)) and _INTERPRETERS_OWN.isdisjoint(word[:_LETTERS] for word in words)
 
 
 def generated_game(config: TextWorldConfig, number: int) -> Path:
