@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import statistics
@@ -97,15 +98,15 @@ def bench(options: BenchOptions) -> int:
         env_kwargs=arguments_of(options.settings, options.env_kwargs),
         wrappers=options.wrappers,
     )
-    env, cost = try_env(fn)
-    if env is None:
+    cost = try_env(fn)
+    if cost is None:
         with blaming(options.env):  # once more, to tell what it raises
             _loop_speed(fn, options)
         raise ConfigError(
             f"{options.env} failed once when it was stepped with random actions, and then did not"
         )
-    nbytes = _size(env)
-    env.close()
+    with blaming(options.env), contextlib.closing(fn()) as env:
+        nbytes = _size(env)
     folder = RunFolder(options.run_dir, "bench", options.seed) if options.run_dir is not None else None
     speeds = measure(ways(options), fn, options)
     loop = _loop_speed(fn, options)

@@ -498,6 +498,13 @@ def _make_wrapped(make: EnvFn, /, *wrappers: Callable[[Any], Env]) -> Env:
     return functools.reduce(_wrapped, wrappers, make())
 
 
+def without_wrappers(make: EnvFn) -> EnvFn:
+    """What makes the env alone, of what `resolve` gave."""
+    if isinstance(make, functools.partial) and make.func is _make_wrapped:
+        return make.args[0]  # type: ignore[no-any-return]
+    return make
+
+
 def _wrapped(env: Env, wrapper: Callable[[Any], Env]) -> Env:
     try:
         around = wrapper(env)

@@ -170,14 +170,11 @@ class EnvGroup:
         env_fns: functions that make the environments.
         first: number of the first one.
         progress: where to write the position of the env at work; None for the caller's own group.
-        made: environments that are made already, for the first of `env_fns`.
     """
 
-    def __init__(
-        self, env_fns: Sequence[EnvFn], first: int, progress: Any = None, made: Sequence[Any] = ()
-    ) -> None:
+    def __init__(self, env_fns: Sequence[EnvFn], first: int, progress: Any = None) -> None:
         self.env_fns, self.first, self.count = list(env_fns), first, len(env_fns)
-        self.envs: list[Any] = list(made)
+        self.envs: list[Any] = []
         self.progress = [LOADING] if progress is None else progress
         self._ended = [False] * self.count
         self._ending: tuple[Any, Info] | None = None
@@ -214,12 +211,10 @@ class EnvGroup:
     def make(self) -> Reply:
         """Make the environments, until one fails; `value` describes them."""
         reply = Reply(value=[])
-        made = self.envs
-        self.envs = []
         for j, fn in enumerate(self.env_fns):
             self.progress[0] = j
             try:
-                env = made[j] if j < len(made) else fn()
+                env = fn()
                 self.envs.append(env)
                 spaces = env.observation_space, env.action_space
                 identity = _PROCESS, os.getpid(), id(env.unwrapped)

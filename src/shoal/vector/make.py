@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy as copying
 import functools
+import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from shoal.core.errors import ConfigError, did_you_mean
+from shoal.core.errors import ConfigError, did_you_mean, format_error
 from shoal.core.executors import available_cpus
 from shoal.core.workers import START_METHODS, StartMethod, explain_file_limit
-from shoal.envs.catalogue import EnvFn, Source, Wrapper, resolve
+from shoal.envs.catalogue import EnvFn, Source, Wrapper, resolve, without_wrappers
 from shoal.vector.arguments import check_limit, check_single_agent, check_whole
 from shoal.vector.buffers import Buffers, shared_block
 from shoal.vector.env_group import Attach, even_cuts
@@ -27,6 +29,7 @@ from shoal.vector.spaces import Layout, batched
 from shoal.vector.vector_env import Description, SerialVectorEnv, VectorPool, close_all
 from shoal.vector.workers import Limits, ProcessWorker, Signals, ThreadWorker, Worker, attach_all, collect
 
+logger = logging.getLogger(__name__)
 BackendName = Literal["auto", "serial", "process", "thread", "ray", "native"]
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 AUTORESET = {mode.name.lower(): mode for mode in AutoresetMode}
@@ -62,10 +65,10 @@ def make_vec(
         num_envs: how many (default: 1); not needed for a sequence.
         backend: "serial" in the caller, "process" in worker processes, "thread" in threads of the caller,
             "ray" on a Ray cluster, "native" for the environment's own batch (another implementation: its
-            episodes differ, and it refuses what it cannot honour), or "auto": env 0 is made and tried for 20 steps
-            or 50 ms, then `choose` says where they go. The caller steps a share of the environments, so one that
-            crashes takes it along; with `step_timeout` or `on_failure` all are in workers and nothing is tried.
-            Name the backend where an env keeps something over resets.
+            episodes differ, and it refuses what it cannot honour), or "auto": another env is made, tried for 20 steps
+            or 50 ms without its wrappers, and closed; then `choose` says where they go. Where it refuses random
+            actions, all are in worker processes. The caller steps a share of the environments, so one that crashes
+            takes it along; with `step_timeout` or `on_failure` all are in workers and nothing is tried.
         num_workers: processes, threads or actors; default: one per core (with `step_timeout`: per env; with
             `threads`: at least one per eight envs).
         start_method: of worker processes: "forkserver" (default on Linux), "spawn" or "fork".
@@ -236,7 +239,7 @@ def open_workers(
 ) -> StartedWorkers:
     """Make the environments according to the plan; `describe` may change or refuse their spaces."""
     share = plan.caller_share
-    workers = [Worker(0, env_fns[:share], made=plan.made)] if share else []
+    workers = [Worker(0, env_fns[:share])] if share else []
     release = functools.partial(_release, None)
     try:
         workers += _workers(env_fns[share:], share, plan, options)
@@ -336,21 +339,20 @@ class Plan:
     workers: int = 0
     threads: bool = False  # in worker processes, one for each env
     caller_share: int = 0
-    made: Sequence[Any] = field(default=(), repr=False, compare=False)
-    """Environments that are made already, of the caller's share."""
 
 
 def planned(env_fns: Sequence[EnvFn], options: Options) -> Plan:
-    """The plan that was requested, or that a trial of env 0 suggests."""
+    """The plan that was requested, or that a trial of an env suggests."""
     n_envs, workers, limited = len(env_fns), options.num_workers, options.step_timeout is not None
     if options.backend == "serial":
         return Plan("serial", caller_share=n_envs)
     if options.backend in ("thread", "ray"):
         return Plan(options.backend, workers=min(workers or 0, n_envs))
     if options.backend == "auto" and workers is None and not options.threads and not options.guarded:
-        env, cost = try_env(env_fns[0])
-        plan = choose(cost, n_envs)
-        return replace(plan, made=() if env is None else (env,))
+        if n_envs == 1:
+            return Plan("serial", caller_share=1)
+        if (cost := try_env(env_fns[0])) is not None:
+            return choose(cost, n_envs)
     default = n_envs if limited and not options.threads else default_workers(n_envs, options.threads)
     return Plan("process", workers=min(workers or default, n_envs), threads=options.threads)
 
@@ -361,33 +363,35 @@ def default_workers(n_envs: int, threads: bool, cpus: int | None = None) -> int:
     return min(max(cpus, n_envs // THREADS) if threads else cpus, n_envs)
 
 
-def try_env(fn: EnvFn) -> tuple[Any, StepCost]:
-    """Make one environment and step it for a moment; None in its place where it cannot be kept.
+def try_env(fn: EnvFn) -> StepCost | None:
+    """What a step costs, on an environment that is made for this and closed; None if none could be measured.
 
-    An exception here is dropped: the real construction or step reports it, with the env's number.
+    Its wrappers see no episode, and the global generators are left as they were.
     """
-    env, times = None, [(0.0, 0.0)]
+    times: list[tuple[float, float]] = []
+    drawn = random.getstate(), np.random.get_state()
     try:
-        env = fn()
-        actions = copying.deepcopy(env.action_space)
-        actions.seed(0)
-        env.reset(seed=0)
-        start = time.perf_counter()
-        while len(times) <= TRIAL_STEPS and time.perf_counter() - start < TRIAL_SECONDS:
-            action = actions.sample()
-            wall, cpu = time.perf_counter(), time.thread_time()
-            _, _, terminated, truncated, _ = env.step(action)
-            times.append((time.perf_counter() - wall, time.thread_time() - cpu))
-            if terminated or truncated:
-                env.reset()
+        with contextlib.closing(without_wrappers(fn)()) as whole:
+            env = whole.unwrapped
+            actions = copying.deepcopy(env.action_space)
+            actions.seed(0)
+            env.reset()
+            start = time.perf_counter()
+            while len(times) < TRIAL_STEPS and time.perf_counter() - start < TRIAL_SECONDS:
+                action = actions.sample()
+                wall, cpu = time.perf_counter(), time.thread_time()
+                _, _, terminated, truncated, _ = env.step(action)
+                times.append((time.perf_counter() - wall, time.thread_time() - cpu))
+                if terminated or truncated:
+                    env.reset()
     except BaseException as error:
-        with contextlib.suppress(Exception):
-            env.close()  # type: ignore[union-attr]
         if isinstance(error, KeyboardInterrupt):
             raise
-        return None, StepCost(0.0, 0.0)
-    wall, cpu = sorted(times)[len(times) // 2]
-    return env, StepCost(wall, cpu)
+        logger.debug("the trial of backend='auto' ended after %d steps: %s", len(times), format_error(error))
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+    return StepCost(*sorted(times)[len(times) // 2]) if times else None
 
 
 def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:

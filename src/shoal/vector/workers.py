@@ -91,9 +91,7 @@ class Worker:
     side_by_side = False
     """Its environments work at the same time, or it is unknown which of them does."""
 
-    def __init__(
-        self, first: int, env_fns: Sequence[EnvFn], limits: Limits = NO_LIMITS, made: Sequence[Any] = ()
-    ) -> None:
+    def __init__(self, first: int, env_fns: Sequence[EnvFn], limits: Limits = NO_LIMITS) -> None:
         self.first, self.env_fns, self.count = first, list(env_fns), len(env_fns)
         self.ids = range(first, first + self.count)
         self.limits = limits
@@ -102,7 +100,6 @@ class Worker:
         self.buffers: Buffers | None = None
         self.starts = 0
         self.group: EnvGroup | None = None
-        self._made = list(made)
         self._seen, self._since = -1, 0.0
 
     # --- commands
@@ -118,7 +115,7 @@ class Worker:
         self.buffers = buffers
 
     def _start(self) -> None:
-        self.group, self._made = EnvGroup(self.env_fns, self.first, None, self._made), []
+        self.group = EnvGroup(self.env_fns, self.first)
 
     def begin(self, command: Any) -> None:
         """Begin a command."""
