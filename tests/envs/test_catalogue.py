@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import types
 from contextlib import closing
 from pathlib import Path
 
@@ -485,6 +486,37 @@ def test_a_module_that_cannot_be_used_is_named(name, message):
     with pytest.raises(ConfigError) as caught:
         find(name)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "take", [resolve, resolve_text, lambda name: make_vec(name, 2), lambda name: PPO(name)]
+)
+@pytest.mark.parametrize("name", ["envpool:CartPole-v1", "gymnax:CartPole-v1", "gymnax:Breakout-MinAtar"])
+def test_an_env_of_a_native_batch_is_never_another_one(name, take, monkeypatch):
+    for package in ("envpool", "gymnax"):  # as if they were installed
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    with pytest.raises(ConfigError, match=rf"{name}.*backend='native'"):
+        take(name)
+
+
+@pytest.mark.parametrize("module", ["numpy", "ale_py", "collections.abc", HERE])
+def test_a_module_is_not_credited_with_an_env_of_gymnasiums_own(module):
+    pytest.importorskip(module)
+    with pytest.raises(ConfigError, match=f"{module} has no environment 'CartPole-v1', Gymnasium has"):
+        find(f"{module}:CartPole-v1")
+    with pytest.raises(UnknownNameError) as caught:
+        find(f"{module}:CartPole-v9")
+    assert "CartPole-v1" not in str(caught.value)
+
+
+def test_a_module_may_register_a_class_of_gymnasiums_under_an_id_of_its_own(tmp_path, monkeypatch):
+    where = "gymnasium.envs.classic_control:CartPoleEnv"
+    text = f"import gymnasium\ngymnasium.register('LongPole-v0', entry_point={where!r})\n"
+    (tmp_path / "long_pole.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for _ in range(2):
+        assert find("long_pole:LongPole-v0").id == "LongPole-v0"
+    del gymnasium.registry["LongPole-v0"]
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,9 @@ ADAPTERS = {
 }
 """Other people's envs as text; which one is a setting."""
 
+BATCHES = ("envpool", "gymnax")
+"""Packages whose envs, as in "envpool:Pong-v5", only `make_vec(backend="native")` makes: there is none of one alone."""
+
 GROUP = "shoal.envs"
 """The group of entry points in which installed packages name their envs."""
 
@@ -127,7 +130,8 @@ def find(env: Source) -> Callable[..., Env] | EnvSpec:
     """The class, function or spec that `env` stands for; imports what it names and nothing else.
 
     A name is one of: a name that `names()` has, a Gymnasium id, `module:Id-v0` (importing the module registers the
-    id), `module:Class` or `module:function` (dotted names too, such as `module:Outer.Inner`).
+    id; Gymnasium's own ids have no other module), `module:Class` or `module:function` (dotted names too, such as
+    `module:Outer.Inner`).
 
     Raises:
         UnknownNameError: nothing has that name; says which was probably meant, or which package has it.
@@ -275,16 +279,28 @@ def _shown_as_text(make: EnvFn, name: str) -> TextEnv[Any]:
 # --- modules
 def _of_module(name: str) -> Callable[..., Env] | EnvSpec:
     """What "module:rest" is: an attribute of the module if it has that, else the Gymnasium id `rest`."""
+    path, _, rest = name.partition(":")
+    if path in BATCHES:
+        raise ConfigError(
+            f"{name!r} is a batch of {path}, not an environment that can be stepped alone: make_vec({name!r}, …, "
+            f"backend='native') makes it; training, agents and other backends need an environment in Python"
+        )
     module, found = attribute_named(name, "the environment")
-    rest = name.partition(":")[2]
+    of_gymnasium = path.partition(".")[0] == "gymnasium"
     if found is None and rest in gymnasium.registry:
         found = gymnasium.registry[rest]
+        if _is_gymnasiums_own(found) and not of_gymnasium:
+            raise ConfigError(
+                f"{path} has no environment {rest!r}, Gymnasium has: write {rest!r} for Gymnasium's, or name what "
+                f"{path} has as 'module:Class', 'module:function' or 'module:Id-v0'"
+            )
     if found is None:
         _refuse_folder(module, rest)
         classes = [key for key, value in vars(module).items() if _is_env_class(value)]
         shown = ", ".join(classes[:5]) + (", …" if classes[5:] else "")
         has = f"; it has {shown}" if classes else ""
-        raise _unknown(rest, [*classes, *gymnasium.registry], f"{module.__name__}:", has)
+        ids = [id for id, spec in gymnasium.registry.items() if of_gymnasium or not _is_gymnasiums_own(spec)]
+        raise _unknown(rest, [*classes, *ids], f"{module.__name__}:", has)
     if isinstance(found, EnvSpec):
         return _without_main(found)
     if not callable(found) or (isinstance(found, type) and not _is_env_class(found)):
@@ -292,6 +308,12 @@ def _of_module(name: str) -> Callable[..., Env] | EnvSpec:
             f"{name!r} must be a gymnasium.Env class, a function that makes an env, or an id, got {found!r}"
         )
     return found  # type: ignore[no-any-return]
+
+
+def _is_gymnasiums_own(spec: EnvSpec) -> bool:
+    """Whether it is as Gymnasium itself registers it, so that no other module gave it this id."""
+    made_by = spec.entry_point if isinstance(spec.entry_point, str) else ""
+    return made_by.startswith("gymnasium.envs.") and f'id="{spec.id}"' in inspect.getsource(gymnasium.envs)
 
 
 def _refuse_folder(module: Any, rest: str) -> None:
