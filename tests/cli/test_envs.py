@@ -87,6 +87,30 @@ def test_show_tells_settings_and_allowed_actions_of_ones_own_env(tmp_path, monke
     assert "wrapped as" not in out
 
 
+def test_show_says_whether_agents_can_see_an_env(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sizes.py").write_text(
+        "import gymnasium, numpy as np\n"
+        "class Large(gymnasium.Env):\n"
+        "    observation_space = gymnasium.spaces.Box(0, 1, (30, 30), np.float32)\n"
+        "    action_space = gymnasium.spaces.Discrete(2)\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        return np.zeros((30, 30), np.float32), {}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "show", "sizes:Large")
+    sys.modules.pop("sizes", None)
+    assert (code, err) == (0, "")
+    assert "Agents cannot see it: observations of sizes:Large have 900 numbers" in out
+    assert "Agents see it as text" in run(capsys, "show", "CartPole-v1")[1]
+
+
+@pytest.mark.parametrize("dataset", ["leg_counting", "gcd"])
+def test_check_accepts_reasoning_gym_as_it_is(capsys, dataset):
+    pytest.importorskip("reasoning_gym")
+    code, out, _ = run(capsys, "check", "reasoning_gym", f"dataset={dataset}", "--episodes", "4")
+    assert code == 0, out
+
+
 def test_play_takes_words_prefixes_and_refuses_nonsense(capsys, monkeypatch):
     type_lines(monkeypatch, "Down", "d", "jump", "r", "right", "Down", "Right")
     code, out, _ = run(capsys, "play", "frozen_lake", "desc=4x4", "is_slippery=false")

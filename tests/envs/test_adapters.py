@@ -249,7 +249,7 @@ def test_no_number_is_no_answer_where_a_number_is_asked_for():
     for answer in ("nan", " NaN ", "-nan", "nan+nanj", "nanj"):
         env.reset(seed=3)
         _, reward, terminated, _, info = env.step(answer)
-        assert (reward, terminated, info["success"]) == (0.0, False, False)
+        assert (reward, terminated, info["success"]) == (0.0, True, False)
     env.reset(seed=3)
     assert env.step(env._item["answer"])[1] == pytest.approx(1.0)
 
@@ -266,6 +266,12 @@ def test_reasoning_gym_scores_its_own_answers_right():
         assert env.step("wrong")[1:4] == (0.0, False, False)
         _, reward, terminated, _, info = env.step(answer)
         assert (reward, terminated, info["success"]) == (1.0, True, True)
+        env.reset(seed=seed)
+        env.step("wrong")
+        assert env.step("wrong again")[1:4] == (0.0, True, False)  # the attempts are used up
+        env.reset(seed=seed)
+        env.step("")
+        assert env.step("")[2:4] == (False, True)  # no answer is none
     assert len(questions) > 4
 
 
@@ -423,6 +429,40 @@ def test_a_textarena_game_can_be_copied_in_the_middle():
     twin = copy.deepcopy(env)
     for action in ("[right]", "[down]"):
         assert twin.step(action) == env.step(action)
+
+
+class Words(gymnasium.Space):
+    """Text in a space of one's own, as MiniGrid's missions are."""
+
+    def __init__(self, *words):
+        super().__init__(shape=(), dtype=str)
+        self.words = words
+
+    def contains(self, x):
+        return x in self.words if self.words else isinstance(x, str)
+
+
+class Polite(gymnasium.Env):
+    """Asks for a word."""
+
+    observation_space = spaces.Dict({"mission": Words(), "left": spaces.Discrete(5)})
+    action_space = Words("yes", "please, yes")
+
+    def reset(self, *, seed=None, options=None):
+        return {"mission": "Say yes, please.", "left": 3}, {}
+
+    def step(self, action):
+        assert action in self.action_space
+        return {"mission": "Thank you.", "left": 2}, 1.0, True, False, {}
+
+
+def test_a_space_of_strings_of_ones_own_is_text():
+    env = shoal.envs.make(f"{__name__}:Polite")
+    assert env.reset(seed=0)[0] == "left: 3\nmission: Say yes, please."
+    assert env.available_actions() == ["<text>"]
+    assert not env.projection("<action>no</action>").valid
+    (action,) = env.projection("<action>please, yes</action>").actions
+    assert env.step(action)[:3] == ("left: 2\nmission: Thank you.", 1.0, True)
 
 
 # --- textworld

@@ -36,6 +36,7 @@ from shoal.envs.catalogue import (
     make,
     names,
     resolve,
+    resolve_text,
 )
 from shoal.envs.check import Job, run_apart
 from shoal.envs.text import TextConfig, TextEnv
@@ -213,8 +214,13 @@ def _show_any(command: ShowCommand) -> int:
     if (mask := info.get("action_mask")) is not None:
         allowed = ", ".join(str(at) for at, is_allowed in enumerate(mask) if is_allowed)
         print(f"\nActions allowed now (its info has an action_mask): {allowed}")
-    print("\nAgents see it as text (shoal envs play), `make_vec` and `shoal train-ppo` as it is.")
     env.close()
+    as_text = "Agents see it as text (shoal envs play)."
+    try:
+        resolve_text(command.name, arguments_of(command.settings, command.env_kwargs))().close()
+    except ConfigError as error:
+        as_text = f"Agents cannot see it: {error}"
+    print(f"\n{as_text}\n`make_vec` and `shoal train-ppo` take it as it is.")
     return 0
 
 

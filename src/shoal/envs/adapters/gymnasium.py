@@ -180,8 +180,10 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             raise ConfigError(
                 f"action_names are for a choice of actions, but those of {config.id} are {space}"
             )
-        elif space is None or isinstance(
-            space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary | spaces.Text
+        elif (
+            space is None
+            or is_text(space)
+            or isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary)
         ):
             self.invalid_action = ""  # type: ignore[misc]
             self.action_space = FreeText(MOST_ANSWER)
@@ -227,7 +229,9 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             plain = free_text(space) is not space
             fits = space.min_length <= len(text) <= space.max_length if plain else space.contains(text)
             return text if fits else None
-        return text if space is None or read_numbers(space, text) is not None else None
+        if space is None or is_text(space):
+            return text if space is None or space.contains(text) else None
+        return text if read_numbers(space, text) is not None else None
 
     def _start(self, rng: np.random.Generator) -> None:
         asked = {} if self._options is None else {"options": self._options}
@@ -244,7 +248,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             space = self._action_space
             if isinstance(space, spaces.Discrete):
                 inner_action = int(action) - 1 + self._first
-            elif space is None or isinstance(space, spaces.Text):
+            elif space is None or is_text(space):
                 inner_action = action
             else:
                 inner_action = read_numbers(space, str(action))
@@ -372,6 +376,11 @@ def are_messages(value: Any) -> bool:
     )
 
 
+def is_text(space: Space[Any]) -> bool:
+    """Whether the values of a space are strings: a `Text`, or a space of one's own with `dtype=str`."""
+    return isinstance(space, spaces.Text) or (space.dtype is not None and space.dtype.kind == "U")
+
+
 def describe_space(space: Space[Any]) -> str:
     """What a value of a space looks like, in words."""
     if isinstance(space, spaces.Discrete):
@@ -389,7 +398,7 @@ def describe_space(space: Space[Any]) -> str:
         return "; ".join(describe_space(part) for part in space.spaces)
     if isinstance(space, spaces.Dict):
         return "; ".join(f"{name}: {describe_space(part)}" for name, part in space.spaces.items())
-    return "text" if isinstance(space, spaces.Text) else str(space)
+    return "text" if is_text(space) else str(space)
 
 
 def write_value(space: Space[Any], value: Any, names: tuple[str, ...] = (), digits: int = 3) -> str:
@@ -403,7 +412,7 @@ def write_value(space: Space[Any], value: Any, names: tuple[str, ...] = (), digi
         if len(names) == len(parts):
             return "\n".join(f"{name}: {part}" for name, part in zip(names, parts, strict=True))
         return "\n".join(parts)
-    if isinstance(space, spaces.Text):
+    if is_text(space):
         refuse_no_text(value)
         return str(value)
     array = np.asarray(value)
@@ -486,9 +495,9 @@ def _check_size(space: Space[Any], env_id: str) -> None:
         parts = space.spaces.values() if isinstance(space, spaces.Dict) else space.spaces
         for part in parts:
             _check_size(part, env_id)
-    elif not isinstance(
-        space, spaces.Text | spaces.Discrete | spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary
-    ):
+    elif is_text(space):
+        return
+    elif not isinstance(space, spaces.Discrete | spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
         raise ConfigError(f"observations of {env_id} cannot be written as text: {space}")
     elif math.prod(space.shape or ()) > MAX_NUMBERS:
         raise ConfigError(

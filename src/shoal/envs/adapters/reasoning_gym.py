@@ -55,7 +55,7 @@ class ReasoningGymConfig:
     size: int = 1000
     """Questions in the dataset; the episode's seed picks one."""
     max_steps: int = 1
-    """Attempts at a question."""
+    """Attempts at a question; the last answer ends the episode, right or wrong."""
     success_score: float = 1.0
     """Score from which an answer counts as right."""
     invalid_penalty: float = 0.0
@@ -99,9 +99,9 @@ class ReasoningGymEnv(TextEnv[ReasoningGymConfig]):
         if action == self.invalid_action:
             return Outcome(self.config.invalid_penalty, effective=False, valid=False)
         score = self._score(str(action))
-        right = score >= self.config.success_score
+        right, last = score >= self.config.success_score, self._steps + 1 >= self.config.max_steps
         self._text = f"{self._item['question']}\n{'Right.' if right else 'Not right.'}"
-        return Outcome(score, terminated=right, success=right)
+        return Outcome(score, terminated=right or last, success=right)
 
     def _score(self, answer: str) -> float:
         """The dataset's score; 0 for an answer that its scorer cannot read, whatever it raises then.
