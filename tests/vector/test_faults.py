@@ -464,6 +464,54 @@ def test_close_is_quick_in_every_state(moment: str) -> None:
     envs.close()
 
 
+class Writes(CountEnv):
+    """Writes a file when it is closed, which takes a moment; may fail or hang at it."""
+
+    def __init__(self, file: Path, fault: str = "") -> None:
+        super().__init__()
+        self.file, self.fault = file, fault
+
+    def close(self) -> None:
+        if self.fault == "hang":
+            time.sleep(3600)
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            self.file.write_text("half")
+        self.file.write_text("whole")
+        if self.fault == "raise":
+            raise OSError("disk full")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "serial"},
+        {"backend": "thread"},
+        {"backend": "process"},
+        {"backend": "process", "threads": True},
+    ],
+    ids=str,
+)
+def test_close_waits_for_an_env_that_is_writing_and_tells_what_it_raised(
+    options: Any, tmp_path: Path, caplog: Any
+) -> None:
+    fns = [functools.partial(Writes, tmp_path / "a", "raise"), functools.partial(Writes, tmp_path / "b")]
+    envs = make_vec(fns, num_workers=None if options["backend"] == "serial" else 2, **options)
+    envs.reset(seed=0)
+    envs.close()
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["whole", "whole"]
+    (record,) = caplog.records
+    assert re.fullmatch(r"env 0 \(pid \d+\) failed in close: OSError: disk full \(.*\)", record.message)
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_close_gives_up_an_env_that_hangs_and_names_it(backend: Any, tmp_path: Path, caplog: Any) -> None:
+    fns = [CountEnv, functools.partial(Writes, tmp_path / "a", "hang")]
+    envs = make_vec(fns, backend=backend, num_workers=2)
+    envs.close(timeout=0.2)
+    assert "env 1 was still closing after 0.2 s" in caplog.text
+
+
 def test_thirty_pools_leave_no_memory_descriptors_or_shared_memory_behind() -> None:
     names: set[Any] = set()
 

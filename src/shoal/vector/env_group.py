@@ -197,6 +197,8 @@ class EnvGroup:
                 return self.reset(command)
             case Make():
                 return self.make()
+            case Close():
+                return self.close()
             case Rebuild():
                 work = self._rebuild
             case Apply(function=function, args=args, members=members):
@@ -503,15 +505,17 @@ class EnvGroup:
             raise error
         failures.append(from_exception(self.first + j, doing, error, os.getpid()))
 
-    def close(self) -> None:
+    def close(self) -> Reply:
         """Close every env, once; one that fails does not keep the others open."""
-        while self.envs:
+        reply = Reply()
+        for j in range(len(self.envs)):
+            self.progress[0] = j
             try:
                 self.envs.pop(0).close()
             except BaseException as error:
-                if isinstance(error, self.reraise):
-                    raise
+                self._note(reply.failures, j, "close", error)
         self._steps = []
+        return reply
 
 
 IF_MEANT = " (pass check_nan=False if that is meant)"

@@ -16,7 +16,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.executors import connect_ray
 from shoal.core.workers import dumps
 from shoal.envs.catalogue import EnvFn
-from shoal.vector.env_group import Attach, Close, EnvGroup, Make, Rebuild, Reply, Reset, Step, even_cuts
+from shoal.vector.env_group import Attach, EnvGroup, Make, Rebuild, Reply, Reset, Step, even_cuts
 from shoal.vector.failures import Failure, from_exception
 from shoal.vector.threads import copy_rows, rows_of, with_actions
 from shoal.vector.worker_process import is_empty, packed, seed_globals, unpacked
@@ -42,9 +42,6 @@ class EnvActor:
             return packed(Reply(failures=[failure]), self.group, None), None
         group = self.group
         assert group is not None
-        if isinstance(command, Close):
-            group.close()
-            return b"", None
         if isinstance(command, Attach):
             group.attach(command.buffers(n_envs=group.count), command.autoreset, command.check_nan)
             return b"", None
@@ -130,21 +127,12 @@ class RayWorker(Worker):
             with contextlib.suppress(Exception):  # it is gone already
                 self._ray.kill(self._actor)
 
-    def begin_close(self) -> None:
-        """Ask the actor to close its environments."""
-        if self._actor is not None and self.lost is None and self.command is None:
-            self._send(Close())
+    def begin_close(self) -> bool:
+        """Have the actor close its environments; whether it can answer."""
+        return self._actor is not None and self._ray.is_initialized() and super().begin_close()
 
-    def close(self, seconds: float) -> None:
-        """Give it so many seconds to end, then kill it."""
-        if (
-            self._actor is not None
-            and self.lost is None
-            and self.command is None
-            and self._ray.is_initialized()
-        ):
-            with contextlib.suppress(Exception):
-                self._ray.wait([self._reply], timeout=seconds)
+    def close(self) -> None:
+        """Kill the actor."""
         self.kill()
 
     def stats(self) -> dict[str, Any]:

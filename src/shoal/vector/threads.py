@@ -34,7 +34,9 @@ class GroupThread:
         self.thread.start()
 
     def _serve(self) -> None:
-        while not isinstance(command := self.commands.get(), Close):
+        command: Any = None
+        while not isinstance(command, Close):
+            command = self.commands.get()
             if isinstance(command, Attach):
                 own = command.buffers(n_envs=self.group.count)
                 self.group.attach(own, command.autoreset, command.check_nan)
@@ -43,7 +45,6 @@ class GroupThread:
                 reply = self.group.run(command)
             self.replies.append(reply)
             self._done.release()
-        self.group.close()
 
 
 # --- rows of a group that has buffers of its own
@@ -119,6 +120,8 @@ class ThreadedGroup:
         """The command for each of the members."""
         if isinstance(command, Make):
             return [Make(None) for _ in members]
+        if isinstance(command, Close):
+            return [Close() for _ in members]
         if isinstance(command, Step):
             assert self.buffers is not None
             actions = read(self.buffers, self.first, members, command.pickled)
@@ -147,7 +150,7 @@ class ThreadedGroup:
         )
 
     def close(self) -> None:
-        """Close every env in its own thread."""
+        """Close every env in its own thread, unless that was done."""
         for thread in self._threads:
             thread.commands.put(Close())
         for thread in self._threads:

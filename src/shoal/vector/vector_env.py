@@ -58,7 +58,7 @@ from shoal.vector.env_group import (
     call_attribute,
     ids_of,
 )
-from shoal.vector.failures import Failure, OnFailure, raise_first
+from shoal.vector.failures import Failure, OnFailure, describe, raise_first
 from shoal.vector.infos import (
     FINAL_IN_BUFFER,
     EnvInfo,
@@ -74,6 +74,8 @@ from shoal.vector.workers import DeadlineError, Worker, collect, wait_for
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+CLOSE_SECONDS = 30.0
+"""How long `close()` waits for environments that are still writing, such as a video."""
 SETTLE_SECONDS = 10.0
 """How long `reset()` waits for what a broken-off operation left at work, where there is no `step_timeout`."""
 
@@ -748,12 +750,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self.close()
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """Close the environments; a worker that does not follow is killed, so this takes a few seconds at most."""
+        """Close the environments; a worker that has not done so after `timeout` seconds (30) is killed."""
         check_limit(timeout, "timeout")
         if self._is_forked():
             return
         self.closed = True  # first: a call in another thread ends, and says so
-        close_all(self.workers, self._close_rest, 0.0 if terminate else (2.0 if timeout is None else timeout))
+        seconds = CLOSE_SECONDS if timeout is None else timeout
+        close_all(self.workers, self._close_rest, 0.0 if terminate else seconds)
         self._finish.cancel()
 
 
@@ -796,14 +799,27 @@ class SerialVectorEnv(VectorPool):
         return result
 
 
-def close_all(workers: Sequence[Worker], close_rest: Callable[[], None], seconds: float = 2.0) -> None:
-    """Close workers, by force after so many seconds, and free what they share."""
-    end = time.monotonic() + seconds
-    for worker in workers:
-        worker.begin_close()
-    for worker in workers:
-        worker.close(max(0.0, end - time.monotonic()))
-    close_rest()
+def close_all(
+    workers: Sequence[Worker], close_rest: Callable[[], None], seconds: float = CLOSE_SECONDS
+) -> None:
+    """Close workers, by force after so many seconds, and free what they share; what fails is logged."""
+    try:
+        asked = [worker for worker in workers if worker.begin_close()]
+        own = [failure for worker in asked if worker.inline for failure in worker.receive().failures]
+        asked = [worker for worker in asked if not worker.inline]
+        with contextlib.suppress(DeadlineError):
+            wait_for(asked, time.monotonic() + seconds)
+        failures = own + [f for worker in asked if worker.answered() for f in worker.receive().failures]
+        for failure in failures:
+            logger.warning("%s", describe(failure))
+        for worker in asked:
+            if worker.command is not None and seconds > 0:
+                env = worker.first + worker.progress()
+                logger.warning("env %d was still closing after %g s: it was left or ended", env, seconds)
+    finally:
+        for worker in workers:
+            worker.close()
+        close_rest()
 
 
 def _step_of(worker: Worker, members: Sequence[int], pickled: PickledActions) -> Step:

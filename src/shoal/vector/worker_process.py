@@ -112,8 +112,6 @@ def serve(
                 failures = [from_exception(i, doing, error, os.getpid()) for i in ids]
                 link.send(dumps(Reply(failures=failures)))
                 continue
-            if isinstance(command, Close):
-                break
             if isinstance(command, Attach):
                 assert command.memory is not None
                 memory = SharedMemory(command.memory)
@@ -127,11 +125,13 @@ def serve(
             else:
                 if isinstance(command, Reset) and not seeded:
                     seeded = seed_globals(command.seeds, first)
-                reply = group.run(command)
+                reply = NOTHING if group is None else group.run(command)
             in_memory = TEXT if reply.columns and texts and _pack_text(reply, texts) else 0
             if isinstance(reply.env_infos, InfoTable) and numbers.take(reply.env_infos) and not reply.columns:
                 reply, in_memory = NOTHING, in_memory | INFOS
             link.send(b"" if is_empty(reply) else packed(reply, group, command), in_memory)
+            if isinstance(command, Close):
+                break
     if group is not None:
         group.close()
     for stream in (sys.stdout, sys.stderr):

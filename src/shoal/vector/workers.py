@@ -60,6 +60,8 @@ from shoal.vector.worker_process import (
 
 LOADING_SECONDS = 60.0
 """Time for a worker with a time limit to start and import what it needs, before its first constructor begins."""
+END_SECONDS = 2.0
+"""How long a worker that has nothing left to do may take to end, or a thread to finish its step."""
 CHECK_SECONDS = 0.05
 """Between two looks whether the workers that are waited for still live and are in time."""
 
@@ -164,7 +166,7 @@ class Worker:
     def overdue(self, now: float) -> float | None:
         """The time limit that the env at work has exceeded, if so."""
         limit = self.limits.make if isinstance(self.command, Make | Rebuild) else self.limits.step
-        if limit is None:
+        if limit is None or isinstance(self.command, Close):
             return None
         at = self.progress()
         if at == LOADING:
@@ -227,14 +229,17 @@ class Worker:
         """Process id, memory and restarts of a process."""
         return {}
 
-    def close(self, seconds: float) -> None:
-        """End it; by force after so many seconds where that is possible."""
-        if self.group is not None:
-            with contextlib.suppress(Exception):
-                self.group.close()
+    def begin_close(self) -> bool:
+        """Have it close its environments; whether it can answer."""
+        if self.inline and self.group is None:
+            return False
+        free = self.inline or (self.lost is None and self.command is None)
+        if free:
+            self.begin(Close())
+        return free
 
-    def begin_close(self) -> None:
-        """Ask it to close its environments; `close` waits for that."""
+    def close(self) -> None:
+        """End what it lives in."""
 
 
 def collect(workers: Sequence[Worker], timeout: float | None = None) -> list[Reply]:
@@ -349,16 +354,20 @@ class ThreadWorker(Worker):
         """Whether its thread runs."""
         return self._thread is not None and self._thread.thread.is_alive()
 
-    def begin_close(self) -> None:
-        """Have the thread close its environments when it is free."""
-        if self._thread is not None:
-            self._thread.commands.put(Close())
+    def begin_close(self) -> bool:
+        """Have the thread close its environments, when it is free; whether it can answer."""
+        if self._thread is None or self._thread.thread is threading.current_thread():
+            return False
+        if super().begin_close():
+            return True
+        self._thread.commands.put(Close())
+        return False
 
-    def close(self, seconds: float) -> None:
+    def close(self) -> None:
         """Wait for the end of the thread; one that hangs is left behind."""
         thread = self._thread.thread if self._thread is not None else None
         if thread is not None and self.lost is None and thread is not threading.current_thread():
-            thread.join(seconds)
+            thread.join(END_SECONDS)
 
 
 class Signals:
@@ -526,16 +535,15 @@ class ProcessWorker(Worker):
             failure.env, failure.doing, failure.action = self.first, f"its wait for {failure.doing}", None
         return failure
 
-    def begin_close(self) -> None:
-        """Ask it to close its environments."""
-        if self.process is not None and self.lost is None and self.command is None:
-            self._send(Close())
+    def begin_close(self) -> bool:
+        """Have it close its environments; whether it can answer."""
+        return self.process is not None and super().begin_close()
 
-    def close(self, seconds: float) -> None:
-        """Give it so many seconds to end, then kill it."""
+    def close(self) -> None:
+        """Kill it, unless it ends by itself in a moment because it has closed its environments."""
         if self.process is not None:
             if self.lost is None and self.command is None:
-                self.process.wait(seconds)
+                self.process.wait(END_SECONDS)
             self.kill()
 
 
