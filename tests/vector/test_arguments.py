@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordEpisodeStatistics
 
 from shoal.core.errors import ConfigError, EnvError
-from shoal.vector import AsyncVectorEnv, PettingZooVectorEnv
+from shoal.vector import AsyncVectorEnv, ParallelEnv, PettingZooVectorEnv
 from tests.vector.faulty import CountEnv
 from tests.vector.same_step import make_vec
 from tests.vector.test_multi_agent import Race
@@ -420,3 +420,20 @@ def test_a_wait_of_no_length_is_refused_and_what_was_begun_is_there_still(backen
         with pytest.raises((TypeError, ValueError), match="timeout must be"):
             envs.close(timeout=timeout)
         assert len(first) == 2
+
+
+@pytest.mark.parametrize("make", [make_vec, ParallelEnv])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"render_mode": "rgb_array"}, "go into env_kwargs={'render_mode': 'rgb_array'}"),
+        ({"size": 3}, "go into env_kwargs={'size': 3}"),
+        ({"autoreset_mode": "same_step"}, "write autoreset='same_step'"),
+        ({"vectorization_mode": "async"}, "write backend='process'"),
+        ({"step_time_out": 3}, "Did you mean 'step_timeout'?"),
+        ({"numworkers": 3}, "Did you mean 'num_workers'?"),
+    ],
+)
+def test_an_argument_that_is_not_known_is_answered_with_the_one_that_was_meant(make, given, said) -> None:
+    with pytest.raises(TypeError, match=f"make_vec has no argument '{next(iter(given))}'.*{re.escape(said)}"):
+        make([CountEnv] * 2, **given)

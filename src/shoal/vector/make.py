@@ -53,6 +53,7 @@ def make_vec(
     threads: bool = False,
     copy: bool = True,
     ray_options: dict[str, Any] | None = None,
+    **unknown: Any,
 ) -> VectorPool:
     """Many environments as one vector environment.
 
@@ -89,9 +90,12 @@ def make_vec(
         UnknownNameError: for an env that is not registered.
         ConfigError: for what cannot run: too little memory, too many files, environments that do not pickle,
             an argument that this backend has no use for.
+        TypeError: for an argument that it does not know; says which one was probably meant.
         Exception: when an environment cannot be made; a note says which.
     """
     check_single_agent(env)
+    if unknown:
+        raise _unknown_argument(*next(iter(unknown.items())))
     options = Options(
         backend, num_workers=num_workers, start_method=start_method, autoreset=autoreset_mode(autoreset),
         step_timeout=step_timeout, make_timeout=make_timeout, on_failure=on_failure, max_restarts=max_restarts,
@@ -181,6 +185,21 @@ class Options:
     def guarded(self) -> bool:
         """Whether no env may run in the caller, not even for a trial: one that hangs or crashes would stop it."""
         return self.step_timeout is not None or self.make_timeout is not None or self.on_failure != "raise"
+
+
+def _unknown_argument(name: str, value: Any) -> TypeError:
+    """An error for an argument that `make_vec` does not have, with the one that was meant."""
+    known = [field.name for field in fields(Options)] + ["env_kwargs", "wrappers", "num_envs"]
+    gymnasiums = {
+        "autoreset_mode": f"autoreset={value!r}",
+        "vectorization_mode": "backend='process' (Gymnasium's 'async'), 'serial' ('sync') or 'native'",
+        "vector_kwargs": "make_vec's own arguments",
+    }
+    if name in gymnasiums:
+        return TypeError(f"make_vec has no argument {name!r}: write {gymnasiums[name]}")
+    guess = did_you_mean(name, known).partition(" Known:")[0]
+    of_env = f" Arguments of the environment go into env_kwargs={{{name!r}: {value!r:.80}}}"
+    return TypeError(f"make_vec has no argument {name!r}.{guess or of_env}")
 
 
 USED_BY = {
