@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -454,6 +455,40 @@ class Polite(gymnasium.Env):
     def step(self, action):
         assert action in self.action_space
         return {"mission": "Thank you.", "left": 2}, 1.0, True, False, {}
+
+
+class Reporting(Polite):
+    """Reports numbers, arrays, a time, and keys that mean something to shoal."""
+
+    action_space = spaces.Discrete(2)
+
+    def _report(self):
+        mask = np.array([1, 0], np.int8)
+        return {
+            "progress": 0.5,
+            "action_mask": mask,
+            "at": time.time(),
+            "step": 99,
+            "image": "none",
+            "text": "no",
+        }
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0], self._report()
+
+    def step(self, action):
+        return {"mission": "Thank you.", "left": 2}, 1.0, False, False, self._report()
+
+
+def test_the_infos_of_an_env_inside_are_passed_on_beside_those_of_every_text_env():
+    env = shoal.envs.make(f"{__name__}:Reporting")
+    infos = [env.reset(seed=0)[1], env.step(1)[4]]
+    for k, info in enumerate(infos):
+        assert (info["progress"], info["action_mask"].tolist(), info["step"]) == (0.5, [1, 0], k)
+        assert not {"image", "text", "anchor"} & info.keys()
+        assert info["available_actions"] == ["0", "1"]
+    assert "progress" not in env.step(0)[4]  # which did not reach it
+    check_text_env(lambda: shoal.envs.make(f"{__name__}:Reporting"), seeds=range(2))
 
 
 def test_a_space_of_strings_of_ones_own_is_text():

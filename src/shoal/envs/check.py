@@ -444,7 +444,7 @@ def _episode(env: TextEnv[Any], seed: int, at: Place, until: float = math.inf) -
     env.action_space.seed(seed)  # for envs of free text, whose words are patterns
     at.goes_to(seed, 0)
     observation, info = env.reset(seed=seed)
-    shown = [_shown(observation, info)]
+    shown = [_shown(env, observation, info)]
     over, step = False, 0
     while not over and step < MOST_STEPS and time.monotonic() < until:
         expect(isinstance(env.observe(), str), f"{at.name}.observe() must return text")
@@ -459,14 +459,18 @@ def _episode(env: TextEnv[Any], seed: int, at: Place, until: float = math.inf) -
         at.goes_to(seed, step)
         observation, reward, terminated, truncated, info = env.step(action)
         over = terminated or truncated
-        shown.append(_shown(observation, info, reward=reward, terminated=terminated, truncated=truncated))
+        shown.append(
+            _shown(env, observation, info, reward=reward, terminated=terminated, truncated=truncated)
+        )
     return shown
 
 
-def _shown(observation: Any, info: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """What a step shows, by names; arrays as bytes, which can be compared as a whole."""
+def _shown(env: TextEnv[Any], observation: Any, info: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What a step shows, by names, without the infos of an env inside; arrays as bytes, to be compared as a whole."""
+    inside = getattr(env, "inner_info", ())
     seen = observation.tobytes() if isinstance(observation, np.ndarray) else observation
-    return {"observation": seen, **more, **{f"info[{key!r}]": value for key, value in info.items()}}
+    infos = {f"info[{key!r}]": value for key, value in info.items() if key not in inside}
+    return {"observation": seen, **more, **infos}
 
 
 def _action(env: TextEnv[Any], word: str, at: Place) -> Any:

@@ -85,6 +85,7 @@ def make_vec(
         threads: in worker processes, one thread per env: for environments that wait (HTTP, browsers).
         copy: return copies of observations, or views that the next step overwrites.
         ray_options: of the actors, such as `{"num_cpus": 1, "resources": {...}}`.
+        **unknown: none; the error says which argument was meant.
 
     Raises:
         UnknownNameError: for an env that is not registered.

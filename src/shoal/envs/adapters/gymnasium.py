@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 import gymnasium
@@ -29,6 +30,8 @@ MAX_NUMBERS = 512
 """Numbers in an observation that can still be shown as text."""
 MOST_STEPS = 1000
 """Of an episode where neither the config nor the env has `max_steps`."""
+SHOWN = ("image", "text", "anchor")
+"""Keys of an info that mean something to who plays an episode, whatever the env inside means by them."""
 MAX_CHOICES = 65_536
 """Actions of a discrete space that can still be listed."""
 
@@ -104,6 +107,8 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
 
     Config = GymnasiumConfig
     seed_stream = "GymnasiumEnv"
+    inner_info: Mapping[str, Any] = MappingProxyType({})
+    """What the env inside reported last, and `info` has beside the keys of every text env."""
     success_is_known = False
     """Whether the env, or the config, has said when an episode counts as a success."""
 
@@ -238,7 +243,8 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
         answer = self.inner.reset(seed=int(rng.integers(2**31)), **asked)
         self._return, self._messages = 0.0, []
         with self._blaming("_start"):
-            self._seen, _ = check_step_result(answer, "reset")
+            self._seen, info = check_step_result(answer, "reset")
+            self._inner = info_of(info)
             self._text = self._written()
 
     def _advance(self, action: Action) -> Outcome:
@@ -253,6 +259,7 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             else:
                 inner_action = read_numbers(space, str(action))
         if inner_action is None:
+            self._inner = {}
             return Outcome(config.invalid_penalty, effective=False, valid=False)
         answer = self.inner.step(inner_action)
         with self._blaming("_advance"):
@@ -261,7 +268,8 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             check_flags(terminated, truncated)
             paid = reward_of(reward)
             self._return += paid
-            success = self._succeeded(info_of(info), bool(terminated), bool(truncated))
+            self._inner = info_of(info)
+            success = self._succeeded(self._inner, bool(terminated), bool(truncated))
         return Outcome(
             paid,
             bool(terminated),
@@ -269,6 +277,13 @@ class GymnasiumEnv(TextEnv[GymnasiumConfig]):
             effective=self._text != before,
             truncated=bool(truncated),
         )
+
+    def _info(self, outcome: Outcome) -> dict[str, Any]:
+        own = super()._info(outcome)
+        self.inner_info = {
+            key: self._inner[key] for key in self._inner if key not in own and key not in SHOWN
+        }
+        return {**self.inner_info, **own}
 
     def _blame_method(self, method: str, problem: str) -> NoReturn:
         """The author of the env inside knows `reset` and `step`."""
