@@ -431,6 +431,20 @@ def test_a_config_or_none_leaves_the_preset_out_and_keywords_go_on_top_of_it():
         assert (ppo.config, ppo.preset) == (PPOConfig(gamma=0.7), None)
 
 
+def test_what_a_function_makes_has_the_defaults_and_a_line_names_its_preset(caplog):
+    caplog.set_level(logging.INFO, "shoal.train.ppo.ppo")
+    with PPO(gym.spec("Pendulum-v1"), backend="serial") as ppo, PPO("Pendulum-v1", backend="serial") as other:
+        assert (ppo.n_envs, ppo.config, ppo.preset) == (other.n_envs, other.config, "Pendulum-v1")
+    caplog.clear()
+    with PPO(lambda: gym.make("Pendulum-v1"), backend="serial") as ppo:
+        assert (ppo.n_envs, ppo.config, ppo.preset) == (8, PPOConfig(), None)
+    assert "preset='Pendulum-v1'" in caplog.text
+    caplog.clear()
+    with PPO(lambda: gym.make("Pendulum-v1"), backend="serial", preset="Pendulum-v1") as ppo:
+        assert (ppo.config, ppo.preset) == (other.config, "Pendulum-v1")
+    assert "has the default settings" not in caplog.text
+
+
 def test_stacked_observations_are_a_flag_that_a_resumed_run_keeps(tmp_path, capsys):
     arguments = ["train-ppo", "--env", "CartPole-v1", "--preset", "none", "--n-envs", "2", "--n-steps", "16",
                  "--backend", "serial", "--no-tensorboard", "--eval-episodes", "1", "--frame-stack", "3",

@@ -275,6 +275,7 @@ class EnvFacts:
     max_steps: int | None  # its time limit, if it has one
     own_action_space: gym.Space  # of the environment, before actions are squashed into it
     tried: Any  # a weak reference to the environment itself
+    id: str  # of Gymnasium, if it has one
 
 
 def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
@@ -314,12 +315,11 @@ def try_env(factory: EnvFactory, n_steps: int = 64) -> EnvFacts:
                 )
             if terminated or truncated:
                 env.reset()
-        limit = env.spec.max_episode_steps if env.spec is not None else None
+        limit, id = (None, "") if env.spec is None else (env.spec.max_episode_steps, env.spec.id)
         seconds = sorted(times)[len(times) // 2] if times else 0.0
         inner = env.env
         own = inner.env.action_space if isinstance(inner, SquashedActions) else env.action_space
-        return EnvFacts(
-            env.observation_space, env.action_space, masked, seconds, limit, own, weakref.ref(env.unwrapped)
-        )
+        tried = weakref.ref(env.unwrapped)
+        return EnvFacts(env.observation_space, env.action_space, masked, seconds, limit, own, tried, id)
     finally:
         env.close()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gymnasium.envs.registration import EnvSpec
 from torch import nn
 
 from shoal.core.ctrl_c import CtrlCWaits
@@ -74,8 +75,9 @@ class PPO(Closing):
         path: "compiled" for the kernels, "torch" for autograd, "auto" for kernels where they fit.
         env_kwargs: for the environment.
         wrappers: put around each environment, the first innermost: callables, or "module:Name".
-        preset: "auto" takes the settings tuned for the environment if there are any, "none" takes none, or a name of
-            `PRESETS`; a `config` takes the place of its settings. `preset` says afterwards which one it is.
+        preset: "auto" takes the settings tuned for the environment if there are any and `env` is its id or spec (what
+            a function makes may be wrapped), "none" takes none, or a name of `PRESETS`; a `config` takes the place of
+            its settings. `preset` says afterwards which one it is.
         atari: show a game of ale_py as the literature does; None for what the preset says.
         frame_stack: show the last so many observations as one; None for what the preset says.
     """
@@ -93,7 +95,8 @@ class PPO(Closing):
                 "PPO takes one argument without a name, the environment, and builds the network for it: "
                 f"PPO({more[0]!r}), got PPO({', '.join(map(repr, (env, *more)))})"
             )
-        tuned = preset_for(env if isinstance(env, str) else "", preset) or NO_PRESET
+        named = env if isinstance(env, str) else env.id if isinstance(env, EnvSpec) else ""
+        tuned = preset_for(named, preset) or NO_PRESET
         n_envs = tuned.n_envs if n_envs is None else n_envs
         check_settings(settings)
         self.n_envs = n_envs = check_whole("n_envs", n_envs, 1, LARGEST)
@@ -112,6 +115,9 @@ class PPO(Closing):
             frame_stack=tuned.frame_stack if frame_stack is None else frame_stack, squash=self.config.squash,
         )  # fmt: skip
         self.facts = try_env(self.factory)
+        if not named and config is None and preset == "auto" and preset_for(self.facts.id):
+            told = "what a function makes has the default settings: preset=%r takes those tuned for it"
+            logger.info(told, self.facts.id)
         self.device = choose_device(device)
         self.agent = PPOAgent(
             self.facts.observation_space, self.facts.action_space, self.config, n_envs=n_envs, seed=seed,
