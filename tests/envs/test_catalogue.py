@@ -499,9 +499,8 @@ def test_an_env_of_a_native_batch_is_never_another_one(name, take, monkeypatch):
         take(name)
 
 
-@pytest.mark.parametrize("module", ["numpy", "ale_py", "collections.abc", HERE])
+@pytest.mark.parametrize("module", ["numpy", "collections.abc", HERE])
 def test_a_module_is_not_credited_with_an_env_of_gymnasiums_own(module):
-    pytest.importorskip(module)
     with pytest.raises(ConfigError, match=f"{module} has no environment 'CartPole-v1', Gymnasium has"):
         find(f"{module}:CartPole-v1")
     with pytest.raises(UnknownNameError) as caught:
