@@ -374,7 +374,8 @@ class _Show:
             from rich.live import Live
 
             store = self.scheduler.store
-            with Live(table(store.skills(), store), refresh_per_second=4) as live:
+            errors = sys.stderr.isatty()
+            with Live(table(store.skills(), store), refresh_per_second=4, redirect_stderr=errors) as live:
                 while not self._done.wait(0.25):
                     live.update(table(store.skills(), store))
                 live.update(table(store.skills(), store))
