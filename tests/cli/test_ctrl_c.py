@@ -77,6 +77,7 @@ SLOW_MODEL = (
     "engine.width=128",
     "engine.layers=2",
 )  # in whose calls the process is for nearly all of its time
+COMMAND = f"{OF_AGENT}.command=['{{python}}',{{here}}/agent.py]"
 FUNCTION = (f"{OF_AGENT}.function=agent:play", f"{OF_AGENT}.folder=.", *SLOW_MODEL)
 
 
@@ -135,7 +136,7 @@ def check(code, said):
     [
         (*LAKE, *SLOW_MODEL),
         (*AGENT, *FUNCTION),
-        pytest.param((*AGENT, f"{OF_AGENT}.command=['{{python}}',{{here}}/agent.py]", *SLOW_MODEL), marks=pytest.mark.slow),
+        pytest.param((*AGENT, COMMAND, *SLOW_MODEL), marks=pytest.mark.slow),
         pytest.param((*LAKE, PARALLEL, "agent_proxy.parallel.backend=threads", *SLOW_MODEL), marks=pytest.mark.slow),
         pytest.param((*LAKE, PARALLEL, "agent_proxy.parallel.backend=serial", *SLOW_MODEL), marks=pytest.mark.slow),
         pytest.param((*LAKE, "engine.name=huggingface", "engine.model={here}/model"), marks=pytest.mark.slow),
