@@ -207,7 +207,8 @@ def panels(browser):
     found = browser.run(
         "[...document.querySelectorAll('.page.shown figure[data-lines]')].filter(f => f.checkVisibility()).map(f => "
         "({name: f.dataset.title, labels: [...f.querySelectorAll('.axes text[text-anchor=end]')].filter(t => "
-        "Number(t.getAttribute('x')) < 380).map(t => [t.textContent, Number(t.getAttribute('y')) - 3.5, t.getBBox().x]), "
+        "Number(t.getAttribute('x')) < 380).map(t => [t.textContent, Number(t.getAttribute('y')) - 3.5, "
+        "t.getBBox().x]), "
         "points: [...f.querySelectorAll('circle')].map(c => c.cy.baseVal.value)}))"
     )
     return {panel["name"]: (panel["labels"], panel["points"]) for panel in found}

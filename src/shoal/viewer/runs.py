@@ -161,7 +161,8 @@ class Run:
     def version(self) -> str:
         """A word that changes when something in the run does."""
         digest = hashlib.sha256(self.status().encode())
-        for name in WRITTEN:
+        trainings = sorted(self.path.glob("training_runs/*/metrics.jsonl"))  # of skills
+        for name in (*WRITTEN, *trainings):
             with contextlib.suppress(OSError):
                 status = (self.path / name).stat()
                 digest.update(f"{name} {status.st_ino} {status.st_size} {status.st_mtime_ns}".encode())
