@@ -218,7 +218,7 @@ def test_a_run_is_running_while_a_process_holds_it(tmp_path, opened):
     assert run.status() == "completed"
     (run.path / "summary.json").unlink()
     (run.path / ".lock").write_text(str(os.getpid()))  # of a process that had the folder once
-    assert run.status() == "stopped"
+    assert run.status() == "unfinished"
     with RunFolder(run.path, "train", 0) as folder:
         assert run.status() == "running"
         folder.finish({})

@@ -20,6 +20,7 @@ from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json, refuse_below
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import describe, is_run
+from shoal.core.configuration import read_settings
 from shoal.core.data import Judged, Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import UNFINISHED, command_of, read_summary, whole_rows
@@ -91,7 +92,8 @@ def show(options: ShowOptions) -> None:
     if about["status"] in ("unfinished", "interrupted") or (
         about["status"] == "failed" and about["metric"] is None
     ):
-        console.print(harmless(how_to_go_on(options.run)), soft_wrap=True)
+        after = "when its cause is mended, " if about["status"] == "failed" else ""
+        console.print(harmless(after + how_to_go_on(options.run)), soft_wrap=True)
     file = _pick_file(options.run / "trajectories", options.file)
     if file is None:
         if options.episode is not None or options.best or options.worst or options.prompt:
@@ -177,6 +179,8 @@ def how_to_go_on(run: Path) -> str:
     }
     if (run / "config.yaml").is_file():  # which training on recordings does not write
         words["train"] = f"train --config-dir {place} --config-name config run_dir={place} resume=true"
+    if command == "train-ppo" and not _has_checkpoint(run):
+        return "it ended before its first checkpoint: start again"
     if (run / "shards").is_dir():
         words["split"] = f"split ROOT --shard-size N --resume --out {place}"
     if command not in words and (run / UNFINISHED).exists():
@@ -184,6 +188,14 @@ def how_to_go_on(run: Path) -> str:
     if command not in words:
         return f"shoal {command} cannot go on with it: run it again"
     return f"go on with: {program()} {words[command]}"
+
+
+def _has_checkpoint(run: Path) -> bool:
+    """Whether there is something that a PPO run can go on from, in its folder or in one of its `--checkpoint-dir`."""
+    elsewhere = None
+    with contextlib.suppress(OSError, ValueError, ConfigError, DataError):
+        elsewhere = read_settings(run / "config.yaml").get("checkpoint_dir")
+    return any(Path(elsewhere or run / "checkpoints").glob("step_*"))
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -93,8 +93,9 @@ def skills_section(site: Site, run: Run) -> Html:
         "training in all": duration(training),
     }
     words = (
-        "Own test: the success of a skill's expert as it was evaluated last in its training. On the chain: of the unseen worlds that "
-        "got to the skill, the share that did it. The whole chain: the share of all worlds that did every skill."
+        "Own test: the success of a skill's expert as it was evaluated last in its training. On the chain: of the "
+        "unseen worlds that got to the skill, the share that did it. The whole chain: the share of all worlds that did "
+        "every skill."
     )
     return join(
         tag("section", tag("h2", "Graph"), facts(said), graph(needs, states, links), id="graph"),
