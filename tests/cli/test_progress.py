@@ -1,6 +1,10 @@
 """The progress of long work: a bar with its ETA on a terminal, lines and a heartbeat elsewhere."""
 
+import contextlib
+import datetime
 import io
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -80,16 +84,87 @@ print(list(unpacks(range(2), desc="unpacking")), list(downloads(range(2), desc="
 
 
 @pytest.mark.parametrize("columns", [40, 100])
-def test_a_terminal_gets_a_bar_with_an_eta(monkeypatch, columns):
+@pytest.mark.parametrize("pace", [1.0, 45.0, 7200.0])
+def test_a_terminal_gets_a_bar_with_an_eta_at_any_pace(monkeypatch, columns, pace):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
+    clock = [100.0]
+    monkeypatch.setattr(grammar.time, "monotonic", lambda: clock[0])
     screen = Screen(True)
     with grammar.Progress("training", screen) as progress:
         assert progress.on_terminal
         progress.doing = lambda: "warm-up, 3 of 20 steps"
         progress._bar.refresh()
+        progress.at(0.0, "0/4")
+        clock[0] += pace
+        progress.at(0.25, "1/4")
+        progress._bar.refresh()
+        assert f"ETA {datetime.timedelta(seconds=3 * pace)}" in plain(screen)  # three quarters are left
+        clock[0] += pace
         progress.at(0.5, "2/4  success 0.50  reward 0.19  valid 0.91", "a line that is not shown")
-    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).rpartition("ETA")[2]
+        progress._bar.refresh()
+        last = plain(screen).rpartition("ETA")[2]
     assert re.fullmatch(r" [-0-9:]{7}\s+2/4  success 0.50  reward 0.19  valid\s+0.91\s*", last)
     assert "warm-up, 3 of 20 steps" in screen.getvalue()
     assert "a line that is not shown" not in screen.getvalue()
+
+
+def plain(screen):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+
+
+FAILING = """
+defaults: [base, _self_]
+custom_envs:
+  FrozenLakeEnv: null
+  Agent: {env_type: program, env_config: {function: "agent:play", folder: "."}}
+es_manager:
+  train: {env_groups: 2, group_size: 2, env_configs: {tags: [Agent]}}
+  val: {env_groups: 2, env_configs: {tags: [Agent]}}
+agent_proxy: {use_parallel_rollout: true, parallel_n_jobs: 2, parallel: {env_retries: 0}}
+warmup: {steps: 0}
+trainer: {tensorboard: false, iterations: 1}
+"""
+
+
+def terminal(read):
+    """The lines that a terminal shows at the end, so wide that none is broken."""
+    lines, at = [""], 0
+    for piece in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", read):
+        if piece == "\n":
+            at += 1
+            lines += [""] * (at == len(lines))
+        elif piece.startswith("\x1b") and piece.endswith("A"):
+            at -= int(piece[2:-1] or 1)
+        elif piece == "\x1b[2K":
+            lines[at] = ""
+        elif piece[0] not in "\r\x1b":
+            lines[at] += piece
+    return lines
+
+
+def test_on_a_terminal_a_warning_stays_whole_and_no_bar_does(tmp_path):
+    (tmp_path / "failing.yaml").write_text(FAILING)
+    why = f"the data set is missing {'x' * 150} after all"
+    (tmp_path / "agent.py").write_text(f"def play(base_url):\n    raise RuntimeError({why!r})\n")
+    ours, theirs = pty.openpty()
+    words = ["train", "--config-dir", ".", "--config-name", "failing"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "shoal", *words], stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "1000"},
+    ) as process:  # fmt: skip
+        os.close(theirs)
+        read = b""
+        with contextlib.suppress(OSError):  # how Linux tells that nobody has the terminal any more
+            while part := os.read(ours, 4096):
+                read += part
+        os.close(ours)
+    lines = terminal(read.decode())
+    assert process.returncode == 1
+    warnings = [line for line in lines if line.startswith("WARNING")]
+    assert len(warnings) == 1  # of equal ones the first
+    assert why in warnings[0]
+    assert "ETA" in read.decode()
+    assert not [line for line in lines if "ETA" in line or "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in line]
+    last = [line for line in lines if line][-1]
+    assert last.startswith("shoal: all 2 episodes of the evaluation failed")

@@ -140,7 +140,7 @@ def test_a_summary_that_is_none_is_told_in_a_line(run, capsys, summary):
     [
         ("eval", "shoal eval cannot go on with it: run it again"),
         ("train", "go on with: shoal train --config-name NAME"),
-        ("train-ppo", "go on with: shoal train-ppo --resume-from"),
+        ("train-ppo", "it ended before its first checkpoint: start again"),
         ("skills train", "go on with: shoal skills train --resume --out"),
     ],
 )
@@ -241,3 +241,20 @@ def test_a_folder_that_is_no_run_is_named_by_what_it_is(tmp_path, capsys):
         error = capsys.readouterr().err
         assert told in error.replace(program(), "shoal")
         assert f"{program()} runs" in error
+
+
+def test_what_cannot_go_on_as_it_is_is_told_no_command_that_fails(run, capsys):
+    with RunFolder(run, "train-ppo", 0) as folder:
+        folder.fail(KeyboardInterrupt())
+    assert main(["show", str(run)]) == 0
+    assert "--resume-from" not in capsys.readouterr().out
+    (run / "checkpoints" / "step_64").mkdir(parents=True)
+    assert main(["show", str(run)]) == 0
+    assert "--resume-from" in capsys.readouterr().out
+
+
+def test_an_export_of_a_run_without_a_checkpoint_speaks_of_no_resume(run, capsys, tmp_path):
+    assert main(["export", str(run), str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert "has no checkpoint" in told
+    assert "resume" not in told

@@ -401,3 +401,13 @@ def test_a_folder_whose_options_cannot_be_read_is_told_so(
     (tmp_path / "config.yaml").write_text(text)
     assert skills("train", "--resume", "--graph-path", str(tmp_path)) == 2
     assert "config.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_a_training_whose_weights_are_no_numbers_ends_at_once_and_says_so(tmp_path, capfd):
+    words = ("train", "--max_nodes", "1", "--graph-path", str(tmp_path / "run"), *QUICK, "--lr", "1e30")
+    assert skills(*words) == 1
+    told = capfd.readouterr().err
+    assert "weights that are no numbers" in told
+    assert "lower --lr" in told
+    assert len(Store(tmp_path / "run").attempts("Collect Wood")) == 1  # another launch would end the same

@@ -4,11 +4,13 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from tests.viewer.test_browser import served
 from tests.viewer.test_index import episode
@@ -35,7 +37,7 @@ def run(tmp_path):
             "success": k / 4,
             "heldout_success": 0.5,
             "reward": -1.0,
-            "entropy": 10.0**k,
+            "entropy": 10.0 ** (k - 1),
             "tokens": 100 * k * k,
             "seconds": 2.0 * k,
             "groups_too_few": 0,
@@ -200,6 +202,89 @@ def test_a_log_scale_has_equal_steps_for_equal_factors_and_leaves_out_zero(brows
     assert browser.run(f"{CIRCLES}.length") == 5
 
 
+def panels(browser):
+    """Of each panel: labels of y with their heights, whether they are whole, and the heights of the points."""
+    found = browser.run(
+        "[...document.querySelectorAll('.page.shown figure[data-lines]')].filter(f => f.checkVisibility()).map(f => "
+        "({name: f.dataset.title, labels: [...f.querySelectorAll('.axes text[text-anchor=end]')].filter(t => "
+        "Number(t.getAttribute('x')) < 380).map(t => [t.textContent, Number(t.getAttribute('y')) - 3.5, "
+        "t.getBBox().x]), "
+        "points: [...f.querySelectorAll('circle')].map(c => c.cy.baseVal.value)}))"
+    )
+    return {panel["name"]: (panel["labels"], panel["points"]) for panel in found}
+
+
+def test_the_labels_of_any_range_are_true_and_whole_and_those_of_a_log_scale_are_powers_of_ten(
+    browser, tmp_path
+):
+    rng = np.random.default_rng(0)
+    curves = {
+        "clip": [0.003162, 0.0005, 0.2],
+        "loss": [-0.0075, 0.0025, 0.01],
+        "rate": [0.00025, 0.0001, 0.0],
+        "tiny": [3.0e-9, 2.0e-7, 4.1e-7],
+        "near": [1000.25, 1000.5, 1000.75],
+        "one": [0.31, 0.32, 0.33],
+        "many": [1e-12, 1.0, 1e12],
+    }
+    for k in range(30):
+        middle, spread = 10 ** rng.uniform(-8, 8), 10 ** rng.uniform(-3, 4)
+        curves[f"drawn {k}"] = [float(middle * spread ** rng.uniform(-1, 1)) for _ in range(3)]
+    folder = make_run(tmp_path / "run")
+    rows = [{"iteration": k} | {name: values[k] for name, values in curves.items()} for k in range(3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    place = tmp_path / "out.html"
+    place.write_text(export([Run(folder)]))
+    browser.size(1280)
+    browser.open(f"{place.as_uri()}#run-run")
+    browser.run("document.querySelectorAll('details').forEach(d => { d.open = true; }), true")
+    browser.until("!!document.querySelector('.page.shown svg.chart')")
+    browser.problems.clear()
+    for log in (False, True):
+        choose(browser, "log", log)
+        drawn = panels(browser)
+        assert set(curves) <= set(drawn)
+        for name, values in curves.items():
+            labels, points = drawn[name]
+            assert len(labels) >= 2, name
+            assert all(left >= 0 for _, _, left in labels), (name, labels)
+            numbers = [float(text.replace(",", "")) for text, _, _ in labels]
+            if log:
+                assert all(f"{number:e}"[:8] in ("1.000000", "2.000000", "5.000000") for number in numbers)
+                if min(values) < 0.005 or max(values) > 2000:
+                    assert all(re.fullmatch("[125]e-?[0-9]+", text) for text, _, _ in labels)
+                shown = [value for value in values if value > 0]
+                if max(shown) / min(shown) > 200:
+                    assert all(f"{number:e}"[0] == "1" for number in numbers)
+                numbers, values = np.log10(numbers), np.log10(shown)
+            # a straight line through the labels says where each value lies, to the tenth of a pixel of both
+            slope, at_zero = np.polyfit(np.subtract(numbers, numbers[0]), [y for _, y, _ in labels], 1)
+            expected = [slope * (value - numbers[0]) + at_zero for value in values]
+            assert np.allclose(points, expected, atol=0.4), (name, log, labels, points, expected)
+    assert browser.problems == []
+
+
+def test_so_many_points_that_no_call_takes_them_are_drawn(browser, tmp_path):
+    folder = make_run(tmp_path / "run")
+    place = tmp_path / "out.html"
+    place.write_text(export([Run(folder)]))
+    browser.open(f"{place.as_uri()}#run-run")
+    browser.until("!!document.querySelector('.page.shown svg.chart')")
+    browser.problems.clear()
+    browser.run(
+        "(() => { const section = document.querySelector('.page.shown .curves'), n = 150000;"
+        "const tables = [{name: '', axes: {iteration: [...Array(n).keys()]}, curves: "
+        "{success: {i: [...Array(n).keys()], y: Array(n).fill(0.5)}}}];"
+        "const made = section.cloneNode(true); made.id = 'large'; made.dataset.tables = JSON.stringify(tables);"
+        "for (const one of [...made.querySelectorAll('figure, details')].slice(1)) one.remove();"
+        "section.replaceWith(made); dispatchEvent(new Event('hashchange')); })(), true"
+    )
+    browser.until(
+        "document.querySelector('#large polyline')?.getAttribute('points').split(' ').length === 150000"
+    )
+    assert browser.problems == []
+
+
 def test_smoothing_is_a_moving_average_without_bias(browser, page):
     choose(browser, "smooth", "0.5")
     drawn = browser.run(f"[...{CHART}.querySelectorAll('.s0 polyline')].at(-1).getAttribute('points')")
@@ -209,6 +294,18 @@ def test_smoothing_is_a_moving_average_without_bias(browser, page):
         mean = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
         assert math.isclose(float(point.split(",")[1]), 158 - 148 * mean, abs_tol=0.06)
     assert browser.run(f"!!{CHART}.querySelector('.line.faint')")
+    mouse(browser, "mouseMoved", on_chart(browser, 0, 408))
+    browser.until("document.querySelectorAll('.hover.on').length === 3")
+    smoothed = sum(w * v for w, v in zip([1 / 16, 1 / 8, 1 / 4, 1 / 2, 1], values, strict=True)) / (31 / 16)
+    assert browser.run(f"{CHART}.querySelector('.hover text').textContent").startswith(
+        f"iteration 4  success 1 (smoothed {smoothed:.4g})"  # what was measured is said first
+    )
+    # zoomed, the smooth line stays in its panel, though it is far from the last points
+    drag(browser, on_chart(browser, 2, 310), on_chart(browser, 2, 407))
+    entropy = "[...document.querySelectorAll('figure[data-lines]')].find(f => f.dataset.title.startsWith('Entropy'))"
+    browser.until(f"{entropy}.querySelectorAll('circle').length === 2")
+    line = browser.run(f"[...{entropy}.querySelectorAll('polyline')].at(-1).getAttribute('points')")
+    assert all(10 <= float(point.split(",")[1]) <= 158 for point in line.split())
     choose(browser, "smooth", "0")
 
 

@@ -354,6 +354,9 @@ def test_the_address_of_a_run_is_its_name_so_that_it_lasts(tmp_path, opened):
     site = Site([early, late, again])
     assert [site.place(run) for run in site.runs] == ["run/early-one", "run/late", "run/late.2"]
     assert [site.run(name) for name in ("early-one", "late", "late.2", "2")] == [early, late, again, again]
+    second = opened(make_run(tmp_path / "sweep" / "late.2"))
+    site = Site([late, again, second])
+    assert [site.run(site.name(run)) for run in site.runs] == [late, again, second]
 
 
 # --- contrast

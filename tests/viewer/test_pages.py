@@ -1,5 +1,6 @@
 import base64
 import contextlib
+import html
 import io
 import json
 import math
@@ -141,6 +142,45 @@ def test_a_skill_shows_its_trainings_and_versions(opened, tmp_path):
         page_for(Site([run]), "run/0/skill", {"name": "x"})
 
 
+def test_the_success_of_a_skill_in_training_is_that_of_its_evaluations_and_grows(opened, tmp_path, capsys):
+    folder = shutil.copytree(FIXTURES / "skills", tmp_path / "skills")
+    training = folder / "training_runs" / "skill_0_Collect_Wood"
+    training.parent.mkdir()
+    (folder / "skills" / "0_Collect_Wood").rename(training)
+    with contextlib.closing(sqlite3.connect(folder / "state.db")) as db, db:
+        db.execute("update skill set status = 'running', result = '{}' where name = 'Collect Wood'")
+        db.execute(
+            "update attempt set ended = null, outcome = null, run_folder = ? where skill = 'Collect Wood'",
+            ("training_runs/skill_0_Collect_Wood",),
+        )
+
+    def curve(page):
+        held, drawn = (
+            re.search('data-tables="([^"]+)"', page.body),
+            re.search('data-lines="([^"]+)"', page.body),
+        )
+        labels = {line["name"]: line["label"] for line in json.loads(html.unescape(drawn[1]))}
+        assert labels == {"evaluated_success": "as evaluated", "success": "of finished episodes"}
+        return json.loads(html.unescape(held[1]))[0]["curves"]["evaluated_success"]["y"]
+
+    run = opened(folder)
+    page, before = page_for(Site([run]), "run/0/skill", {"name": "Collect Wood"}), run.version()
+    rows = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [row["evaluated_success"] for row in rows if "evaluated_success" in row]
+    assert curve(page) == evaluated
+    with (training / "metrics.jsonl").open("a") as file:
+        file.write(
+            json.dumps({**rows[-1], "step": 10**6, "success": 1.0, "evaluated_success": 0.4567}) + "\n"
+        )
+    assert run.version() != before
+    page = page_for(Site([run]), "run/0/skill", {"name": "Collect Wood"})
+    assert curve(page) == [*evaluated, 0.4567]
+    assert "45.7%" in page.body
+    assert "own test 45.7%" in overview(Site([run]), run).body
+    assert main(["skills", "status", "--out", str(folder)]) == 0
+    assert "45.7%" in capsys.readouterr().out
+
+
 def test_tokens_are_spelled_by_the_tokenizer_of_the_run(opened):
     run = opened(FIXTURES / "agent")
     page = page_for(Site([run]), "run/0/episode", {"name": "train-000001:0"})
@@ -178,7 +218,7 @@ def test_a_run_is_running_while_a_process_holds_it(tmp_path, opened):
     assert run.status() == "completed"
     (run.path / "summary.json").unlink()
     (run.path / ".lock").write_text(str(os.getpid()))  # of a process that had the folder once
-    assert run.status() == "stopped"
+    assert run.status() == "unfinished"
     with RunFolder(run.path, "train", 0) as folder:
         assert run.status() == "running"
         folder.finish({})

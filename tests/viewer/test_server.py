@@ -332,3 +332,12 @@ def test_view_serves_an_empty_page_where_there_are_no_runs(tmp_path, monkeypatch
     assert f"there are no runs in {folder or 'runs'} yet" in capsys.readouterr().out
     assert main(["view", "nowhere"]) == 2
     assert "nowhere is not a folder" in capsys.readouterr().err
+
+
+def test_an_address_that_asks_wrongly_is_told_in_plain_words_and_the_last_slash_may_be_missing(client):
+    answer = get(client, "run/0/episodes?iteration=abc")
+    assert answer.status_code == 404
+    assert "iteration=&#x27;abc&#x27;" in answer.text or "iteration='abc'" in answer.text
+    assert "a whole number" in answer.text
+    assert "$" not in answer.text.partition("iteration=")[2][:200]
+    assert client.get(f"/{client.app.state.token}").status_code == 200

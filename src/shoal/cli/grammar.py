@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from datetime import timedelta
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -158,7 +159,7 @@ class Progress:
 
         console = Console(file=self.out)
         if console.is_terminal and self._wants_bar:
-            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, ProgressColumn, TimeElapsedColumn
             from rich.progress import Progress as Bar
             from rich.text import Text
 
@@ -168,9 +169,13 @@ class Progress:
                     for task in bar.tasks:  # below it, where a narrow terminal breaks lines
                         yield Text(task.description or self.doing())
 
+            class Left(ProgressColumn):
+                def render(column, task: Any) -> Text:  # noqa: N805
+                    return Text(f"ETA {self.eta()}", style="progress.remaining")
+
             self._bar = Described(
-                BarColumn(bar_width=16), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(),
-                console=console,
+                BarColumn(bar_width=16), TimeElapsedColumn(), Left(), console=console, transient=True,
+                redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty(),
             )  # fmt: skip
             self._bar.start()
             self._task = self._bar.add_task("", total=1.0)
@@ -217,10 +222,21 @@ class Progress:
 
     def left(self) -> str:
         """How long the rest may take at the pace so far; empty where that cannot be told yet, or nothing is left."""
-        if self._since is None or not self._since[1] < self.share < 1:
+        seconds = self._seconds_left()
+        if seconds is None:
             return ""
-        seconds = (time.monotonic() - self._since[0]) * (1.0 - self.share) / (self.share - self._since[1])
         return f"{'at most' if self.may_end_early else 'about'} {duration(seconds)} left"
+
+    def eta(self) -> str:
+        """The same on a clock."""
+        seconds = self._seconds_left()
+        return "-:--:--" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+    def _seconds_left(self) -> float | None:
+        if self._since is None or not self._since[1] < self.share < 1:
+            return None
+        began, share = self._since
+        return (time.monotonic() - began) * (1.0 - self.share) / (self.share - share)
 
     def _beat(self) -> None:
         while not self._done.wait(max(0.05, self._said + self._pause() - time.monotonic())):
@@ -532,9 +548,19 @@ def hide_loading() -> None:
     transformers_logging.disable_progress_bar()
 
 
+class _ToStandardError(logging.Handler):
+    """Writes to what is standard error at that moment: above the bar, while there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:  # as handlers of the standard library do
+            self.handleError(record)
+
+
 def show_warnings(form: str = "%(levelname)s %(name)s: %(message)s") -> None:
     """Send the library's warnings to standard error; they may quote what an env or a file says."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _ToStandardError()
     handler.setFormatter(_Harmless(form))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 

@@ -6,6 +6,7 @@ A command is `COMMAND` in a file of its own, see `command.py`, and one line in `
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import io
@@ -65,6 +66,19 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # what an encoding has no letter for is written by its number
         sys.stdout.reconfigure(errors="backslashreplace")
+    code = _code_of(arguments)
+    if code and argv is None:
+        # What was broken off may have left a thread in a model's call. Python would stop it there on its way out, for
+        # which C++ aborts the process (status 134).
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    return code
+
+
+def _code_of(arguments: list[str]) -> int:
+    """Run one command, and print what went wrong."""
     with _signals() as got:
         try:
             if (here := os.getcwd()) not in sys.path and "" not in sys.path:

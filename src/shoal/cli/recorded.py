@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import asdict, dataclass, field
 from importlib import resources
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.cli.grammar import hide_loading, print_json, refuse_device, refuse_twice
+from shoal.cli.output import program
 from shoal.core.configuration import as_commented_yaml, from_mapping
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import remove_leftovers
@@ -124,11 +126,22 @@ def train_recorded(options: RecordedOptions) -> int:
             metrics = _train(config, folder)
         except BaseException as error:
             folder.fail(error)
-            raise
+            if not isinstance(error, KeyboardInterrupt):
+                raise
+            print(f"\ninterrupted; go on with: {_resuming(options, place)}")
+            return 130
         summary = folder.finish(metrics)
     if options.json:
         print_json(summary)
     return 0
+
+
+def _resuming(options: RecordedOptions, place: Path) -> str:
+    """The command that goes on."""
+    keys = ("run_dir", "resume")
+    kept = [word for word in options.settings("device") if word.partition("=")[0] not in keys]
+    words = ["--config-name", options.config_name, *kept, f"run_dir={place}", "resume=true"]
+    return f"{program()} train-recorded {shlex.join(words)}"
 
 
 def _train(config: RecordedConfig, folder: RunFolder) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def table(rows: list[SkillRow], store: Store) -> Any:
 
     held = is_held(store.root)
     out = Table(box=None, pad_edge=False)
-    names = ("skill", "state", "expert", "success in practice", "frames", "seconds", "launches", "why")
+    names = ("skill", "state", "expert", "evaluated success", "frames", "seconds", "launches", "why")
     for column in names:
         out.add_column(column, justify="left" if column in ("skill", "state", "expert", "why") else "right")
     for row in rows:
@@ -133,7 +133,7 @@ def table(rows: list[SkillRow], store: Store) -> Any:
             row.name,
             state,
             "" if row.expert is None else str(row.expert),
-            "" if success is None else f"{success:.0%}",
+            "" if success is None else f"{success:.1%}",
             "" if frames is None else f"{frames:,}",
             f"{seconds:.1f}" if launches else "",
             str(len(launches)),
@@ -148,17 +148,22 @@ def training_seconds(launches: Sequence[AttemptRow], until: float | None = None)
     return sum(max(0.0, end - launch.started) for launch, end in zip(launches, ends, strict=True))
 
 
+LATEST = 1 << 16
+"""Bytes of the metrics of a training that are read for its progress: some hundred updates."""
+
+
 def _progress(store: Store, row: SkillRow) -> tuple[float | None, int | None, float | None]:
-    """Success, env steps and time of the latest update of a running training."""
+    """Of a running training the success of its latest evaluation, and the env steps and time of its latest update."""
     attempts = store.attempts(row.name)
     if not attempts:
         return None, None, None
     path = store.root / attempts[-1].run_folder / "metrics.jsonl"
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 4096))
-            last = whole_rows(file.read())[-1]
-        return last["success"], last["step"], last["time"]
+            file.seek(max(0, path.stat().st_size - LATEST))
+            rows = whole_rows(file.read())
+        evaluated = [row["evaluated_success"] for row in rows if row.get("evaluated_success") is not None]
+        return evaluated[-1] if evaluated else None, rows[-1]["step"], rows[-1]["time"]
     except (OSError, IndexError, KeyError):
         return None, None, None
 

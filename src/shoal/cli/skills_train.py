@@ -217,10 +217,10 @@ def train(options: TrainOptions) -> int:
         going = ", ".join(scheduler.get_running_skills())
         run.finish(_counts(scheduler, began), "interrupted")
         words = [*options.said, *([] if options.resume else ["--resume"])]
-        print(f"shoal: interrupted; still in training: {going or 'nothing'}", file=sys.stderr)
-        print(f"shoal: go on with: {program()} skills train {shlex.join(words)}", file=sys.stderr)
         folder = shlex.quote(str(options.graph_path))
+        print(f"shoal: interrupted; still in training: {going or 'nothing'}", file=sys.stderr)
         print(f"shoal: end them with: {program()} skills stop --out {folder}", file=sys.stderr)
+        print(f"shoal: go on with: {program()} skills train {shlex.join(words)}", file=sys.stderr)
         return 130
     except Exception as error:
         run.fail(error)
@@ -374,7 +374,8 @@ class _Show:
             from rich.live import Live
 
             store = self.scheduler.store
-            with Live(table(store.skills(), store), refresh_per_second=4) as live:
+            errors = sys.stderr.isatty()
+            with Live(table(store.skills(), store), refresh_per_second=4, redirect_stderr=errors) as live:
                 while not self._done.wait(0.25):
                     live.update(table(store.skills(), store))
                 live.update(table(store.skills(), store))

@@ -147,26 +147,29 @@ def train(options: TrainOptions) -> int:
             for _ in trainer.train():
                 pass
         return 0
-    with ExitStack() as shown:
-        progress = shown.enter_context(Progress(f"loading the {config.engine.name} engine"))
-        with AgentTrainer(config, print_json if options.json_events else None) as trainer:
-            progress.say(
-                f"{options.config_name}: {trainer.describe()}\nrun folder: {config.run_dir}\n{LEGEND}"
-            )
+    begun = False
+    try:
+        with ExitStack() as ending:
+            progress = ending.enter_context(Progress(f"loading the {config.engine.name} engine"))
+            events = print_json if options.json_events else None
+            trainer = ending.enter_context(AgentTrainer(config, events))
+            progress.say(f"{options.config_name}: {trainer.describe()}\nrun folder: {run_dir}\n{LEGEND}")
             progress.doing = trainer.doing
             progress.may_end_early = config.trainer.stop_at_success is not None
+            begun = True
             try:
                 _watch(trainer.train(), trainer, progress)
             except BaseException as error:
-                shown.close()
                 trainer.records.folder.fail(error)
-                if not isinstance(error, KeyboardInterrupt):
-                    raise
-                print(f"\ninterrupted; go on with: {_resuming(options, config.run_dir or '')}")
-                return 130
-    _say_results(Path(config.run_dir or ""), config)
+                raise
+    except KeyboardInterrupt:
+        if not begun:
+            raise
+        print(f"\ninterrupted; go on with: {_resuming(options, run_dir)}")  # the last line: all has ended
+        return 130
+    _say_results(Path(run_dir), config)
     if options.json:
-        print_json(read_summary(Path(config.run_dir or "")))
+        print_json(read_summary(Path(run_dir)))
     return 0
 
 

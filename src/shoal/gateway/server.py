@@ -272,7 +272,10 @@ def make_app(gateway: Gateway) -> Any:
         except ClientDisconnect:
             return Response(status_code=400)
         retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        status, found = await gateway.handle(path, session, body, retried)
+        try:
+            status, found = await gateway.handle(path, session, body, retried)
+        except asyncio.CancelledError:  # the loop ends while the model is being asked
+            return refused(request, 503, "the gateway has ended")
         if isinstance(found, dict):
             return JSONResponse(found, status)
         return StreamingResponse(found, status, media_type="text/event-stream")

@@ -104,6 +104,13 @@ def run_here(work: Coroutine[Any, Any, T]) -> T:
     """
     if asyncio._get_running_loop() is None:
         with asyncio.Runner() as runner:
+            runner.get_loop().set_exception_handler(_without_ctrl_c)
             return runner.run(work)
     with LoopThread("shoal-rollout") as aside:
         return aside.run(work)
+
+
+def _without_ctrl_c(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what a task of the loop raised, but not Ctrl-C, which its caller gets."""
+    if not isinstance(context.get("exception"), KeyboardInterrupt):
+        loop.default_exception_handler(context)

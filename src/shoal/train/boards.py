@@ -118,9 +118,7 @@ def draw_curves(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.4), dpi=100)
-    top = 0.89 if title else 0.95
-    figure.subplots_adjust(left=0.07, right=0.98, bottom=0.08, top=top, wspace=0.16, hspace=0.32)  # no search
-    FigureCanvasAgg(figure)
+    canvas = FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=11)
     axes = list(figure.subplots(2, 2).flat)
     for axis, (name, lines) in zip(axes, panels, strict=True):
@@ -135,4 +133,11 @@ def draw_curves(
         axis.grid(alpha=0.3)
         if axis.lines:
             axis.legend(fontsize=8)
+    # room for the longest numbers, without the search that a layout of matplotlib is
+    numbers = [axis.yaxis.get_tightbbox(canvas.get_renderer()) for axis in axes]  # type: ignore[attr-defined]
+    left = max(0.07, (max(box.width for box in numbers if box is not None) + 12) / figure.bbox.width)
+    gap, right, top = left, 0.98, 0.89 if title else 0.95
+    figure.subplots_adjust(
+        left=left, right=right, bottom=0.08, top=top, wspace=2 * gap / (right - left - gap), hspace=0.32
+    )
     return figure, axes

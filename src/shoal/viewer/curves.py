@@ -125,7 +125,7 @@ def of_a_run(kind: str, rows: Rows, x: str, links: Links, said: str | None) -> H
     held = table(rows, AXES.get(kind, (x,)), names, links=links)
     names = list(held["curves"])
     if not names:
-        return tag("section", tag("h2", "Curves"), tag("p", "no metrics yet", class_="empty"), id="curves")
+        return tag("section", tag("h2", "Curves"), tag("p", "no metrics", class_="empty"), id="curves")
     panels, first = [], set()
     for title, shown in PANELS.get(kind, ()):
         first |= set(shown)

@@ -20,7 +20,7 @@ from shoal.viewer.runs import Run
 
 PAGE = 50
 """Episodes on a page."""
-OUTCOMES = {"success": "solved", "failed": "failed", "truncated": "out of turns", "error": "error"}
+OUTCOMES = {"success": "solved", "failed": "not solved", "truncated": "out of turns", "error": "error"}
 _PAGES = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 """What `page` in an address may be."""
 _HEADS = (
@@ -180,7 +180,26 @@ def _converted(asked: Any, kind: Any) -> Any:
     try:
         return msgspec.convert(asked, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise DataError(f"the address asks for episodes in a way that cannot be read: {error}") from error
+        name = str(error).rpartition("$")[2].strip(".`")
+        wrong = (
+            f"{name}={asked[name][:40]!r}"
+            if isinstance(asked, Mapping) and name in asked
+            else repr(asked)[:40]
+        )
+        raise DataError(
+            f"the address asks for episodes by {wrong}, which is no value of it: {_say(error)}"
+        ) from error
+
+
+def _say(error: msgspec.ValidationError) -> str:
+    """What was expected, without the words of types."""
+    told = (
+        str(error)
+        .partition(" - at ")[0]
+        .replace("`int | null`", "a whole number")
+        .replace("`int`", "a whole number")
+    )
+    return told.replace("`float | null`", "a number").replace("`str`", "text")
 
 
 # --- the list that one came from

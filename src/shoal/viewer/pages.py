@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import shlex
 import statistics
 import threading
@@ -77,6 +78,7 @@ class Site:
         self.only = only
         self.find = find
         self._gone: set[Path] = set()
+        self._names: list[str] = []  # of the known runs, in links
         self._lock = threading.Lock()
 
     @property
@@ -110,8 +112,11 @@ class Site:
 
     def name(self, run: Run) -> str:
         """What links call a run: its own name, so that they last; of several of one name the later have a number."""
-        same = [one for one in self.known if one.word == run.word]
-        return run.word + (f".{same.index(run) + 1}" if same[0] is not run else "")
+        with self._lock:
+            for one in self.known[len(self._names) :]:
+                names = (f"{one.word}.{n}" if n > 1 else one.word for n in itertools.count(1))
+                self._names.append(next(name for name in names if name not in self._names))
+        return self._names[self.known.index(run)]
 
     def link(self, path: str, **query: Any) -> str | None:
         """The address of a page; None if a static file does not hold it."""
@@ -239,7 +244,8 @@ def _cells(site: Site, run: Run) -> list[Html]:
     tick = tag("input", type="checkbox", data_run=site.name(run), aria_label=f"compare {run.name}")
     env, seed = _envs(run.config()) or NONE, run.seed()
     result = join(tag("b", number(values[-1])), " ", tag("small", name)) if values else _counted_result(run)
-    ahead = tag("small", ", ".join(_ahead(run).values())) if status == "running" else None
+    told = [f"last row {value}" if key == "last row" else value for key, value in _ahead(run).items()]
+    ahead = tag("small", ", ".join(told)) if status == "running" else None
     can_be_ticked = site.only is None and run.kind in PANELS
     shown = [
         (join(can_be_ticked and tick, anchor(site, run.name, site.place(run), class_="row-link")), run.name),
@@ -275,7 +281,7 @@ def _ahead(run: Run) -> dict[str, str]:
         told["progress"] = f"{run.x} {number(done)} of {number(total)}"
         told |= {"time left": f"about {duration(left)} left"} if left is not None else {}
     row = run.written("metrics.jsonl")
-    return told | ({"last row": f"last row at {clock(row, '%H:%M:%S')}"} if row else {})
+    return told | ({"last row": f"at {clock(row, '%H:%M:%S')}"} if row else {})
 
 
 def clock(when: float | None, shown: str = "%Y-%m-%d %H:%M") -> str:

@@ -119,10 +119,10 @@ class Run:
         return self.summary().get("seed", self.config().get("seed"))
 
     def status(self) -> str:
-        """`running`, `completed` and so on, or `stopped` when no file says how it ended."""
+        """`running`, `completed` and so on, or `unfinished` when no file says how it ended."""
         if self.is_running():
             return "running"
-        return str(self.summary().get("status") or "stopped")
+        return str(self.summary().get("status") or "unfinished")
 
     def progress(self) -> tuple[float, float, float | None] | None:
         """How far the last row is on the x axis, where the run ends, and the seconds left at the pace so far."""
@@ -161,9 +161,10 @@ class Run:
     def version(self) -> str:
         """A word that changes when something in the run does."""
         digest = hashlib.sha256(self.status().encode())
-        for name in WRITTEN:
+        trainings = self.path.glob("training_runs/*/metrics.jsonl")  # of skills
+        for path in (*(self.path / name for name in WRITTEN), *sorted(trainings)):
             with contextlib.suppress(OSError):
-                status = (self.path / name).stat()
+                status, name = path.stat(), path.relative_to(self.path)
                 digest.update(f"{name} {status.st_ino} {status.st_size} {status.st_mtime_ns}".encode())
         digest.update(f"{self.index.files()} {self.index.progress} {self.index.count()}".encode())
         return digest.hexdigest()[:20]

@@ -183,7 +183,7 @@ def make_app(
         refused = refusal(request.headers, request.path_params.get("token", ""), token)
         if refused is not None:
             return PlainTextResponse(refused + "\n", 403, headers=HEADERS)
-        path, query = request.path_params["path"], dict(request.query_params)
+        path, query = request.path_params.get("path", ""), dict(request.query_params)
         shown = path.strip("/").split("/")
 
         def make() -> Response:
@@ -214,7 +214,7 @@ def make_app(
         shown = document(not_here(text, site.base), site.base)
         return Response(shown, status, media_type="text/html; charset=utf-8", headers=HEADERS)
 
-    places = ("/{token}/{path:path}", "/{path:path}")  # the second is refused, for it has no token
+    places = ("/{token}", "/{token}/{path:path}", "/{path:path}")  # the last is refused, for it has no token
     app = Starlette(routes=[Route(place, answer, methods=["GET"]) for place in places])
     app.state.token = token
     app.state.site = site

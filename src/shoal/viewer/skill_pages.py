@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from shoal.core.errors import DataError
-from shoal.core.run_folder import latest, whole_rows
+from shoal.core.run_folder import is_number, latest, whole_rows
 from shoal.skills.learning.spec import slug
 from shoal.viewer import curves
 from shoal.viewer.curves import Line
@@ -17,10 +17,16 @@ from shoal.viewer.pages import Page, Site, anchor, duration, facts, media, state
 from shoal.viewer.runs import Run
 
 Row = dict[str, Any]
+EVALUATED = "evaluated_success"
 
 
-def _rate(skill: Row) -> str:
-    return share(json.loads(skill["result"]).get("success"))
+def _own_test(run: Run, attempts: list[Row], skill: Row) -> str:
+    """The success of its expert as it was evaluated: after its training, or last in the one that goes on."""
+    success = json.loads(skill["result"]).get("success")
+    if success is None and skill["status"] == "running":
+        rows = _training_rows(run, attempts, str(skill["name"]))
+        success = next((row[EVALUATED] for row in reversed(rows) if is_number(row.get(EVALUATED))), None)
+    return share(success)
 
 
 def _training_rows(run: Run, attempts: list[Row], skill: str) -> list[Row]:
@@ -51,8 +57,9 @@ def skills_section(site: Site, run: Run) -> Html:
     place = f"{site.place(run)}/skill"
     names = [str(skill["name"]) for skill in skills]
     needs = {str(s["name"]): json.loads(s["dependencies"]) for s in skills}
+    tests = {str(s["name"]): _own_test(run, attempts, s) for s in skills}
     states = {
-        str(s["name"]): f"{s['status']}, own test {_rate(s)}".removesuffix(f", own test {NONE}")
+        str(s["name"]): f"{s['status']}, own test {tests[s['name']]}".removesuffix(f", own test {NONE}")
         for s in skills
     }
     links = {name: link for name in names if (link := site.link(place, name=name))}
@@ -65,7 +72,7 @@ def skills_section(site: Site, run: Run) -> Html:
         (
             anchor(site, s["name"], place, class_="row-link", name=s["name"]),
             state(str(s["status"])),
-            _rate(s),
+            tests[s["name"]],
             share(on_chain.get(s["name"])),
             _steps_used(run, attempts, s),
             s["budget_total"],
@@ -86,8 +93,9 @@ def skills_section(site: Site, run: Run) -> Html:
         "training in all": duration(training),
     }
     words = (
-        "Own test: the success of a skill's expert right after its training. On the chain: of the unseen worlds that "
-        "got to the skill, the share that did it. The whole chain: the share of all worlds that did every skill."
+        "Own test: the success of a skill's expert as it was evaluated last in its training. On the chain: of the "
+        "unseen worlds that got to the skill, the share that did it. The whole chain: the share of all worlds that did "
+        "every skill."
     )
     return join(
         tag("section", tag("h2", "Graph"), facts(said), graph(needs, states, links), id="graph"),
@@ -150,7 +158,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
     told = {
         "expert": skill["expert"],
         "needs": ", ".join(json.loads(skill["dependencies"])) or "nothing",
-        "own test": _rate(skill),
+        "own test": _own_test(run, attempts, skill),
         "env steps used": _steps_used(run, attempts, skill),
         "of": skill["budget_total"],
     }
@@ -177,13 +185,17 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
 
 def _curves(rows: list[Row]) -> Html | None:
     """Success, reward and entropy over a training."""
-    names = [name for name in ("success", "reward", "entropy") if any(name in row for row in rows)]
+    names = [name for name in (EVALUATED, "success", "reward", "entropy") if any(name in row for row in rows)]
     if not names:
         return None
     renamed = [{**row, "env steps": row["step"], "seconds": row.get("wall")} for row in rows]
     held = curves.table(renamed, ("env steps", "seconds"), names)
-    panels = [
-        curves.figure(f"{name} of the episodes of each update", [Line(name, name)], shares=name == "success")
+    # a training episode that fails late is not finished yet, so that at first success seems greater than it is
+    successes = [Line(EVALUATED, "as evaluated"), Line("success", "of finished episodes", 1)]
+    panels = [curves.figure("success", [line for line in successes if line.name in names], shares=True)]
+    panels += [
+        curves.figure(f"{name} of each update", [Line(name, name)])
         for name in names
+        if name in ("reward", "entropy")
     ]
     return curves.section("Training", "curves", [held], tag("div", panels, class_="panels"))

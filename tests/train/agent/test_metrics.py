@@ -291,3 +291,15 @@ def test_a_parallel_rollout_is_reported_whole_with_its_refills_and_from_all_proc
         "replayed_episodes": 2.0,
     }
     assert collector.take_metrics() == {}
+
+
+@pytest.mark.parametrize("size", [1.0, 0.00075, -0.00025, -123_456.0, 98_765_432.1])
+def test_the_numbers_of_a_picture_of_curves_are_whole_and_beside_their_own_panel(size):
+    every = {name: size for _, lines in PANELS for name, _ in lines}
+    rows = [{"iteration": i} | {name: value * (1 + i / 7) for name, value in every.items()} for i in range(3)]
+    figure, axes = draw_curves(rows, PANELS, "iteration", "iteration")
+    renderer = figure.canvas.get_renderer()
+    figure.draw(renderer)
+    for left, right in (axes[:2], axes[2:]):
+        assert left.yaxis.get_tightbbox(renderer).x0 >= 0
+        assert right.yaxis.get_tightbbox(renderer).x0 >= left.get_window_extent(renderer).x1

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shoal.core.errors import DataError
+from shoal.core.errors import DataError, DivergedError
 from shoal.core.files import read_json, write_json
 from shoal.core.workers import die_with_parent
 
@@ -81,7 +81,7 @@ def read_result(result: Path, folder: Path, attempt: int | None = None) -> tuple
 def write_failure(folder: Path, attempt: int | None, error: BaseException | str) -> None:
     """Leave the reason of a failed launch where the scheduler finds it."""
     reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    final = isinstance(error, ExhaustedError)
+    final = isinstance(error, ExhaustedError | DivergedError)
     write_json(folder / FAILED, {"attempt": attempt, "reason": reason, "final": final})
 
 

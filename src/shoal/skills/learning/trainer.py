@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from shoal.core.configuration import check_fields
-from shoal.core.errors import ConfigError
+from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import stream
 from shoal.maths.distributions import sample
 from shoal.maths.updates import gae
@@ -342,6 +342,11 @@ class Trainer:
         rollout = self._collect(rng, fresh)
         self._learn(rollout, rng)
         self.update += 1
+        if not all(np.isfinite(net.flat).all() for net in self.nets):
+            raise DivergedError(
+                f"update {self.update} made weights that are no numbers: begin anew with a lower --lr, "
+                f"which is {config.lr:g}"
+            )
         size = config.num_envs * config.num_steps
         self.frames += size
         self.recent.append((rollout.ended, rollout.succeeded))

@@ -238,6 +238,6 @@ def read_checkpoint(run: Path, which: str, read: Callable[[Path], T]) -> T:
     try:
         return read(verify_folder(checkpoint_of(run, which)))
     except (DataError, OSError):
-        if which == "newest":
+        if which == "newest" and list_checkpoints(run / "checkpoints"):
             newest_checkpoint(run / "checkpoints")  # names what to go on from, if this one is damaged
         return read(verify_folder(checkpoint_of(run, which)))

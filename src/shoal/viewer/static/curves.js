@@ -1,5 +1,6 @@
 // Curves, drawn from the numbers in the page. The panels of a section share the range of x, the hover line, the settings.
-const [LEFT, RIGHT, TOP, BOTTOM] = [46, 408, 10, 158];
+const [RIGHT, TOP, BOTTOM] = [408, 10, 158];
+const LEFT = 46; // at least: a section whose labels are longer has more room for them
 const views = new Map(); // the settings of each section, kept while the page follows its run
 
 function viewOf(section) {
@@ -27,14 +28,43 @@ function short(value) {
   return Number.isInteger(value) || Math.abs(value) >= 1e4 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
 }
 
+const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity); // of so many that no call takes them all
+const most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
+
+// Round numbers from low to high, each with its label, which is exact.
 function ticks(low, high, steps) {
   const raw = (high - low) / 4;
-  if (!(raw > 1e-300)) return [low];
+  if (!(raw > 1e-300)) return [{ at: low, label: exact(low) }];
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = steps.map((s) => s * power).sort((a, b) => Math.abs(a - raw) - Math.abs(b - raw))[0];
   const found = [];
-  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) found.push(Number((k * step).toPrecision(12)));
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) {
+    const at = Number((k * step).toPrecision(12));
+    found.push({ at, label: exact(at) });
+  }
   return found;
+}
+function exact(value) {
+  const size = Math.abs(value);
+  if (size && (size < 1e-4 || size >= 1e9)) return value.toExponential().replace("e+", "e");
+  return value.toLocaleString("en", { maximumFractionDigits: 12 });
+}
+
+// Powers of ten from low to high, which are logarithms; below two decades 2 and 5 times these too.
+function powers(low, high) {
+  const every = Math.max(1, Math.ceil((high - low) / 7));
+  const plain = low >= -2 && high <= 3; // 0.02, 1 and 500 are read as they are, 2e-5 is not
+  const found = [];
+  for (let n = Math.floor(low); n <= Math.ceil(high); n++) {
+    if (n % every) continue;
+    for (const first of high - low < 2 ? [1, 2, 5] : [1]) {
+      const label = `${first}e${n}`;
+      found.push({ at: n + Math.log10(first), label: plain ? exact(Number(label)) : label });
+    }
+  }
+  const inside = found.filter(({ at }) => at >= low - 1e-9 && at <= high + 1e-9);
+  if (inside.length > 1) return inside;
+  return [found.findLast(({ at }) => at <= low), found.find(({ at }) => at >= high)]; // the two around
 }
 
 // The points of a line; `smooth` is their exponential moving average, without bias at its beginning.
@@ -53,35 +83,50 @@ function pointsOf(view, { table, name }) {
 
 function rangeOf(view) {
   const all = view.tables.flatMap((table) => table.axes[view.axis] ?? []).filter(Number.isFinite);
-  return view.zoom ?? [all.reduce((a, b) => Math.min(a, b), Infinity), all.reduce((a, b) => Math.max(a, b), -Infinity)];
+  return view.zoom ?? [least(all), most(all)];
 }
 
-function draw(figure) {
-  const view = viewOf(figure.closest(".curves"));
+const scaled = (view, value) => (view.log ? Math.log10(value) : value);
+const can = (view, value) => !view.log || value > 0; // a logarithm has only what is above 0
+
+// What a panel shows: its lines with their points, the range of y and its ticks.
+function panelOf(view, figure) {
   const lines = JSON.parse(figure.dataset.lines).filter((line) => !view.hidden.has(line.label));
   for (const line of lines) line.points = pointsOf(view, line);
-  const scaled = (value) => (view.log ? Math.log10(value) : value);
-  const can = (value) => !view.log || value > 0; // a logarithm has only what is above 0
-  const all = lines.flatMap((line) => line.points.flatMap((p) => [p.low, p.y, p.high])).filter(can).map(scaled);
+  const shown = (p) => (view.smooth ? [p.low, p.y, p.high, p.smooth] : [p.low, p.y, p.high]);
+  const all = lines.flatMap((line) => line.points.flatMap(shown)).filter((y) => can(view, y)).map((y) => scaled(view, y));
   const fixed = "share" in figure.dataset && !view.log;
-  let [low, high] = fixed || !all.length ? [0, 1] : [Math.min(...all), Math.max(...all)];
+  let [low, high] = fixed || !all.length ? [0, 1] : [least(all), most(all)];
   const margin = fixed ? 0 : low === high ? Math.abs(low) * 0.1 || 0.5 : (high - low) * 0.05;
   [low, high] = [low - margin, high + margin];
+  const marks = view.log ? powers(low, high) : ticks(low, high, [1, 2, 2.5, 5, 10]);
+  return { lines, marks, low: Math.min(low, marks[0].at), high: Math.max(high, marks.at(-1).at) };
+}
+
+const pen = document.createElement("canvas").getContext("2d");
+function widthOf(text) {
+  pen.font = "11px system-ui, sans-serif"; // that of the style sheet
+  return pen.measureText(text).width;
+}
+
+function draw(figure, view, { lines, marks, low, high }) {
+  const left = view.left;
   const [x0, x1] = rangeOf(view);
-  const toX = (value) => round(LEFT + ((value - x0) / (x1 - x0 || 1)) * (RIGHT - LEFT));
+  const toX = (value) => round(left + ((value - x0) / (x1 - x0 || 1)) * (RIGHT - left));
   const place = (value) => round(BOTTOM - ((value - low) / (high - low || 1)) * (BOTTOM - TOP));
-  const along = ticks(x0, x1, [1, 2, 5, 10]).filter((x) => toX(x) < RIGHT - 30 || x === x1);
+  const along = ticks(x0, x1, [1, 2, 5, 10]).filter(({ at }) => toX(at) < RIGHT - 30 && at !== x1);
   const axes = shape("g", { class: "axes" },
-    ...ticks(low, high, [1, 2, 2.5, 5, 10]).flatMap((value) => [
-      shape("line", { x1: LEFT, x2: RIGHT, y1: place(value), y2: place(value), class: "grid" }),
-      words(short(view.log ? 10 ** value : value), LEFT - 6, place(value) + 3.5, "end")]),
-    ...[...new Set([...along, x1])].map((x) => words(short(x), toX(x), BOTTOM + 14, toX(x) > RIGHT - 12 ? "end" : "middle")),
-    words(view.axis, (LEFT + RIGHT) / 2, BOTTOM + 28));
+    ...marks.flatMap(({ at, label }) => [
+      shape("line", { x1: left, x2: RIGHT, y1: place(at), y2: place(at), class: "grid" }),
+      words(label, left - 6, place(at) + 3.5, "end")]),
+    ...[...along, { at: x1, label: short(x1) }].map(({ at, label }) =>
+      words(label, toX(at), BOTTOM + 14, toX(at) > RIGHT - 12 ? "end" : "middle")),
+    words(view.axis, (left + RIGHT) / 2, BOTTOM + 28));
   const series = lines.map((line) => {
-    const inside = line.points.filter((p) => can(p.y));
-    const path = (key) => inside.map((p) => `${toX(p.x)},${place(scaled(can(p[key]) ? p[key] : p.y))}`);
+    const inside = line.points.filter((p) => can(view, p.y));
+    const path = (key) => inside.map((p) => `${toX(p.x)},${place(scaled(view, can(view, p[key]) ? p[key] : p.y))}`);
     const marks = inside.filter((p) => p.link || inside.length < 120).map((p) => {
-      const mark = shape("circle", { cx: toX(p.x), cy: place(scaled(p.y)), r: p.link ? 3.5 : 2 });
+      const mark = shape("circle", { cx: toX(p.x), cy: place(scaled(view, p.y)), r: p.link ? 3.5 : 2 });
       const said = `${line.label} ${short(p.y)} at ${short(p.x)}: its episodes`;
       return p.link ? shape("a", { href: p.link, class: "kept", tabindex: -1, "aria-label": said }, mark) : mark;
     });
@@ -101,7 +146,7 @@ function draw(figure) {
   figure.append(svg);
   if (focused) svg.focus();
   const xs = [...new Set(lines.flatMap((line) => line.points.map((p) => p.x)))].sort((a, b) => a - b);
-  figure.plot = { view, lines, xs, toX, fromX: (x) => x0 + ((x - LEFT) / (RIGHT - LEFT)) * (x1 - x0) };
+  figure.plot = { view, lines, xs, toX, fromX: (x) => x0 + ((x - left) / (RIGHT - left)) * (x1 - x0) };
   for (const button of figure.querySelectorAll("[data-curve]")) button.setAttribute("aria-pressed", !view.hidden.has(button.dataset.curve));
 }
 
@@ -114,7 +159,10 @@ function drawAll() {
       control[control.type === "checkbox" ? "checked" : "value"] = view[control.dataset.set];
     }
     section.querySelector("[data-do=unzoom]").hidden = !view.zoom;
-    figures(section).forEach(draw);
+    const panels = figures(section).map((figure) => [figure, panelOf(view, figure)]);
+    const widest = most(panels.flatMap(([, { marks }]) => marks.map(({ label }) => widthOf(label))));
+    view.left = Math.max(LEFT, Math.ceil(widest) + 8);
+    for (const [figure, panel] of panels) draw(figure, view, panel);
   }
 }
 
@@ -129,7 +177,9 @@ function hover(section, x) {
     const values = plot.lines.flatMap((line) => {
       const near = closest(line.points.map((p) => p.x), x);
       const point = line.points.find((p) => p.x === near && Math.abs(plot.toX(near) - at) < 12);
-      return point ? [shape("tspan", { class: `s${line.colour % 8}`, x: side, dy: 13 }, `  ${line.label} ${short(plot.view.smooth ? point.smooth : point.y)}`)] : [];
+      if (!point) return [];
+      const smoothed = plot.view.smooth ? ` (smoothed ${short(point.smooth)})` : "";
+      return [shape("tspan", { class: `s${line.colour % 8}`, x: side, dy: 13 }, `  ${line.label} ${short(point.y)}${smoothed}`)];
     });
     const text = figure.group.querySelector("text");
     figure.group.setAttribute("transform", `translate(${at})`);
