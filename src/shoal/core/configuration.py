@@ -165,14 +165,20 @@ def field_notes(config: type) -> dict[str, str]:
     notes: dict[str, str] = {}
     for kind in reversed(config.__mro__):
         try:
-            body: Any = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-        except (OSError, TypeError, SyntaxError):  # there is no source
+            classes = _classes(inspect.getsource(sys.modules[kind.__module__]))
+        except (KeyError, OSError, TypeError, SyntaxError):  # there is no source
             continue
-        for item, note in pairwise(body.body):
+        for item, note in pairwise(classes.get(kind.__qualname__, [])):
             is_field = isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
             if is_field and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant):
                 notes[item.target.id] = " ".join(str(note.value.value).split())
     return notes
+
+
+@lru_cache(maxsize=32)
+def _classes(source: str) -> dict[str, list[ast.stmt]]:
+    """What stands in each class of a module; `inspect.getsource` would parse the whole module for each class."""
+    return {item.name: item.body for item in ast.parse(source).body if isinstance(item, ast.ClassDef)}
 
 
 def as_commented_yaml(config: Any) -> str:
