@@ -348,6 +348,10 @@ def test_an_env_that_refuses_random_actions_is_stepped_by_workers_and_a_line_say
 
 
 # --- what workers take over, and what they draw
+class OwnWarning(UserWarning):
+    """A user's own."""
+
+
 class Tells(gymnasium.Env[Any, Any]):
     """Tells of its process."""
 
@@ -360,7 +364,9 @@ class Tells(gymnasium.Env[Any, Any]):
     def tell(self) -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.warn("meant", UserWarning, stacklevel=1)
+            warnings.warn("own", OwnWarning, stacklevel=1)
         return {
+            "torch": "torch" in sys.modules,
             "variable": os.environ.get("SHOAL_TEST_VARIABLE"),
             "folder": os.getcwd(),
             "path": "/somewhere/else" in sys.path,
@@ -390,9 +396,20 @@ def test_workers_see_the_present_state_of_their_caller(tmp_path: Path, monkeypat
             second = told()
     finally:
         root.setLevel(level)
-    assert (first["variable"], first["path"], first["warned"]) == (None, False, 1)
+    assert (first["variable"], first["path"], first["warned"]) == (None, False, 2)
     assert (second["variable"], second["folder"], second["path"]) == ("new", str(tmp_path), True)
     assert (second["warned"], second["level"]) == (0, logging.ERROR - 1)
+
+
+def test_workers_import_no_package_only_to_know_its_warnings() -> None:
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.simplefilter("ignore", OwnWarning)
+        with make_vec(Tells, 1, backend="process") as envs:
+            [told] = envs.call("tell")
+    assert (told["torch"], told["warned"]) == (False, 1)
 
 
 def test_global_generators_of_workers_are_seeded_with_their_envs() -> None:

@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import connection, resource_tracker, util
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import cloudpickle
@@ -96,9 +97,19 @@ def process_state() -> dict[str, Any]:
         "arguments": list(sys.argv),
         "environ": dict(os.environ),
         "folder": folder,
-        "warnings": list(warnings.filters),
+        "warnings": [rule for rule in warnings.filters if not _of_a_package(rule[2])],
         "logging": (root.level, getattr(formatter, "_fmt", None)) if root.handlers else None,
     }
+
+
+def _of_a_package(category: type[Warning]) -> bool:
+    """Whether to know a kind of warnings a worker would have to import an installed package, such as torch.
+
+    Such a package sets its filters again where it is imported.
+    """
+    name = category.__module__.partition(".")[0]
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return name not in PRELOAD and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def apply_process_state(state: dict[str, Any]) -> None:
