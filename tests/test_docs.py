@@ -129,7 +129,8 @@ def test_the_settings_that_other_libraries_settings_become_are_settings():
         for part in key.split("."):
             assert part in node, f"there is no setting {key}"
             node = node[part]
-        compose_config("smollm2", [name] if value else [])
+        if value:
+            compose_config("smollm2", [name])
 
 
 @cache
@@ -161,9 +162,17 @@ def test_every_page_is_in_the_navigation():
     )
 
 
-def test_the_page_of_results_names_every_rival(tmp_path):
-    subprocess.run([sys.executable, ROOT / "docs" / "make_results.py", tmp_path], check=True)
-    text = (tmp_path / "results.md").read_text()
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    """The pages that are made with the site."""
+    folder = tmp_path_factory.mktemp("generated")
+    for name in ("make_results", "make_reference"):
+        subprocess.run([sys.executable, ROOT / "docs" / f"{name}.py", folder / name], check=True)
+    return folder
+
+
+def test_the_page_of_results_names_every_rival(generated):
+    text = (generated / "make_results" / "results.md").read_text()
     assert text.count('<div class="bars">') > 20
     assert "sb3" in text
     assert "gymnasium async" in text
@@ -184,14 +193,11 @@ MARKUP = {
 """The extension of Markdown that turns lines with this beginning into more than text."""
 
 
-def test_markup_of_the_pages_has_its_extension(tmp_path):
-    made = [ROOT / "docs" / name for name in ("make_results.py", "make_reference.py")]
-    for program in made:
-        subprocess.run([sys.executable, program, tmp_path / program.stem], check=True)
+def test_markup_of_the_pages_has_its_extension(generated):
     extensions = set()
     for entry in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["markdown_extensions"]:
         extensions |= {entry} if isinstance(entry, str) else {*entry}
-    pages = [*(ROOT / "docs").rglob("*.md"), *tmp_path.rglob("*.md")]
+    pages = [*(ROOT / "docs").rglob("*.md"), *generated.rglob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
     used = set(re.findall(r"^ *(\?\?\?|!!!|===|```)", text, re.M))
     assert {"???", "```"} <= used
@@ -205,15 +211,15 @@ def test_the_search_finds_names_and_the_parts_of_dotted_names():
     assert [word for word in words if word] == "see shoal vector make_vec env_id or EpisodeIndex".split()
 
 
-def test_the_reference_has_every_public_name_with_its_docstring(tmp_path):
-    subprocess.run([sys.executable, ROOT / "docs" / "make_reference.py", tmp_path], check=True)
-    assert {path.name for path in tmp_path.iterdir()} == {f"{room}.md" for room in ROOMS}
-    places = set(re.findall(r"^::: (.+)$", "".join(path.read_text() for path in tmp_path.iterdir()), re.M))
+def test_the_reference_has_every_public_name_with_its_docstring(generated):
+    pages = {path.name: path.read_text() for path in (generated / "make_reference").iterdir()}
+    assert pages.keys() == {f"{room}.md" for room in ROOMS}
+    places = set(re.findall(r"^::: (.+)$", "".join(pages.values()), re.M))
     shown = {place.rpartition(".")[2] for place in places}
     rooms = ["shoal", *(f"shoal.{room}" for room in ROOMS[1:])]
     public = {name for room in rooms for name in getattr(importlib.import_module(room), "__all__", ())}
     assert public - shown == {"__version__"}
-    listed = set(re.findall(r"^- \[`(\w+)`\]\[[\w.]+\]: \S", (tmp_path / "shoal.md").read_text(), re.M))
+    listed = set(re.findall(r"^- \[`(\w+)`\]\[[\w.]+\]: \S", pages["shoal.md"], re.M))
     assert listed == {name for name in shoal.__all__ if name != "__version__"}
     for place in places:
         module, _, name = place.rpartition(".")

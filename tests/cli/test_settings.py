@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from shoal.cli.main import main
+from shoal.core.configuration import as_commented_yaml
 from shoal.train.agent.config import AgentConfig, compose_config, config_names
 
 ROOT = Path(__file__).parents[2]
@@ -19,9 +20,13 @@ def printed(capsys, *words):
 
 
 @pytest.mark.parametrize("name", config_names())
-def test_the_settings_that_are_printed_with_comments_read_back_to_the_same_config(name, capsys):
-    values = yaml.safe_load(printed(capsys, "--config-name", name))
-    assert AgentConfig.read(values) == compose_config(name)
+def test_the_settings_that_are_printed_with_comments_read_back_to_the_same_config(name):
+    config = compose_config(name)
+    assert AgentConfig.read(yaml.safe_load(as_commented_yaml(config))) == config
+
+
+def test_a_command_prints_the_settings_of_its_config(capsys):
+    assert printed(capsys, "--config-name", "demo") == as_commented_yaml(compose_config("demo"))
 
 
 def test_texts_of_several_lines_and_odd_names_read_back_too(capsys, tmp_path):

@@ -22,9 +22,10 @@ from shoal.train.agent.trainer import AgentTrainer
 
 KNOWN = Path(__file__).with_name("same_tokens.json")
 MACHINE = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
-SMALL = ["es_manager.train.env_groups=6", "es_manager.train.group_size=3"]
+SMALL = ["es_manager.train.env_groups=3", "es_manager.train.group_size=2"]
 DEMO = [
-    *SMALL,
+    "es_manager.train.env_groups=6",
+    "es_manager.train.group_size=3",
     "es_manager.val.env_groups=4",
     "warmup.steps=6",
     "trainer.iterations=3",
@@ -129,7 +130,10 @@ def test_a_transformer_writes_the_known_tokens_everywhere(serial, backend, n_job
     "changes",
     [
         (),
-        ("agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=serial"),
+        pytest.param(
+            ("agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel.backend=serial"),
+            marks=pytest.mark.slow,  # one episode after the other
+        ),
         ("agent_proxy.use_parallel_rollout=true", "agent_proxy.parallel_n_jobs=2"),
     ],
 )
