@@ -290,7 +290,7 @@ def test_the_check_before_a_training_reads_the_tasks_of_a_program(tmp_path):
 
 def test_a_training_on_a_program_learns_what_it_pays_and_resumes_equal(tmp_path, capsys):
     overrides = [
-        "trainer.iterations=3",
+        "trainer.iterations=2",
         "trainer.save_every=1",
         "algorithm.learning_rate=0.01",
         "trainer.eval_every=9",
@@ -302,13 +302,13 @@ def test_a_training_on_a_program_learns_what_it_pays_and_resumes_equal(tmp_path,
             return rows, [p.detach().clone() for p in trainer.policy.module.parameters()]
 
     rows, weights = train("whole")
-    assert rows[-1]["iteration"] == 3
+    assert rows[-1]["iteration"] == 2
     assert (rows[-1]["roots"], rows[-1]["branches"]) == (1.0, 0.0)
     assert sum(row.get("gradient_steps", 0) for row in rows) >= 1
     assert (
         max(row.get("logprob_gap_max", 0.0) for row in rows) < 1e-4
     )  # the tokens are those that were sampled
-    train("half", "trainer.iterations=2")
+    train("half", "trainer.iterations=1")
     _, resumed = train("half", "resume=true")
     assert all((a == b).all() for a, b in zip(weights, resumed, strict=True))
     assert not left_behind()

@@ -67,7 +67,7 @@ def make_engine(kind="llama", dtype="float32", device="cpu", invariant=True, **s
     return HuggingFaceEngine(model, byte_tokenizer(), **settings)
 
 
-def requests(engine, n, most=16):
+def requests(engine, n, most=8):
     """Three members of a group each, prompts of 30 to 190 tokens."""
     chats = [[{"role": "user", "content": "look! " * (i * 7 % 30)}] for i in range(n // 3 + 1)]
     prompts = [engine.tokenizer.start(chat) for chat in chats]
