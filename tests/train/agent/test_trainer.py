@@ -39,6 +39,7 @@ SMALL = [
     "trainer.save_every=1",
     "trainer.save_trajectories_every=1",
     "es_manager.val.env_groups=3",
+    "es_manager.train.env_groups=8",
     "es_manager.train.group_size=8",
     "engine.width=32",
 ]
