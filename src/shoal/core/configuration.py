@@ -176,7 +176,7 @@ def field_notes(config: type) -> dict[str, str]:
 
 
 @lru_cache(maxsize=32)
-def _classes(source: str) -> dict[str, list[ast.stmt]]:
+def _classes(source: str) -> dict[str, list[Any]]:
     """What stands in each class of a module; `inspect.getsource` would parse the whole module for each class."""
     return {item.name: item.body for item in ast.parse(source).body if isinstance(item, ast.ClassDef)}
 

@@ -102,7 +102,7 @@ def process_state() -> dict[str, Any]:
     }
 
 
-def _of_a_package(category: type[Warning]) -> bool:
+def _of_a_package(category: Any) -> bool:
     """Whether to know a kind of warnings a worker would have to import an installed package, such as torch.
 
     Such a package sets its filters again where it is imported.

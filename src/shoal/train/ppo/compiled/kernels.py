@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from numba.extending import intrinsic
 Array = np.ndarray
 TANH, RELU = 0, 1
 _F = np.float32
+_N, _NS, _ROW = types.int64, types.int64[::1], types.float32[::1]
 
 # Where each number stands in `settings` and in the statistics that `update` returns.
 LEARNING_RATE, CLIP, VALUE_CLIP, ENTROPY, VALUE, MAX_NORM, TARGET_KL, NORMALIZE, ADAM_EPS = range(9)
@@ -222,12 +224,18 @@ def dot(typing: Any, n: Any, a: Any, a_at: Any, b: Any, b_at: Any) -> Any:
     return signature, generate
 
 
-def _compiled(function: Any) -> Any:
+def _compiled(function: Any, signature: Any = None) -> Any:
     """`njit` with a cache on disk and C-like division, fused multiply-adds allowed and nothing reordered."""
-    return njit(cache=True, error_model="numpy", fastmath={"contract", "nsz"}, nogil=True)(function)
+    options = {"cache": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}, "nogil": True}
+    return njit(signature, **options)(function)
 
 
-@_compiled
+def _compiled_for(*arguments: Any) -> Callable[[Any], Any]:
+    """`_compiled` for these types alone; else numba compiles anew for each constant that a caller writes."""
+    return partial(_compiled, signature=types.void(*arguments))
+
+
+@_compiled_for(_N, _N, _N, _ROW, _N, _N, _N, _ROW, _N, _ROW, _N, _ROW, _N)
 def gemm(
     m: int, k: int, n: int, a: Array, a_at: int, a_row: int, a_k: int, b: Array, b_at: int,
     c: Array, c_at: int, bias: Array, bias_at: int,
@@ -258,7 +266,7 @@ def gemm(
         i += 4 if four else 1
 
 
-@_compiled
+@_compiled_for(_ROW, _N, _NS, _N, _N, _ROW, _N, _ROW, _ROW)
 def forward(
     weights: Array, at: int, dims: Array, activation: int, m: int, x: Array, x_at: int,
     hidden: Array, out: Array,
@@ -287,7 +295,7 @@ def forward(
             out[i * outputs + j] = bias + dot(width, source, source_at + i * width, weights, at + j * width)
 
 
-@_compiled
+@_compiled_for(_ROW, _ROW, _N, _NS, _N, _N, _ROW, _ROW, _ROW, _ROW, _ROW, _ROW)
 def backward(
     weights: Array, gradient: Array, at: int, dims: Array, activation: int, m: int, x: Array,
     hidden: Array, d_out: Array, delta: Array, below: Array, transposed: Array,
