@@ -52,6 +52,7 @@ class Policy(ABC):
         self.tokenizer = tokenizer
         self.pad_id = pad_id
         self.weights_version = 0
+        """The iterations that these weights have behind them, whether or not they changed."""
 
     @abstractmethod
     def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
@@ -664,6 +665,11 @@ class Critic(nn.Module):
             self.output = nn.Linear(self._body.width, 1, device=device)
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)
+
+    def saved_weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name: all but frozen weights, which are those of the policy's model."""
+        every = self.state_dict(keep_vars=True)
+        return {name: v for name, v in every.items() if v.requires_grad or not isinstance(v, nn.Parameter)}
 
     def forward(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Values `[N]` of the contexts before the true places of `where [B, T]`, in row-major order."""

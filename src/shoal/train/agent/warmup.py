@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.core.seeding import derive_seed
@@ -34,7 +32,7 @@ from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batche
 from shoal.train.agent.config import AgentConfig, Warmup
 from shoal.train.agent.playing import SharedCollector, refuse_all_failed
 from shoal.train.agent.policy import Policy, score, trained_parameters
-from shoal.train.agent.update import MasterAdamW, refuse_diverged
+from shoal.train.agent.update import MasterAdamW, shorten
 
 logger = logging.getLogger(__name__)
 PLAIN = Sampling()
@@ -143,9 +141,7 @@ def warm_up(
                 raise DivergedError(
                     f"the loss of warm-up step {step + 1} is {total}: lower warmup.learning_rate"
                 )
-            longest = math.inf if config.max_grad_norm is None else config.max_grad_norm
-            norm = nn.utils.clip_grad_norm_(optimizer.stepped[0], longest)
-            refuse_diverged(norm, f"policy in warm-up step {step + 1}")
+            shorten(optimizer.stepped[0], config.max_grad_norm, f"policy in warm-up step {step + 1}")
             optimizer.step()
             yield total
 

@@ -238,7 +238,7 @@ class PPOAgent:
             value_clip=config.clip_range_vf,
             ent_coef=decayed(config.ent_coef, config.ent_schedule, progress),
             vf_coef=config.vf_coef,
-            max_grad_norm=config.max_grad_norm,
+            max_grad_norm=config.max_grad_norm or 0.0,
             target_kl=config.target_kl,
             normalize_advantage=config.normalize_advantage,
             adam_eps=config.adam_eps,
