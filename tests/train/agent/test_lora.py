@@ -207,13 +207,6 @@ def test_a_model_with_a_single_number_among_its_weights_has_a_hash_too():
     assert weights_sha256(one) != before
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_equal_samples_are_computed_once_unless_adapters_drop_out(dropout):
-    policy = LoraPolicy(policy_of(make_engine()), Lora(rank=2, dropout=dropout), "base", 0)
-    assert policy.shares_prefixes
-    assert policy.merges_equals == (dropout == 0)
-
-
 def test_adapters_begin_and_drop_out_by_their_seed():
     def drawn(seed):
         policy = LoraPolicy(policy_of(make_engine()), Lora(rank=2, dropout=0.5), "base", seed)

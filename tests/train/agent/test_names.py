@@ -246,16 +246,13 @@ def test_samples_lie_for_a_teacher_as_it_can_read_them(tmp_path, monkeypatch, re
         f"run_dir={tmp_path / 'run'}",
     ]
     found = {}
-    for batching in ("auto", "padded"):
+    for batching in ("packed", "padded"):
         config = compose_config("demo", [*QUICK, *settings, f"algorithm.batching={batching}"])
         with AgentTrainer(config) as trainer:
             episodes = trainer._collector.collect(0, config.agent_proxy.sampling())
             samples = prepare_samples(episodes, trainer._learner)
             found[batching] = np.concatenate([sample.columns["advantages"] for sample in samples])
-    np.testing.assert_allclose(found["auto"], found["padded"], atol=1e-5)
-    if reads == "rows of one sample":
-        with pytest.raises(ConfigError, match="packed is wrong for the teacher"):
-            AgentTrainer(compose_config("demo", [*QUICK, *settings, "algorithm.batching=packed"]))
+    np.testing.assert_allclose(found["packed"], found["padded"], atol=1e-5)
 
 
 def test_a_teacher_is_asked_for_where_there_is_none_and_refused_where_it_does_nothing():

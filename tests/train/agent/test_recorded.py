@@ -129,7 +129,7 @@ def test_a_step_is_the_same_however_the_minibatch_is_cut(processor, batch, objec
         sample.uid, sample.logprobs = "one task", np.full(len(sample.response_ids), -6.0, np.float32)
     samples = recorded_samples(found, objective)
     weights = []
-    for batching, size in (("packed", 100_000), ("padded", 1), ("auto", 300)):
+    for batching, size in (("packed", 100_000), ("padded", 1), ("packed", 300)):
         model = tiny_model(len(processor.tokenizer), processor.image_token_id, 0, width=32, layers=1)
         config = RecordedTraining(
             objective=objective, batching=batching, micro_batch_tokens=size, learning_rate=1e-3

@@ -214,9 +214,9 @@ class Algorithm:
     """Samples of one gradient step (window prompt: turns; append: episodes); null: one step a batch."""
     micro_batch_tokens: int = 16384
     """Tokens, padding included, that go through the network at once; changes memory, not results."""
-    batching: Batching = "auto"
-    """How samples share the rows of a micro-batch: `padded` (in order), `bucketed` (like lengths together), `packed`
-    (several in a row, attention within each), `auto` (packed where lengths differ enough to pay); changes speed."""
+    batching: Batching = "packed"
+    """How samples share the rows of a micro-batch: `packed` (several in a row, attention within each, and a common
+    beginning once) or `padded` (one a row); changes speed. A model that cannot be packed is padded, which is said."""
     gradient_checkpointing: bool = False
     """Compute each layer a second time in the backward pass: less memory, the same gradients, about a third slower."""
     precision: Literal["float32", "bfloat16"] = "float32"

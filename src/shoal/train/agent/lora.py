@@ -26,7 +26,7 @@ from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.models import resolve_model
 from shoal.rollout.samplers.registry import EngineConfig
 from shoal.train.agent.config import Lora
-from shoal.train.agent.policy import HuggingFacePolicy, Policy, dropouts, policy_of, weights_sha256
+from shoal.train.agent.policy import HuggingFacePolicy, Policy, policy_of, weights_sha256
 
 KIND = "huggingface-lora"
 ADAPTER = "adapter_model.safetensors"
@@ -64,11 +64,6 @@ class LoraPolicy(HuggingFacePolicy):
         for parameter in self.own_weights().values():
             parameter.data = parameter.data.float()  # small updates would be lost in bfloat16
         self.module.eval()
-
-    @property
-    def merges_equals(self) -> bool:
-        """Not where adapters drop out: each sample has a draw of its own."""
-        return super().merges_equals and not dropouts(self.module)
 
     def own_weights(self) -> dict[str, nn.Parameter]:
         """The trained parameters by the names they have in an adapter file."""

@@ -49,7 +49,7 @@ class RecordedTraining:
     """Samples of a gradient step."""
     micro_batch_tokens: int = 8192
     """Tokens that go through the network at a time, padding included."""
-    batching: Batching = "auto"
+    batching: Batching = "packed"
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0

@@ -90,7 +90,9 @@ def _step(learner: Learner, samples: Sequence[Sample], scale: float) -> float:
     """A step of the optimizer on the cross-entropy times `scale`, which every process takes; the mean a token."""
     algorithm, processes, optimizer = learner.algorithm, learner.processes, learner.optimizer
     part = scale / processes.count if processes.sharded else scale
-    total = imitation_gradient(learner.policy, optimizer, samples, algorithm.micro_batch_tokens, part)
+    total = imitation_gradient(
+        learner.policy, optimizer, samples, algorithm.micro_batch_tokens, algorithm.batching, part
+    )
     shorten(optimizer.stepped[0], algorithm.max_grad_norm, "policy in its rehearsal")
     optimizer.step()
     return total

@@ -468,5 +468,5 @@ def warmed_up(
     vector = host_of(config)
     yield from warm_up(
         policy, makers, roles, prompter, config.warmup, tokens, config.seed, share, vector, failures,
-        config.agent_proxy.sampling(), toolbox,
+        config.agent_proxy.sampling(), toolbox, config.algorithm.batching,
     )  # fmt: skip

@@ -304,8 +304,8 @@ def gradient_step(
     learner.optimizer.zero_grad(set_to_none=True)
     device = str(next(policy.module.parameters()).device)
     own = [weighted[i] for i in processes.parts([len(sample.ids) for sample in weighted])[processes.rank]]
-    size, sharing = config.micro_batch_tokens, (policy.shares_prefixes, policy.merges_equals, policy.costs)
-    micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, *sharing))
+    size, shared = config.micro_batch_tokens, policy.shares_prefixes
+    micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, shared))
     for micro in processes.in_step(micros):
         counted = totals
         if micro is None:  # others still have some, and need this one's shards: a pass that counts nothing
@@ -398,7 +398,7 @@ def token_loss(
 def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: Totals) -> Tensor:
     """The weighted sum of the critic's loss over a micro-batch."""
     with autocast(critic.model, config.precision):
-        values = micro.of_samples(critic(micro.ids, micro.lengths, micro.where, micro.begins))
+        values = critic(micro.ids, micro.lengths, micro.where, micro.begins)
     columns = micro.columns
     losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
     totals.value_loss += float(losses.detach().sum())
@@ -511,7 +511,7 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
     def compute(micro: MicroBatch) -> Tensor:
         if isinstance(network, Critic):
             with autocast(network.model, algorithm.precision):
-                return micro.of_samples(network(micro.ids, micro.lengths, micro.where, micro.begins))
+                return network(micro.ids, micro.lengths, micro.where, micro.begins)  # type: ignore[no-any-return]
         return score(network, micro, learner.proxy.temperature, algorithm.precision).logprobs
 
     def of(numbers: list[int]) -> list[np.ndarray]:
@@ -523,8 +523,6 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
             device,
             algorithm.batching,
             read.shares_prefixes,
-            read.merges_equals,
-            read.costs,
             processes.in_step,
             shortest,
         )
