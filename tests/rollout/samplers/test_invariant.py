@@ -265,7 +265,8 @@ SETTINGS = [
     "es_manager.train.env_groups=2", "es_manager.train.group_size=4", "es_manager.val.env_groups=2",
     "agent_proxy.max_tokens=auto", "warmup.steps=0", "algorithm.filter_groups.enable=false",
     "agent_proxy.format_penalty=0.5", "agent_proxy.reward_normalization.grouping=batch",
-    "algorithm.learning_rate=0.01", "algorithm.entropy_coef=0.1", "trainer.iterations=2", "trainer.eval_every=2",
+    "algorithm.learning_rate=0.01", "algorithm.entropy_coef=0.1", "algorithm.entropy_target=100",
+    "trainer.iterations=2", "trainer.eval_every=2",
     "use_parallel_envs=false", "trainer.tensorboard=false", "agent_proxy.prompt.first='{observation}'",
     "algorithm.rollout_correction.method=truncate",
 ]  # fmt: skip

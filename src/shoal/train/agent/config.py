@@ -201,7 +201,7 @@ class Algorithm:
     """Bonus for a nat of entropy."""
     entropy_target: float | None = None
     """Nats a token at which the bonus has fallen to 0: it is whole for a deterministic policy, and never makes one more
-    random than this. null: `entropy_coef` always holds."""
+    random than this. null: `entropy_coef` holds where any reward differs, and there is no bonus elsewhere."""
     learning_rate: float | Literal["auto"] = "auto"
     """Of Adam; `auto` follows from the engine."""
     lr_schedule: Decay = "constant"
