@@ -249,7 +249,9 @@ def test_a_command_may_abstain_too(tmp_path, calm):
 
 def test_the_form_of_answers_is_a_reward_paid_in_the_turn_that_earned_it(calm):
     def answered(valid):
-        turns = tuple(replace(turn, action_is_valid=ok) for turn, ok in zip(calm[0].turns, valid, strict=False))
+        turns = tuple(
+            replace(turn, action_is_valid=ok) for turn, ok in zip(calm[0].turns, valid, strict=False)
+        )
         return replace(calm[0], turns=turns)
 
     group = [answered([True] * 9), answered([False] * 9), answered([False, *[True] * 8])]
