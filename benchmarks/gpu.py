@@ -44,7 +44,7 @@ from shoal.rollout.samplers.huggingface import HuggingFaceEngine  # noqa: E402
 from shoal.rollout.samplers.noise import Noise, gumbel, key_words, words  # noqa: E402
 from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
 from shoal.train.agent.batch import Sample  # noqa: E402
-from shoal.train.agent.config import AgentProxy, Algorithm, compose_config  # noqa: E402
+from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, compose_config  # noqa: E402
 from shoal.train.agent.determinism import applies, deterministic  # noqa: E402
 from shoal.train.agent.networks import split_optimizer  # noqa: E402
 from shoal.train.agent.policy import policy_of, trained_parameters  # noqa: E402
@@ -160,9 +160,8 @@ class Bench:
         """A trainer of all weights of a network."""
         policy = policy_of(engine)
         optimizer = split_optimizer(trained_parameters(policy.module), None, 1e-6, 1e-6, 0.0)
-        return Learner(
-            policy, optimizer, Algorithm(minibatch_size=batch, micro_batch_tokens=8192), AgentProxy()
-        )
+        algorithm = Algorithm(minibatch_size=batch, micro_batch_tokens=8192, kl=KLPenalty(0.0))
+        return Learner(policy, optimizer, algorithm, AgentProxy())
 
     def requests(self, engine: HuggingFaceEngine, n: int, answer: int, draw: int = 0) -> list[Request]:
         """Groups that share a prompt; each `draw` has others."""

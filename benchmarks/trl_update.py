@@ -47,7 +47,7 @@ from shoal.rollout.samplers.huggingface import HuggingFaceEngine  # noqa: E402
 from shoal.rollout.samplers.models import resolve_model  # noqa: E402
 from shoal.train.agent.advantages import group_relative  # noqa: E402
 from shoal.train.agent.batch import Sample, make_samples, token_values  # noqa: E402
-from shoal.train.agent.config import AgentProxy, Algorithm  # noqa: E402
+from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty  # noqa: E402
 from shoal.train.agent.networks import split_optimizer  # noqa: E402
 from shoal.train.agent.policy import Policy, policy_of, score, trained_parameters  # noqa: E402
 from shoal.train.agent.update import Learner, update  # noqa: E402
@@ -192,11 +192,12 @@ def run_shoal(case: Case, samples: list[Sample], tokenizer: Any, micro_batch_tok
     config = Algorithm(
         clip_ratio_low=0.2,
         clip_ratio_high=0.2,
-        entropy_coef=0.0,
+        loss_aggregation="token_mean",
+        kl=KLPenalty(0.0),
         learning_rate=case.rate,
         minibatch_size=len(samples),
         micro_batch_tokens=micro_batch_tokens,
-        batching="auto",
+        batching="packed",
     )
     result = Result([], [], {})
     for iteration in range(case.updates):

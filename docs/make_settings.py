@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from shoal.core.configuration import field_notes
-from shoal.train.agent.config import ENGINE_DEFAULTS, AgentConfig
+from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.presets import FOLLOWS
 
 PAGE = Path(__file__).with_name("settings.md")
 HEAD = """\
@@ -27,18 +28,17 @@ the same names, nested as YAML. A shipped config changes some defaults; `shoal t
 the values of a run, with these meanings as comments. A value with braces or commas needs quotes within quotes:
 `'agent_proxy.prompt.turn="{action}"'`.
 
-"by name": set by another setting, such as the estimator or the loss, as its meaning says. Settings of TRL, verl and
-verl-agent beside these: [from TRL or verl](how-to/from-trl-verl.md). Defaults that differ for pretrained models:
-[below](#real-models).
+The defaults of `algorithm` are those of the preset `grpo`; `algorithm=NAME` chooses another
+([algorithms](algorithms.md#presets)). Settings of TRL, verl and verl-agent beside these:
+[from TRL or verl](how-to/from-trl-verl.md).
 """
-REAL = """
-## Real models
+FOLLOWING = """
+## What follows from other settings
 
-Where a pretrained model plays (`engine.name: huggingface`, `vllm`, or `ray` with one of them), these settings have
-other defaults. They hold where a config leaves a setting out or says `null`; `shoal train --config-name NAME --cfg`
-prints what holds. [From the tiny model to a real one](how-to/real-model.md#defaults) says why.
+These are all settings whose value the engine or the prompt decides. `shoal train --config-name NAME --cfg` prints the
+value and the reason.
 
-| setting | default for real models | else |
+| setting | value | reason |
 |---|---|---|
 """
 
@@ -46,7 +46,8 @@ prints what holds. [From the tiny model to a real one](how-to/real-model.md#defa
 def page() -> str:
     """The whole page as Markdown."""
     tables = "".join(f"\n{line}" for line in sections(AgentConfig, ""))
-    return HEAD + index(tables) + tables + REAL + real_defaults()
+    following = "".join(f"| `{f.path}` | {shown(f.value)} | {cell(f.reason)} |\n" for f in FOLLOWS)
+    return HEAD + index(tables) + tables + FOLLOWING + following
 
 
 def index(tables: str) -> str:
@@ -55,23 +56,6 @@ def index(tables: str) -> str:
     for name, about in re.findall(r"^## `(.+)`\n+(.+)$", tables, re.MULTILINE):
         rows.append(f"| [`{name}`](#{name.replace('.', '').lower()}) | {cell(about)} |")
     return "\n".join(rows) + "\n"
-
-
-def real_defaults() -> str:
-    """The rows of the defaults that differ for real models."""
-    rows = [
-        (path, shown(value), default_of(field_at(path))) for path, value in ENGINE_DEFAULTS["real"].items()
-    ]
-    return "".join(f"| `{path}` | {real} | {plain} |\n" for path, real, plain in rows if real != plain)
-
-
-def field_at(path: str) -> Any:
-    """The field of a setting, by its path in the YAML."""
-    kind: Any = AgentConfig
-    *parents, name = path.split(".")
-    for parent in parents:
-        kind = section_in(get_type_hints(kind)[parent])
-    return next(item for item in dataclasses.fields(kind) if item.name == name)
 
 
 def sections(kind: Any, path: str) -> Iterator[str]:
@@ -115,8 +99,6 @@ def default_of(item: Any) -> str:
         return "needed"
     else:
         value = item.default
-    if value is None and "None" not in str(item.type):
-        return "by name"
     return shown(value)
 
 

@@ -42,7 +42,8 @@ MORE = """\
 examples:
   shoal train                                         the demo: a tiny model learns FrozenLake in a minute
   shoal train --seed 1 --out runs/mine                another seed, another folder (seed=1 run_dir=runs/mine)
-  shoal train --config-name demo algorithm.adv_estimator=gigpo trainer.iterations=80
+  shoal train --config-name demo algorithm=dapo       an algorithm as its paper has it (list: --configs)
+  shoal train algorithm.adv_estimator=gigpo trainer.iterations=80       change single settings
   shoal train --config-name demo --resume             resume the newest run of that config
   shoal train --config-name base --cfg                print all settings with their meanings and stop
 
@@ -112,8 +113,9 @@ def train(options: TrainOptions) -> int:
     config = composed(options, RECORDED)
     if options.cfg:
         from shoal.core.configuration import as_commented_yaml
+        from shoal.train.agent.presets import reasons
 
-        print(as_commented_yaml(config), end="")
+        print(as_commented_yaml(config, reasons(config)), end="")
         return 0
     show_warnings()
     import torch
@@ -178,10 +180,13 @@ COMMAND = Command(TrainOptions, train, MORE, MOST_USED)
 
 def _list_configs() -> int:
     from shoal.train.agent.config import config_purposes
+    from shoal.train.agent.presets import preset_purposes
 
     rows = [list(row) for row in config_purposes().items()]
     table("", ["config", "what it is for"], rows, text=(0, 1))
-    print("shoal train --config-name CONFIG trains by one; with --cfg it prints all settings and stops.")
+    print("shoal train --config-name CONFIG trains by one; with --cfg it prints all settings and stops.\n")
+    table("", ["algorithm", "what it is"], [list(row) for row in preset_purposes().items()], text=(0, 1))
+    print("algorithm=NAME sets all that the algorithm's paper sets.")
     return 0
 
 

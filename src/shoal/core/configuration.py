@@ -181,25 +181,31 @@ def _classes(source: str) -> dict[str, list[Any]]:
     return {item.name: item.body for item in ast.parse(source).body if isinstance(item, ast.ClassDef)}
 
 
-def as_commented_yaml(config: Any) -> str:
-    """A config dataclass as `as_yaml` writes it, with the meaning of each setting as a comment above it."""
-    return "".join(f"{line}\n" for line in _commented(config))
+def as_commented_yaml(config: Any, reasons: Mapping[str, str] | None = None) -> str:
+    """A config dataclass as `as_yaml` writes it, with the meaning of each setting as a comment above it.
+
+    Args:
+        config: the settings.
+        reasons: by the path of a setting, why it has its value; it stands below the meaning.
+    """
+    return "".join(f"{line}\n" for line in _commented(config, reasons or {}))
 
 
-def _commented(config: Any) -> Iterator[str]:
+def _commented(config: Any, reasons: Mapping[str, str], path: str = "") -> Iterator[str]:
     notes, plain = field_notes(type(config)), to_mapping(config)
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         note = notes.get(item.name) or first_line(value)
-        yield from textwrap.wrap(note, 100, initial_indent="# ", subsequent_indent="# ")
+        for text in (note, reasons.get(path + item.name, "")):
+            yield from textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ")
         if dataclasses.is_dataclass(value):
             yield f"{item.name}:"
-            yield from _indented(_commented(value))
+            yield from _indented(_commented(value, reasons, f"{path}{item.name}."))
         elif isinstance(value, dict) and value and all(map(dataclasses.is_dataclass, value.values())):
             yield f"{item.name}:"
             for name, inner in value.items():
                 yield from _indented([as_yaml({name: {}}).removesuffix(" {}\n")])
-                yield from _indented(_indented(_commented(inner)))
+                yield from _indented(_indented(_commented(inner, {})))
         else:
             yield from as_yaml({item.name: plain[item.name]}).removesuffix("\n").split("\n")
 

@@ -168,7 +168,7 @@ class Score:
 
     name: str
     weight: float
-    value: float | None  # None where it gave none: the episode has failed
+    value: float | None  # None where it gave none: it abstains, or the episode has failed
     prompt: str | None = None  # what a model was asked that judged it
     answer: str | None = None  # and what it answered
 

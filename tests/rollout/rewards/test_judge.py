@@ -22,6 +22,7 @@ from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.rewards.settings import reward
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.rollout.samplers.sampler import Sampling
+from shoal.train.agent.evaluation import rollout_metrics
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 COMMAND = """\
@@ -189,9 +190,9 @@ def returns(value):
         (returns(lambda e: [float("nan")] * len(e)), "reward 'bad': it must give finite numbers, got nan"),
         (
             returns(lambda e: [1.0]),
-            "reward 'bad': it must give a list of 2 numbers, one an episode, got [1.0]",
+            "reward 'bad': it must give a list of 2 numbers (or None), one an episode, got [1.0]",
         ),
-        (returns(lambda e: "12"), "it must give a list of 2 numbers, one an episode, got '12'"),
+        (returns(lambda e: "12"), "it must give a list of 2 numbers (or None), one an episode, got '12'"),
         (returns(lambda e: [10**400] * len(e)), "it must give finite numbers"),
         (returns(lambda e: [1e39] * len(e)), "must sum to at most 3.4e+38"),
     ],
@@ -214,6 +215,55 @@ def test_one_member_without_a_number_is_left_out_alone():
     assert sum(episode.status == "ok" for episode in played) == len(played) - 1
 
 
+def test_a_reward_that_abstains_is_left_out_of_the_sum_and_of_its_mean(calm, tmp_path):
+    """None for a task that is not its own; where all abstain, the episode has no reward."""
+
+    def of_group_1(episodes):
+        return [2.0 if episode.group == 1 else None for episode in episodes]
+
+    def of_others(episodes):
+        return [None if episode.group == 1 else 3.0 for episode in episodes]
+
+    played = play("env", of_group_1, of_others)
+    for before, after in zip(calm, played, strict=True):
+        assert after.status == "ok"
+        assert after.reward == pytest.approx(before.reward + (2.0 if after.group == 1 else 3.0))
+    n = sum(episode.group == 1 for episode in played)
+    row = rollout_metrics(played)
+    assert (row["score/of_group_1"], row["score/of_others"]) == (2.0, 3.0)
+    assert row["score_abstained/of_group_1"] == len(played) - n
+    assert row["score_abstained/of_others"] == n
+    assert row["failed_episodes"] == 0
+    alone = play(of_group_1)
+    for episode in alone:
+        assert episode.status == ("ok" if episode.group == 1 else "reward_error")
+    assert "all rewards abstained" in next(e.error for e in alone if e.group == 0)
+    assert rollout_metrics(alone)["failed/reward_error"] == len(played) - n
+
+
+def test_a_command_may_abstain_too(tmp_path, calm):
+    (tmp_path / "null.py").write_text("print('[null, null]')")
+    played = play("env", {"command": ["{python}", str(tmp_path / "null.py")], "name": "null"}, groups=1)
+    assert [episode.status for episode in played] == ["ok", "ok"]
+
+
+def test_the_form_of_answers_is_a_reward_paid_in_the_turn_that_earned_it(calm):
+    def answered(valid):
+        turns = tuple(
+            replace(turn, action_is_valid=ok) for turn, ok in zip(calm[0].turns, valid, strict=False)
+        )
+        return replace(calm[0], turns=turns)
+
+    group = [answered([True] * 9), answered([False] * 9), answered([False, *[True] * 8])]
+    with Judge(["env", {"name": "format", "weight": 0.25}]) as judge:
+        judged = judge.judge(group).result()
+    for before, after in zip(group, judged, strict=True):
+        expected = [turn.reward - 0.25 * (not turn.action_is_valid) for turn in before.turns]
+        assert [turn.reward for turn in after.turns] == pytest.approx(expected)
+        assert after.scores[1].value == -sum(not turn.action_is_valid for turn in before.turns)
+    assert len({episode.reward for episode in judged}) > 1
+
+
 def test_a_function_that_hangs_is_left_behind():
     def sleeps(episodes):
         if episodes[0].group == 1:
@@ -231,7 +281,7 @@ def test_a_function_that_hangs_is_left_behind():
     [
         ("fails", "the command exited with code 1: the data are missing"),
         ("nan", "it must give finite numbers, got nan"),
-        ("text", "it must give a list of 2 numbers, one an episode, got 'very good'"),
+        ("text", "it must give a list of 2 numbers (or None), one an episode, got 'very good'"),
     ],
 )
 def test_a_command_that_misbehaves_costs_its_episodes(command, what, why):

@@ -86,9 +86,9 @@ def lora(kind=torch.float32):
 
 
 CASES = {
-    "tiny": (tiny, replace(WITH_CRITIC, batching="auto")),
+    "tiny": (tiny, replace(WITH_CRITIC, batching="packed")),
     "llama": (llama, STRAIGHT),
-    "llama-critic": (llama, replace(WITH_CRITIC, batching="auto", epochs=2)),
+    "llama-critic": (llama, replace(WITH_CRITIC, batching="packed", epochs=2)),
     "llama-checkpointing": (llama, replace(PLAIN, gradient_checkpointing=True)),
     "llama-autocast": (llama, replace(PLAIN, precision="bfloat16")),
     "llama-bfloat16": (bfloat16, WITH_CRITIC),

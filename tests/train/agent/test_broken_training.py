@@ -75,7 +75,7 @@ def test_a_gradient_that_is_no_number_changes_no_weights_and_ends_the_run(tmp_pa
 
     monkeypatch.setattr(update, "token_loss", poisoned)
     with pytest.raises(
-        DivergedError, match=r"gradient .* is nan .*those from before it\. Begin anew in another run_dir"
+        DivergedError, match=r"gradient .* is nan .*those from before it\. Go on from the last checkpoint"
     ):
         train(tmp_path / "run", "trainer.save_every=1", "trainer.iterations=9")
     newest_checkpoint(tmp_path / "run" / "checkpoints")
@@ -93,6 +93,7 @@ def test_weights_that_give_no_numbers_are_named_as_the_reason(tmp_path, monkeypa
 
     monkeypatch.setattr(TinyEngine, "generate", silly)
     with pytest.raises(
-        DivergedError, match=r"log-probabilities that are no numbers.*anew.*resume=true takes the same"
+        DivergedError,
+        match=r"log-probabilities that are no numbers.*Go on from the last checkpoint.*resume=true algorithm",
     ):
         train(tmp_path / "run")

@@ -63,11 +63,11 @@ EMPTY = replace(episode(0, 2, [], success=False), terminated=False, truncated=Tr
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if ESTIMATORS[name].needs == "nothing"])
 def test_an_episode_that_ends_before_its_first_turn_counts_as_a_failure(name):
     three = [episode(0, 0, [1.0]), episode(0, 1, [0.0], success=False), EMPTY]
-    advantages = turn_advantages(three, Algorithm(adv_estimator=name), AgentProxy(format_penalty=0.1))
+    advantages = turn_advantages(three, Algorithm(adv_estimator=name), AgentProxy())
     assert [len(a) for a in advantages] == [1, 1, 0]
     assert np.isfinite(np.concatenate(advantages)).all()
     if ESTIMATORS[name].grouped:  # its return of 0 is compared with the others
-        without = turn_advantages(three[:2], Algorithm(adv_estimator=name), AgentProxy(format_penalty=0.1))
+        without = turn_advantages(three[:2], Algorithm(adv_estimator=name), AgentProxy())
         assert not np.allclose(np.concatenate(advantages), np.concatenate(without))
 
 
@@ -77,7 +77,7 @@ def test_metrics_count_episodes_without_turns():
     assert filter_groups([episode(0, 0, [1.0]), EMPTY])[1].with_signal == 1
 
 
-@pytest.mark.parametrize("name", ["gae", "turn_gae", "bi_level_gae"])
+@pytest.mark.parametrize("name", ["gae"])
 def test_a_critic_copes_with_episodes_without_turns(name):
     values = [[np.array([0.1, 0.2])], []]
     advantages, targets = critic_advantages(

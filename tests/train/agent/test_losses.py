@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.train.agent.config import Algorithm, KLPenalty
+from shoal.train.agent.config import Algorithm
 from shoal.train.agent.losses import (
     LOSSES,
     Tokens,
@@ -19,10 +19,23 @@ LOG = torch.log
 ZERO = torch.zeros
 
 
-@pytest.mark.parametrize(("method", "expected"), [("truncate", [2.0, 1.5, 0.1]), ("mask", [0.0, 1.5, 0.0])])
-def test_importance_weights_by_hand(method, expected):
+@pytest.mark.parametrize(
+    ("method", "level", "floor", "expected"),
+    # weights .3/.1 = 3, .6/.4 = 1.5, .05/.5 = .1; of the sample 3 * 1.5 * .1 = .45
+    [("truncate", "token", 0.0, [2.0, 1.5, 0.1]), ("mask", "token", 0.0, [0.0, 1.5, 0.1]),
+     ("mask", "token", 0.5, [0.0, 1.5, 0.0]), ("truncate", "sequence", 0.0, [0.45] * 3),
+     ("mask", "sequence", 0.0, [0.45] * 3), ("mask", "sequence", 0.5, [0.0] * 3)],
+)  # fmt: skip
+def test_importance_weights_by_hand(method, level, floor, expected):
     old, sampled = LOG(torch.tensor([0.3, 0.6, 0.05])), LOG(torch.tensor([0.1, 0.4, 0.5]))
-    torch.testing.assert_close(rollout_correction(old, sampled, 2.0, method), torch.tensor(expected))
+    found = rollout_correction(old, sampled, 2.0, method, level=level, floor=floor)
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+def test_the_weight_of_a_sample_is_cut_and_masked_above_the_cap():
+    old, sampled = LOG(torch.tensor([0.3, 0.6])), LOG(torch.tensor([0.1, 0.4]))  # 3 * 1.5 = 4.5
+    assert rollout_correction(old, sampled, 2.0, "truncate", level="sequence").tolist() == [2.0, 2.0]
+    assert rollout_correction(old, sampled, 2.0, "mask", level="sequence").tolist() == [0.0, 0.0]
 
 
 def test_a_token_that_the_sampler_held_all_but_impossible_is_masked():
@@ -41,7 +54,7 @@ def test_k1_and_k3_estimate_the_true_kl(seed):
 
 
 @given(st.integers(0, 50))
-def test_the_default_penalty_has_the_gradient_of_the_reverse_kl(seed):
+def test_k2_has_the_gradient_of_the_reverse_kl(seed):
     """Of five logits, in expectation over the policy's own samples; k3 points elsewhere."""
     rng = np.random.default_rng(seed)
     logits, reference = torch.from_numpy(rng.normal(size=(2, 5)))
@@ -56,7 +69,7 @@ def test_the_default_penalty_has_the_gradient_of_the_reverse_kl(seed):
     for estimator in ("k2", "k3"):
         logprobs = logits.log_softmax(0)
         found[estimator] = gradient((logprobs.exp().detach() * kl_penalty(logprobs, q, estimator)).sum())
-    torch.testing.assert_close(found[KLPenalty().estimator], true)
+    torch.testing.assert_close(found["k2"], true)
     assert not torch.allclose(found["k3"], true, rtol=1e-3)
 
 

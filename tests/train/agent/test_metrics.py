@@ -42,7 +42,11 @@ def run(folder, name, *overrides):
 def defined():
     """Metric names of the first column of the page; `<tag>` stands for any."""
     cells = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    return [re.escape(n).replace("<tag>", ".+") for cell in cells for n in re.findall(r"`([^`]+)`", cell)]
+    return [
+        re.escape(n).replace("<tag>", ".+").replace("<name>", ".+")
+        for cell in cells
+        for n in re.findall(r"`([^`]+)`", cell)
+    ]
 
 
 RUNS = {

@@ -7,7 +7,7 @@ from tests.records import Exchange, trajectory_of
 from tests.train.agent.test_update import ENGINE
 
 from shoal.core.errors import ConfigError
-from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, compose_config
+from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, KLPenalty, compose_config
 from shoal.train.agent.losses import aggregation_weights
 from shoal.train.agent.networks import split_optimizer
 from shoal.train.agent.policy import trained_parameters
@@ -28,7 +28,7 @@ def episode(member, reward, finishes, group=0):
 def learner(**settings):
     engine = ENGINE.twin()
     optimizer = split_optimizer(trained_parameters(engine.module), None, 0.01, 0.01, 0.0)
-    return Learner(engine, optimizer, Algorithm(**settings), AgentProxy())
+    return Learner(engine, optimizer, Algorithm(kl=KLPenalty(0.0), **settings), AgentProxy())
 
 
 EPISODES = [
@@ -90,10 +90,8 @@ def test_a_batch_in_which_all_were_cut_off_changes_nothing(tmp_path):
 
 # --- the budget
 def test_dr_grpo_divides_by_the_tokens_that_a_sample_may_have():
-    algorithm = Algorithm(adv_estimator="dr_grpo")
+    algorithm = compose_config("demo", ["algorithm=dr_grpo"]).algorithm
     assert (algorithm.loss_aggregation, algorithm.loss_constant) == ("constant", "budget")
-    assert Algorithm(adv_estimator="dr_grpo", loss_constant=5).loss_constant == 5
-    assert Algorithm(adv_estimator="dr_grpo", loss_aggregation="token_mean").loss_constant == 1
     assert Algorithm(loss_aggregation="constant").loss_constant == 1
 
 
@@ -108,9 +106,7 @@ def test_the_budget_needs_constant_aggregation_as_a_number_does():
 def test_the_budget_is_that_of_a_response_or_of_a_whole_episode(tmp_path, mode, turns):
     overrides = [
         "agent_proxy.max_tokens=5", "agent_proxy.max_turn=3", f"agent_proxy.prompt.mode={mode}", f"run_dir={tmp_path}",
-        "algorithm.adv_estimator=dr_grpo", "es_manager.train.env_groups=1", "use_parallel_envs=false",
-        "agent_proxy.prompt.prefill=''",
-        "agent_proxy.prompt.closing=''",
+        "algorithm=dr_grpo", "es_manager.train.env_groups=1", "use_parallel_envs=false",
     ]  # fmt: skip
     with AgentTrainer(compose_config("demo", overrides)) as trainer:
         assert trainer._learner.token_budget == 5 * turns
@@ -120,7 +116,7 @@ def test_a_minibatch_divides_the_sum_by_its_samples_times_the_budget():
     """The gradient norm of the same samples is that of constant 1, over the budget."""
     norms = {}
     for constant in (1.0, 8.0, "budget"):
-        one = learner(adv_estimator="dr_grpo", loss_constant=constant, entropy_coef=0.0)
+        one = learner(adv_estimator="dr_grpo", loss_aggregation="constant", loss_constant=constant)
         one.token_budget = 8
         totals = Totals()
         gradient_step(one, prepare_samples(EPISODES, one), totals)

@@ -4,24 +4,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.rollout.samplers.test_huggingface import make_engine
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import (
-    TINY,
-    Costs,
+    ROW,
     Piece,
     Sample,
     length_of,
     micro_batches,
-    plan_batches,
-    plan_pieces,
+    plan_rows,
     share_prefixes,
     token_values,
 )
-from shoal.train.agent.policy import costs_of, policy_of, score
+from shoal.train.agent.policy import policy_of, score
 
-BATCHINGS = ["auto", "padded", "bucketed", "packed"]
+BATCHINGS = ["padded", "packed"]
 lengths_of = st.lists(st.integers(2, 60), min_size=1, max_size=40)
 
 
@@ -35,9 +32,16 @@ def make_samples_of(lengths, seed=0):
     return samples
 
 
+def numbers_of(lengths, max_tokens, batching):
+    """The rows of samples that have nothing in common, as numbers."""
+    ids = [tuple(range(1000 * i, 1000 * i + n)) for i, n in enumerate(lengths)]
+    plan = plan_rows(ids, [1] * len(ids), max_tokens, batching, True)
+    return [[[i for piece in row for i in piece.members] for row in batch] for batch in plan]
+
+
 @given(lengths_of, st.integers(1, 400), st.sampled_from(BATCHINGS))
 def test_every_sample_is_in_one_row_of_one_micro_batch_that_fits(lengths, max_tokens, batching):
-    plan = plan_batches(lengths, max_tokens, batching)
+    plan = numbers_of(lengths, max_tokens, batching)
     assert sorted(i for batch in plan for row in batch for i in row) == list(range(len(lengths)))
     for batch in plan:
         widest = max(sum(lengths[i] for i in row) for row in batch)
@@ -46,23 +50,20 @@ def test_every_sample_is_in_one_row_of_one_micro_batch_that_fits(lengths, max_to
 
 
 @given(lengths_of, st.integers(60, 400))
-def test_packing_never_costs_more_rows_and_auto_is_the_cheapest_of_its_plans(lengths, max_tokens):
-    plans = {name: plan_batches(lengths, max_tokens, name) for name in BATCHINGS}
-    rows = {name: sum(map(len, plan)) for name, plan in plans.items()}
-    assert rows["packed"] <= rows["padded"] == rows["bucketed"] == len(lengths)
-    assert TINY.plan(plans["auto"], lengths) == min(
-        TINY.plan(plans[name], lengths) for name in ("bucketed", "packed")
-    )
+def test_packing_never_costs_more_rows_and_padded_rows_of_like_length_lie_together(lengths, max_tokens):
+    packed, padded = (numbers_of(lengths, max_tokens, name) for name in ("packed", "padded"))
+    assert sum(map(len, packed)) <= sum(map(len, padded)) == len(lengths)
+    in_order = [lengths[i] for batch in padded for (i,) in batch]
+    assert in_order == sorted(lengths)
 
 
 def test_packing_fills_the_gaps_of_long_rows():
     # rows of 10: 10 | 7 + 3 | 6 + 4 | 5 + 5, all full
-    plan = plan_batches([3, 10, 7, 4, 5, 6, 5], 1000, "packed")
-    assert plan == [[[1], [2, 0], [5, 3], [6, 4]]]
+    assert numbers_of([3, 10, 7, 4, 5, 6, 5], 1000, "packed") == [[[1], [2, 0], [5, 3], [4, 6]]]
 
 
 def test_no_samples_are_no_batches():
-    assert plan_batches([], 10, "auto") == []
+    assert numbers_of([], 10, "packed") == numbers_of([], 10, "padded") == []
 
 
 @pytest.fixture(scope="module", params=["tiny", "huggingface"])
@@ -123,11 +124,12 @@ def test_pieces_share_only_what_stands_before_the_first_trained_token(families, 
         assert (piece.prefix > 0) == (len(piece.members) > 1)
         assert len({ids[i][: piece.prefix] for i in piece.members}) == 1
         assert all(piece.prefix < firsts[i] for i in piece.members)
-        assert len(piece.members) == 1 or length_of(piece, lengths) <= max_tokens
-    plan = plan_pieces(ids, firsts, max_tokens, "auto", True)
+        assert len(piece.members) == 1 or length_of(piece, lengths) <= min(max_tokens, max(ROW, *lengths))
+        assert len(piece.members) == 1 or all(2 * piece.prefix >= lengths[i] for i in piece.members)
+    plan = plan_rows(ids, firsts, max_tokens, "packed", True)
     assert sorted(i for b in plan for row in b for p in row for i in p.members) == list(range(len(samples)))
-    for batching in ("padded", "bucketed", "packed"):
-        rows = [row for batch in plan_pieces(ids, firsts, max_tokens, batching, True) for row in batch]
+    for batching, prefixes in (("padded", True), ("packed", False)):
+        rows = [row for batch in plan_rows(ids, firsts, max_tokens, batching, prefixes) for row in batch]
         assert not any(piece.prefix for row in rows for piece in row)
 
 
@@ -139,26 +141,15 @@ def test_members_of_a_group_are_one_piece_of_half_the_tokens():
     assert length_of(pieces[1], [53, 53, 53, 53, 3]) == 49 + 4 * 4
 
 
-def test_a_wide_network_shares_stems_that_a_narrow_one_does_not():
-    ids = [(*range(10, 110), *range(i, i + 150)) for i in (200, 400, 600)]
-    firsts = [101] * 3
-    assert share_prefixes(ids, firsts, 1000) == [Piece((0, 1), 100), Piece((2,))]  # 1306 for 1206
-    assert share_prefixes(ids, firsts, 1000, Costs(long_row=1500)) == [Piece((0, 1, 2), 100)]
-
-
-def llama(**changes):
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=50, **{**shape, **changes}))
-
-
-def test_costs_of_a_network_are_those_of_its_weights_without_the_embedding():
-    assert costs_of(llama()) == TINY  # as narrow as it can be
-    model = llama(intermediate_size=8192)
-    weights = 2 * (4 * 64 * 64 + 3 * 64 * 8192 + 2 * 64) + 64
-    assert costs_of(model) == Costs(2000.0, 16 + 2.5e8 / weights)  # 6208 by its weights
-    assert costs_of(llama(intermediate_size=2000)).long_row == pytest.approx(400320 / 256, rel=1e-3)
-    engine = make_engine()
-    assert policy_of(engine).costs == costs_of(engine.model)
+def test_a_prefix_of_less_than_half_of_a_sample_is_not_shared_and_few_tokens_are_not_worth_a_mask():
+    short = [(*range(10, 50), *range(i, i + 50)) for i in (200, 400)]
+    assert share_prefixes(short, [41] * 2, 1000) == [Piece((0,)), Piece((1,))]
+    rest = [tuple(range(1000 * i, 1000 * i + 90)) for i in range(2, 9)]
+    pair = [(*range(10, 60), *range(i, i + 40)) for i in (200, 400)]
+    firsts = [51] * 9
+    assert share_prefixes(pair + rest, firsts, 1000)[0] == Piece((0, 1), 50)
+    rows = [row for batch in plan_rows(pair + rest, firsts, 1000, "packed", True) for row in batch]
+    assert not any(piece.prefix for row in rows for piece in row)  # 50 of 810 tokens would be saved
 
 
 def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engine):
@@ -173,11 +164,10 @@ def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engi
     ]  # written twice
     again = samples[3]  # the same tokens, others of them trained
     samples.append(Sample(again.ids, again.places[-1:], {"advantages": np.ones(1, np.float32)}))
-    micros = list(micro_batches(samples, 1000, 0, "cpu", "auto", prefixes=True, equals=True))
+    micros = list(micro_batches(samples, 1000, 0, "cpu", "packed", prefixes=True))
     assert any(m.begins is not None and m.begins.ndim == 3 for m in micros)
     assert sum(m.ids.numel() for m in micros) < sum(len(s.ids) for s in samples)
     assert sum(len(m.samples) for m in micros) == sum(len(s.places) for s in samples)
-    assert sum(len(m.targets) for m in micros) < sum(len(s.places) for s in samples)
     assert sorted({int(n) for m in micros for n in m.samples}) == list(range(len(samples))), "one micro-batch"
 
     def ask(batching, max_tokens, prefixes):
@@ -185,14 +175,14 @@ def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engi
             return score(engine, micro, 1.0).logprobs
 
         engine.module.zero_grad()
-        for micro in micro_batches(samples, max_tokens, 0, "cpu", batching, prefixes, prefixes):
+        for micro in micro_batches(samples, max_tokens, 0, "cpu", batching, prefixes):
             (compute(micro) * micro.columns["advantages"]).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in engine.module.parameters()])
-        return token_values(samples, compute, max_tokens, 0, "cpu", batching, prefixes, prefixes), gradient
+        return token_values(samples, compute, max_tokens, 0, "cpu", batching, prefixes), gradient
 
     values, gradient = ask("padded", 1, False)
     for max_tokens in (1000, 45):
-        found, shared_gradient = ask("auto", max_tokens, True)
+        found, shared_gradient = ask("packed", max_tokens, True)
         for one, other in zip(found, values, strict=True):
             np.testing.assert_allclose(one, other, atol=2e-5)
         torch.testing.assert_close(shared_gradient, gradient, atol=1e-4, rtol=1e-4)

@@ -9,7 +9,6 @@ import transformers
 from tests.rollout.doubles import byte_tokenizer
 from tests.rollout.doubles import llama_engine as make_engine
 
-from shoal.core.errors import ConfigError
 from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import Sample, token_values
@@ -43,10 +42,8 @@ MIXING = {
 def test_a_model_that_mixes_the_samples_of_a_row_is_caught(kind, caplog):
     engine = engine_of(MIXING[kind]())
     assert "change by" in packing_fault(engine)
-    with pytest.raises(ConfigError, match=r"packed is wrong for this model.*set bucketed"):
-        safe_batching(engine, "packed")
     with caplog.at_level(logging.WARNING, "shoal.train.agent.policy"):
-        assert safe_batching(engine, "auto") == "bucketed"
+        assert safe_batching(engine, "packed") == "padded"
     assert "samples are not packed" in caplog.text
     assert safe_batching(engine, "padded") == "padded"
     assert engine.shares_prefixes == (kind == "a mask of its own")  # it takes ours
@@ -67,7 +64,6 @@ def test_models_with_causal_attention_pass():
     ]  # not where a window slides
     for engine in engines:
         assert packing_fault(engine) is None
-        assert safe_batching(engine, "auto") == "auto"
         assert safe_batching(engine, "packed") == "packed"
 
 
@@ -127,7 +123,6 @@ def test_samples_of_a_group_have_the_log_probs_that_the_model_itself_gives_each(
     samples = [
         Sample((*begin, *range(first, first + 6)), np.arange(20, 26), {}) for first in range(30, 70, 10)
     ]
-    sharing = (engine.shares_prefixes, engine.merges_equals, engine.costs)
     with torch.no_grad():
         found = token_values(
             samples,
@@ -135,8 +130,8 @@ def test_samples_of_a_group_have_the_log_probs_that_the_model_itself_gives_each(
             4096,
             engine.pad_id,
             "cpu",
-            "auto",
-            *sharing,
+            "packed",
+            engine.shares_prefixes,
         )
         for sample, logprobs in zip(samples, found, strict=True):
             said = engine.module(torch.tensor([sample.ids])).logits[0].log_softmax(-1)

@@ -1,8 +1,6 @@
 """A model that answers in the wrong form is warmed up without being asked to, and one that answers well is not."""
 
-import json
 import logging
-from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
@@ -10,7 +8,7 @@ from tests.train.agent.tiny_model import write_tiny_model
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.train.agent.checkpoint import list_checkpoints
-from shoal.train.agent.config import ENGINE_DEFAULTS, AgentConfig, compose_config
+from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 
 SMALL = [
@@ -97,53 +95,6 @@ def test_a_model_that_names_actions_is_left_as_it_is(tmp_path, caplog):
     assert row["probe_valid_actions"] > 0.5
     assert "warmup_loss" not in row
     assert probes(caplog) == []
-
-
-# --- what a config leaves out
-def test_what_is_left_out_depends_on_the_engine_and_what_is_said_stays(tmp_path):
-    real = {"name": "huggingface", "model": "m"}
-    left_out = AgentConfig.read({"engine": real})
-    assert (left_out.warmup.steps, left_out.agent_proxy.max_tokens) == ("auto", "auto")
-    assert left_out.algorithm.kl.coef > 0
-    assert "{actions}" in left_out.agent_proxy.prompt.first
-    assert AgentConfig.read({"engine": {"name": "ray"}}).warmup == left_out.warmup
-    for tiny in (
-        {},
-        {"engine": {"name": "ray", "replicas": {"engine": "tiny"}}},
-        {"engine": {"name": "openai"}},
-    ):
-        found = AgentConfig.read(tiny)
-        assert (found.algorithm, found.warmup, found.agent_proxy) == (
-            AgentConfig().algorithm, AgentConfig().warmup, AgentConfig().agent_proxy,
-        )  # fmt: skip
-    said = {"kl": {"coef": 0.5}, "learning_rate": None}
-    mixed = AgentConfig.read({"engine": real, "algorithm": said, "warmup": {"steps": 3}})
-    assert (mixed.algorithm.kl.coef, mixed.warmup.steps) == (0.5, 3)
-    assert mixed.algorithm.learning_rate == left_out.algorithm.learning_rate
-    (tmp_path / "own.yaml").write_text("engine: {name: huggingface, model: m}\nwarmup: {batch_size: 5}\n")
-    composed = compose_config("own", ["algorithm.gamma=0.9"], tmp_path)
-    assert (composed.warmup.batch_size, composed.warmup.steps, composed.algorithm.gamma) == (5, "auto", 0.9)
-    assert json.dumps(composed.comparable())  # no setting is left open
-
-
-def test_the_page_about_real_models_names_every_default_that_they_have():
-    page = (Path(__file__).parents[3] / "docs" / "how-to" / "real-model.md").read_text()
-    for path in ENGINE_DEFAULTS["real"]:
-        section, _, name = path.rpartition(".")
-        assert f"`{path}`" in page or (section in page and f"`{name}`" in page), path
-
-
-def test_append_mode_dynamic_sampling_and_a_critic_get_no_default_that_contradicts_them():
-    real = {"name": "huggingface", "model": "m"}
-    critic = AgentConfig.read({"engine": real, "algorithm": {"adv_estimator": "gae"}})
-    assert critic.agent_proxy.reward_normalization.grouping == "state"
-    chat = AgentConfig.read(
-        {"engine": real, "agent_proxy": {"prompt": {"mode": "append"}}}
-    ).agent_proxy.prompt
-    assert (chat.prefill, chat.later) == ("", "{observation}")
-    dynamic = {"filter_groups": {"max_num_gen_batches": 3}}
-    assert AgentConfig.read({"engine": real, "algorithm": dynamic}).algorithm.filter_groups.enable
-    assert not AgentConfig.read({"engine": real}).algorithm.filter_groups.enable
 
 
 def test_after_the_warm_up_answers_come_from_the_warmed_up_weights(small_model, tmp_path):

@@ -8,7 +8,7 @@ from tests.train.agent.test_update import ENGINE, contrast, random_samples
 
 from shoal.train.agent import policy as policies
 from shoal.train.agent.batch import micro_batches
-from shoal.train.agent.config import AgentProxy, Algorithm
+from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
 from shoal.train.agent.networks import split_optimizer
 from shoal.train.agent.policy import Policy, policy_of, score, trained_parameters
 from shoal.train.agent.update import Learner, Totals, gradient_step, token_loss, update
@@ -103,7 +103,7 @@ def test_the_entropy_is_computed_only_when_it_is_trained_or_told(monkeypatch, co
     learner = Learner(
         engine,
         split_optimizer(trained_parameters(engine.module), None, 0.01, 0.01, 0.0),
-        Algorithm(entropy_coef=coefficient),
+        Algorithm(entropy_coef=coefficient, kl=KLPenalty(0.0)),
         AgentProxy(),
         log_entropy=asked,
     )
@@ -124,7 +124,13 @@ def test_gradients_of_micro_batches_are_summed_in_float32():
     passes, policy = [], half_policy()
     optimizer = split_optimizer(trained_parameters(policy.module), None, 0.0, 0.0, 0.0)
     optimizer.register_step_pre_hook(lambda *_: passes.append([p.grad.clone() for p in optimizer.stepped[0]]))
-    config = Algorithm(micro_batch_tokens=1, batching="padded", max_grad_norm=1e9, entropy_coef=0.0)
+    config = Algorithm(
+        micro_batch_tokens=1,
+        batching="padded",
+        max_grad_norm=0,
+        loss_aggregation="token_mean",
+        kl=KLPenalty(0.0),
+    )
     gradient_step(Learner(policy, optimizer, config, AgentProxy()), samples, Totals())
     own = half_policy()
     tokens = sum(len(sample.places) for sample in samples)

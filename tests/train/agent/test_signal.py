@@ -9,16 +9,18 @@ from tests.train.agent.test_update import ENGINE, contrast, random_samples
 from shoal.train.agent.advantages import turn_advantages
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
+from shoal.train.agent.config import Critic as Settings
 from shoal.train.agent.losses import PolicyLoss, policy_loss
 from shoal.train.agent.networks import split_optimizer
 from shoal.train.agent.policy import Critic, trained_parameters
-from shoal.train.agent.update import Learner, update
+from shoal.train.agent.update import Learner, scaled, update
 
 
-def learner(critic=None, **settings):
+def learner(network=None, **settings):
     engine = ENGINE.twin()
-    optimizer = split_optimizer(trained_parameters(engine.module), critic, 0.01, 0.01, 0.0)
-    return Learner(engine, optimizer, Algorithm(**settings), AgentProxy(), critic)
+    optimizer = split_optimizer(trained_parameters(engine.module), network, 0.01, 0.01, 0.0)
+    algorithm = Algorithm(**{"kl": KLPenalty(0.0), "loss_aggregation": "token_mean"} | settings)
+    return Learner(engine, optimizer, algorithm, AgentProxy(), network)
 
 
 def weights_of(one):
@@ -59,7 +61,7 @@ def test_where_half_of_the_groups_differ_advantages_count_by_half():
     by_share, by_hand, whole = learner(), learner(), learner()
     for one in (by_share, by_hand, whole):  # Adam divides the first gradient by its own size
         update(one, contrast(one.policy), 0)
-    update(by_share, contrast(by_share.policy), 1, share=0.5)
+    update(by_share, scaled(contrast(by_share.policy), 0.5), 1)
     update(by_hand, times(0.5, contrast(by_hand.policy)), 1)
     update(whole, contrast(whole.policy), 1)
     assert torch.equal(weights_of(by_share), weights_of(by_hand))
@@ -67,11 +69,13 @@ def test_where_half_of_the_groups_differ_advantages_count_by_half():
 
 
 # --- nothing pulls
+BONUS = {"entropy_coef": 0.03, "entropy_target": 0.4}
 PULLS = [
     ({}, 1.0, None, 1),  # an advantage
-    ({}, 0.0, 0.1, 1),  # the bonus, below its target
+    (BONUS, 0.0, 0.1, 1),  # the bonus, below its target
     ({"kl": KLPenalty(0.1)}, 0.0, 5.0, 1),
-    ({}, 0.0, 5.0, 0),  # above the target
+    (BONUS, 0.0, 5.0, 0),  # above the target
+    ({"kl": KLPenalty(0.1, "k1", "reward")}, 0.0, 5.0, 0),  # which is in the advantages, if anywhere
     ({"entropy_coef": 0.0}, 0.0, 0.1, 0),
     ({"entropy_target": None, "entropy_coef": 0.05}, 0.0, 0.1, 0),  # alone it would lift the entropy for ever
     ({"entropy_target": None, "entropy_coef": 0.05}, 1.0, 0.1, 1),
@@ -85,10 +89,9 @@ def test_without_anything_that_pulls_there_is_no_step_and_the_weights_are_those_
     one = learner(**settings)
     samples = [s.with_column("reference_logprobs", s.columns["old_logprobs"] - 1) for s in contrast(ENGINE)]
     update(one, samples, 0)  # which Adam's momentum would go on with
-    before, version = weights_of(one), one.policy.weights_version
+    before = weights_of(one)
     row = update(one, times(advantages, samples), 1, entropy=entropy)
     assert row["gradient_steps"] == steps
-    assert one.policy.weights_version == version + steps
     assert torch.equal(weights_of(one), before) == (steps == 0)
 
 
@@ -114,10 +117,13 @@ def test_the_bonus_falls_evenly_to_0_at_the_target_and_is_what_the_update_uses(e
 
 
 @pytest.mark.parametrize(("size", "share"), [(0.25, 0.25), (1.0, 1.0), (3.0, 1.0)])
-def test_with_a_critic_the_bonus_is_no_larger_than_the_advantages(size, share):
+def test_with_a_critic_the_bonus_may_shrink_with_the_advantages(size, share):
     samples = times(size, contrast(ENGINE))  # advantages of 1 and -1
     samples = [s.with_column("values", np.zeros(1)).with_column("returns", np.zeros(1)) for s in samples]
-    one = learner(Critic(ENGINE), adv_estimator="gae", entropy_coef=0.04, entropy_target=0.4)
+    bonus = {"entropy_coef": 0.04, "entropy_target": 0.4}
+    as_published = learner(Critic(ENGINE), adv_estimator="gae", **bonus)
+    assert update(as_published, samples, 0, entropy=0.1)["entropy_bonus"] == pytest.approx(0.03)
+    one = learner(Critic(ENGINE), adv_estimator="gae", critic=Settings(shrink_bonus=True), **bonus)
     assert update(one, samples, 0, entropy=0.1)["entropy_bonus"] == pytest.approx(0.03 * share)
 
 

@@ -11,6 +11,7 @@ from tests.records import Exchange, trajectory_of
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import Sample, make_samples, micro_batches, token_values
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, RolloutCorrection
+from shoal.train.agent.config import Critic as Settings
 from shoal.train.agent.losses import aggregation_weights
 from shoal.train.agent.policy import Critic, policy_of, score, trained_parameters
 from shoal.train.agent.update import (
@@ -25,11 +26,12 @@ from shoal.train.agent.update import (
 
 ENGINE = policy_of(TinyEngine(["Up"], TinyShape(width=16, layers=1, heads=2, context=64), seed=1))
 CRITIC = Critic(ENGINE)
+NO_KL = KLPenalty(0.0)
 LOSSES = [
-    Algorithm(),
-    Algorithm(policy_loss="gspo", clip_ratio_low=0.1, clip_ratio_high=0.1),
-    Algorithm(policy_loss="cispo", loss_aggregation="sequence_mean"),
-    Algorithm(dual_clip=2.0, loss_aggregation="constant", loss_constant=8.0),
+    Algorithm(kl=NO_KL, loss_aggregation="token_mean"),
+    Algorithm(kl=NO_KL, policy_loss="gspo", clip_ratio_low=0.1, clip_ratio_high=0.1),
+    Algorithm(kl=NO_KL, policy_loss="cispo", loss_aggregation="sequence_mean"),
+    Algorithm(kl=NO_KL, dual_clip=2.0, loss_aggregation="constant", loss_constant=8.0, entropy_coef=0.03),
     Algorithm(kl=KLPenalty(0.1, "k3"), adv_estimator="gae"),
 ]
 
@@ -56,7 +58,7 @@ def random_samples(n, seed):
     return samples
 
 
-def gradient(samples, config, max_tokens, batching="bucketed"):
+def gradient(samples, config, max_tokens, batching="padded"):
     ENGINE.module.zero_grad()
     CRITIC.zero_grad()
     totals = Totals()
@@ -76,7 +78,7 @@ def gradient(samples, config, max_tokens, batching="bucketed"):
     st.integers(1, 12),
     st.integers(1, 300),
     st.integers(0, 1000),
-    st.sampled_from(["auto", "padded", "bucketed", "packed"]),
+    st.sampled_from(["padded", "packed"]),
 )
 @settings(max_examples=20)
 def test_the_gradient_does_not_depend_on_micro_batches_order_padding_or_packing(
@@ -99,6 +101,9 @@ def test_the_loss_and_what_is_told_are_those_of_a_loop_over_tokens():
         rollout_correction=RolloutCorrection("truncate"),
         adv_estimator="gae",
         entropy_coef=0.02,
+        loss_aggregation="token_mean",
+        clip_ratio_high=0.28,
+        critic=Settings(value_clip=0.5),
     )
     expected, n_tokens = Counter(), sum(len(s.places) for s in samples)
     for sample in samples:
@@ -112,13 +117,16 @@ def test_the_loss_and_what_is_told_are_those_of_a_loop_over_tokens():
                 math.exp(gap) * column["advantages"],
                 min(max(math.exp(gap), 0.8), 1.28) * column["advantages"],
             )
-            to_reference = (float(row[sample.ids[place]]) - column["reference_logprobs"]) ** 2 / 2
+            apart = float(row[sample.ids[place]]) - column["reference_logprobs"]
+            to_reference = apart**2 / 2
             entropy = float(-(row.exp() * row).sum())
             near = column["values"] - max(-0.5, min(column["values"], 0.5))  # the critic says 0 as yet
             expected["loss"] += 0.1 * to_reference - surrogate * column["correction"] - 0.02 * entropy
             expected["entropy"] += entropy
             expected["kl_to_rollout"] += math.exp(gap) - 1 - gap
-            expected["kl_to_reference"] += to_reference
+            expected["kl_to_reference"] += (
+                math.exp(-apart) - 1 + apart
+            )  # an estimate of the KL, whatever is trained
             expected["value_loss"] += max(column["returns"] ** 2, (near - column["returns"]) ** 2) / 2
             expected["rollout_correction_mean"] += column["correction"]
     _, totals = gradient(samples, config, 64)
@@ -152,7 +160,7 @@ def test_every_token_that_was_written_is_learned_from_exactly_once(lengths, appe
     assert [s.ids[place] for s in samples for place in s.places] == list(range(100, 100 + written))
 
 
-@given(st.integers(1, 300), st.sampled_from(["padded", "bucketed", "packed"]))
+@given(st.integers(1, 300), st.sampled_from(["padded", "packed"]))
 @settings(max_examples=20)
 def test_values_of_tokens_come_back_to_their_samples(max_tokens, batching):
     samples = random_samples(9, 1)
@@ -198,15 +206,14 @@ def contrast(engine):
 @pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
 def test_an_update_moves_towards_what_was_good(loss):
     engine = ENGINE.twin()
-    before, version = preference(engine), engine.weights_version
+    before = preference(engine)
     optimizer = MasterAdamW([{"params": trained_parameters(engine.module), "lr": 0.01}])
-    learner = Learner(engine, optimizer, Algorithm(policy_loss=loss), AgentProxy())
+    learner = Learner(engine, optimizer, Algorithm(policy_loss=loss, kl=NO_KL), AgentProxy())
     metrics = update(learner, contrast(engine), 0)
     assert preference(engine) > before + 0.01
     assert metrics["trained_tokens"] == 2
     assert metrics["logprob_gap_max"] < 1e-5  # they were computed in another batch
     assert metrics["clip_fraction"] == 0.0
-    assert engine.weights_version == version + 1
 
 
 def test_frozen_parameters_stay_as_they_are():
@@ -214,7 +221,7 @@ def test_frozen_parameters_stay_as_they_are():
     engine.module.embedding.requires_grad_(False)
     before = engine.module.embedding.weight.clone()
     optimizer = MasterAdamW([{"params": trained_parameters(engine.module), "lr": 0.1}])
-    gradient_step(Learner(engine, optimizer, Algorithm(), AgentProxy()), contrast(engine), Totals())
+    gradient_step(Learner(engine, optimizer, Algorithm(kl=NO_KL), AgentProxy()), contrast(engine), Totals())
     assert torch.equal(engine.module.embedding.weight, before)
 
 
@@ -224,7 +231,7 @@ def test_frozen_parameters_stay_as_they_are():
     [("clip", 5 / 5), ("gspo", 3 / 5), ("cispo", 3 / 5)],
 )
 def test_the_clip_fraction_is_of_the_ratio_that_the_loss_bounds(loss, share):
-    config = Algorithm(policy_loss=loss, clip_ratio_low=0.1, clip_ratio_high=0.1)
+    config = Algorithm(policy_loss=loss, clip_ratio_low=0.1, clip_ratio_high=0.1, kl=NO_KL)
     bare = [Sample((7, 8, 9), np.array([1, 2]), {}), Sample((8, 9, 7), np.array([1, 2]), {})]
     bare.append(Sample((9, 7), np.array([1]), {}))
     totals = Totals()

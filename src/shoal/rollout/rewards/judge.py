@@ -76,18 +76,28 @@ class Judge(Closing):
 
 
 def judged(episode: Trajectory, rewards: Sequence[RewardConfig], scored: Sequence[Scored]) -> Trajectory:
-    """An episode with its scores: the env's rewards times the weight of `env`, and all others at the last turn."""
+    """An episode with its scores: those of `env` and `format` in the turns that earned them, others at the last turn.
+
+    A reward that abstains is left out of the sum; where all do, the episode has none.
+    """
     paid, scores = [0.0] * len(episode.turns), []
     for config, one in zip(rewards, scored, strict=True):
         scores.append(Score(config.name, config.weight, one.value, one.prompt, one.answer))
         if config.is_env:
             paid = [p + config.weight * turn.reward for p, turn in zip(paid, episode.turns, strict=True)]
+        elif config.is_format:
+            valid = [turn.action_is_valid for turn in episode.turns]
+            paid = [p - config.weight * (not known) for p, known in zip(paid, valid, strict=True)]
         else:
             paid[-1] += config.weight * (one.value or 0.0)
     env_rewards = tuple(turn.reward for turn in episode.turns)
     episode = replace(episode, judged=Judged(env_rewards, tuple(scores)))
+    if all(one.abstains for one in scored):
+        return replace(
+            episode, status="reward_error", error="all rewards abstained (None): none is of its task"
+        )
     for config, one in zip(rewards, scored, strict=True):
-        if one.value is None:
+        if one.value is None and not one.abstains:
             return replace(episode, status="reward_error", error=f"reward {config.name!r}: {one.why}")
     if not sum(map(abs, paid)) <= MOST_REWARD:
         why = f"the weighted scores must sum to at most {MOST_REWARD:.3g} (float32), got {paid[-1]:.3g}"

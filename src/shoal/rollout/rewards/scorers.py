@@ -43,12 +43,13 @@ MOST_OUTPUT = 1 << 20
 
 
 class Scored(NamedTuple):
-    """What a reward says of one episode; without a value, why."""
+    """What a reward says of one episode; without a value, why: it failed, or it abstains."""
 
     value: float | None
     why: str = ""
     prompt: str | None = None
     answer: str | None = None
+    abstains: bool = False  # the task is not its own
 
 
 class Answers:
@@ -89,20 +90,22 @@ def scorer_of(config: RewardConfig, loop: LoopThread, answers: Answers) -> Score
 
 
 def numbers_of(given: Any, count: int) -> list[Scored]:
-    """The scores that a function or a command gave for so many episodes.
+    """The scores that a function or a command gave for so many episodes; None abstains.
 
-    >>> [scored.value for scored in numbers_of([1, 0.5], 2)]
-    [1.0, 0.5]
+    >>> [scored.value for scored in numbers_of([1, 0.5, None], 3)]
+    [1.0, 0.5, None]
     """
     listed = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
     values = list(given) if listed else []
     if not listed or len(values) != count:
-        why = f"it must give a list of {count} numbers, one an episode, got {given!r:.200}"
+        why = f"it must give a list of {count} numbers (or None), one an episode, got {given!r:.200}"
         return [Scored(None, why)] * count
     return [_number(value) for value in values]
 
 
 def _number(value: Any) -> Scored:
+    if value is None:
+        return Scored(None, abstains=True)
     with contextlib.suppress(EnvError):
         if math.isfinite(number := reward_of(value)):
             return Scored(number)
@@ -166,7 +169,7 @@ class CommandScorer:
                 async with self._free:
                     (said,) = await self._processes.ask(given, self._config.timeout)
                 scores = numbers_of(json.loads(said), len(episodes))
-                if all(scored.value is not None for scored in scores):
+                if all(scored.value is not None or scored.abstains for scored in scores):
                     self._answers.add(key, said)
                     break
             except (ValueError, RecursionError):

@@ -15,6 +15,8 @@ from shoal.rollout.prompts import FIELD
 F = TypeVar("F", bound=Callable[..., Any])
 ENV = "env"
 """The name of the environment's own reward."""
+FORMAT = "format"
+"""The name of the reward for the form of answers."""
 FIELDS = ("transcript", "question", "answer", "task", "lowest", "highest")
 """What a prompt may hold in braces."""
 PROMPT = (
@@ -48,6 +50,12 @@ def reward(name: str, *, replace: bool = False) -> Callable[[F], F]:
 def env_reward(episodes: Sequence[Trajectory]) -> list[float]:
     """What the environment paid."""
     return [episode.reward for episode in episodes]
+
+
+@reward(FORMAT)
+def format_reward(episodes: Sequence[Trajectory]) -> list[float]:
+    """-1 for each turn without a valid action, paid in that turn."""
+    return [-float(sum(not turn.action_is_valid for turn in episode.turns)) for episode in episodes]
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,15 @@ class RewardConfig:
     @property
     def is_env(self) -> bool:
         """Whether it is the environment's own reward."""
-        return self.name == ENV and not (self.function or self.command or self.model)
+        return self._is_built_in(ENV)
+
+    @property
+    def is_format(self) -> bool:
+        """Whether it is the reward for the form of answers."""
+        return self._is_built_in(FORMAT)
+
+    def _is_built_in(self, name: str) -> bool:
+        return self.name == name and not (self.function or self.command or self.model)
 
 
 Given = RewardConfig | Mapping[str, Any] | Callable[..., Any] | str

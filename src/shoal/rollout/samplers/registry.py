@@ -102,7 +102,7 @@ class EngineConfig:
     """Train by PyTorch's deterministic algorithms, so that one seed gives the same weights, also after a resume; a bit
     slower, and an operation without one is an error. `auto`: on CUDA devices."""
     threads: int = 1
-    """Threads of the network's arithmetic, set by `shoal train`; with 1, log-probs are bit-equal (level L2)."""
+    """Threads of the network's arithmetic in training and evaluation; with 1, log-probs are bit-equal (level L2)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights (huggingface, vllm)."""
     batch_invariant: bool = False

@@ -1,15 +1,13 @@
 """What each token of a set of trajectories was worth, by the estimator of the config; estimators are registered here.
 
-What is normalised is the task's own reward. Shaping (such as a format penalty) is added after, centred but
-never divided by a standard deviation: in a group where all members fail, a division by the tiny spread of the
-shaping would blow it up to a full-sized gradient, which is how GRPO unlearns the task.
+An estimator is given rewards from which all penalties are taken already: of long responses, and of a KL in the reward.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -28,8 +26,6 @@ EPSILON = 1e-6
 """Groups whose rewards have a smaller standard deviation carry no signal."""
 ROUNDING = 1e-12
 """Rewards whose standard deviation is a smaller share of their mean are equal but for rounding."""
-LEAST_SPREAD = 0.1
-"""Of the size of returns: advantages of a critic are never divided by less, see `critic_advantages`."""
 
 
 # --- the registry
@@ -37,10 +33,12 @@ class Played(NamedTuple):
     """What an estimator is given: the episodes to learn from, and how the config wants them compared."""
 
     trajectories: Sequence[Trajectory]
-    returns: list[list[float]]  # [B][turns] the discounted return of the task's own reward from each turn on
+    returns: list[list[float]]  # [B][turns] the discounted return from each turn on, less its penalties
     cells: list[int]  # [B] episodes of one cell are compared (`reward_normalization.grouping`)
     algorithm: Algorithm
     proxy: AgentProxy
+    penalties: Sequence[Sequence[Array]] | None = None
+    """`[B][turns][tokens]` what each token costs (`kl.place: reward`); None where tokens cost nothing."""
 
     @property
     def episode_returns(self) -> list[float]:
@@ -50,11 +48,9 @@ class Played(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimator:
-    """An estimator of advantages, and what its name brings along."""
+    """An estimator of advantages, and what is known of it."""
 
     compute: Callable[..., Any]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of `algorithm` that the name sets where the config does not."""
     conflicts: Callable[[Algorithm], Iterator[str]] | None = None
     """Gives a sentence for each setting that would have no effect."""
     grouped: bool = False
@@ -73,9 +69,10 @@ def advantage(name: str, *, replace: bool = False, **about: Any) -> Callable[[F]
     Args:
         name: in the YAML.
         replace: an estimator of that name.
-        about: fields of `Estimator`: `defaults`, `conflicts`, `grouped`, `normalized`, `needs`.
+        about: fields of `Estimator`: `conflicts`, `grouped`, `normalized`, `needs`.
 
-    The function gets `Played` and gives one number an episode (`[B]`), or per episode one a turn. With
+    The function gets `Played` and gives one number an episode (`[B]`), or per episode one a turn, or per episode and
+    turn one a token. With
     `needs="critic"` it gets the rewards `[turns]` and values `[turns][tokens]` of one episode and the settings, and
     gives advantages and targets of that shape; with `needs="teacher"`, per episode and turn, the log-probabilities
     `[tokens]` of the policy and of the teacher, and gives advantages of that shape.
@@ -92,21 +89,38 @@ def advantage(name: str, *, replace: bool = False, **about: Any) -> Callable[[F]
 
 
 def turn_advantages(
-    trajectories: Sequence[Trajectory], algorithm: Algorithm, proxy: AgentProxy
-) -> list[Array]:
-    """Per trajectory one advantage a turn, shared by all tokens of that turn's response; for estimators without critic.
+    trajectories: Sequence[Trajectory],
+    algorithm: Algorithm,
+    proxy: AgentProxy,
+    penalties: Sequence[Sequence[Array]] | None = None,
+) -> list[Any]:
+    """Advantages of estimators without critic: per trajectory one a turn, or per turn one a token, as they give them.
 
-    Shaping acts on the turn that earned it, see `shaping_of`.
+    Args:
+        trajectories: to learn from.
+        algorithm: names the estimator.
+        proxy: says how rewards are compared, and what long responses cost.
+        penalties: per trajectory and turn `[tokens]`, what each token costs.
     """
-    returns = [discounted_returns([turn.reward for turn in t.turns], algorithm.gamma) for t in trajectories]
+    rewards = _rewards(trajectories, proxy)
+    if penalties is not None:
+        rewards = [
+            [reward - float(np.sum(tokens)) for reward, tokens in zip(own, costs, strict=True)]
+            for own, costs in zip(rewards, penalties, strict=True)
+        ]
+    returns = [discounted_returns(own, algorithm.gamma) for own in rewards]
     cells = _cells(trajectories, proxy.reward_normalization.grouping)
-    played = Played(tuple(trajectories), returns, cells, algorithm, proxy)  # nobody can change their order
-    found = []
+    played = Played(
+        tuple(trajectories), returns, cells, algorithm, proxy, penalties
+    )  # nobody can change their order
+    found: list[Any] = []
     for t, given in zip(trajectories, ESTIMATORS[algorithm.adv_estimator].compute(played), strict=True):
+        if isinstance(given, list) and any(np.ndim(turn) for turn in given):
+            found.append(_by_token(algorithm, given, [np.empty(length) for length in t.response_lengths]))
+            continue
         turns = np.full(len(t.turns), given) if np.ndim(given) == 0 else given
         found.append(_numbers(algorithm, turns, (len(t.turns),)))
-    shaping = shaping_of(trajectories, proxy)
-    return [turns + bonus for turns, bonus in zip(found, shaping, strict=True)]
+    return found
 
 
 def critic_advantages(
@@ -114,42 +128,38 @@ def critic_advantages(
     values: Sequence[Sequence[Array]],
     algorithm: Algorithm,
     proxy: AgentProxy,
+    penalties: Sequence[Sequence[Array]] | None = None,
 ) -> tuple[list[list[Array]], list[list[Array]]]:
     """Advantages and critic targets, per trajectory and turn `[tokens]`, from values of the same shape.
 
-    Advantages are normalised over all tokens of the batch; targets are in the task's own reward. The divisor is the
-    advantages' standard deviation, or a tenth of the targets' root mean square where that is more: once every episode
-    succeeds, advantages are only the errors of the critic, and divided by their own spread they would become a
-    full-sized gradient that unlearns the task.
+    Advantages are normalised over all tokens of the batch, by their standard deviation and no less than
+    `critic.least_spread` says. GAE is linear in rewards and values: what tokens cost is a GAE of its own, added.
     """
-    compute = ESTIMATORS[algorithm.adv_estimator].compute
+    compute, decay = ESTIMATORS[algorithm.adv_estimator].compute, algorithm.critic.gae_lambda
     pairs = []
-    for t, known in zip(trajectories, values, strict=True):
-        advantages, targets = compute([turn.reward for turn in t.turns], known, algorithm)
-        pairs.append([_by_token(algorithm, given, known) for given in (advantages, targets)])
+    for k, (rewards, known) in enumerate(zip(_rewards(trajectories, proxy), values, strict=True)):
+        advantages, targets = compute(rewards, known, algorithm)
+        pair = [_by_token(algorithm, given, known) for given in (advantages, targets)]
+        if penalties is not None:
+            nothing = [np.zeros(len(tokens)) for tokens in known]
+            cost, _ = token_gae([0.0] * len(known), nothing, algorithm.gamma, decay, penalties=penalties[k])
+            pair = [[tokens + own for tokens, own in zip(turns, cost, strict=True)] for turns in pair]
+        pairs.append(pair)
     every = np.concatenate([tokens for turns, _ in pairs for tokens in turns])
     bessel = algorithm.critic.whitening == "sample" and len(every) > 1
     size = np.sqrt(np.square(np.concatenate([tokens for _, turns in pairs for tokens in turns])).mean())
-    mean, spread = every.mean(), max(every.std(ddof=int(bessel)), LEAST_SPREAD * size) + 1e-8
-    shaped = []
-    for (turns, _), bonuses in zip(pairs, shaping_of(trajectories, proxy), strict=True):
-        shaped.append([(one - mean) / spread + bonus for one, bonus in zip(turns, bonuses, strict=True)])
-    return shaped, [targets for _, targets in pairs]
+    least = algorithm.critic.least_spread * size
+    mean, spread = every.mean(), max(every.std(ddof=int(bessel)), least) + 1e-8
+    return [[(one - mean) / spread for one in turns] for turns, _ in pairs], [targets for _, targets in pairs]
 
 
 def teacher_advantages(
-    trajectories: Sequence[Trajectory],
-    known: Sequence[Sequence[Array]],
-    teacher: Sequence[Sequence[Array]],
-    algorithm: Algorithm,
-    proxy: AgentProxy,
+    known: Sequence[Sequence[Array]], teacher: Sequence[Sequence[Array]], algorithm: Algorithm
 ) -> list[list[Array]]:
     """Advantages per trajectory and turn `[tokens]` from log-probabilities: the policy's (`known`), the teacher's."""
-    compute, found = ESTIMATORS[algorithm.adv_estimator].compute, []
-    for ours, theirs, bonuses in zip(known, teacher, shaping_of(trajectories, proxy), strict=True):
-        turns = _by_token(algorithm, map(compute, ours, theirs), ours)
-        found.append([tokens + bonus for tokens, bonus in zip(turns, bonuses, strict=True)])
-    return found
+    compute = ESTIMATORS[algorithm.adv_estimator].compute
+    pairs = zip(known, teacher, strict=True)
+    return [_by_token(algorithm, map(compute, ours, theirs), ours) for ours, theirs in pairs]
 
 
 def _by_token(algorithm: Algorithm, given: Iterable[Any], like: Sequence[Array]) -> list[Array]:
@@ -168,39 +178,25 @@ def _numbers(algorithm: Algorithm, given: Any, shape: tuple[int, ...]) -> Array:
     return numbers
 
 
-# --- shaping
-def shaping_of(trajectories: Sequence[Trajectory], proxy: AgentProxy) -> list[Array]:
-    """Per trajectory one number a turn: what is added to advantages of the task's own reward."""
-    formats = format_shaping(trajectories, proxy.format_penalty)
+# --- rewards
+def _rewards(trajectories: Sequence[Trajectory], proxy: AgentProxy) -> list[list[float]]:
+    """Per trajectory one a turn, less what its response costs for its length."""
+    rewards = [[turn.reward for turn in t.turns] for t in trajectories]
     if not proxy.overlong_buffer:
-        return formats
-    buffer, limit = proxy.overlong_buffer, proxy.token_limit
-    lengths = [np.array(t.response_lengths, dtype=np.float64) for t in trajectories]
-    long = _centred([proxy.overlong_penalty * overlong_shaping(own, limit, buffer) for own in lengths])
-    return [a + b for a, b in zip(formats, long, strict=True)]
+        return rewards
+    buffer, limit, weight = proxy.overlong_buffer, proxy.token_limit, proxy.overlong_penalty
+    return [
+        [r + float(weight * x) for r, x in zip(own, overlong(t.response_lengths, limit, buffer), strict=True)]
+        for own, t in zip(rewards, trajectories, strict=True)
+    ]
 
 
-def format_shaping(trajectories: Sequence[Trajectory], penalty: float) -> list[Array]:
-    """Per trajectory one number a turn: `-penalty` for turns without a valid action, centred over the batch."""
-    invalid = [np.array([not turn.action_is_valid for turn in t.turns], dtype=float) for t in trajectories]
-    if not penalty:
-        return [np.zeros(len(turns)) for turns in invalid]
-    return [-penalty * turns for turns in _centred(invalid)]
-
-
-def overlong_shaping(lengths: ArrayLike, limit: int, buffer: int) -> Array:
+def overlong(lengths: ArrayLike, limit: int, buffer: int) -> Array:
     """DAPO's soft punishment of long responses (arXiv:2503.14476, eq. 13), in [-1, 0].
 
     Nothing up to `limit - buffer` tokens, then falling evenly to -1 at `limit`.
     """
     return -np.clip((np.asarray(lengths, dtype=np.float64) - (limit - buffer)) / buffer, 0.0, 1.0)
-
-
-def _centred(turns: Sequence[Array]) -> list[Array]:
-    """Less the mean over all turns of the batch."""
-    every = np.concatenate(turns)
-    mean = float(every.mean()) if len(every) else 0.0
-    return [own - mean for own in turns]
 
 
 # --- estimators that compare episodes
@@ -209,7 +205,7 @@ def _grpo(played: Played) -> Array:
     return normalize_rewards(played.episode_returns, played.cells, played.proxy.reward_normalization.method)
 
 
-@advantage("dr_grpo", grouped=True, defaults={"loss_aggregation": "constant", "loss_constant": "budget"})
+@advantage("dr_grpo", grouped=True)
 def _dr_grpo(played: Played) -> Array:
     return group_relative(played.episode_returns, played.cells, scale=False)
 
@@ -231,19 +227,27 @@ def _reinforce(played: Played) -> Array:
 
 
 @advantage("reinforce_pp")
-def _reinforce_pp(played: Played) -> Array:
-    return batch_normalized(played.episode_returns, played.cells)
+def _reinforce_pp(played: Played) -> list[Any]:
+    """Every token is a step: the return from it on, normalised over the tokens of the batch."""
+    if played.penalties is None:  # the tokens of a turn have one return
+        return token_whitened(played.returns, [t.response_lengths for t in played.trajectories])
+    steps = [list(map(_to_go, *pair)) for pair in zip(played.returns, played.penalties, strict=True)]
+    flat = [np.concatenate([*turns, np.empty(0)]) for turns in steps]
+    white = token_whitened([one.tolist() for one in flat], [[1] * len(one) for one in flat])
+    return [
+        np.split(one, np.cumsum([len(turn) for turn in turns])[:-1]) if turns else []
+        for one, turns in zip(white, steps, strict=True)
+    ]
+
+
+def _to_go(paid: float, costs: Array) -> Array:
+    """`[tokens]` the return from each token of a turn on, of which that from its first token on is known."""
+    return paid + np.cumsum(costs) - costs
 
 
 @advantage("reinforce_pp_baseline", grouped=True)
 def _reinforce_pp_baseline(played: Played) -> Array:
-    return batch_normalized(played.episode_returns, played.cells, baseline=True)
-
-
-@advantage("reinforce_pp_tokens")
-def _reinforce_pp_tokens(played: Played) -> list[Array]:
-    counts = [t.response_lengths for t in played.trajectories]
-    return token_whitened(played.returns, counts)
+    return batch_normalized(played.episode_returns, played.cells)
 
 
 @advantage("gigpo", grouped=True, normalized=True)
@@ -258,19 +262,6 @@ def _gigpo(played: Played) -> list[Array]:
     anchors = [[turn.anchor for turn in t.turns] for t in played.trajectories]
     groups = [t.group for t in played.trajectories]
     steps = anchored_step_advantages(played.returns, anchors, groups, scale=method != "mean")
-    weight = played.algorithm.step_advantage_weight
-    return [episode + weight * own for episode, own in zip(episodes, steps, strict=True)]
-
-
-@advantage("graphgpo", grouped=True, normalized=True)
-def _graphgpo(played: Played) -> list[Array]:
-    """The episode part is that of `grpo`."""
-    method = played.proxy.reward_normalization.method
-    episodes = normalize_rewards(played.episode_returns, played.cells, method)
-    anchors = [[turn.anchor for turn in t.turns] for t in played.trajectories]
-    solved, groups = [t.success for t in played.trajectories], [t.group for t in played.trajectories]
-    discount, scale = played.algorithm.graph_discount, method != "mean"
-    steps = graph_step_advantages(anchors, solved, groups, discount=discount, scale=scale)
     weight = played.algorithm.step_advantage_weight
     return [episode + weight * own for episode, own in zip(episodes, steps, strict=True)]
 
@@ -319,18 +310,15 @@ def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> Array:
     return np.where(_centre(values, groups)[1] > 0, values - baseline, 0.0)
 
 
-def batch_normalized(rewards: ArrayLike, groups: ArrayLike, *, baseline: bool = False) -> Array:
-    """REINFORCE++ advantages (arXiv:2501.03262): normalised over the whole batch instead of a group.
+def batch_normalized(rewards: ArrayLike, groups: ArrayLike) -> Array:
+    """REINFORCE++-baseline (arXiv:2501.03262): less the mean of the group, then normalised over the whole batch.
 
     Args:
         rewards: `[B]` one per trajectory.
-        groups: `[B]` integer group of each, used with `baseline` only.
-        baseline: subtract the mean of the group first (REINFORCE++-baseline); the scale stays the batch's.
+        groups: `[B]` integer group of each.
     """
-    values = np.asarray(rewards, dtype=np.float64)
-    if baseline:
-        values = _centre(values, groups)[0]
-    return group_relative(values, np.zeros(len(values), dtype=np.int64))
+    centred = _centre(rewards, groups)[0]
+    return group_relative(centred, np.zeros(len(centred), dtype=np.int64))
 
 
 def has_signal(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:
@@ -429,62 +417,6 @@ def anchored_step_advantages(
     return np.split(flat, np.cumsum([len(turns) for turns in returns])[:-1])
 
 
-def graph_step_advantages(
-    anchors: Sequence[Sequence[Hashable]],
-    solved: Sequence[bool],
-    groups: Sequence[int],
-    *,
-    discount: float = 0.1,
-    scale: bool = True,
-) -> list[Array]:
-    """Step-level advantages of GraphGPO (arXiv:2605.26684, eq. 4): turns that left the same state, compared.
-
-    The episodes of a group make one graph of the states they met. A turn is worth `discount ** (d + 1)`, with `d` the
-    fewest turns, of any episode, from the state it led to to where one was solved. States from which none was solved
-    count as one turn further than the furthest other.
-
-    Args:
-        anchors: per trajectory, a key of the state before each turn; its last turn led to the goal, or nowhere known.
-        solved: of each trajectory.
-        groups: group of each trajectory; a graph is of one group.
-        discount: worth of a state against that of one a turn nearer to the goal, in (0, 1).
-        scale: divide by the standard deviation among the turns that left a state.
-
-    Returns:
-        Per trajectory one value a turn; zero where nobody left the state otherwise, and in groups that solved nothing
-        (there, all states are equally far).
-    """
-    goal = object()
-    edges: list[tuple[Hashable, Hashable]] = []  # of all turns, in order: the state before, the state after
-    before: dict[Hashable, set[Hashable]] = {}
-    for k, (visited, group) in enumerate(zip(anchors, groups, strict=True)):
-        states: list[Hashable] = [(group, anchor) for anchor in visited]
-        ends: Hashable = (group, goal) if solved[k] else (group, goal, k)
-        for state, after in itertools.pairwise([*states, ends]):
-            edges.append((state, after))
-            before.setdefault(after, set()).add(state)
-    distance: dict[Hashable, int] = {}
-    furthest: dict[int, int] = {}
-    for group in set(groups):
-        level: set[Hashable] = {(group, goal)} if (group, goal) in before else set()
-        steps = 0
-        while level:
-            distance.update(dict.fromkeys(level, steps))
-            furthest[group], steps = steps, steps + 1
-            level = {state for after in level for state in before.get(after, ())} - distance.keys()
-    keys: dict[Hashable, int] = {}
-    states_left = np.array([keys.setdefault(state, len(keys)) for state, _ in edges], dtype=np.int64)
-    nowhere = [furthest.get(g, 0) + 1 for v, g in zip(anchors, groups, strict=True) for _ in v]
-    turns_left = np.array([distance.get(after, n) + 1 for (_, after), n in zip(edges, nowhere, strict=True)])
-    if scale:
-        # In units of the best turn from there: far from the goal, differences are small and mean as much.
-        best = np.full(len(keys), np.inf)
-        np.minimum.at(best, states_left, turns_left)
-        turns_left = turns_left - best[states_left]
-    flat = group_relative(discount**turns_left, states_left, scale=scale)
-    return np.split(flat, np.cumsum([len(visited) for visited in anchors])[:-1])
-
-
 def _centre(rewards: ArrayLike, groups: ArrayLike, counts: ArrayLike | None = None) -> tuple[Array, Array]:
     """Rewards less their group's mean, and their group's standard deviation, both `[B]`."""
     values = np.asarray(rewards, dtype=np.float64)
@@ -499,22 +431,11 @@ def _centre(rewards: ArrayLike, groups: ArrayLike, counts: ArrayLike | None = No
 
 # --- estimators with a critic or a teacher
 @advantage("gae", needs="critic")
-def _token_gae(rewards: Sequence[float], values: Sequence[Array], algorithm: Algorithm) -> Any:
+def _critic_gae(rewards: Sequence[float], values: Sequence[Array], algorithm: Algorithm) -> Any:
     return token_gae(rewards, values, algorithm.gamma, algorithm.critic.gae_lambda)
 
 
-@advantage("turn_gae", needs="critic")
-def _turn_gae(rewards: Sequence[float], values: Sequence[Array], algorithm: Algorithm) -> Any:
-    return turn_gae(rewards, values, algorithm.gamma, algorithm.critic.gae_lambda)
-
-
-@advantage("bi_level_gae", needs="critic")
-def _bi_level_gae(rewards: Sequence[float], values: Sequence[Array], algorithm: Algorithm) -> Any:
-    critic = algorithm.critic
-    return bi_level_gae(rewards, values, algorithm.gamma, critic.gae_lambda, critic.token_lambda)
-
-
-@advantage("distillation", needs="teacher", defaults={"entropy_coef": 0.0})
+@advantage("distillation", needs="teacher")
 def reverse_kl(logprobs: Array, teacher_logprobs: Array) -> Array:
     """On-policy distillation: the teacher scores each token that the student wrote (MiniLLM, arXiv:2306.08543).
 
@@ -525,7 +446,12 @@ def reverse_kl(logprobs: Array, teacher_logprobs: Array) -> Array:
 
 
 def token_gae(
-    rewards: Sequence[float], values: Sequence[Array], gamma: float, gae_lambda: float
+    rewards: Sequence[float],
+    values: Sequence[Array],
+    gamma: float,
+    gae_lambda: float,
+    *,
+    penalties: Sequence[Array] | None = None,
 ) -> tuple[list[Array], list[Array]]:
     """GAE (arXiv:1506.02438, eq. 16) with every token as a step.
 
@@ -534,15 +460,19 @@ def token_gae(
         values: per turn `[tokens]`, the critic's value of the context before each token.
         gamma: discount from the last token of a turn to the first of the next.
         gae_lambda: trace decay, at every token.
+        penalties: per turn `[tokens]`, what is taken off the reward of each token.
 
     Returns:
         Advantages and returns (what the critic shall learn), per turn `[tokens]`.
     """
     steps = [max(len(known), 1) for known in values]
     paid = [reward for n, r in zip(steps, rewards, strict=True) for reward in (*[0.0] * (n - 1), r)]
+    if penalties is not None:
+        costs = [cost for own in penalties for cost in (own if len(own) else [0.0])]
+        paid = [reward - cost for reward, cost in zip(paid, costs, strict=True)]
     valued = [value for known in values for value in (known if len(known) else [None])]
     discounts = [discount for n in steps for discount in (*[1.0] * (n - 1), gamma)]
-    found = iter(_gae(paid, valued, discounts, gae_lambda))
+    found = iter(gae(paid, valued, discounts, gae_lambda))
     advantages = [
         np.array(list(itertools.islice(found, n))[: len(known)])
         for n, known in zip(steps, values, strict=True)
@@ -550,43 +480,17 @@ def token_gae(
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
-def turn_gae(
-    rewards: Sequence[float], values: Sequence[Array], gamma: float, gae_lambda: float
-) -> tuple[list[Array], list[Array]]:
-    """GAE with every turn as a step, valued at its first token; all tokens of a turn share its advantage."""
-    first = [float(known[0]) if len(known) else None for known in values]
-    advantages = _gae(rewards, first, [gamma] * len(values), gae_lambda)
-    shared = [np.full(len(known), a) for a, known in zip(advantages, values, strict=True)]
-    return shared, [a + known[:1] for a, known in zip(shared, values, strict=True)]
-
-
-def bi_level_gae(
-    rewards: Sequence[float],
-    values: Sequence[Array],
-    gamma: float,
-    gae_lambda: float,
-    token_lambda: float = 1.0,
-) -> tuple[list[Array], list[Array]]:
-    """Turns first, then tokens within each turn (bi-level GAE of VAGEN, arXiv:2510.16907).
-
-    A turn is valued at its last token. Its advantage, from GAE over turns, becomes the advantage of that token; from
-    there GAE runs back over the tokens of the turn, without reward and discount.
-    """
-    last = [float(known[-1]) if len(known) else None for known in values]
-    advantages: list[Array] = []
-    for carried, known in zip(_gae(rewards, last, [gamma] * len(values), gae_lambda), values, strict=True):
-        tokens = np.full(len(known), carried)
-        for place in range(len(known) - 2, -1, -1):
-            carried = known[place + 1] - known[place] + token_lambda * carried
-            tokens[place] = carried
-        advantages.append(tokens)
-    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
-
-
-def _gae(
+def gae(
     rewards: Sequence[float], values: Sequence[float | None], discounts: Sequence[float], gae_lambda: float
 ) -> list[float]:
-    """One advantage a step. One without a value is a turn without tokens: it pays the step before it."""
+    """GAE (arXiv:1506.02438, eq. 16): one advantage a step.
+
+    Args:
+        rewards: one a step.
+        values: of the state before each step. A step without one is a turn without tokens: it pays the step before it.
+        discounts: from each step to the next.
+        gae_lambda: trace decay.
+    """
     advantages: list[float] = []
     carried = following = 0.0
     later, past = 0.0, 1.0  # what turns without tokens paid that come next, and the discount over them

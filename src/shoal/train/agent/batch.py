@@ -20,105 +20,11 @@ from torch import Tensor
 
 from shoal.core.data import Call, Trajectory
 
-Batching = Literal["auto", "padded", "bucketed", "packed"]
-Row = list[int]
-"""The samples of one row, by number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What decides how samples share rows, in tokens of short rows; the defaults are those of a tiny network."""
-
-    long_row: float = 400
-    """Width at which attention, which grows with its square, costs as much as all the rest (`auto` weighs by it)."""
-    batch: float = 256
-    """What starting a micro-batch costs."""
-
-    @property
-    def enough(self) -> float:
-        """Tokens from which on a micro-batch of rows of like length ends rather than take on more padding."""
-        return max(256.0, 4 * self.batch)
-
-    def row(self, width: int) -> float:
-        """About how long a row of `width` tokens takes."""
-        return width * (1 + width / self.long_row)
-
-    def plan(self, plan: Sequence[Sequence[Row]], lengths: Sequence[int]) -> float:
-        """About how long micro-batches take."""
-        widths = [max(_filled(row, lengths) for row in batch) for batch in plan]
-        return sum(len(rows) * self.row(width) + self.batch for rows, width in zip(plan, widths, strict=True))
-
-
-TINY = Costs()
-
-
-def plan_batches(
-    lengths: Sequence[int], max_tokens: int, batching: Batching, costs: Costs = TINY
-) -> list[list[Row]]:
-    """Micro-batches of rows of samples; each sample is in exactly one.
-
-    Args:
-        lengths: tokens of each sample.
-        max_tokens: of a micro-batch, padding included; a sample that is longer is alone in its micro-batch.
-        batching: `padded` takes one sample a row in the given order, `bucketed` one a row with rows of like
-            length together, `packed` as many a row as fit into the length of the longest; `auto` is the cheaper
-            one of the latter two.
-        costs: of the network that reads them.
-    """
-    if not lengths:
-        return []
-    if batching == "padded":
-        return _cut([[i] for i in range(len(lengths))], lengths, max_tokens)
-    by_length = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    plans = []
-    if batching != "packed":
-        plans.append(_cut([[i] for i in by_length], lengths, max_tokens, padding=0.1, enough=costs.enough))
-    if batching != "bucketed":
-        plans.append(_cut(_fill_rows(by_length[::-1], lengths), lengths, max_tokens))
-    return min(plans, key=lambda plan: costs.plan(plan, lengths))
-
-
-def _filled(row: Row, lengths: Sequence[int]) -> int:
-    return sum(lengths[i] for i in row)
-
-
-def _fill_rows(order: Sequence[int], lengths: Sequence[int]) -> list[Row]:
-    """Best-fit decreasing: each sample goes to the fullest row that has room for it."""
-    capacity = lengths[order[0]]
-    rows: list[Row] = []
-    room: list[tuple[int, int]] = []  # what is left in each row, ascending, with its number
-    for i in order:
-        place = bisect_left(room, (lengths[i], -1))
-        if place == len(room):
-            rows.append([i])
-            insort(room, (capacity - lengths[i], len(rows) - 1))
-        else:
-            left, number = room.pop(place)
-            rows[number].append(i)
-            insort(room, (left - lengths[i], number))
-    return rows
-
-
-def _cut(
-    rows: Sequence[Row], lengths: Sequence[int], max_tokens: int, padding: float = 1.0, enough: float = 0
-) -> list[list[Row]]:
-    """Rows in order, as many at once as `max_tokens` and, beyond `enough` tokens, a share of `padding` allow."""
-    batches: list[list[Row]] = []
-    widest = filled = 0
-    for row in rows:
-        length = _filled(row, lengths)
-        widest, filled = max(widest, length), filled + length
-        size = (len(batches[-1]) + 1) * widest if batches else 0
-        if batches and size <= max_tokens and (filled - length < enough or size - filled <= padding * size):
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-            widest = filled = length
-    return batches
-
-
-WORTH = 0.9
-"""Share of the cost below which prefixes are used: they need a mask, which attention without them does not."""
+Batching = Literal["packed", "padded"]
+ROW = 512
+"""Tokens of a row of several samples, unless one sample is longer: attention grows with the square of a row."""
+WORTH = 0.75
+"""Share of the tokens below which prefixes are shared: rows with them need a mask, which costs time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,62 +33,48 @@ class Piece:
 
     members: tuple[int, ...]
     prefix: int = 0
-    copies: tuple[tuple[int, ...], ...] = ()
-    """For each member the samples that are equal to it and need no place of their own; () where there are none."""
-
-    def samples(self) -> Iterator[tuple[int, ...]]:
-        """Each member with its copies."""
-        for place, member in enumerate(self.members):
-            yield (member, *self.copies[place]) if self.copies else (member,)
 
 
-PieceRow = list[Piece]
+Row = list[Piece]
+"""What stands behind each other in one row."""
 
 
-def plan_pieces(
-    ids: Sequence[Sequence[int]],
-    firsts: Sequence[int],
-    max_tokens: int,
-    batching: Batching,
-    prefixes: bool,
-    costs: Costs = TINY,
-) -> list[list[PieceRow]]:
+def plan_rows(
+    ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int, batching: Batching, prefixes: bool
+) -> list[list[Row]]:
     """Micro-batches of rows of pieces; each sample is in exactly one piece.
 
     Args:
         ids: the tokens of each sample.
         firsts: where the first trained token of each sample stands.
-        max_tokens: of a micro-batch, see `plan_batches`.
-        batching: see `plan_batches`.
-        prefixes: whether the network can read them. They are used where `batching` is `auto` and they save time.
-        costs: of the network.
+        max_tokens: of a micro-batch, padding included; a piece that is longer is alone in its micro-batch.
+        batching: `padded` takes one sample a row, rows of like length together; `packed` as many a row as fit into
+            the length of the longest piece.
+        prefixes: whether the network can read samples that go on from what they share. They are shared where `packed`
+            saves a quarter of the tokens by it.
     """
+    lengths = [len(sample) for sample in ids]
     alone = [Piece((i,)) for i in range(len(ids))]
-    lengths = [len(sample) for sample in ids]
-    plan = plan_batches(lengths, max_tokens, batching, costs)
-    pieces = alone
-    if prefixes and batching == "auto":
-        shared = share_prefixes(ids, firsts, max_tokens, costs)
-        shared_lengths = [length_of(piece, lengths) for piece in shared]
-        shared_plan = plan_batches(shared_lengths, max_tokens, batching, costs)
-        if costs.plan(shared_plan, shared_lengths) < WORTH * costs.plan(plan, lengths):
-            plan, pieces = shared_plan, shared
-    return [[[pieces[i] for i in row] for row in batch] for batch in plan]
+    if batching == "padded":
+        by_length = sorted(alone, key=lambda piece: lengths[piece.members[0]])
+        return _cut([[piece] for piece in by_length], lengths, max_tokens)
+    pieces = share_prefixes(ids, firsts, max_tokens) if prefixes else alone
+    if sum(length_of(piece, lengths) for piece in pieces) > WORTH * sum(lengths):
+        pieces = alone
+    return _cut(_fill_rows(pieces, lengths), lengths, max_tokens)
 
 
-def share_prefixes(
-    ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int, costs: Costs = TINY
-) -> list[Piece]:
-    """Pieces that together cost less than their samples, found among neighbours in the order of the tokens."""
+def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int) -> list[Piece]:
+    """Pieces of neighbours in the order of the tokens that have half of their tokens in common, or more."""
     lengths = [len(sample) for sample in ids]
+    most = min(max_tokens, max(ROW, *lengths)) if lengths else 0
     pieces: list[Piece] = []
     for i in sorted(range(len(ids)), key=lambda i: tuple(ids[i])):
         if pieces:
             last = pieces[-1]
             joined = Piece((*last.members, i), _prefix(last, i, ids, firsts))
-            together = length_of(joined, lengths)
-            apart = costs.row(length_of(last, lengths)) + costs.row(lengths[i])
-            if joined.prefix and together <= max_tokens and costs.row(together) < apart:
+            half = 2 * joined.prefix >= max(lengths[member] for member in joined.members)
+            if joined.prefix and half and length_of(joined, lengths) <= most:
                 pieces[-1] = joined
                 continue
         pieces.append(Piece((i,)))
@@ -212,6 +104,39 @@ def _prefix(piece: Piece, i: int, ids: Sequence[Sequence[int]], firsts: Sequence
     return next(place for place in range(limit) if ours[place] != theirs[place])
 
 
+def _fill_rows(pieces: Sequence[Piece], lengths: Sequence[int]) -> list[Row]:
+    """Best-fit decreasing: each piece goes to the fullest row that has room for it."""
+    order = sorted(pieces, key=lambda piece: -length_of(piece, lengths))
+    rows: list[Row] = []
+    room: list[tuple[int, int]] = []  # what is left in each row, ascending, with its number
+    for piece in order:
+        length = length_of(piece, lengths)
+        place = bisect_left(room, (length, -1))
+        if place == len(room):
+            rows.append([piece])
+            insort(room, (length_of(order[0], lengths) - length, len(rows) - 1))
+        else:
+            left, number = room.pop(place)
+            rows[number].append(piece)
+            insort(room, (left - length, number))
+    return rows
+
+
+def _cut(rows: Sequence[Row], lengths: Sequence[int], max_tokens: int) -> list[list[Row]]:
+    """Rows in order, as many at once as `max_tokens` allow, padding included."""
+    batches: list[list[Row]] = []
+    widest = 0
+    for row in rows:
+        length = sum(length_of(piece, lengths) for piece in row)
+        widest = max(widest, length)
+        if batches and (len(batches[-1]) + 1) * widest <= max_tokens:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+            widest = length
+    return batches
+
+
 Column = Literal[
     "rollout_logprobs",  # under the weights and the arithmetic of the engine that sampled
     "old_logprobs",  # under the same weights in the trainer's arithmetic
@@ -223,7 +148,7 @@ Column = Literal[
     "returns",  # what the critic shall learn
 ]
 Floats = NDArray[np.float32]
-Plan = list[PieceRow]  # what goes into the rows of a micro-batch
+Plan = list[Row]  # what goes into the rows of a micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +177,10 @@ class MicroBatch:
     where: Tensor  # [B, T] bool, N of them true
     targets: Tensor  # [N] int64
     samples: Tensor  # [N] int64, which sample each trained token is of
-    columns: Mapping[Column, Tensor]  # [N] float32 each; see `repeats`
+    columns: Mapping[Column, Tensor]  # [N] float32 each
     begins: Tensor | None = None
     """Where the sample of each token begins, `[B, T]` int64; None: each row is one sample. With prefixes `[3, B, T]`:
     where the branch of each token begins, and the first place and end of the prefix that it continues (equal: none)."""
-    repeats: Tensor | None = None
-    """Which of the `N` trained places each trained token of a sample is at, `[M]` int64, where equal samples share
-    them: `samples` and `columns` have `M` numbers then, one a token of every sample. None: a place is one token's."""
     inputs: Mapping[str, Tensor] | None = None
     """What the network reads besides, where samples have positions of their own: `position_ids [rows, B, T]` (`[B, T]`
     of one row) and what it knows of images."""
@@ -268,10 +190,6 @@ class MicroBatch:
         """What `Policy.logits` takes."""
         rest = () if self.inputs is None else (self.inputs,)
         return (self.ids, self.lengths, self.where, self.begins, *rest)
-
-    def of_samples(self, values: Tensor) -> Tensor:
-        """Values `[N]` of trained places as those `[M]` of the tokens of all samples."""
-        return values if self.repeats is None else values[self.repeats]
 
 
 def make_samples(trajectory: Trajectory, learned: Container[int] | None = None) -> list[Sample]:
@@ -341,39 +259,18 @@ def micro_batches(
     max_tokens: int,
     pad: int,
     device: str,
-    batching: Batching = "bucketed",
+    batching: Batching = "padded",
     prefixes: bool = False,
-    equals: bool = False,
-    costs: Costs = TINY,
 ) -> Iterator[MicroBatch]:
-    """Samples in rows, see `plan_pieces`; each batch at most `max_tokens` with padding (or one sample).
-
-    Where `equals` says so, and `batching` is `auto`, samples that are equal share one place.
-    """
-    for plan in _plan(samples, max_tokens, batching, prefixes, equals, costs):
+    """Samples in rows, see `plan_rows`; each batch at most `max_tokens` with padding (or one piece)."""
+    for plan in _plan(samples, max_tokens, batching, prefixes):
         yield _fill(plan, samples, pad, device)
 
 
-def _plan(
-    samples: Sequence[Sample], max_tokens: int, batching: Batching, prefixes: bool, equals: bool, costs: Costs
-) -> list[Plan]:
-    equal: dict[object, list[int]] = {}
+def _plan(samples: Sequence[Sample], max_tokens: int, batching: Batching, prefixes: bool) -> list[Plan]:
     plain = all(sample.positions is None for sample in samples)  # else ids do not say all
-    prefixes, equals = prefixes and plain, equals and plain
-    for i, sample in enumerate(samples):
-        alike = (sample.ids, sample.places.tobytes()) if equals and batching == "auto" else i
-        equal.setdefault(alike, []).append(i)
-    numbers = list(equal.values())
-    distinct = [samples[first] for first, *_ in numbers]
-    firsts = [int(sample.places[0]) for sample in distinct]
-    plan = plan_pieces([sample.ids for sample in distinct], firsts, max_tokens, batching, prefixes, costs)
-
-    def of_all(piece: Piece) -> Piece:
-        together = [numbers[i] for i in piece.members]
-        copies = tuple(tuple(rest) for _, *rest in together)
-        return Piece(tuple(first for first, *_ in together), piece.prefix, copies if any(copies) else ())
-
-    return [[[of_all(piece) for piece in row] for row in rows] for rows in plan]
+    firsts = [int(sample.places[0]) for sample in samples]
+    return plan_rows([sample.ids for sample in samples], firsts, max_tokens, batching, prefixes and plain)
 
 
 def token_values(
@@ -382,33 +279,31 @@ def token_values(
     max_tokens: int,
     pad: int,
     device: str,
-    batching: Batching = "bucketed",
+    batching: Batching = "padded",
     prefixes: bool = False,
-    equals: bool = False,
-    costs: Costs = TINY,
     in_step: Callable[[list[Plan]], Iterable[Plan | None]] = list,
     idle: Sample | None = None,
 ) -> list[Floats]:
-    """`compute` over all samples without gradients: per sample one number a trained token (`MicroBatch.of_samples`).
+    """`compute` over all samples without gradients: per sample one number a trained token.
 
     Where `in_step` gives None (see `Processes.in_step`), the pass is one over `idle`, and its result is dropped.
     """
     found: list[Floats] = [np.empty(0, dtype=np.float32)] * len(samples)
     with torch.no_grad():
-        for plan in in_step(_plan(samples, max_tokens, batching, prefixes, equals, costs)):
+        for plan in in_step(_plan(samples, max_tokens, batching, prefixes)):
             if plan is None:
                 if idle is not None:
                     compute(_fill([[Piece((0,))]], [idle], pad, device))
                 continue
             flat = compute(_fill(plan, samples, pad, device))
-            members = [i for row in plan for piece in row for equal in piece.samples() for i in equal]
+            members = [i for row in plan for piece in row for i in piece.members]
             parts = split_tokens([samples[i] for i in members], flat.float().cpu().numpy())
             for i, part in zip(members, parts, strict=True):
                 found[i] = part
     return found
 
 
-def _fill(rows: Sequence[PieceRow], samples: Sequence[Sample], pad: int, device: str) -> MicroBatch:
+def _fill(rows: Plan, samples: Sequence[Sample], pad: int, device: str) -> MicroBatch:
     """Lay pieces out behind each other in their rows: prefixes, and behind each its branches."""
     sizes = [len(sample.ids) for sample in samples]
     lengths = [sum(length_of(piece, sizes) for piece in row) for row in rows]
@@ -416,9 +311,7 @@ def _fill(rows: Sequence[PieceRow], samples: Sequence[Sample], pad: int, device:
     begins = np.tile(np.arange(max(lengths)), (len(rows), 1))  # padding sees itself alone
     prefixes = np.zeros((2, *ids.shape), dtype=np.int64)
     where = np.zeros(ids.shape, dtype=bool)
-    members: list[Sample] = []  # of all samples, and which places their tokens are at
-    repeats: list[NDArray[np.int64]] = []
-    distinct = trained = 0
+    members: list[Sample] = []
     for place, row in enumerate(rows):
         end = 0
         for piece in row:
@@ -426,16 +319,13 @@ def _fill(rows: Sequence[PieceRow], samples: Sequence[Sample], pad: int, device:
             ids[place, prefix:first] = samples[piece.members[0]].ids[: piece.prefix]
             begins[place, prefix:first] = prefix
             end = first
-            for equal in piece.samples():
-                sample = samples[equal[0]]
+            for sample in (samples[i] for i in piece.members):
                 first, end = end, end + len(sample.ids) - piece.prefix
                 ids[place, first:end] = sample.ids[piece.prefix :]
                 begins[place, first:end] = first
                 prefixes[0, place, first:end], prefixes[1, place, first:end] = prefix, prefix + piece.prefix
                 where[place, first - piece.prefix + sample.places] = True
-                members += [samples[i] for i in equal]
-                repeats += [np.arange(trained, trained + len(sample.places))] * len(equal)
-                distinct, trained = distinct + 1, trained + len(sample.places)
+                members.append(sample)
     columns = {
         name: torch.from_numpy(np.concatenate([sample.columns[name] for sample in members])).to(device)
         for name in members[0].columns
@@ -450,15 +340,12 @@ def _fill(rows: Sequence[PieceRow], samples: Sequence[Sample], pad: int, device:
         targets=torch.from_numpy(ids[where]).to(device),
         samples=torch.from_numpy(np.repeat(np.arange(len(members)), tokens)).to(device),
         columns=columns,
-        begins=torch.from_numpy(begins).to(device) if distinct > len(rows) else None,
-        repeats=torch.from_numpy(np.concatenate(repeats)).to(device) if distinct < len(members) else None,
+        begins=torch.from_numpy(begins).to(device) if len(members) > len(rows) else None,
         inputs=None if members[0].positions is None else _inputs(rows, samples, max(lengths), device),
     )
 
 
-def _inputs(
-    rows: Sequence[PieceRow], samples: Sequence[Sample], width: int, device: str
-) -> dict[str, Tensor]:
+def _inputs(rows: Plan, samples: Sequence[Sample], width: int, device: str) -> dict[str, Tensor]:
     """Positions of samples in rows, and what belongs to their images, in the same order."""
     placed = [[samples[i] for piece in row for i in piece.members] for row in rows]
     positions = []

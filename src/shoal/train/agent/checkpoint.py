@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from shoal.core.configuration import first_change, from_mapping
 from shoal.core.errors import OTHER_CHECKPOINT, DataError, reading
 from shoal.core.files import MANIFEST, is_whole, read_json, restore_folders, verify_folder, write_folder
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.distributed import ALONE, Processes
-from shoal.train.agent.policy import Policy
+from shoal.train.agent.policy import Critic, Policy
 from shoal.train.agent.weights import (
     fill,
     fill_optimizer,
@@ -31,6 +32,7 @@ from shoal.train.agent.weights import (
     without_twins,
 )
 
+logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -47,25 +49,28 @@ class Progress:
 def save_checkpoint(
     folder: Path,
     policy: Policy,
-    critic: nn.Module | None,
+    critic: Critic | None,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     config: dict[str, Any],
     keep: int,
     *,
+    rates: Mapping[str, float] | None = None,
     best: bool = False,
     processes: Processes = ALONE,
 ) -> Path:
     """Commit `folder/step-<iteration>` and drop all but the newest `keep`.
 
+    `rates` are the learning rates of the run, by their settings, which may change when it goes on.
     With `best`, `folder/best` is replaced first: a run that ends between the two comes by the same best again.
     All `processes` call this where networks lie in shards: they are gathered whole, and the first writes.
     """
     target, whole = folder / f"step-{progress.iteration:06d}", processes.first
     state = {**asdict(progress), "weights_version": policy.weights_version, "config": config}
+    state["rates"] = dict(rates or {})
     weights = gather(policy.saved_weights(), whole)
     moments = gather(optimizer_tensors(optimizer), whole)
-    values = gather({} if critic is None else critic.state_dict(keep_vars=True), whole)
+    values = gather({} if critic is None else critic.saved_weights(), whole)
     if not processes.first:
         return target
 
@@ -154,11 +159,12 @@ def _refuse_change(path: Path, begun: Any, wanted: dict[str, Any]) -> None:
 def load_checkpoint(
     path: Path,
     policy: Policy,
-    critic: nn.Module | None,
+    critic: Critic | None,
     optimizer: torch.optim.Optimizer,
     config: dict[str, Any],
+    rates: Mapping[str, float] | None = None,
 ) -> Progress:
-    """Put a checkpoint's weights and optimizer state in place and say where the run stands.
+    """Put a checkpoint's weights and optimizer state in place and say where the run stands; warn of other `rates`.
 
     Raises:
         DataError: the checkpoint is of a run with other settings (the first differing key is named), or no such thing.
@@ -170,6 +176,11 @@ def load_checkpoint(
         progress = from_mapping(Progress, {item.name: state[item.name] for item in fields(Progress)})
         policy.load_weights(policy.read(path / "engine"), state["weights_version"])
         if critic is not None:
-            fill(critic.state_dict(keep_vars=True), load_file(path / "critic.safetensors"))
+            fill(critic.saved_weights(), load_file(path / "critic.safetensors"))
         fill_optimizer(optimizer, load_file(path / "optimizer.safetensors"))
+        before = dict(state["rates"])
+    for name, rate in (rates or {}).items():
+        if before.get(name, rate) != rate:
+            message = "going on with %s=%g, which was %g: no longer the run that it would have been"
+            logger.warning(message, name, rate, before[name])
     return progress

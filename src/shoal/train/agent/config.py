@@ -15,11 +15,10 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from importlib import resources
 from itertools import takewhile
-from operator import getitem
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
@@ -31,61 +30,19 @@ from shoal.envs.catalogue import package_of
 from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
-from shoal.rollout.rewards.settings import RewardConfig
+from shoal.rollout.rewards.settings import ENV, FORMAT, RewardConfig
 from shoal.rollout.samplers.registry import EngineConfig as EngineConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.train.agent.advantages import ESTIMATORS, Method
 from shoal.train.agent.batch import Batching
 from shoal.train.agent.conflicts import conflicts_of
 from shoal.train.agent.losses import LOSSES, Aggregation, KLEstimator
+from shoal.train.agent.presets import preset_words, settle, settled_mapping
 
 T = TypeVar("T")
 GROUP = "shoal.extensions"
 """The group of entry points in which installed packages name modules that register what is theirs."""
 _IMPORTS, _COMPOSING = threading.RLock(), threading.Lock()
-_BY_NAME: Any = None
-"""Left out: what the names of estimator and loss set, else `_PLAIN`."""
-_PLAIN: dict[str, Any] = {
-    "loss_aggregation": "token_mean",
-    "clip_ratio_low": 0.2,
-    "clip_ratio_high": 0.28,
-    "entropy_coef": 0.03,
-    "loss_constant": 1.0,
-}
-_REAL_PROMPT = (
-    "{instructions}\nActions: {actions}. Answer with one as <action>…</action>.\n{history}\n{observation}"
-)
-ENGINE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "tiny": {},
-    "server": {},
-    "real": {
-        "agent_proxy.max_tokens": "auto",
-        "agent_proxy.format_penalty": 0.5,
-        "agent_proxy.reward_normalization.grouping": "batch",
-        "agent_proxy.prompt.history": 0,
-        "agent_proxy.prompt.first": _REAL_PROMPT,
-        "agent_proxy.prompt.later": _REAL_PROMPT,
-        "agent_proxy.prompt.turn": "{observation} → {action}",
-        "agent_proxy.prompt.prefill": "<action>",
-        "algorithm.gamma": 1.0,
-        "algorithm.learning_rate": 3e-5,
-        "algorithm.minibatch_size": 100_000,
-        "algorithm.micro_batch_tokens": 8192,
-        "algorithm.entropy_coef": 0.0,
-        "algorithm.kl.coef": 0.03,
-        "algorithm.filter_groups.enable": False,
-        "warmup.steps": "auto",
-        "warmup.batch_size": 32,
-        "warmup.learning_rate": 1e-4,
-        "warmup.lr_schedule": "linear",
-    },
-}
-"""By the kind of engine (`engine_kind`), what a mapping of settings has that leaves it out, or says null.
-
-What does not stand here has the default of its field. Those for real models were found with SmolLM2-135M: one gradient
-step an update, small steps, held to the start by a KL penalty, which pulls where no group has signal too. The prompt
-has first what never changes, which is computed once, and the observation last; `prompt.history` puts turns before it.
-"""
 
 
 def refuse_not_positive(settings: Any, *names: str) -> None:
@@ -115,12 +72,13 @@ def _known(registry: Registry[T], name: str) -> T:
 class FilterGroups:
     """Which groups are learned from."""
 
-    enable: bool = _BY_NAME
-    """Leave out groups whose members all got the same return. On by default for estimators that compare the members of
-    a group (`grpo`, `rloo`, `gigpo`, …) while `reward_normalization.grouping` is `state`; others learn from every
-    episode."""
+    enable: bool | Literal["auto"] = "auto"
+    """Leave out groups whose members all got the same return. `auto`: where `max_num_gen_batches` is above 1."""
     max_num_gen_batches: int = 1
     """Batches of groups to play, at most, until `env_groups` with different rewards are there."""
+    scale_by_share: bool = False
+    """Multiply advantages by the share of the groups that are kept, so that few of them make small steps: Adam divides
+    by the size of all gradients so far."""
 
     def __post_init__(self) -> None:
         if self.max_num_gen_batches < 1:
@@ -129,27 +87,31 @@ class FilterGroups:
 
 @dataclass(frozen=True)
 class Critic:
-    """The value network of estimators that need one (`gae`, `turn_gae`, `bi_level_gae`)."""
+    """The value network of estimators that need one (`gae`)."""
 
     gae_lambda: float = 0.95
-    """Trace decay from token to token (`gae`) or from turn to turn (`turn_gae`, `bi_level_gae`)."""
-    token_lambda: float = 1.0
-    """Trace decay within a turn (`bi_level_gae`)."""
-    learning_rate: float = 1e-3
-    """Of the critic."""
-    value_clip: float | None = 0.5
+    """Trace decay from token to token."""
+    learning_rate: float | Literal["auto"] = "auto"
+    """Of the critic; `auto` follows from the engine."""
+    value_clip: float | None = None
     """How far a value may move from that of the rollout before the loss stops pulling; null is no limit."""
     warmup: int = 0
     """Iterations at the start in which the critic learns alone: the policy's rate is 0 (verl's `critic_warmup`)."""
     whitening: Literal["population", "sample"] = "population"
     """Standard deviation that advantages are divided by; `sample` has Bessel's correction, as in verl."""
+    least_spread: float = 0.0
+    """Divide advantages by no less than this share of the root mean square of the returns: where every episode
+    succeeds, they are the errors of the critic alone; 0 is off."""
+    shrink_bonus: bool = False
+    """Multiply the entropy bonus by the standard deviation of the advantages where that is below 1: where every episode
+    succeeds, alone it would turn a move that nothing holds."""
 
     def __post_init__(self) -> None:
-        for name in ("gae_lambda", "token_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        refuse_not_positive(self, "learning_rate")
-        refuse_negative(self, "warmup")
+        if not 0 <= self.gae_lambda <= 1:
+            raise ConfigError(f"gae_lambda must be in [0, 1], got {self.gae_lambda}")
+        if self.learning_rate != "auto":
+            refuse_not_positive(self, "learning_rate")
+        refuse_negative(self, "warmup", "least_spread")
         if self.value_clip is not None and not self.value_clip > 0:
             raise ConfigError(f"value_clip must be positive, or null for none, got {self.value_clip}")
 
@@ -159,7 +121,7 @@ class GiGPO:
     """Variants of the episode part of `gigpo`."""
 
     episode_reward: Literal["return", "sum"] = "return"
-    """Compare discounted returns, or plain sums of rewards as the paper does."""
+    """Compare discounted returns, or plain sums of rewards as the paper does (`algorithm=gigpo`)."""
     statistics: Literal["episodes", "steps"] = "episodes"
     """What mean and standard deviation are of: each episode counts once, or once a turn as in verl-agent."""
 
@@ -168,12 +130,16 @@ class GiGPO:
 class KLPenalty:
     """Holding on to the weights that the run started from."""
 
-    coef: float = 0.0
+    coef: float = 0.04
     """0 keeps no reference model."""
-    estimator: KLEstimator = "k2"
-    """What is added to the loss: `k2`, whose gradient is that of the reverse KL; `k3`, as the paper of GRPO
-    has it, which pulls in another direction where the policy is far from the reference. `k1`, whose gradient is
-    noise with mean 0, is refused with a `coef` above 0."""
+    estimator: KLEstimator = "k3"
+    """Of the KL of the policy against the reference at a token. In the loss: `k3`, as GRPO has it, or `k2`, whose
+    gradient is that of the KL; `k1`, the difference of the log-probabilities, has a gradient with mean 0 there. In the
+    reward: `k1`, as RLOO, REINFORCE++ and PPO for language models have it, or one of the others."""
+    place: Literal["loss", "reward"] = "loss"
+    """`loss`: added to the loss of each token; `reward`: taken off the reward of each token before advantages."""
+    anchor: Literal["warmup", "start"] = "warmup"
+    """The reference: the weights after the warm-up (the supervised model of the papers), or those before it."""
 
     def __post_init__(self) -> None:
         refuse_negative(self, "coef")
@@ -184,14 +150,24 @@ class RolloutCorrection:
     """Importance weights for an engine whose log-probs differ from the trainer's."""
 
     method: Literal["none", "truncate", "mask"] = "none"
-    """`none`: weights are 1; `truncate`: larger weights than `cap` are cut to it; `mask`: tokens whose weight is
-    outside of [1 / cap, cap] are left out."""
+    """`none`: weights are 1; `truncate`: larger weights than `cap` are cut to it (TIS); `mask`: what has a larger one
+    is left out (MIS)."""
+    level: Literal["token", "sequence"] = "token"
+    """Whose weights: each token's, or those of whole samples, the product of their tokens'."""
     cap: float = 2.0
-    """The largest weight; with `mask`, its inverse is the smallest."""
+    """The largest weight."""
+    floor: float = 0.0
+    """With `mask`, what has a smaller weight is left out too (IcePop); 0 is off."""
 
     def __post_init__(self) -> None:
         if not self.cap >= 1:
             raise ConfigError(f"cap must be at least 1, got {self.cap}")
+        if not 0 <= self.floor <= 1:
+            raise ConfigError(f"floor must be in [0, 1], got {self.floor}")
+        if self.floor and self.method != "mask":
+            raise ConfigError(
+                f"floor={self.floor} has no effect with method={self.method}: set method to mask"
+            )
 
 
 @dataclass(frozen=True)
@@ -203,51 +179,50 @@ class Algorithm:
     gamma: float = 1.0
     """Discount per turn; below 1, shorter solutions are worth more."""
     step_advantage_weight: float = 1.0
-    """GiGPO and GraphGPO: weight of the step-level advantage beside the episode's."""
+    """GiGPO: weight of the step-level advantage beside the episode's."""
     gigpo: GiGPO = GiGPO()
-    graph_discount: float = 0.1
-    """GraphGPO: worth of a state against that of one a turn nearer to the goal."""
     teacher: str | None = None
     """Distillation: the folder of a model, or of a checkpoint's engine, that scores the tokens (same vocabulary)."""
     policy_loss: str = "clip"
     """A registered loss, see `shoal.train.agent.losses`."""
-    loss_aggregation: Aggregation = _BY_NAME
-    """`token_mean` if neither estimator nor loss says otherwise (`dr_grpo`: constant, `gspo`: sequence_mean)."""
-    loss_constant: float | Literal["budget"] = _BY_NAME
-    """Tokens a sequence is divided by, for `loss_aggregation: constant`. `budget` (what `dr_grpo` sets): as many as a
-    sample may have, `max_tokens` a response."""
-    clip_ratio_low: float = _BY_NAME
-    """0.2 if the loss does not say otherwise (`gspo`: 3e-4)."""
-    clip_ratio_high: float = _BY_NAME
-    """0.28 if the loss does not say otherwise (`gspo`: 4e-4)."""
+    loss_aggregation: Aggregation = "sequence_mean"
+    """`token_mean`: every token counts the same; `sequence_mean`: every sample, and its tokens share; `constant`: the
+    sum over tokens, divided by the number of samples and by `loss_constant`."""
+    loss_constant: float | Literal["budget"] = 1.0
+    """Tokens a sample is divided by, for `loss_aggregation: constant`. `budget`: as many as a sample may have,
+    `max_tokens` a response."""
+    clip_ratio_low: float = 0.2
+    """How far below 1 a ratio counts."""
+    clip_ratio_high: float = 0.2
+    """How far above 1 a ratio counts."""
     dual_clip: float | None = None
     """Bound on the loss of tokens with negative advantage (above 1; 3 is usual)."""
-    entropy_coef: float = _BY_NAME
-    """Bonus for a nat of entropy; 0.03 if the estimator does not say otherwise (`distillation`: 0)."""
-    entropy_target: float | None = 0.4
+    entropy_coef: float = 0.0
+    """Bonus for a nat of entropy."""
+    entropy_target: float | None = None
     """Nats a token at which the bonus has fallen to 0: it is whole for a deterministic policy, and never makes one more
-    random than this. null: `entropy_coef` always holds."""
-    learning_rate: float = 1e-3
-    """Of Adam."""
+    random than this. null: `entropy_coef` holds where any reward differs, and there is no bonus elsewhere."""
+    learning_rate: float | Literal["auto"] = "auto"
+    """Of Adam; `auto` follows from the engine."""
     lr_schedule: Decay = "constant"
     """From `learning_rate` at the first iteration to 0 after the last."""
     weight_decay: float = 0.0
     """Of AdamW; 0 is plain Adam."""
     epochs: int = 1
     """Passes over each iteration's samples."""
-    minibatch_size: int = 256
-    """Samples of one gradient step."""
+    minibatch_size: int | None = None
+    """Samples of one gradient step (window prompt: turns; append: episodes); null: one step a batch."""
     micro_batch_tokens: int = 16384
     """Tokens, padding included, that go through the network at once; changes memory, not results."""
-    batching: Batching = "auto"
-    """How samples share the rows of a micro-batch: `padded` (in order), `bucketed` (like lengths together), `packed`
-    (several in a row, attention within each), `auto` (packed where lengths differ enough to pay); changes speed."""
+    batching: Batching = "packed"
+    """How samples share the rows of a micro-batch: `packed` (several in a row, attention within each, and a common
+    beginning once) or `padded` (one a row); changes speed. A model that cannot be packed is padded, which is said."""
     gradient_checkpointing: bool = False
     """Compute each layer a second time in the backward pass: less memory, the same gradients, about a third slower."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the arithmetic of the update (autocast); weights and optimizer keep theirs. See `logprob_gap_max`."""
-    max_grad_norm: float = 1.0
-    """Longer gradients are shortened to this length."""
+    max_grad_norm: float | None = 1.0
+    """Longer gradients are shortened to this length; 0 or null leaves them as they are."""
     overlong_filter: bool = False
     """Learn nothing from episodes in which a response was cut off at `max_tokens` or by the context (DAPO)."""
     rollout_filter_ratio: float = 1.0
@@ -260,14 +235,16 @@ class Algorithm:
     rollout_correction: RolloutCorrection = RolloutCorrection()
 
     def __post_init__(self) -> None:
-        self._set_by_name()
-        if not 0 < self.graph_discount < 1:
-            raise ConfigError(f"graph_discount must be in (0, 1), got {self.graph_discount}")
+        _known(ESTIMATORS, self.adv_estimator)
+        _known(LOSSES, self.policy_loss)
         if not 0 < self.gamma <= 1:
             raise ConfigError(f"gamma must be in (0, 1], got {self.gamma}")
-        refuse_not_positive(
-            self, "learning_rate", "epochs", "minibatch_size", "micro_batch_tokens", "max_grad_norm"
-        )
+        sizes = [
+            name for name in ("learning_rate", "minibatch_size") if getattr(self, name) not in ("auto", None)
+        ]
+        refuse_not_positive(self, *sizes, "epochs", "micro_batch_tokens")
+        if self.max_grad_norm is not None:
+            refuse_negative(self, "max_grad_norm")
         if self.loss_constant != "budget":
             refuse_not_positive(self, "loss_constant")
         if self.entropy_target is not None:
@@ -280,29 +257,19 @@ class Algorithm:
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ConfigError(f"dual_clip must be above 1, got {self.dual_clip}")
 
-    def _set_by_name(self) -> None:
-        """Give what is left out the value that the estimator or the loss brings along."""
-        estimator, loss = _known(ESTIMATORS, self.adv_estimator), _known(LOSSES, self.policy_loss)
-        brought = _PLAIN | dict(estimator.defaults) | dict(loss.defaults)
-        if other := sorted(brought.keys() - _PLAIN.keys()):
-            raise ConfigError(
-                f"the name of an estimator or a loss can set {', '.join(_PLAIN)}, and not {', '.join(other)}, as "
-                f"adv_estimator={self.adv_estimator} or policy_loss={self.policy_loss} does"
-            )
-        left_out = [name for name in brought if getattr(self, name) is None]
-        for name in left_out:
-            object.__setattr__(self, name, brought[name])
-        if "loss_constant" in left_out and self.loss_aggregation != "constant":
-            object.__setattr__(self, "loss_constant", _PLAIN["loss_constant"])
+    @property
+    def rates(self) -> tuple[float, float]:
+        """The learning rates of the policy and of the critic.
 
-    def filtering(self, proxy: AgentProxy) -> Algorithm:
-        """These settings; which groups are learned from, where that is left out, by how rewards are compared."""
-        groups = self.filter_groups
-        if groups.enable is not None:
-            return self
-        grouped = ESTIMATORS[self.adv_estimator].grouped and proxy.reward_normalization.grouping == "state"
-        enable = grouped or groups.max_num_gen_batches > 1
-        return replace(self, filter_groups=replace(groups, enable=enable))
+        Raises:
+            ConfigError: one is `auto`, and no engine has decided it.
+        """
+        rates = self.learning_rate, self.critic.learning_rate
+        if isinstance(rates[0], str) or isinstance(rates[1], str):
+            raise ConfigError(
+                "learning_rate=auto follows from the engine of an AgentConfig: give a number here"
+            )
+        return rates[0], rates[1]
 
     @property
     def needs(self) -> str:
@@ -358,9 +325,9 @@ class AgentProxy(RolloutSettings):
     overlong_buffer: int = 0
     """DAPO's soft punishment of long responses: it grows over that many tokens below `max_tokens`; 0 for none."""
     overlong_penalty: float = 1.0
-    """Taken off a response of `max_tokens`, added like `format_penalty`."""
+    """Taken off the reward of a response of `max_tokens`."""
     format_penalty: float = 0.0
-    """Taken off per turn without a valid action; added after normalisation, never part of the spread."""
+    """Weight of the reward `format`, -1 for each turn without a valid action, beside those of `rewards`."""
     reward_normalization: RewardNormalization = RewardNormalization()
 
     def __post_init__(self) -> None:
@@ -394,7 +361,7 @@ class Warmup:
     lr_schedule: Decay = "constant"
     """From `learning_rate` at the first step to 0 after the last."""
     max_grad_norm: float | None = None
-    """Longer gradients are shortened to it; None leaves them as they are."""
+    """Longer gradients are shortened to it; 0 or null leaves them as they are."""
     expert: float = 0.0
     """Share of actions that come from the env's expert (Sokoban's solver, say), where it knows one."""
     rehearsal: float = 0.0
@@ -410,7 +377,7 @@ class Warmup:
         refuse_not_positive(self, "batch_size", "learning_rate")
         refuse_negative(self, "rehearsal")
         if self.max_grad_norm is not None:
-            refuse_not_positive(self, "max_grad_norm")
+            refuse_negative(self, "max_grad_norm")
         if not 0 <= self.expert <= 1:
             raise ConfigError(f"warmup.expert must be in [0, 1], got {self.expert}")
         if self.only_expert and not self.expert:
@@ -487,9 +454,8 @@ class AgentConfig:
     A folder (with a slash in its name) is one to find modules in; `--config-dir` adds its own."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.algorithm, Algorithm) and isinstance(self.agent_proxy, AgentProxy):
-            object.__setattr__(self, "algorithm", self.algorithm.filtering(self.agent_proxy))
         check_fields(self)
+        settle(self)
         if self.model.lora.rank and self.engine.train_last_layers is not None:  # adapters are in all layers
             object.__setattr__(self, "engine", replace(self.engine, train_last_layers=None))
         if conflict := next(conflicts_of(self), None):
@@ -499,66 +465,32 @@ class AgentConfig:
     def read(cls, values: Mapping[str, Any]) -> AgentConfig:
         """The settings in a mapping; what its `imports` register is known by then.
 
-        What it leaves out is as in `ENGINE_DEFAULTS`, or else the default of its field.
+        What it leaves out, or says null where that is no value, has the default of its field.
 
         Raises:
             ConfigError: an unknown key, a value that does not fit, or an import that fails.
         """
         import_extensions(values.get("imports") or ())
-        return from_mapping(cls, with_engine_defaults(values))
+        return from_mapping(cls, settled_mapping(values))
+
+    @property
+    def paid(self) -> tuple[str | RewardConfig, ...]:
+        """What an episode is paid: `rewards`, and the format penalty; empty where the env's own reward is all."""
+        penalty = self.agent_proxy.format_penalty
+        return (*(self.rewards or (ENV,)), RewardConfig(FORMAT, penalty)) if penalty else self.rewards
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The learning rates, by their settings; they may change when a run goes on, which is warned of."""
+        policy, critic = self.algorithm.rates
+        rates = {"algorithm.learning_rate": policy}
+        return (
+            rates | {"algorithm.critic.learning_rate": critic} if self.algorithm.needs == "critic" else rates
+        )
 
     def comparable(self) -> dict[str, Any]:
         """What must be equal for a run to be continued: all that can change its results."""
         return comparable(to_mapping(self))
-
-
-def engine_kind(engine: Any) -> str:
-    """By the `engine` settings: `tiny`, the network that shoal makes itself, `server`, or `real`, any other model."""
-    given = engine if isinstance(engine, Mapping) else {}
-    name, replicas = given.get("name", "tiny"), given.get("replicas")
-    if name == "ray" and isinstance(replicas, Mapping):
-        name = replicas.get("engine", "huggingface")
-    return {"tiny": "tiny", "openai": "server"}.get(name, "real")
-
-
-def engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `ENGINE_DEFAULTS` that go together with these settings, by their paths."""
-    found = dict(ENGINE_DEFAULTS[engine_kind(values.get("engine"))])
-    estimator = _at(values, "algorithm.adv_estimator")
-    if estimator in ESTIMATORS and not ESTIMATORS[estimator].grouped:
-        found.pop("agent_proxy.reward_normalization.grouping", None)  # which it does not read
-    if "agent_proxy.prompt.prefill" in found and _at(values, "agent_proxy.prompt.mode") == "append":
-        del found["agent_proxy.prompt.prefill"]  # which append mode has not
-        found["agent_proxy.prompt.later"] = "{observation}"  # the chat shows the rest
-    if _at(values, "agent_proxy.tools"):
-        found.pop("agent_proxy.prompt.prefill", None)  # an answer may be a call
-    if (_at(values, "algorithm.filter_groups.max_num_gen_batches") or 1) > 1:
-        found.pop("algorithm.filter_groups.enable", None)  # dynamic sampling filters
-    return found
-
-
-def with_engine_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings, nested, with the defaults of their engine where they say nothing or null."""
-    left_open = {path for known in ENGINE_DEFAULTS.values() for path in known}
-    left_open |= {"algorithm.filter_groups.enable", *(f"algorithm.{name}" for name in _PLAIN)}
-    filled = _without(values, {path for path in left_open if _at(values, path) is None})
-    for path, value in engine_defaults(values).items():
-        *parents, name = path.split(".")
-        node = filled
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                break  # the reader of the settings says what is wrong
-        else:
-            node.setdefault(name, value)
-    return filled
-
-
-def _at(values: Any, path: str) -> Any:
-    """The setting at a path of nested mappings; None if there is none."""
-    for name in path.split("."):
-        values = values.get(name) if isinstance(values, Mapping) else None
-    return values
 
 
 def _without(values: Mapping[str, Any], paths: Collection[str], here: str = "") -> dict[str, Any]:
@@ -573,7 +505,7 @@ def _without(values: Mapping[str, Any], paths: Collection[str], here: str = "") 
 def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a run's settings, as a mapping, that can change its results.
 
-    Where and how fast something is computed, and in how much memory, may change when a run goes on.
+    Where and how fast something is computed, in how much memory, and learning rates may change when a run goes on.
     """
     known, replicas = _without(values, _FREE), values["engine"]["replicas"]
     known["engine"]["replicas"] = {"engine": replicas["engine"]}
@@ -590,9 +522,10 @@ _FREE = {
     "run_dir", "resume", "vector", "use_parallel_envs", "next_step", "trainer", "imports",
     "agent_proxy.use_parallel_rollout", "agent_proxy.parallel_n_jobs", "agent_proxy.parallel",
     "algorithm.micro_batch_tokens", "algorithm.gradient_checkpointing", "algorithm.batching",
+    "algorithm.learning_rate", "algorithm.critic.learning_rate",
     "engine.device", "engine.threads", "engine.vllm", "engine.server",
 }  # fmt: skip
-"""Settings that change no results, by their paths."""
+"""Settings that change no results, by their paths; and learning rates, the remedy for a run that diverged."""
 _FREE_OF_REWARDS = {
     "timeout", "retries", "concurrency", "model.base_url", "model.api_key_env", "model.patience",
 }  # fmt: skip
@@ -703,15 +636,19 @@ def compose_config(name: str, overrides: Sequence[str] = (), folder: Path | None
     refuse_unknown_config(name, folder)
     if folder is not None and (own := folder / f"{name}.yaml").is_file():
         read_settings(own)  # it is YAML of settings, and no more
-    words = [_forced(word, folder) for word in overrides]
+    further = [] if folder is None else ["hydra.searchpath=[pkg://shoal.configs]"]
+
+    def preset(word: str) -> Any:
+        return OmegaConf.to_container(compose(overrides=[word, *further]), resolve=True)
+
     try:
         with _own_hydra():
             if folder is None:
-                with initialize_config_module("shoal.configs", version_base=None):
-                    composed = compose(name, overrides=words)
+                initialize_config_module("shoal.configs", version_base=None)
             else:
-                with initialize_config_dir(str(folder.resolve()), version_base=None):
-                    composed = compose(name, overrides=[*words, "hydra.searchpath=[pkg://shoal.configs]"])
+                initialize_config_dir(str(folder.resolve()), version_base=None)
+            words = [_forced(word, folder) for word in preset_words(list(overrides), folder, preset)]
+            composed = compose(name, overrides=[*words, *further])
         whole = OmegaConf.merge(_defaults(), composed)
         values: dict[str, Any] = OmegaConf.to_container(whole, resolve=True)  # type: ignore[assignment]
     except MissingConfigException as error:
@@ -763,11 +700,9 @@ def _own_hydra() -> Iterator[None]:
 
 
 def _defaults() -> dict[str, Any]:
-    """All settings with their defaults; those that a name or the engine sets are left open."""
-    values = to_mapping(AgentConfig())
-    values["algorithm"] |= dict.fromkeys(_PLAIN)
-    values["algorithm"]["filter_groups"]["enable"] = None
-    for path in {path for known in ENGINE_DEFAULTS.values() for path in known}:
-        *parents, name = path.split(".")
-        reduce(getitem, parents, values)[name] = None
-    return values
+    """The defaults of all settings, in which those that the engine decides are `auto`."""
+    defaults = {}
+    for item in fields(AgentConfig):
+        made = item.default if item.default_factory is MISSING else item.default_factory()
+        defaults[item.name] = to_mapping(made)
+    return defaults

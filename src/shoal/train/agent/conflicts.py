@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from shoal.train.agent.config import AgentConfig
 
 _PLAIN_READERS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-    ("step_advantage_weight", 1.0, ("gigpo", "graphgpo")),
-    ("graph_discount", 0.1, ("graphgpo",)),
+    ("step_advantage_weight", 1.0, ("gigpo",)),
     ("gigpo.episode_reward", "return", ("gigpo",)),
     ("gigpo.statistics", "episodes", ("gigpo",)),
-    ("critic.token_lambda", 1.0, ("bi_level_gae",)),
 )
 """Settings of the algorithm that some estimators alone read, and their defaults."""
 _OF_TRANSFORMERS = (("model", None), ("train_last_layers", None), ("dtype", "float32"))
@@ -57,10 +55,10 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
             f"engine.batch_invariant=true makes the update compute as the sampler does, and algorithm.precision="
             f"{algorithm.precision} otherwise: leave precision out, and set engine.dtype=bfloat16"
         )
-    if algorithm.kl.coef and algorithm.kl.estimator == "k1":
+    if algorithm.kl.coef and algorithm.kl.estimator == "k1" and algorithm.kl.place == "loss":
         yield (
             f"algorithm.kl.estimator=k1 with kl.coef={algorithm.kl.coef} pulls nowhere, since its gradient is noise "
-            f"with mean 0: use k2, or k3 as the paper of GRPO does, or set kl.coef to 0"
+            f"with mean 0: use k2, or k3 as the paper of GRPO does, or set kl.place to reward, or kl.coef to 0"
         )
     if algorithm.loss_constant != 1 and algorithm.loss_aggregation != "constant":
         yield (
@@ -71,6 +69,11 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
         yield (
             f"algorithm.teacher={algorithm.teacher} and adv_estimator={algorithm.adv_estimator} do not fit: name the "
             f"folder of a teacher for distillation, and none for others"
+        )
+    if algorithm.needs == "teacher" and algorithm.kl.coef and algorithm.kl.place == "reward":
+        yield (
+            f"algorithm.kl.place=reward has no effect with adv_estimator={algorithm.adv_estimator}, which reads no "
+            f"rewards: set it to loss, or kl.coef to 0"
         )
     if algorithm.critic.warmup and algorithm.needs != "critic":
         yield (
@@ -115,7 +118,7 @@ def refuse_without_signal(config: AgentConfig) -> None:
     compared = rewards.grouping == "state" and not (estimator.normalized and rewards.method == "identity")
     if algorithm.filter_groups.enable:
         needs = "algorithm.filter_groups.enable=true leaves such groups out"
-    elif estimator.grouped and algorithm.adv_estimator not in ("gigpo", "graphgpo") and compared:
+    elif estimator.grouped and algorithm.adv_estimator != "gigpo" and compared:
         needs = f"algorithm.adv_estimator={algorithm.adv_estimator} learns from what differs within groups"
     else:
         return

@@ -18,7 +18,7 @@ from shoal.core.errors import ConfigError
 from shoal.core.seeding import stream
 from shoal.rollout.samplers.registry import EngineConfig
 from shoal.train.agent.batch import Sample
-from shoal.train.agent.config import AgentProxy, Algorithm
+from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
 from shoal.train.agent.networks import split_optimizer
 from shoal.train.agent.policy import make_policy, trained_parameters
 from shoal.train.agent.update import Learner, update
@@ -69,6 +69,17 @@ def deterministic(on: bool) -> Iterator[None]:
         memory.fill_uninitialized_memory = filled
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads of PyTorch's arithmetic in this process, for as long as this lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def updated_twice(device: str = "cpu") -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The weights of a tiny model after two updates, and those of the same once more: equal to the bit if all is well.
 
@@ -94,7 +105,7 @@ def _updated(config: EngineConfig, on: bool) -> list[torch.Tensor]:
             sample = sample.with_column(name, column)  # type: ignore[arg-type]
         samples.append(sample)
     optimizer = split_optimizer(trained_parameters(policy.module), None, 1e-3, 1e-3, 0.0)
-    learner = Learner(policy, optimizer, Algorithm(minibatch_size=16), AgentProxy())
+    learner = Learner(policy, optimizer, Algorithm(minibatch_size=16, kl=KLPenalty(0.0)), AgentProxy())
     with deterministic(on):
         for iteration in range(2):
             update(learner, samples, iteration)

@@ -75,15 +75,16 @@ def rejected_answer(trajectories: Sequence[Trajectory], roles: Mapping[str, Role
 
 
 def score_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`score/<name>` of each of the `rewards`, its mean over whole episodes, and how many got none of it."""
+    """`score/<name>` of each of the `rewards`, its mean over whole episodes that have one, and how many have none."""
     row: dict[str, float] = {}
     for name in dict.fromkeys(score.name for t in trajectories for score in t.scores):
         found = [(t.status, score.value) for t in trajectories for score in t.scores if score.name == name]
         values = [value for status, value in found if status == "ok" and value is not None]
         if values:
             row[f"score/{name}"] = math.fsum(values) / len(values)
-        if missing := sum(value is None for _, value in found):
-            row[f"score_missing/{name}"] = float(missing)
+        for what, failed in (("score_missing", True), ("score_abstained", False)):
+            if count := sum(value is None and (status != "ok") == failed for status, value in found):
+                row[f"{what}/{name}"] = float(count)
     return row
 
 
@@ -96,7 +97,7 @@ def success_by_kind(whole: Sequence[Trajectory]) -> dict[str, float]:
 def heldout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """What an evaluation says, as `heldout_…`."""
     metrics = rollout_metrics(trajectories)
-    kinds = [key for key in metrics if key.startswith(("success/", "score/", "score_missing/"))]
+    kinds = [key for key in metrics if key.startswith(("success/", "score"))]
     of_programs = program_metrics(trajectories)
     wanted = ("success", "reward", "turns", "valid_actions", "failed_episodes", *kinds, *of_programs)
     return {f"heldout_{key}": metrics[key] for key in wanted}
@@ -141,12 +142,17 @@ def iteration_times(
 
 
 def shaping_only(whole: Sequence[Trajectory], gamma: float = 1.0) -> float:
-    """Share of groups whose members earned the same return of the task and differ by turns without a valid action."""
+    """Share of groups whose members were paid the same by the env and differ by turns without a valid action."""
     if not whole:
         return 0.0
-    rewarded = _differing([discounted(t, gamma) for t in whole], whole)
+    rewarded = _differing([_of_env(t, gamma) for t in whole], whole)
     invalid = [float(sum(not turn.action_is_valid for turn in t.turns)) for t in whole]
     return len(_differing(invalid, whole) - rewarded) / len({t.group for t in whole})
+
+
+def _of_env(trajectory: Trajectory, gamma: float) -> float:
+    """The discounted return of what the env itself paid."""
+    return discounted(trajectory.as_played, gamma)
 
 
 def _differing(values: Sequence[float], whole: Sequence[Trajectory]) -> set[int]:

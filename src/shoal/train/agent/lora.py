@@ -26,7 +26,7 @@ from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.models import resolve_model
 from shoal.rollout.samplers.registry import EngineConfig
 from shoal.train.agent.config import Lora
-from shoal.train.agent.policy import HuggingFacePolicy, Policy, dropouts, policy_of, weights_sha256
+from shoal.train.agent.policy import HuggingFacePolicy, Policy, policy_of, weights_sha256
 
 KIND = "huggingface-lora"
 ADAPTER = "adapter_model.safetensors"
@@ -53,18 +53,17 @@ class LoraPolicy(HuggingFacePolicy):
         device = next(self.module.parameters()).device
         with torch_noise(derive_seed(seed, "init", "lora"), device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", _OLD_NAME, FutureWarning)
+            warnings.filterwarnings(
+                "ignore", "Model has .tie_word_embeddings", UserWarning
+            )  # which is refused below
             try:
                 self.module.add_adapter(settings, _NAME)  # type: ignore[operator]
             except ValueError as error:
                 raise ConfigError(f"model.lora does not fit this model: {error}") from error
+        _refuse_tied(self.module, lora)
         for parameter in self.own_weights().values():
             parameter.data = parameter.data.float()  # small updates would be lost in bfloat16
         self.module.eval()
-
-    @property
-    def merges_equals(self) -> bool:
-        """Not where adapters drop out: each sample has a draw of its own."""
-        return super().merges_equals and not dropouts(self.module)
 
     def own_weights(self) -> dict[str, nn.Parameter]:
         """The trained parameters by the names they have in an adapter file."""
@@ -106,6 +105,26 @@ class LoraPolicy(HuggingFacePolicy):
 
         _refuse_other_base(folder, self.base_sha256)
         return dict(load_file(folder / ADAPTER))
+
+
+def _refuse_tied(model: Any, lora: Lora) -> None:
+    """Check that adapters are not on one of two layers with one weight: a merge would change the other, too.
+
+    Raises:
+        ConfigError: they are on the embedding or the output layer of a model that ties these.
+    """
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    bare = [getattr(layer, "base_layer", layer) for layer in layers]
+    if None in bare or bare[0].weight is not bare[1].weight:
+        return
+    names = [name.rpartition(".")[2] for name, part in model.named_modules() if part in layers]
+    adapted = [name for name, layer, inner in zip(names, layers, bare, strict=True) if layer is not inner]
+    if adapted:
+        raise ConfigError(
+            f"model.lora.target_modules={lora.target_modules} puts adapters on {' and '.join(adapted)}, whose weight "
+            f"is that of {' and '.join(names)} in this model (tied embeddings): a merged model would differ from the "
+            f"trained one. Leave {' and '.join(adapted)} out"
+        )
 
 
 def add_lora(policy: Policy, lora: Lora, base: str | None, seed: int) -> LoraPolicy:

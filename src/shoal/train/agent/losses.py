@@ -6,8 +6,8 @@ so no loss depends on how a minibatch was cut into micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -46,11 +46,9 @@ class PolicyLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """A policy loss, and what its name brings along."""
+    """A policy loss, and what is known of it."""
 
     compute: Callable[[Tokens, Algorithm], PolicyLoss]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of `algorithm` that the name sets where the config does not."""
     conflicts: Callable[[Algorithm], Iterator[str]] | None = None
     """Gives a sentence for each setting that would have no effect."""
 
@@ -64,7 +62,7 @@ def policy_loss(name: str, *, replace: bool = False, **about: Any) -> Callable[[
     Args:
         name: what `algorithm.policy_loss` takes.
         replace: a loss of that name.
-        about: `defaults`, `conflicts`.
+        about: `conflicts`.
 
     It must be pure, as an estimator of `advantage`.
     """
@@ -111,11 +109,7 @@ def _no_dual_clip(config: Algorithm) -> Iterator[str]:
         )
 
 
-@policy_loss(
-    "gspo",
-    defaults={"loss_aggregation": "sequence_mean", "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4},
-    conflicts=_no_dual_clip,
-)
+@policy_loss("gspo", conflicts=_no_dual_clip)
 def _gspo_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
     """GSPO (arXiv:2507.18071): equal for the tokens of a sequence with one advantage."""
     return _clipped(sequence_ratios(tokens.logprobs - tokens.old_logprobs, tokens.rows), tokens, config)
@@ -132,15 +126,15 @@ def _no_lower_bound(config: Algorithm) -> Iterator[str]:
 
 @policy_loss("cispo", conflicts=_no_lower_bound)
 def _cispo_loss(tokens: Tokens, config: Algorithm) -> PolicyLoss:
-    """CISPO (arXiv:2506.13585): every token keeps its gradient, its importance weight is cut from above."""
+    """CISPO (arXiv:2506.13585, eq. 4): every token keeps its gradient, its importance weight is cut from above."""
     ratio, most = (tokens.logprobs - tokens.old_logprobs).detach().exp(), 1 + config.clip_ratio_high
     return PolicyLoss(-ratio.clamp(max=most) * tokens.advantages * tokens.logprobs, ratio > most)
 
 
 def _no_bounds(config: Algorithm) -> Iterator[str]:
     yield from _no_dual_clip(config)
-    for name, plain in (("clip_ratio_low", 0.2), ("clip_ratio_high", 0.28)):
-        if getattr(config, name) != plain:
+    for name in ("clip_ratio_low", "clip_ratio_high"):
+        if getattr(config, name) != 0.2:
             yield (
                 f"algorithm.{name}={getattr(config, name)} has no effect with policy_loss=likelihood, which has no "
                 f"ratios: leave it out"
@@ -196,16 +190,31 @@ def ratio_of(gaps: Tensor) -> Tensor:
     return gaps.clamp(max=FURTHEST).exp()
 
 
-def rollout_correction(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float, method: str) -> Tensor:
-    """`[N]` importance weights for tokens that another engine sampled than the one that trains.
+def rollout_correction(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    cap: float,
+    method: str,
+    *,
+    level: Literal["token", "sequence"] = "token",
+    floor: float = 0.0,
+) -> Tensor:
+    """`[N]` importance weights for the tokens of one sample, which another engine sampled than the one that trains.
 
-    `truncate` bounds the weight by `cap` (truncated importance sampling); `mask` gives 0 to tokens whose weight
-    is above `cap` or below its inverse, and leaves the others as they are.
+    Args:
+        old_logprobs: `[N]` in the trainer's arithmetic.
+        rollout_logprobs: `[N]` in the engine's.
+        cap: the largest weight.
+        method: `truncate` bounds weights by `cap` (truncated importance sampling, TIS); `mask` gives 0 to what has a
+            larger weight, or a smaller one than `floor`, and leaves others as they are (masked, MIS).
+        level: `token`, each has its own weight; `sequence`, all have the product of them.
+        floor: the smallest weight that `mask` leaves.
     """
-    weight = (old_logprobs - rollout_logprobs).exp()
+    gap = old_logprobs - rollout_logprobs
+    weight = (gap.sum().expand_as(gap) if level == "sequence" else gap).exp()
     if method == "truncate":
         return weight.clamp(max=cap)
-    return weight.where((weight <= cap) & (weight >= 1 / cap), 0.0)  # infinity times 0 is none
+    return weight.where((weight <= cap) & (weight >= floor), 0.0)  # infinity times 0 is none
 
 
 def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.core.files import verify_folder, write_folder
@@ -20,7 +22,7 @@ from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.policy import Around, Critic, Policy, make_policy, trained_parameters
 from shoal.train.agent.sharding import ShardedPolicy, shard
 from shoal.train.agent.update import MasterAdamW
-from shoal.train.agent.weights import gather
+from shoal.train.agent.weights import fill, gather
 
 
 def make_networked(
@@ -52,21 +54,24 @@ def make_networks(
     critic = Critic(policy) if config.algorithm.needs == "critic" else None
     if critic is not None and processes.sharded:
         shard(critic, policy, processes, [critic.output])
-    penalty, lora = config.algorithm.kl.coef, hasattr(policy, "without_adapters")
+    kl, lora = config.algorithm.kl, hasattr(policy, "without_adapters")
     reference = None
-    if penalty and not lora:
+    if kl.coef and not lora:
         frozen = policy.twin()
         frozen.module.requires_grad_(False)
         cut = ShardedPolicy(frozen, processes) if processes.sharded else frozen
         reference = Reference(cut, kept, processes)
     trained: Policy = ShardedPolicy(policy, processes) if processes.sharded else policy
-    if penalty and lora:
-        reference = Reference(BasePolicy(trained))
+    if kl.coef and lora:
+        warmed = kl.anchor == "warmup"
+        reference = (
+            Reference(KeptAdapters(trained), kept, processes) if warmed else Reference(BasePolicy(trained))
+        )
     return trained, critic, reference
 
 
 class Reference:
-    """The weights that a KL penalty holds on to: those of the start of the run, kept in its folder.
+    """The weights that a KL penalty holds on to, those of `algorithm.kl.anchor`, kept in the run's folder.
 
     Args:
         policy: with these weights.
@@ -82,7 +87,10 @@ class Reference:
         """Take over the present weights of `policy`, in memory and on disk."""
         if self._folder is None:
             return
-        self.policy.module.load_state_dict(policy.module.state_dict())
+        if isinstance(self.policy, KeptAdapters):
+            self.policy.keep()
+        else:
+            self.policy.module.load_state_dict(policy.module.state_dict())
         weights = gather(policy.saved_weights(), self._processes.first)
         if self._processes.first:
             with write_folder(self._folder) as folder:
@@ -100,6 +108,10 @@ class BasePolicy(Around):
 
     inner: Any
 
+    def _reading(self) -> AbstractContextManager[None]:
+        """The network is the one that is asked, for as long as this lasts."""
+        return self.inner.without_adapters()  # type: ignore[no-any-return]
+
     @property
     def head(self) -> nn.Module | None:
         """The inner one's, unless it has adapters itself: then scores are made at once, without them."""
@@ -107,25 +119,54 @@ class BasePolicy(Around):
         return None if head is None or trained_parameters(head) else head
 
     def logits(self, *read: Any) -> Tensor:
-        """The inner one's, without adapters."""
-        with self.inner.without_adapters():
+        """The inner one's, as `_reading` makes it."""
+        with self._reading():
             return self.inner.logits(*read)  # type: ignore[no-any-return]
 
     def hidden(self, *read: Any) -> Tensor:
-        """The inner one's, without adapters."""
-        with self.inner.without_adapters():
+        """The inner one's, as `_reading` makes it."""
+        with self._reading():
             return self.inner.hidden(*read)  # type: ignore[no-any-return]
+
+
+class KeptAdapters(BasePolicy):
+    """The model with the LoRA adapters of an earlier moment, in the place of the present ones while it reads."""
+
+    def __init__(self, inner: Policy) -> None:
+        super().__init__(inner)
+        self._kept = {name: weight.detach().clone() for name, weight in inner.own_weights().items()}
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Take over the present adapters."""
+        for name, weight in self.inner.own_weights().items():
+            self._kept[name].copy_(weight)
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take over adapters by name, which every process has whole."""
+        fill(self._kept, weights)
+        self.weights_version = version
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        own = self.inner.own_weights()
+        present = {name: weight.detach().clone() for name, weight in own.items()}
+        with torch.no_grad():
+            for name, weight in own.items():
+                weight.copy_(self._kept[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, weight in own.items():
+                    weight.copy_(present[name])
 
 
 def make_optimizer(config: AgentConfig, policy: Policy, critic: Critic | None) -> MasterAdamW:
     """Adam over what is trained."""
     algorithm = config.algorithm
     return split_optimizer(
-        trained_parameters(policy.module),
-        critic,
-        algorithm.learning_rate,
-        algorithm.critic.learning_rate,
-        algorithm.weight_decay,
+        trained_parameters(policy.module), critic, *algorithm.rates, algorithm.weight_decay
     )
 
 
@@ -141,6 +182,5 @@ def split_optimizer(
 
 def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, iteration: int, iterations: int) -> None:
     """Learning rates by the schedule, from the finished share of the run alone."""
-    rates = [algorithm.learning_rate, algorithm.critic.learning_rate]
-    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+    for group, rate in zip(optimizer.param_groups, algorithm.rates, strict=False):
         group["lr"] = decayed(rate, algorithm.lr_schedule, iteration / iterations)

@@ -151,6 +151,7 @@ def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
 def _spoiled(trajectory: Trajectory) -> DivergedError:
     return DivergedError(
         f"the engine gave log-probabilities that are no numbers (group {trajectory.group}, member "
-        f"{trajectory.member}): its weights are spoiled. Begin anew in another run_dir with a lower learning rate "
-        f"(algorithm.learning_rate, or warmup.learning_rate at the start): resume=true takes the same settings alone"
+        f"{trajectory.member}): its weights are spoiled. Go on from the last checkpoint with a lower learning rate "
+        f"(resume=true algorithm.learning_rate=…), or begin anew in another run_dir (at the start with a lower "
+        f"warmup.learning_rate)"
     )

@@ -28,7 +28,7 @@ from shoal.rollout.samplers.models import INVARIANT, looks_back, resolve_model
 from shoal.rollout.samplers.registry import EngineConfig, make_engine
 from shoal.rollout.samplers.sampler import of_inner, require_trainable, require_weights
 from shoal.rollout.samplers.tiny import TinyNetwork
-from shoal.train.agent.batch import TINY, Batching, Costs, MicroBatch, Sample, token_values
+from shoal.train.agent.batch import Batching, MicroBatch, Sample, token_values
 from shoal.train.agent.losses import entropy_of
 from shoal.train.agent.weights import fill
 
@@ -52,6 +52,7 @@ class Policy(ABC):
         self.tokenizer = tokenizer
         self.pad_id = pad_id
         self.weights_version = 0
+        """The iterations that these weights have behind them, whether or not they changed."""
 
     @abstractmethod
     def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
@@ -84,16 +85,6 @@ class Policy(ABC):
     def shares_prefixes(self) -> bool:
         """Whether samples in a row may go on from what they share."""
         return False
-
-    @property
-    def merges_equals(self) -> bool:
-        """Whether samples that are equal, token for token, are computed once: the same but for rounding."""
-        return self.shares_prefixes
-
-    @property
-    def costs(self) -> Costs:
-        """What its passes cost, which decides how samples share rows."""
-        return TINY
 
     @property
     def context(self) -> int | None:
@@ -140,8 +131,6 @@ class Around(Policy):
     width = of_inner("width")
     head = of_inner("head")
     shares_prefixes = of_inner("shares_prefixes")
-    merges_equals = of_inner("merges_equals")
-    costs = of_inner("costs")
     context = of_inner("context")
     save = of_inner("save")
     read = of_inner("read")
@@ -154,7 +143,6 @@ class TinyPolicy(Policy):
 
     module: Any
     shares_prefixes = True
-    merges_equals = False  # runs that began with an earlier version end in the bytes that they ended in
 
     def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """See `Policy.logits`."""
@@ -278,11 +266,6 @@ class HuggingFacePolicy(Policy):
             return False
         gap = (found.last_hidden_state[0, 2:] - expected.flatten(0, 1)).abs().max()
         return bool(gap <= 0.02 * expected.abs().max())
-
-    @cached_property
-    def costs(self) -> Costs:  # type: ignore[override]
-        """See `costs_of`; where attention is not fused its memory grows as its time, so rows stay short."""
-        return costs_of(self.module) if self._implementation in ("sdpa", INVARIANT) else TINY
 
     def reading(
         self, ids: Tensor, lengths: Tensor, begins: Tensor | None, inputs: Inputs
@@ -645,7 +628,7 @@ def score(
             pairs = zip(hidden.split(rows), micro.targets.split(rows), strict=True)
             parts = [checkpoint(part_of_hidden, *pair, use_reentrant=False) for pair in pairs]
     known, entropies = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
-    return Scored(micro.of_samples(known), None if entropy == "none" else micro.of_samples(entropies))
+    return Scored(known, None if entropy == "none" else entropies)
 
 
 class Critic(nn.Module):
@@ -665,6 +648,11 @@ class Critic(nn.Module):
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)
 
+    def saved_weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name: all but frozen weights, which are those of the policy's model."""
+        every = self.state_dict(keep_vars=True)
+        return {name: v for name, v in every.items() if v.requires_grad or not isinstance(v, nn.Parameter)}
+
     def forward(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
         """Values `[N]` of the contexts before the true places of `where [B, T]`, in row-major order."""
         hidden = self._body.hidden(ids, lengths, where, begins)
@@ -676,26 +664,18 @@ LENGTHS = (23, 14, 9)
 
 
 def safe_batching(policy: Policy, wanted: Batching, model: str = "this model", rows: int = 0) -> Batching:
-    """`wanted`, or what is right for a `model`: `auto` becomes `bucketed` where packing would be wrong.
+    """`wanted`, or `padded` where packing would be wrong for a `model`, which is warned of.
 
     Args:
         policy: the model.
         wanted: how samples are to share rows.
         model: what it is called.
         rows: of positions that samples have of their own; 0 where they are counted.
-
-    Raises:
-        ConfigError: `packed` is asked for, and the model does not keep samples of a row apart.
     """
-    if wanted not in ("auto", "packed"):
+    if wanted == "padded" or (fault := packing_fault(policy, rows)) is None:
         return wanted
-    fault = packing_fault(policy, rows)
-    if fault is None:
-        return wanted
-    if wanted == "packed":
-        raise ConfigError(f"algorithm.batching=packed is wrong for {model}: {fault}; set bucketed (or auto)")
-    logger.warning("samples are not packed into rows (algorithm.batching=bucketed) by %s: %s", model, fault)
-    return "bucketed"
+    logger.warning("samples are not packed into rows (algorithm.batching=padded) by %s: %s", model, fault)
+    return "padded"
 
 
 def packing_fault(policy: Policy, rows: int = 0) -> str | None:
@@ -724,23 +704,6 @@ def packing_fault(policy: Policy, rows: int = 0) -> str | None:
     if not gap <= tolerance:
         return f"log-probs in a packed row differ by {gap:.2g} from those alone (positions that do not start anew)"
     return None
-
-
-def costs_of(model: nn.Module) -> Costs:
-    """What passes of a Hugging Face model cost, from its size.
-
-    A token of a row of `w` takes `2 w width` multiplications of attention in a layer, and one for each of the layer's
-    weights; those of attention are taken to run at half the speed (fitted to width 128; at 576 they run a bit faster).
-    A micro-batch on a CPU takes what 16 tokens take, to add up gradients, and a time that depends on no size.
-    """
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-    layers, width = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
-    if not layers or not width:
-        return TINY
-    weights = sum(p.numel() for p in model.get_decoder().parameters()) - config.vocab_size * width  # type: ignore[operator]
-    long_row = min(2000.0, max(TINY.long_row, weights / (4 * layers * width)))
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    return Costs(long_row, min(TINY.batch, 16 + 2.5e8 / max(1, weights)) if on_cpu else TINY.batch)
 
 
 def _trial(policy: Policy, start: int, rows: int) -> list[Sample]:

@@ -28,15 +28,13 @@ from shoal.rollout.samplers.models import looks_back
 from shoal.rollout.samplers.sampler import ROUNDING
 from shoal.train.agent.advantages import group_relative
 from shoal.train.agent.batch import Batching, Column, Floats, Sample, micro_batches
-from shoal.train.agent.config import AgentProxy, Algorithm, refuse_negative, refuse_not_positive
+from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, refuse_negative, refuse_not_positive
 from shoal.train.agent.losses import LOSSES, Aggregation
 from shoal.train.agent.policy import HuggingFacePolicy, safe_batching, trained_parameters
 from shoal.train.agent.update import Learner, MasterAdamW, Totals, gradient_step, minibatches
 from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
 
 Objective = Literal["supervised", "grpo"]
-_BY_NAME: Any = None
-"""Left out: what the name of the loss sets."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +49,23 @@ class RecordedTraining:
     """Samples of a gradient step."""
     micro_batch_tokens: int = 8192
     """Tokens that go through the network at a time, padding included."""
-    batching: Batching = "auto"
+    batching: Batching = "packed"
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    loss_aggregation: Aggregation = _BY_NAME
-    """As `algorithm.loss_aggregation`: what `policy_loss` sets if left out, else `token_mean`."""
+    max_grad_norm: float | None = 1.0
+    """Longer gradients are shortened to this length; 0 or null leaves them as they are."""
+    loss_aggregation: Aggregation = "token_mean"
+    """As `algorithm.loss_aggregation`; `sequence_mean` is that of GRPO."""
     policy_loss: str = "clip"
     """A registered loss, for `grpo`."""
-    clip_ratio_low: float = _BY_NAME
-    clip_ratio_high: float = _BY_NAME
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
     checkpoint_every: int = 50
     """Gradient steps; 0 for none before the end."""
 
     def __post_init__(self) -> None:
-        refuse_not_positive(
-            self, "epochs", "minibatch_size", "micro_batch_tokens", "learning_rate", "max_grad_norm"
-        )
+        refuse_not_positive(self, "epochs", "minibatch_size", "micro_batch_tokens", "learning_rate")
         algorithm = self.algorithm()
-        for name in ("loss_aggregation", "clip_ratio_low", "clip_ratio_high"):
-            object.__setattr__(self, name, getattr(algorithm, name))
         check_fields(self)
         refuse_negative(self, "checkpoint_every")
         if self.objective == "grpo":
@@ -92,7 +87,7 @@ class RecordedTraining:
             "loss_aggregation", "clip_ratio_low", "clip_ratio_high", "micro_batch_tokens", "batching", "max_grad_norm",
         )  # fmt: skip
         given = {name: getattr(self, name) for name in names}
-        return Algorithm(policy_loss=loss, entropy_coef=0.0, **given)
+        return Algorithm(policy_loss=loss, kl=KLPenalty(0.0), **given)
 
     def comparable(self) -> dict[str, Any]:
         """What must be equal for a run to go on: all that can change its results."""

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from shoal.core.configuration import as_yaml, to_mapping
@@ -29,7 +28,7 @@ from shoal.train.agent.checkpoint import (
 )
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.distributed import Processes
-from shoal.train.agent.policy import Policy
+from shoal.train.agent.policy import Critic, Policy
 from shoal.train.boards import TensorBoard, WandB, draw_curves
 
 logger = logging.getLogger(__name__)
@@ -168,7 +167,7 @@ class Records:
     def save(
         self,
         policy: Policy,
-        critic: nn.Module | None,
+        critic: Critic | None,
         optimizer: Optimizer,
         progress: Progress,
         settings: dict[str, Any],
@@ -179,7 +178,14 @@ class Records:
         """Commit a checkpoint with all `processes`, as the best one too if it is the best so far."""
         networks, keep = (policy, critic, optimizer), self._config.trainer.keep_checkpoints
         path = save_checkpoint(
-            self._checkpoints, *networks, progress, settings, keep, best=best, processes=processes
+            self._checkpoints,
+            *networks,
+            progress,
+            settings,
+            keep,
+            rates=self._config.rates,
+            best=best,
+            processes=processes,
         )
         if self._writes:
             self.folder.event("checkpoint", step=progress.iteration, path=str(path))

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from torch import nn
 
 from shoal.core.data import Call, Trajectory
 from shoal.core.seeding import stream
@@ -21,7 +20,7 @@ from shoal.rollout.filters import filter_groups
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.samplers.sampler import Sampling
 from shoal.train.agent.batch import Sample, make_samples
-from shoal.train.agent.update import Learner, refuse_diverged
+from shoal.train.agent.update import Learner, shorten
 from shoal.train.agent.warmup import imitation_gradient
 
 RANDOM = 0.8
@@ -74,7 +73,7 @@ def rehearse(
     scale = weight * share * max(0.0, 1 - float(np.mean(np.divide(found, uniform))) / RANDOM)
     if not scale:
         return {}
-    rng, size = stream(learner.seed, "rehearsal", iteration), learner.algorithm.minibatch_size
+    rng, size = stream(learner.seed, "rehearsal", iteration), learner.algorithm.minibatch_size or len(turns)
     samples: list[Sample] = []
     for i in rng.permutation(len(turns))[:size]:
         trajectory, turn = turns[i]
@@ -91,9 +90,9 @@ def _step(learner: Learner, samples: Sequence[Sample], scale: float) -> float:
     """A step of the optimizer on the cross-entropy times `scale`, which every process takes; the mean a token."""
     algorithm, processes, optimizer = learner.algorithm, learner.processes, learner.optimizer
     part = scale / processes.count if processes.sharded else scale
-    total = imitation_gradient(learner.policy, optimizer, samples, algorithm.micro_batch_tokens, part)
-    norm = nn.utils.clip_grad_norm_(optimizer.stepped[0], algorithm.max_grad_norm)
-    refuse_diverged(norm, "policy in its rehearsal")
+    total = imitation_gradient(
+        learner.policy, optimizer, samples, algorithm.micro_batch_tokens, algorithm.batching, part
+    )
+    shorten(optimizer.stepped[0], algorithm.max_grad_norm, "policy in its rehearsal")
     optimizer.step()
-    learner.policy.weights_version += 1
     return total

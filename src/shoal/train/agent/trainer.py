@@ -41,7 +41,7 @@ from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.conflicts import refuse_without_signal
-from shoal.train.agent.determinism import applies, deterministic
+from shoal.train.agent.determinism import applies, deterministic, threads
 from shoal.train.agent.distributed import Processes
 from shoal.train.agent.evaluation import (
     heldout_metrics,
@@ -69,6 +69,7 @@ from shoal.train.agent.update import (
     advantages_of,
     prepare_samples,
     sampled_entropy,
+    scaled,
     update,
 )
 from shoal.train.agent.warmup import refuse_without_actions, warm_up, warmup_steps
@@ -189,9 +190,9 @@ class AgentTrainer(Closing):
         self.progress = Progress(0, 0.0, 0, 0)
         self._failures = FailureLog()
         self._judge: Judge | None = None
-        if config.rewards:
+        if config.paid:
             answers = Answers(self.records.folder.path, self.processes.rank, self.records.folder.hold)
-            self._judge = begun.enter_context(Judge(config.rewards, answers))
+            self._judge = begun.enter_context(Judge(config.paid, answers))
         self._collector = self._make_collector("train", config.seed)
         begun.callback(self._collector.close)
         self._val_collector = self._make_collector("val", derive_seed(config.seed, "held-out"))
@@ -241,7 +242,9 @@ class AgentTrainer(Closing):
         if self.config.resume and not self.processes.together(self.records.only_begun)[0]:
             yield from self._resume()
         else:
-            yield self._start()
+            with threads(self.config.engine.threads):
+                start = self._start()
+            yield start
         settings = self.config.trainer
         enough = np.inf if settings.stop_at_success is None else settings.stop_at_success
         while self.progress.iteration < settings.iterations and self._success < enough:
@@ -263,6 +266,10 @@ class AgentTrainer(Closing):
 
     def train_iteration(self) -> dict[str, Any]:
         """One round of rollouts and one update; returns its metrics."""
+        with threads(self.config.engine.threads):
+            return self._train_iteration()
+
+    def _train_iteration(self) -> dict[str, Any]:
         config, iteration = self.config, self.progress.iteration
         clock = time.perf_counter()
         self._doing = f"iteration {iteration + 1}", self._collector
@@ -274,6 +281,7 @@ class AgentTrainer(Closing):
         self._doing = f"iteration {iteration + 1}, learning from {len(learned)} episodes", None
         with deterministic(self._deterministic):
             learning, samples = self._learn(trajectories, learned, share, iteration)
+        self.policy.weights_version = iteration + 1
         row |= learning
         if samples:
             row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
@@ -295,7 +303,8 @@ class AgentTrainer(Closing):
 
     def evaluate(self, *, greedy: bool = True) -> list[Trajectory]:
         """Play the held-out episodes; the same ones every time."""
-        return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
+        with threads(self.config.engine.threads):
+            return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
 
     # --- parts of an iteration
     def _may_end_after(self, done: int) -> bool:
@@ -313,9 +322,10 @@ class AgentTrainer(Closing):
         set_rates(self.optimizer, config.algorithm, iteration, config.trainer.iterations)
         if learned:
             samples = prepare_samples(learned, self._learner)
+            if share < 1 and config.algorithm.filter_groups.scale_by_share:
+                samples = scaled(samples, share)
         if samples:
-            entropy = sampled_entropy(trajectories)
-            row |= update(self._learner, samples, iteration, share=share, entropy=entropy)
+            row |= update(self._learner, samples, iteration, entropy=sampled_entropy(trajectories))
         if config.warmup.rehearsal and iteration >= config.algorithm.critic.warmup:
             row |= rehearse(
                 self._learner, trajectories, self.train_envs.roles, self._prompter, config.agent_proxy.sampling(),
@@ -331,6 +341,8 @@ class AgentTrainer(Closing):
         steps, probed = warmup_steps(self.config, self._collector, self.train_envs.roles)
         row: dict[str, Any] = {"iteration": 0, **probed}
         self._doing = f"warm-up, 0 of {steps} steps", None
+        if self._reference is not None and self.config.algorithm.kl.anchor == "start":
+            self._reference.keep(self.policy)
         config = replace(self.config, warmup=replace(self.config.warmup, steps=steps))
         warming = warmed_up(
             config,
@@ -350,7 +362,7 @@ class AgentTrainer(Closing):
             self.critic.model.load_state_dict(self.policy.module.state_dict())
         self.optimizer.take_weights()
         self._sync.changed()
-        if self._reference is not None:
+        if self._reference is not None and self.config.algorithm.kl.anchor == "warmup":
             self._reference.keep(self.policy)
         row |= self._validate()
         self._success = row["heldout_success"]
@@ -364,7 +376,9 @@ class AgentTrainer(Closing):
         folder = self.records.folder.path / "checkpoints"  # the first process puts it in order for all
         newest = self.processes.together(lambda: newest_checkpoint(folder) if self.processes.first else None)
         assert newest[0] is not None
-        self.progress = load_checkpoint(newest[0], self.policy, self.critic, self.optimizer, self._settings)
+        self.progress = load_checkpoint(
+            newest[0], self.policy, self.critic, self.optimizer, self._settings, self.config.rates
+        )
         self.resumed_at = self.progress.iteration
         self.toolbox.keep(self.records.folder.path)
         self._sync.changed()
@@ -454,5 +468,5 @@ def warmed_up(
     vector = host_of(config)
     yield from warm_up(
         policy, makers, roles, prompter, config.warmup, tokens, config.seed, share, vector, failures,
-        config.agent_proxy.sampling(), toolbox,
+        config.agent_proxy.sampling(), toolbox, config.algorithm.batching,
     )  # fmt: skip

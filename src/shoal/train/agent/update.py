@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +46,12 @@ from shoal.train.agent.losses import (
 )
 from shoal.train.agent.policy import Critic, Policy, autocast, score, training_mode
 from shoal.train.optimizers import AdamW
+
+LOWER = (
+    "Go on from the last checkpoint with a lower learning rate (resume=true algorithm.learning_rate=…), or begin anew "
+    "in another run_dir"
+)
+"""The remedy for a run that diverged."""
 
 
 class MasterAdamW(AdamW):
@@ -204,22 +211,18 @@ def update(
     samples: Sequence[Sample],
     iteration: int,
     *,
-    share: float = 1.0,
     entropy: float | None = None,
 ) -> dict[str, float]:
     """Train on samples; the order of minibatches depends on (seed, iteration, epoch) alone.
 
     Several processes give the same samples and each work on a part of every minibatch. In the first
     `algorithm.critic.warmup` iterations the critic learns alone, and the policy stays exactly as it is. Where nothing
-    pulls (no advantage, critic, KL penalty or entropy bonus), nothing is computed. With a critic the entropy bonus
-    shrinks as the advantages do: where every episode succeeds, alone it would turn a move that nothing holds.
+    pulls (no advantage, critic, KL penalty or entropy bonus), nothing is computed.
 
     Args:
         learner: what is trained.
         samples: of `prepare_samples`.
         iteration: names the order of minibatches.
-        share: of the groups played, those that have different rewards. Advantages are multiplied by it, so few such
-            groups make small steps: Adam divides by the size of all gradients so far.
         entropy: nats a token of the answers that were played, for `algorithm.entropy_target`; None leaves
             `algorithm.entropy_coef` as it is.
 
@@ -230,14 +233,13 @@ def update(
     totals, learns_policy = Totals(), iteration >= algorithm.critic.warmup
     has_signal = any(sample.columns["advantages"].any() for sample in samples)
     coef = bonus_of(algorithm, entropy, has_signal)
-    if learner.critic is not None:
+    if learner.critic is not None and algorithm.critic.shrink_bonus:
         coef *= min(1.0, float(np.concatenate([sample.columns["advantages"] for sample in samples]).std()))
-    if not (has_signal or coef or algorithm.kl.coef or learner.critic is not None):
+    pulls = algorithm.kl.coef and algorithm.kl.place == "loss"
+    if not (has_signal or coef or pulls or learner.critic is not None):
         return {"gradient_steps": 0, "trained_tokens": 0}
     if coef != algorithm.entropy_coef:
         learner = replace(learner, entropy_coef=coef)
-    if share < 1:
-        samples = [s.with_column("advantages", share * s.columns["advantages"]) for s in samples]
     noise = None
     if (
         algorithm.policy_loss == "likelihood"
@@ -249,9 +251,8 @@ def update(
             modes.enter_context(training_mode(model, algorithm.gradient_checkpointing, noise))
         for epoch in range(algorithm.epochs):
             order = stream(seed, "minibatch", iteration, epoch).permutation(len(samples))
-            for part in minibatches(order, algorithm.minibatch_size):
+            for part in minibatches(order, algorithm.minibatch_size or len(order)):
                 gradient_step(learner, [samples[i] for i in part], totals, learns_policy)
-    learner.policy.weights_version += learns_policy
     summed = totals.over(learner.processes)
     critic, tells_entropy = learner.critic is not None, learner.log_entropy or bool(coef)
     row = summed.metrics(algorithm, policy=learns_policy, critic=critic, entropy=tells_entropy)
@@ -303,8 +304,8 @@ def gradient_step(
     learner.optimizer.zero_grad(set_to_none=True)
     device = str(next(policy.module.parameters()).device)
     own = [weighted[i] for i in processes.parts([len(sample.ids) for sample in weighted])[processes.rank]]
-    size, sharing = config.micro_batch_tokens, (policy.shares_prefixes, policy.merges_equals, policy.costs)
-    micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, *sharing))
+    size, shared = config.micro_batch_tokens, policy.shares_prefixes
+    micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, shared))
     for micro in processes.in_step(micros):
         counted = totals
         if micro is None:  # others still have some, and need this one's shards: a pass that counts nothing
@@ -326,25 +327,25 @@ def gradient_step(
     summed = of_policy if learns_policy else []
     processes.sum_gradients([*summed, *(p for group in of_critic for p in group)])
     if learns_policy:
-        norm = nn.utils.clip_grad_norm_(of_policy, config.max_grad_norm)
-        totals.grad_norm += refuse_diverged(norm, "policy")
+        totals.grad_norm += shorten(of_policy, config.max_grad_norm, "policy")
     for group in of_critic:
-        refuse_diverged(nn.utils.clip_grad_norm_(group, config.max_grad_norm), "critic")
+        shorten(group, config.max_grad_norm, "critic")
     totals.steps += 1
     learner.optimizer.step()
 
 
-def refuse_diverged(norm: Tensor, of: str) -> float:
-    """The norm of a gradient as a number.
+def shorten(parameters: Sequence[nn.Parameter], limit: float | None, of: str) -> float:
+    """The norm of a gradient, which is no longer than `limit` after; 0 and None are no limit.
 
     Raises:
         DivergedError: it is NaN or infinite; no step was made with it.
     """
+    norm = nn.utils.clip_grad_norm_(parameters, limit or math.inf)
     size = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # the former of shards
     if not math.isfinite(size):
         raise DivergedError(
             f"the gradient of the {of} is {size} (its norm): training diverged, and the weights are those from before "
-            f"it. Begin anew in another run_dir with a lower learning rate: resume=true takes the same settings alone"
+            f"it. {LOWER}"
         )
     return size
 
@@ -371,9 +372,12 @@ def token_loss(
     if coef and entropy is not None:
         losses = losses - coef * entropy
     if config.kl.coef:
-        kl = kl_penalty(logprobs, columns["reference_logprobs"], config.kl.estimator)
-        losses = losses + config.kl.coef * kl
-        totals.kl_to_reference += float(kl.detach().sum())
+        reference = columns["reference_logprobs"]
+        if config.kl.place == "loss":
+            losses = losses + config.kl.coef * kl_penalty(logprobs, reference, config.kl.estimator)
+        totals.kl_to_reference += float(
+            kl_penalty(logprobs.detach(), reference, "k3").sum()
+        )  # whose mean is the KL
     loss = (losses * columns["weights"]).sum()
     with torch.no_grad():
         gap = logprobs - columns["old_logprobs"]
@@ -394,7 +398,7 @@ def token_loss(
 def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: Totals) -> Tensor:
     """The weighted sum of the critic's loss over a micro-batch."""
     with autocast(critic.model, config.precision):
-        values = micro.of_samples(critic(micro.ids, micro.lengths, micro.where, micro.begins))
+        values = critic(micro.ids, micro.lengths, micro.where, micro.begins)
     columns = micro.columns
     losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
     totals.value_loss += float(losses.detach().sum())
@@ -418,29 +422,36 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
     if algorithm.rollout_correction.method != "none":
         sampled, old = old, _ask(policy, samples, learner)
         pairs = zip(map(torch.from_numpy, old), map(torch.from_numpy, sampled), strict=True)
-        cap, method = algorithm.rollout_correction.cap, algorithm.rollout_correction.method
-        columns["correction"] = [rollout_correction(o, s, cap, method).numpy() for o, s in pairs]
+        wanted = algorithm.rollout_correction
+        also: dict[str, Any] = {"level": wanted.level, "floor": wanted.floor}
+        columns["correction"] = [
+            rollout_correction(o, s, wanted.cap, wanted.method, **also).numpy() for o, s in pairs
+        ]
     columns["old_logprobs"] = old
+    penalties = None
     if learner.reference is not None:
         columns["reference_logprobs"] = _ask(learner.reference, samples, learner)
+        if algorithm.kl.place == "reward":
+            kls = map(partial(_kl, algorithm), old, columns["reference_logprobs"])
+            penalties = _by_turn(trajectories, [algorithm.kl.coef * kl for kl in kls])
     if learner.critic is not None:
         columns["values"] = values = _ask(learner.critic, samples, learner)
-        nested, targets = critic_advantages(trajectories, _by_turn(trajectories, values), algorithm, proxy)
+        of_turns = _by_turn(trajectories, values)
+        nested, targets = critic_advantages(trajectories, of_turns, algorithm, proxy, penalties)
         columns["returns"] = split_tokens(samples, _flatten(trajectories, targets))
         advantages = _flatten(trajectories, nested)
     elif learner.teacher is not None:
         known = _by_turn(trajectories, old)
         of_teacher = _by_turn(trajectories, _ask(learner.teacher, samples, learner))
-        of_tokens = teacher_advantages(trajectories, known, of_teacher, algorithm, proxy)
-        advantages = _flatten(trajectories, of_tokens)
+        advantages = _flatten(trajectories, teacher_advantages(known, of_teacher, algorithm))
     else:
-        of_turns = turn_advantages(trajectories, algorithm, proxy)
-        # of a turn: that of each token of its response
-        repeated = [
-            [np.repeat(one, length) for one, length in zip(own, t.response_lengths, strict=True)]
-            for t, own in zip(trajectories, of_turns, strict=True)
+        given = turn_advantages(trajectories, algorithm, proxy, penalties)
+        # one number of a turn is that of each token of its response
+        of_tokens = [
+            [np.broadcast_to(one, (length,)) for one, length in zip(own, t.response_lengths, strict=True)]
+            for t, own in zip(trajectories, given, strict=True)
         ]
-        advantages = _flatten(trajectories, repeated)
+        advantages = _flatten(trajectories, of_tokens)
     columns["advantages"] = split_tokens(samples, advantages)
     for name, of_samples in columns.items():
         samples = [s.with_column(name, column) for s, column in zip(samples, of_samples, strict=True)]
@@ -448,6 +459,16 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
         return samples
     cut = [was_cut(t) for t, own in zip(trajectories, of_trajectories, strict=True) for _ in own]
     return [sample for sample, left_out in zip(samples, cut, strict=True) if not left_out]
+
+
+def _kl(algorithm: Algorithm, logprobs: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """What the estimator of the config says of the tokens of a sample."""
+    return kl_penalty(torch.from_numpy(logprobs), torch.from_numpy(reference), algorithm.kl.estimator).numpy()
+
+
+def scaled(samples: Sequence[Sample], factor: float) -> list[Sample]:
+    """Samples with advantages times a factor."""
+    return [s.with_column("advantages", factor * s.columns["advantages"]) for s in samples]
 
 
 def advantages_of(
@@ -490,7 +511,7 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
     def compute(micro: MicroBatch) -> Tensor:
         if isinstance(network, Critic):
             with autocast(network.model, algorithm.precision):
-                return micro.of_samples(network(micro.ids, micro.lengths, micro.where, micro.begins))
+                return network(micro.ids, micro.lengths, micro.where, micro.begins)  # type: ignore[no-any-return]
         return score(network, micro, learner.proxy.temperature, algorithm.precision).logprobs
 
     def of(numbers: list[int]) -> list[np.ndarray]:
@@ -502,8 +523,6 @@ def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> l
             device,
             algorithm.batching,
             read.shares_prefixes,
-            read.merges_equals,
-            read.costs,
             processes.in_step,
             shortest,
         )

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.core.seeding import derive_seed
@@ -34,7 +32,7 @@ from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batche
 from shoal.train.agent.config import AgentConfig, Warmup
 from shoal.train.agent.playing import SharedCollector, refuse_all_failed
 from shoal.train.agent.policy import Policy, score, trained_parameters
-from shoal.train.agent.update import MasterAdamW, refuse_diverged
+from shoal.train.agent.update import MasterAdamW, shorten
 
 logger = logging.getLogger(__name__)
 PLAIN = Sampling()
@@ -118,12 +116,13 @@ def warm_up(
     failures: FailureLog | None = None,
     sampling: Sampling = PLAIN,
     toolbox: Toolbox | None = None,
+    batching: Batching = "padded",
 ) -> Iterator[float]:
     """Train `policy` on random or expert play of the envs; yields the loss of each step (nats a token).
 
     `share` is this process's part of a gradient that several compute alike and sum; `vector` says where the envs
     live, worker processes if not given; `failures` warns of episodes that fail; `sampling` says how answers end;
-    `toolbox` has the tools that the envs' answers call.
+    `toolbox` has the tools that the envs' answers call; `batching` says how samples share rows.
     """
     steps = config.steps
     if steps == "auto":
@@ -138,29 +137,32 @@ def warm_up(
             for group in optimizer.param_groups:
                 group["lr"] = decayed(config.learning_rate, config.lr_schedule, step / steps)
             samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
-            total = imitation_gradient(policy, optimizer, samples, micro_batch_tokens, share)
+            total = imitation_gradient(policy, optimizer, samples, micro_batch_tokens, batching, share)
             if not math.isfinite(total):
                 raise DivergedError(
                     f"the loss of warm-up step {step + 1} is {total}: lower warmup.learning_rate"
                 )
-            longest = math.inf if config.max_grad_norm is None else config.max_grad_norm
-            norm = nn.utils.clip_grad_norm_(optimizer.stepped[0], longest)
-            refuse_diverged(norm, f"policy in warm-up step {step + 1}")
+            shorten(optimizer.stepped[0], config.max_grad_norm, f"policy in warm-up step {step + 1}")
             optimizer.step()
             yield total
 
 
 def imitation_gradient(
-    policy: Policy, optimizer: MasterAdamW, samples: Sequence[Sample], micro_batch_tokens: int, scale: float
+    policy: Policy,
+    optimizer: MasterAdamW,
+    samples: Sequence[Sample],
+    micro_batch_tokens: int,
+    batching: Batching,
+    scale: float,
 ) -> float:
     """Put the gradient of the cross-entropy times `scale` in place of any other; gives the mean in nats a token."""
     device = str(next(policy.module.parameters()).device)
     n_tokens = sum(len(sample.places) for sample in samples)
-    how: Batching = "auto" if policy.merges_equals else "bucketed"
-    sharing = (True, True, policy.costs)
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
-    for micro in micro_batches(samples, micro_batch_tokens, policy.pad_id, device, how, *sharing):
+    for micro in micro_batches(
+        samples, micro_batch_tokens, policy.pad_id, device, batching, policy.shares_prefixes
+    ):
         loss = -score(policy, micro, 1.0).logprobs.sum() / n_tokens
         (scale * loss).backward()  # type: ignore[no-untyped-call]
         optimizer.take_gradients()

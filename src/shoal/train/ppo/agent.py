@@ -90,9 +90,11 @@ class PPOAgent:
             self.reward_norm.sums[i] = 0.0
 
     def refuse_torn(self) -> None:
-        """Raise a `ConfigError` where a second Ctrl-C ended an update halfway."""
+        """Raise a `ConfigError` where an update ended halfway: it diverged, or a second Ctrl-C came."""
         if self.torn:
-            raise ConfigError("a second Ctrl-C ended an update halfway: load the last checkpoint to go on")
+            raise ConfigError(
+                "an update ended halfway (a second Ctrl-C, or it diverged): load the last checkpoint to go on"
+            )
 
     def alone(self) -> PPOAgent:
         """The same policy for one env of its own, with a memory of its own."""
@@ -140,17 +142,12 @@ class PPOAgent:
 
         Raises:
             EnvError: NaN or infinity in observations or rewards; nothing was learned from them.
-            DivergedError: NaN or infinity in the losses; the weights are those from before.
+            DivergedError: NaN or infinity in a gradient, with which no step was made; the update ended halfway.
         """
         self.refuse_torn()
         check_finite(rollout, self.obs_rows)
-        before, self.torn = self.state(), True
-        try:
-            metrics = self._improve(rollout, progress)
-        except Exception:
-            self.load_state(*before)
-            self.torn = False
-            raise
+        self.torn = True
+        metrics = self._improve(rollout, progress)
         self.torn = False
         return metrics
 
@@ -182,8 +179,8 @@ class PPOAgent:
             scaled["rewards"] = config.normalize_reward
             raw = " and ".join(what for what, is_scaled in scaled.items() if not is_scaled)
             raise DivergedError(
-                f"iteration {self.iteration}: {', '.join(bad)} became NaN or infinite; the update was "
-                f"undone. Lower the learning rate{f', or normalise {raw}' if raw else ''}"
+                f"iteration {self.iteration}: {', '.join(bad)} became NaN or infinite; no step was made with "
+                f"it. Go on from the last checkpoint. Lower the learning rate{f', or normalise {raw}' if raw else ''}"
             )
         if self.obs_norm is not None:
             acted_on = rollout.obs[:-1] if rollout.valid is None else rollout.obs[:-1][rollout.valid]
@@ -238,7 +235,7 @@ class PPOAgent:
             value_clip=config.clip_range_vf,
             ent_coef=decayed(config.ent_coef, config.ent_schedule, progress),
             vf_coef=config.vf_coef,
-            max_grad_norm=config.max_grad_norm,
+            max_grad_norm=config.max_grad_norm or 0.0,
             target_kl=config.target_kl,
             normalize_advantage=config.normalize_advantage,
             adam_eps=config.adam_eps,

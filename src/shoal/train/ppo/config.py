@@ -61,8 +61,8 @@ class PPOConfig:
     """Schedule of the entropy bonus."""
     vf_coef: NotNegative = 0.5
     """Weight of the critic's loss."""
-    max_grad_norm: NotNegative = 0.5
-    """Clip the gradient's global norm; 0 is off."""
+    max_grad_norm: NotNegative | None = 0.5
+    """Clip the gradient's global norm; 0 or none is off."""
     target_kl: NotNegative = 0.0
     """Stop an update when a minibatch's KL exceeds 1.5 times this; 0 is off."""
     normalize_advantage: bool = True

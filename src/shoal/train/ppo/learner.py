@@ -7,6 +7,7 @@ checkpoint of one is a checkpoint of the other.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -98,7 +99,7 @@ class TorchLearner:
         return gae(rewards, values, next_values, terminated, done, gamma=gamma, gae_lambda=gae_lambda)
 
     def update(self, batch: UpdateBatch, rates: UpdateRates) -> UpdateStats:
-        """All epochs over one rollout; nothing is read back from the device before the end."""
+        """All epochs over one rollout, up to a gradient that is not finite, with which no step is made."""
         names = ("actions", "logprobs", "advantages", "returns", "values")
         data = {name: torch.from_numpy(getattr(batch, name)).to(self.device) for name in names}
         data["obs"], masks = self._rows(batch.obs), self._masks(batch.masks)
@@ -117,8 +118,10 @@ class TorchLearner:
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             gradient = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
-            self.optimizer.step()
             told.append([*numbers, gradient])
+            if not math.isfinite(float(gradient)):
+                break
+            self.optimizer.step()
         means = torch.tensor([0.0] * 6) if not told else torch.stack(
             [torch.stack(column).mean() for column in zip(*told, strict=True)]
         )  # fmt: skip

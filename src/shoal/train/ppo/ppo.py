@@ -279,7 +279,7 @@ class PPO(Closing):
         too long.
 
         Raises:
-            ConfigError: a second Ctrl-C ended an update halfway: the last checkpoint is what there is.
+            ConfigError: an update ended halfway (a second Ctrl-C, or it diverged): load the last checkpoint.
         """
         if long := self.log.longer_than(REPLAY_LIMIT):
             self._experience.break_off(long)

@@ -114,7 +114,7 @@ class PPOTrainer:
         """The policy and its statistics.
 
         Raises:
-            ConfigError: there is none yet, or a second Ctrl-C ended an update halfway.
+            ConfigError: there is none yet, or an update ended halfway (a second Ctrl-C, or it diverged).
         """
         if self._agent is None:
             raise ConfigError(

@@ -550,8 +550,13 @@ def value_loss(
 
 @_compiled
 def adam(weights: Array, first: Array, second: Array, gradient: Array, count: int, settings: Array) -> float:
-    """One step of Adam (arXiv:1412.6980) on the clipped gradient; returns its global norm before."""
+    """One step of Adam (arXiv:1412.6980) on the clipped gradient; returns its global norm before.
+
+    There is no step where the norm is not finite.
+    """
     norm = math.sqrt(dot(gradient.size, gradient, 0, gradient, 0))
+    if not math.isfinite(norm):
+        return norm
     factor = _F(1)
     if settings[MAX_NORM] > _F(0):
         factor = min(_F(1), settings[MAX_NORM] / (norm + _F(1e-6)))
@@ -645,6 +650,8 @@ def update(
         for k in range(UPDATES):
             sums[k] += one[k]
         sums[UPDATES] += 1
+        if not math.isfinite(one[GRADIENT_NORM]):
+            break
     for k in range(UPDATES):
         sums[k] /= max(sums[UPDATES], 1.0)
     return sums
