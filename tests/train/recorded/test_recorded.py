@@ -401,6 +401,14 @@ def test_held_out_answers_are_right_where_the_likeliest_answer_was_recorded(tmp_
     assert (metrics["samples"], metrics["heldout_right"]) == (8, 0.75)
 
 
+def test_the_tiny_model_knows_every_token_of_a_processor_that_is_given(tmp_path):
+    """One that is not compact has the ids of Qwen for its 600 tokens, which lie far above their number."""
+    write_button_recordings(tmp_path / "screens", 2, seed=3)
+    place = build_qwen_processor(tmp_path / "qwen", vocabulary=600)
+    same = f"recordings={tmp_path / 'screens'}", f"run_dir={tmp_path / 'run'}", "heldout=0"
+    assert run_cli("recorded", *same, f"processor={place}") == 0
+
+
 def test_shoal_train_takes_the_configs_of_recordings_too(tmp_path, capsys):
     from shoal.cli.main import main
 

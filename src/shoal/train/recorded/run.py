@@ -198,7 +198,8 @@ def _samples(config: RecordedConfig, processor: Any) -> tuple[list[Any], list[An
 
 def _model(config: RecordedConfig, processor: Any, tokenizer: Any) -> Any:
     if config.model is None:
-        return tiny_model(len(tokenizer), processor.image_token_id, config.seed).to(config.device)
+        known = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
+        return tiny_model(known, processor.image_token_id, config.seed).to(config.device)
     import transformers
 
     sees = hasattr(processor, "image_processor")
