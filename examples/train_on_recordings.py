@@ -14,7 +14,7 @@ def run(folder: Path, screens: int = 440, epochs: int = 15) -> float:
     write_button_recordings(folder / "recordings", screens, seed=1)
     code = main(
         [
-            "train", "--config-name", "recorded", f"recordings={folder / 'recordings'}", f"run_dir={folder / 'run'}",
+            "train-recorded", f"recordings={folder / 'recordings'}", f"run_dir={folder / 'run'}",
             f"train.epochs={epochs}", "train.learning_rate=1e-3", "train.minibatch_size=16", "heldout=0.1",
         ]
     )  # fmt: skip

@@ -12,7 +12,7 @@ from tests.records import exchanges, of_no_weights, with_call
 
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories, write_trajectories
-from shoal.testing.replay import Replay, find_episode
+from shoal.train.records.replay import Replay, find_episode
 
 LAKE = """\
 from shoal.envs.frozen_lake import FrozenLakeEnv

@@ -121,7 +121,7 @@ def test_a_comparison_that_was_broken_off_begins_anew_and_one_of_no_whole_episod
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("shoal.testing.verify.compare", interrupted)
+        patched.setattr("shoal.train.records.compare.compare", interrupted)
         assert main(arguments) == 130
     assert main(arguments) == 1
     assert "none of 6 episodes came to an end; the first: env_error: step(" in capsys.readouterr().err

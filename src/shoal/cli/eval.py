@@ -536,11 +536,11 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any, str]:
     asked = options.out is not None
     from shoal.rollout.samplers.models import KNOWN
     from shoal.rollout.samplers.registry import make_engine
-    from shoal.testing.recorded_runs import agent_config_of
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
     from shoal.train.agent.evaluation import read_checkpoint
     from shoal.train.agent.exported import read_play
     from shoal.train.agent.policy import load_engine
+    from shoal.train.records.read import agent_config_of
 
     if options.model.startswith(SERVER):
         return _server(options)

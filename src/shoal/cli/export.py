@@ -44,10 +44,10 @@ class ExportOptions:
 
 def export(options: ExportOptions) -> None:
     """Copy the engine of a checkpoint out of its run."""
-    from shoal.testing.recorded_runs import agent_config_of, settings_of
     from shoal.train.agent.evaluation import read_checkpoint
     from shoal.train.agent.exported import FILE, play_of
     from shoal.train.ppo.checkpoint import holds_policy
+    from shoal.train.records.read import agent_config_of, settings_of
 
     if options.out.exists():
         raise ConfigError(f"{options.out} exists already: choose a new folder")

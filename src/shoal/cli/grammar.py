@@ -26,7 +26,7 @@ from shoal.cli.output import harmless, json_stream
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError, EngineError, EnvError, ShoalError
 from shoal.core.files import sha256_of_folder
-from shoal.core.run_folder import RunFolder, finite
+from shoal.core.run_folder import RunFolder, finite, refuse_foreign
 
 if TYPE_CHECKING:
     from shoal.rollout.journal import Journal
@@ -62,6 +62,14 @@ def newest_folder(name: str) -> Path:
             f"there is no run {first} to go on with: start without --resume, or name it by --out"
         )
     return max(taken, key=lambda path: path.stat().st_mtime)
+
+
+def run_folder(wanted: str | None, name: str, resume: bool) -> Path:
+    """The folder asked for; else `runs/<name>`, numbered when taken, or the newest of that name to resume."""
+    if wanted is not None:
+        refuse_foreign(Path(wanted))
+        return Path(wanted)
+    return newest_folder(name) if resume else new_folder(name)
 
 
 def print_json(value: Any) -> None:

@@ -133,8 +133,8 @@ COMMAND = Command(ProveOptions, prove, MORE)
 def _rows(options: ProveOptions, short: list[str], names: list[str], path: Path) -> Iterator[Row]:
     import torch
 
-    from shoal.testing.recorded_runs import episodes_digest, first_difference, weights_digest
     from shoal.train.agent.trainer import AgentTrainer
+    from shoal.train.records.compare import episodes_digest, first_difference, weights_digest
 
     first: tuple[Path, Row] | None = None
     for name in names:

@@ -77,8 +77,9 @@ def _diff(options: ReplayOptions, other: Path) -> int:
         options, "with --diff, which compares whole runs and plays nothing",
         "turn", "pdb", "action", "sampler", "base_url", "device",
     )  # fmt: skip
-    from shoal.testing.recorded_runs import first_difference, recordings_of
-    from shoal.testing.replay import explain
+    from shoal.train.records.compare import first_difference
+    from shoal.train.records.read import recordings_of
+    from shoal.train.records.replay import explain
 
     difference = first_difference(options.run, other)
     if difference is None:
@@ -97,7 +98,7 @@ def _replay(options: ReplayOptions) -> int:
     from rich.console import Console
 
     from shoal.cli.show import print_turn
-    from shoal.testing.replay import Replay, explain, find_episode, stops_in_pdb
+    from shoal.train.records.replay import Replay, explain, find_episode, stops_in_pdb
 
     if options.sampler == "recorded":
         refuse_idle(options, "with --sampler recorded, which loads no model", "device")

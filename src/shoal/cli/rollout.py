@@ -230,7 +230,7 @@ def _killing_a_worker(manager: Any) -> Iterator[None]:
 def compare_with_sequential(config: Any, options: RolloutOptions, ending: contextlib.ExitStack) -> int:
     """Print time, metrics and equality of each; exit code 1 if anything differs."""
     from shoal.rollout.rollouts import ParallelRolloutManager
-    from shoal.testing.verify import compare
+    from shoal.train.records.compare import compare
 
     config, folder, engine, _, tools = prepare(config, options, ending)
     level = engine.level

@@ -104,7 +104,7 @@ def show(options: ShowOptions) -> None:
     total, trajectory = index.count(Filter(file=file.name)), index.read(episode)
     decode = None
     if options.prompt:
-        from shoal.testing.replay import Replay
+        from shoal.train.records.replay import Replay
 
         with Replay(options.run) as replay:
             decode = replay.tokenizer().decode

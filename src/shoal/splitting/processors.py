@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ def load_processor(path: Path | str) -> Any:
 
 
 @functools.cache
+def processor_in(folder: Path | None, **built: Any) -> Any:
+    """The processor in a folder; without one Qwen2.5-VL's, see `build_qwen_processor` for what else is given."""
+    if folder is not None:
+        return load_processor(folder)
+    with tempfile.TemporaryDirectory() as temporary:
+        return load_processor(build_qwen_processor(Path(temporary) / "qwen", **built))
+
+
 def _still_images() -> Any:
     """The class of Qwen2.5-VL processors for still images: transformers is not imported before one is needed."""
     from transformers import Qwen2_5_VLProcessor

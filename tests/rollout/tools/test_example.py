@@ -17,8 +17,8 @@ from tests.train.agent.test_trainer import results
 from shoal import AgentTrainer
 from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError
-from shoal.testing.replay import Replay, find_episode
 from shoal.train.agent.config import compose_config
+from shoal.train.records.replay import Replay, find_episode
 
 FOLDER = Path(__file__).parents[3] / "examples" / "tools"
 SMALL = [

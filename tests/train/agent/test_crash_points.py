@@ -15,11 +15,12 @@ from shoal.core import files
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder
 from shoal.envs import make
-from shoal.testing.recorded_runs import episodes_digest, settings_of
 from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import AgentConfig, compose_config
 from shoal.train.agent.records import Records
 from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.records.compare import episodes_digest
+from shoal.train.records.read import settings_of
 
 SMALL = [
     "engine.width=16", "engine.layers=1", "engine.heads=2", "warmup.steps=3", "algorithm.entropy_coef=0.05",

@@ -10,9 +10,9 @@ from tests.train.agent.test_trainer import results
 from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError, DataError, ShoalError
 from shoal.rollout.rewards.settings import RewardConfig, reward
-from shoal.testing.replay import Replay, find_episode
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.records.replay import Replay, find_episode
 
 SMALL = [
     "warmup.steps=10",

@@ -60,6 +60,20 @@ def find_reader(path: Path | str) -> Reader:
     return READERS[_kind_of(path)](path)
 
 
+def reader_of(path: Path, name: str = "auto", *, recorded_tokens: bool = False) -> Reader:
+    """The reader of this name for what is in `path`, or the one that its files ask for ("auto").
+
+    Args:
+        path: a folder or a file of recordings.
+        name: of a registered reader.
+        recorded_tokens: of folders of messages, read the tokens that were sampled, too.
+    """
+    found = find_reader(path) if name == "auto" else READERS[name](path)
+    if isinstance(found, FolderReader):
+        found.rollout_tokens = recorded_tokens
+    return found
+
+
 def _kind_of(path: Path) -> str:
     if path.is_dir():
         if (path / MESSAGES).is_file() or next(path.glob(f"*/{MESSAGES}"), None):

@@ -22,12 +22,11 @@ from safetensors.torch import load_file, save_file
 from shoal.core.configuration import check_fields, first_change
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder, write_folder, write_json
-from shoal.core.seeding import derive_seed, stream
-from shoal.maths.noise import torch_noise
+from shoal.core.seeding import stream
 from shoal.rollout.samplers.models import looks_back
 from shoal.rollout.samplers.sampler import ROUNDING
 from shoal.train.agent.advantages import group_relative
-from shoal.train.agent.batch import Batching, Column, Floats, Sample, micro_batches
+from shoal.train.agent.batch import Batching, Column, Floats, MicroBatch, Sample, token_values
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, refuse_negative, refuse_not_positive
 from shoal.train.agent.losses import LOSSES, Aggregation
 from shoal.train.agent.policy import HuggingFacePolicy, safe_batching, trained_parameters
@@ -127,8 +126,6 @@ def recorded_samples(samples: Sequence[Any], objective: Objective) -> list[Sampl
         places = np.flatnonzero(mask) + border
         if not len(places):
             continue
-        counted = np.asarray(sample.position_ids, np.int64)
-        plain = len(counted) == 1 and not sample.inputs and (counted == np.arange(counted.shape[1])).all()
         old = (
             np.zeros(len(mask)) if sample.logprobs is None else sample.logprobs
         )  # which supervised does not read
@@ -137,11 +134,18 @@ def recorded_samples(samples: Sequence[Any], objective: Objective) -> list[Sampl
             "old_logprobs": old[mask].astype(np.float32),
             "rollout_logprobs": old[mask].astype(np.float32),
         }
-        ids = tuple(np.asarray(sample.input_ids).tolist())
-        made.append(Sample(ids, places, columns, None if plain else counted, sample.inputs or {}))
+        made.append(_laid(sample, places, columns))
     if not made:
         raise DataError("no sample has a token to train")
     return made
+
+
+def _laid(sample: Any, places: np.ndarray, columns: dict[Column, Floats]) -> Sample:
+    """A sample of `shoal.splitting` as networks read it, with what is trained or asked at these places."""
+    counted = np.asarray(sample.position_ids, np.int64)
+    plain = len(counted) == 1 and not sample.inputs and (counted == np.arange(counted.shape[1])).all()
+    ids = tuple(np.asarray(sample.input_ids).tolist())
+    return Sample(ids, places, columns, None if plain else counted, sample.inputs or {})
 
 
 def _advantages(samples: Sequence[Any]) -> np.ndarray:
@@ -273,125 +277,16 @@ class RecordedTrainer:
 
 
 # --- answers
-AT_A_TIME = 16
-"""Prompts that are answered side by side."""
+def likeliest(model: Any, samples: Sequence[Any], pad_id: int, micro_batch_tokens: int) -> list[bool]:
+    """Of each sample of `shoal.splitting`: whether the model, always taking the likeliest token, writes its response.
 
-
-def answer(
-    model: Any,
-    prompts: Sequence[Any],
-    pad_id: int,
-    end_ids: Sequence[int],
-    *,
-    max_tokens: int = 32,
-    temperature: float = 0.0,
-    seed: int = 0,
-) -> list[tuple[list[int], list[float]]]:
-    """What the model writes after the prompts of samples: token ids and their log-probabilities.
-
-    Args:
-        model: as for `RecordedTrainer`.
-        prompts: samples of `shoal.splitting`, of which only the prompts are read.
-        pad_id: fills rows up.
-        end_ids: tokens that end an answer; they are part of it.
-        max_tokens: of an answer.
-        temperature: 0 takes the likeliest token.
-        seed: of the tokens that are drawn, by the number of the prompt and of the token.
+    The response is read and not written: a token is right if it is the likeliest one after those before it.
     """
-    if max_tokens < 1 or not 0 <= temperature < math.inf:
-        raise ValueError(
-            f"max_tokens must be at least 1 and temperature 0 or above, got {max_tokens} and {temperature}"
-        )
-    found: list[tuple[list[int], list[float]]] = []
-    for first in range(0, len(prompts), AT_A_TIME):
-        some = prompts[first : first + AT_A_TIME]
-        noises = [stream(seed, "recorded answers", first + number) for number in range(len(some))]
-        written: list[tuple[list[int], list[float]]] = [([], []) for _ in some]
-        for chances in _next_tokens(model, some, pad_id, temperature, written):
-            for (tokens, logprobs), chance, noise in zip(written, chances, noises, strict=True):
-                if temperature:
-                    gumbel = -np.log(-np.log(noise.uniform(1e-12, 1, len(chance))))
-                    tokens.append(int((chance + gumbel).argmax()))
-                else:
-                    tokens.append(int(chance.argmax()))
-                logprobs.append(float(chance[tokens[-1]]))
-            ends = [min((tokens.index(end) for end in end_ids if end in tokens), default=None)
-                    for tokens, _ in written]  # fmt: skip
-            if None not in ends or len(written[0][0]) == max_tokens:
-                break
-        for (tokens, logprobs), end in zip(written, ends, strict=True):
-            count = max_tokens if end is None else end + 1
-            found.append((tokens[:count], logprobs[:count]))
-    return found
+    policy, device = HuggingFacePolicy(model, None, pad_id), str(next(model.parameters()).device)
+    read = [_laid(one, np.arange(max(1, len(one.prompt_ids)), len(one.input_ids)), {}) for one in samples]
 
+    def right(micro: MicroBatch) -> torch.Tensor:
+        return policy.logits(*micro.read).argmax(-1) == micro.targets
 
-@torch.no_grad()
-def _next_tokens(
-    model: Any, prompts: Sequence[Any], pad_id: int, temperature: float, written: Sequence[Any]
-) -> Iterator[np.ndarray]:
-    """`[B, V]` log-probabilities of what comes next, while the caller adds a token to each of `written`."""
-    device, dtype = str(next(model.parameters()).device), next(model.parameters()).dtype
-    positions = [np.asarray(sample.prompt_positions, np.int64) for sample in prompts]
-    shown = [  # with a token at the end, since the last column is not read
-        Sample(
-            (*np.asarray(sample.prompt_ids).tolist(), pad_id), np.array([len(sample.prompt_ids)]), {},
-            np.pad(counted, ((0, 0), (0, 1))), sample.prompt_inputs or {},
-        )
-        for sample, counted in zip(prompts, positions, strict=True)
-    ]  # fmt: skip
-    [micro] = micro_batches(shown, 1 << 60, pad_id, device, "padded")
-    policy = HuggingFacePolicy(model, None, pad_id)
-    inputs: dict[str, Any] = policy.reading(micro.ids, micro.lengths, micro.begins, micro.inputs)
-    last = micro.lengths - 2
-    seen = torch.arange(inputs["input_ids"].shape[1], device=device) <= last[:, None]
-    following = torch.tensor([int(counted.max()) + 1 for counted in positions], device=device)
-    several = len(positions[0]) > 1
-    while True:
-        made = model.base_model(**inputs, use_cache=True)
-        hidden = made[0][torch.arange(len(shown), device=device), last]
-        scores = model.get_output_embeddings()(hidden).float()
-        yield (scores / (temperature or 1.0)).log_softmax(-1).cpu().numpy()
-        last = torch.zeros_like(last)
-        seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
-        places = following[:, None].expand(len(positions[0]), -1, -1) if several else following[:, None]
-        inputs = {  # what stands before, and its images, are in the cache
-            "input_ids": torch.tensor([[tokens[-1]] for tokens, _ in written], device=device),
-            "attention_mask": mask.masked_fill(~seen, torch.finfo(dtype).min)[:, None, None],
-            "position_ids": places,
-            "past_key_values": made.past_key_values,
-        }
-        following = following + 1
-
-
-def tiny_model(vocabulary: int, image_token_id: int, seed: int, *, width: int = 64, layers: int = 2) -> Any:
-    """A Qwen2.5-VL of random weights, small enough to train on two cores.
-
-    Args:
-        vocabulary: tokens that it knows.
-        image_token_id: the one that stands for a part of an image.
-        seed: of the weights.
-        width: of the language part; the vision part has half.
-        layers: of each part.
-    """
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    head = width // 4
-    text = {
-        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "intermediate_size": 4 * width, "vocab_size": vocabulary, "tie_word_embeddings": True,
-        "bos_token_id": None, "eos_token_id": None,
-        "rope_scaling": {"type": "default", "mrope_section": [head // 2 - 2 * (head // 6), head // 6, head // 6]},
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,
-                            "mrope_section": [head // 2 - 2 * (head // 6), head // 6, head // 6]},
-    }  # fmt: skip
-    sight = {
-        "hidden_size": width // 2, "depth": layers, "num_heads": 2, "intermediate_size": width, "patch_size": 14,
-        "out_hidden_size": width, "spatial_merge_size": 2, "temporal_patch_size": 2, "fullatt_block_indexes": [0],
-        "window_size": 112,
-    }  # fmt: skip
-    config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=sight, image_token_id=image_token_id, tie_word_embeddings=True
-    )
-    with torch_noise(derive_seed(seed, "recorded model")):
-        return Qwen2_5_VLForConditionalGeneration(config).eval()
+    found = token_values(read, right, micro_batch_tokens, pad_id, device, "padded")
+    return [bool(tokens.all()) for tokens in found]

@@ -1,14 +1,23 @@
-"""Where two records of an episode part, and how exactly one set of trajectories repeats another."""
+"""Where two records of an episode part, how exactly one set of episodes repeats another, and where two runs part.
+
+Only the files of run folders are read, so runs made serially, by processes, on Ray or with a server compare alike.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
-from shoal.core.data import Trajectory
-from shoal.rollout.prompts import first_difference
+from shoal.core.data import Trajectory, encode_trajectory, read_trajectories
+from shoal.core.errors import DataError
+from shoal.rollout import prompts
 from shoal.rollout.samplers.sampler import Level
+from shoal.train.records.read import recordings_of
 
 _PLACES = ("iteration", "group", "member", "turn", "token")
 
@@ -69,7 +78,7 @@ def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = Fal
             tokens.append(("log-probability", said.logprobs, answered.logprobs))
         for what, a, b in tokens:
             if a != b:
-                at = first_difference(a, b)
+                at = prompts.first_difference(a, b)
                 return found(what, _at(a, at), _at(b, at), number, at)
         if said.finish != answered.finish:
             return found("finish", said.finish, answered.finish, number)
@@ -80,7 +89,7 @@ def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = Fal
             return found("weights_version", said.weights_version, answered.weights_version, number)
     if len(one.turns) != len(other.turns):
         return found("the number of turns", len(one.turns), len(other.turns))
-    for name in ("terminated", "truncated", "success", "status", "error", "finish", "judged"):
+    for name in ("terminated", "truncated", "success", "status", "error", "finish", "judged", "requests"):
         if getattr(one, name) != getattr(other, name):
             return found(name, getattr(one, name), getattr(other, name))
     return None
@@ -141,3 +150,82 @@ def compare(one: Sequence[Trajectory], other: Sequence[Trajectory]) -> Verdict:
     level: Level = "L2" if exact and same_logprobs == turns else "L1" if exact else "L0"
     n_turns = max(turns, sum(len(t.turns) for t in one))
     return Verdict(level, max(len(one), len(other)), same_episodes, n_turns, same_logprobs, largest, first)
+
+
+# --- whole runs
+def episodes_digest(run: Path, *, tokens_only: bool = False) -> str:
+    """The sha256 of all recorded episodes of a run.
+
+    Args:
+        run: its folder.
+        tokens_only: leave log-probabilities out, which a batch of another shape may round otherwise.
+    """
+    digest = hashlib.sha256()
+    for recording in recordings_of(run):
+        digest.update(recording.name.encode())
+        for trajectory in read_trajectories(recording.file):
+            told = replace(trajectory, error=None)  # words of a failure tell who played it
+            digest.update(encode_trajectory(_without_logprobs(told) if tokens_only else told))
+    return digest.hexdigest()
+
+
+def _without_logprobs(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, calls=tuple(replace(call, logprobs=()) for call in trajectory.calls))
+
+
+def weights_digest(folder: Path) -> str:
+    """The sha256 of all tensors in the safetensors files under a folder: names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    files = sorted(folder.rglob("*.safetensors"))
+    if not files:
+        raise DataError(f"{folder} holds no tensors to compare")
+    for file in files:
+        digest.update(file.relative_to(folder).as_posix().encode())
+        data = file.read_bytes()
+        # the format: a length, a JSON header, then the bytes of tensors
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        for name, about in sorted(header.items()):
+            if name != "__metadata__":
+                begin, end = (8 + size + offset for offset in about["data_offsets"])
+                digest.update(f"{name} {about['dtype']} {about['shape']}".encode())
+                digest.update(data[begin:end])
+    return digest.hexdigest()
+
+
+def first_difference(one: Path, other: Path, *, tokens_only: bool = False) -> Difference | None:
+    """Where the recorded episodes of two runs first differ, in the order in which they were played.
+
+    Raises:
+        DataError: the runs have no files of episodes of the same name.
+    """
+    left = {recording.name: recording for recording in recordings_of(one)}
+    right = {recording.name: recording for recording in recordings_of(other)}
+    if not left.keys() & right.keys():
+        have = [f"{run}: {', '.join(names) or 'none'}" for run, names in ((one, left), (other, right))]
+        raise DataError(f"no file of episodes is in both runs ({'; '.join(have)})")
+    for name, recording in left.items():
+        if name in right:
+            found = first_in_files(recording.file, right[name].file, tokens_only=tokens_only)
+            if found is not None:
+                return found
+    for name in sorted(left.keys() ^ right.keys()):
+        here, there = ("there" if name in side else "missing" for side in (left, right))
+        return Difference("the file", here, there, name)
+    return None
+
+
+def first_in_files(one: Path, other: Path, *, tokens_only: bool = False) -> Difference | None:
+    """Where two files of episodes first differ."""
+    for a, b in zip_longest(read_trajectories(one), read_trajectories(other)):
+        if a is None or b is None:
+            place = a or b
+            here, there = ("missing" if side is None else "there" for side in (a, b))
+            assert place is not None
+            return Difference(
+                "the episode", here, there, one.stem, place.iteration, place.group, place.member
+            )
+        found = difference_of(a, b, tokens_only=tokens_only)
+        if found is not None:
+            return replace(found, file=one.stem)
+    return None

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import shlex
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from shoal.cli.grammar import hide_loading, print_json, refuse_device, refuse_twice
-from shoal.cli.output import program
-from shoal.core.configuration import as_commented_yaml, from_mapping
+from shoal.core.configuration import from_mapping
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import remove_leftovers
 from shoal.core.run_folder import RunFolder
-from shoal.core.seeding import stream
-from shoal.train.agent.recorded import RecordedTraining
+from shoal.core.seeding import derive_seed, stream
+from shoal.maths.noise import torch_noise
+from shoal.rollout.samplers.huggingface import read_model
+from shoal.splitting.processors import processor_in
+from shoal.splitting.readers import reader_of
+from shoal.splitting.splitters import SPLITTERS
+from shoal.train.agent.config import import_extensions
+from shoal.train.recorded.training import RecordedTrainer, RecordedTraining, likeliest, recorded_samples
 
-if TYPE_CHECKING:
-    from shoal.cli.train_recorded import RecordedOptions
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,25 +98,25 @@ def read_config(name: str, overrides: list[str]) -> RecordedConfig:
     return from_mapping(RecordedConfig, values)
 
 
-def train_recorded(options: RecordedOptions) -> int:
-    """Split, train, evaluate."""
-    where = [] if options.run_dir is None else [f"run_dir={options.run_dir}"]
-    if where:
-        refuse_twice("run_dir", options.overrides)
-    config = read_config(options.config_name, [*options.settings("device"), *where])
-    refuse_device(config.device)
-    if options.cfg:
-        print(as_commented_yaml(config), end="")
-        return 0
-    import torch
+def train_recorded(
+    config: RecordedConfig,
+    place: Path,
+    *,
+    on_event: Callable[[Any], None] | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> dict[str, Any]:
+    """Split, train, and answer what is held out; gives the summary of the run.
 
-    from shoal.cli.train import _run_dir
+    Args:
+        config: of the run.
+        place: its folder.
+        on_event: gets what is safe on disk, as of `shoal.core.run_folder.RunFolder`.
+        say: gets lines on how far it is.
 
-    hide_loading()
-    torch.set_num_threads(config.threads)
-    place = _run_dir(config.run_dir, options.config_name, config.resume)
-    events = print_json if options.json_events else None
-    with RunFolder(place, "train", config.seed, events) as folder:
+    Raises:
+        ConfigError: the folder holds another run.
+    """
+    with RunFolder(place, "train", config.seed, on_event) as folder:
         if folder.metrics_path.exists() and not config.resume:
             raise ConfigError(
                 f"{place} holds a run already: pass resume=true to go on with it, or another run_dir"
@@ -123,31 +127,14 @@ def train_recorded(options: RecordedOptions) -> int:
                 "choose another folder"
             )
         try:
-            metrics = _train(config, folder)
+            metrics = _train(config, folder, say)
         except BaseException as error:
             folder.fail(error)
-            if not isinstance(error, KeyboardInterrupt):
-                raise
-            print(f"\ninterrupted; go on with: {_resuming(options, place)}")
-            return 130
-        summary = folder.finish(metrics)
-    if options.json:
-        print_json(summary)
-    return 0
+            raise
+        return folder.finish(metrics)
 
 
-def _resuming(options: RecordedOptions, place: Path) -> str:
-    """The command that goes on."""
-    keys = ("run_dir", "resume")
-    kept = [word for word in options.settings("device") if word.partition("=")[0] not in keys]
-    words = ["--config-name", options.config_name, *kept, f"run_dir={place}", "resume=true"]
-    return f"{program()} train-recorded {shlex.join(words)}"
-
-
-def _train(config: RecordedConfig, folder: RunFolder) -> dict[str, Any]:
-    from shoal.cli.split import processor_in
-    from shoal.train.agent.recorded import RecordedTrainer, recorded_samples
-
+def _train(config: RecordedConfig, folder: RunFolder, say: Callable[[str], None]) -> dict[str, Any]:
     begun = time.monotonic()
     place = config.processor or config.model
     processor = processor_in(Path(place) if place else None, vocabulary=600, compact=True)
@@ -169,7 +156,7 @@ def _train(config: RecordedConfig, folder: RunFolder) -> dict[str, Any]:
         folder.keep_metrics("iteration", trainer.step)
     last.parent.mkdir(parents=True, exist_ok=True)
     processor.save_pretrained(last.parent / "processor")
-    print(f"{len(samples)} samples, {trainer.steps} steps; run folder: {folder.path}")
+    say(f"{len(samples)} samples, {trainer.steps} steps; run folder: {folder.path}")
     row = (folder.read_metrics() or [{}])[-1]  # a run that is at its end already makes no other
     for row in trainer.train():
         folder.append_metrics(row)
@@ -178,24 +165,23 @@ def _train(config: RecordedConfig, folder: RunFolder) -> dict[str, Any]:
             trainer.save(last)
             folder.event("checkpoint", step=trainer.step, path=str(last))
         if trainer.step % max(1, trainer.steps // 20) == 0:
-            print(f"{trainer.step:>5}/{trainer.steps}  loss {row['loss']:.4f}", flush=True)
+            say(f"{trainer.step:>5}/{trainer.steps}  loss {row['loss']:.4f}")
     trainer.save(last)
     folder.event("checkpoint", step=trainer.step, path=str(last))
     metrics: dict[str, Any] = {"iterations": trainer.step, "samples": len(samples), "loss": row.get("loss")}
     if kept:
-        metrics["heldout_right"] = right = _right(config, model, kept, tokenizer)
-        print(f"held-out answers right: {right:.2f} of {min(len(kept), config.heldout_samples)}")
-    print(f"weights in {last / 'model'} after {time.monotonic() - begun:.0f} s")
+        right = _right(config, model, kept, tokenizer)
+        metrics["heldout_right"] = sum(right) / len(right)
+        say(f"held-out answers right: {metrics['heldout_right']:.2f} of {len(right)}")
+    say(f"weights in {last / 'model'} after {time.monotonic() - begun:.0f} s")
     return metrics
 
 
 def _samples(config: RecordedConfig, processor: Any) -> tuple[list[Any], list[Any]]:
     """Samples to train on, and those of tasks that are held out."""
-    from shoal.cli.split import reader_of
-    from shoal.splitting.splitters import SPLITTERS
-
     root = Path(config.recordings)
-    reader = reader_of(root, config.reader, config.imports, recorded_tokens=config.use_recorded_tokens)
+    import_extensions(config.imports)
+    reader = reader_of(root, config.reader, recorded_tokens=config.use_recorded_tokens)
     settings = asdict(config.split)
     kind = settings.pop("splitter")
     if kind == "stepwise":
@@ -211,38 +197,59 @@ def _samples(config: RecordedConfig, processor: Any) -> tuple[list[Any], list[An
 
 
 def _model(config: RecordedConfig, processor: Any, tokenizer: Any) -> Any:
-    from shoal.train.agent.recorded import tiny_model
-
     if config.model is None:
-        return tiny_model(len(tokenizer), processor.image_token_id, config.seed).to(config.device)
+        known = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
+        return tiny_model(known, processor.image_token_id, config.seed).to(config.device)
     import transformers
-
-    from shoal.rollout.samplers.huggingface import read_model
 
     sees = hasattr(processor, "image_processor")
     kind: Any = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     return read_model(Path(config.model), kind).to(config.device).eval()
 
 
-def _right(config: RecordedConfig, model: Any, kept: list[Any], tokenizer: Any) -> float:
-    """Share of held-out prompts whose likeliest answer is one that was recorded, with a reward where those count."""
-    from shoal.train.agent.recorded import answer
-
-    good: dict[tuple[Any, ...], set[tuple[int, ...]]] = {}
-    prompts: dict[tuple[Any, ...], Any] = {}
+def _right(config: RecordedConfig, model: Any, kept: list[Any], tokenizer: Any) -> list[bool]:
+    """Of held-out prompts: whether the likeliest answer is one that was recorded, with a reward where those count."""
+    recorded: dict[tuple[Any, ...], dict[tuple[int, ...], Any]] = {}
     for sample in kept:
-        key = (sample.uid, sample.step_index, tuple(sample.prompt_ids.tolist()))
-        prompts.setdefault(key, sample)
-        if config.train.objective == "supervised" or sample.rewards.sum() > 0:
-            good.setdefault(key, set()).add(tuple(sample.response_ids.tolist()))
-    chosen = list(prompts.items())[: config.heldout_samples]
-    most = max(len(sample.response_ids) for sample in kept) + 1
-    written = answer(
-        model,
-        [sample for _, sample in chosen],
-        tokenizer.pad_token_id,
-        [tokenizer.eos_token_id],
-        max_tokens=most,
+        answers = recorded.setdefault((sample.uid, sample.step_index, tuple(sample.prompt_ids.tolist())), {})
+        answer = tuple(sample.response_ids.tolist())
+        ends = answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else 0
+        if 0 < ends == len(answer) and (config.train.objective == "supervised" or sample.rewards.sum() > 0):
+            answers.setdefault(answer, sample)
+    chosen = [list(answers.values()) for answers in recorded.values()][: config.heldout_samples]
+    good = [sample for samples in chosen for sample in samples]
+    said = iter(likeliest(model, good, tokenizer.pad_token_id, config.train.micro_batch_tokens))
+    return [any([next(said) for _ in samples]) for samples in chosen]
+
+
+def tiny_model(vocabulary: int, image_token_id: int, seed: int, *, width: int = 64, layers: int = 2) -> Any:
+    """A Qwen2.5-VL of random weights, small enough to train on two cores.
+
+    Args:
+        vocabulary: tokens that it knows.
+        image_token_id: the one that stands for a part of an image.
+        seed: of the weights.
+        width: of the language part; the vision part has half.
+        layers: of each part.
+    """
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    head = width // 4
+    text = {
+        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "intermediate_size": 4 * width, "vocab_size": vocabulary, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": None,
+        "rope_scaling": {"type": "default", "mrope_section": [head // 2 - 2 * (head // 6), head // 6, head // 6]},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0,
+                            "mrope_section": [head // 2 - 2 * (head // 6), head // 6, head // 6]},
+    }  # fmt: skip
+    sight = {
+        "hidden_size": width // 2, "depth": layers, "num_heads": 2, "intermediate_size": width, "patch_size": 14,
+        "out_hidden_size": width, "spatial_merge_size": 2, "temporal_patch_size": 2, "fullatt_block_indexes": [0],
+        "window_size": 112,
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=sight, image_token_id=image_token_id, tie_word_embeddings=True
     )
-    hits = [tuple(ids) in good.get(key, ()) for (key, _), (ids, _) in zip(chosen, written, strict=True)]
-    return sum(hits) / len(hits)
+    with torch_noise(derive_seed(seed, "recorded model")):
+        return Qwen2_5_VLForConditionalGeneration(config).eval()

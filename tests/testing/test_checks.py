@@ -105,7 +105,7 @@ BROKEN = {
     Offers: "offers 'one', which the projection refuses",
     Verbose: "observation_space Text allows no '!'",
     Unstable: "observe\\(\\) must not change",
-    Wealthy: r"Wealthy._advance\(\): the reward must be a finite number, got nan \(test_testing.py:\d+\)",
+    Wealthy: r"Wealthy._advance\(\): the reward must be a finite number, got nan \(test_checks.py:\d+\)",
 }
 
 

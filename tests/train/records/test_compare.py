@@ -8,7 +8,8 @@ from tests.cli.recorded import trajectory, turn
 from tests.records import exchanges, with_call
 
 from shoal.core.data import Call, Judged, Trajectory, Turn
-from shoal.testing.verify import compare, difference_of
+from shoal.train.records import replay
+from shoal.train.records.compare import compare, difference_of
 
 CHANGES = [
     ({"env_seed": 8}, "seed", None, None),
@@ -84,3 +85,9 @@ def test_a_verdict_counts_what_is_equal():
     assert compare(one, [one[0], spoken, *one[2:]]).level == "L1"
     verdict = compare(one, one[:3])
     assert (verdict.level, verdict.episodes, verdict.first) == ("L0", 4, "4 episodes against 3")
+
+
+def test_replaying_is_found_where_tests_of_users_look_for_it():
+    from shoal.testing.replay import Replay, find_episode
+
+    assert (Replay, find_episode) == (replay.Replay, replay.find_episode)
