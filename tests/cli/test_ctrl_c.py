@@ -160,13 +160,13 @@ def test_a_training_of_agents_ends_and_says_last_how_to_go_on(tmp_path, words):
         (("train-ppo", "--total-timesteps", "100000000"), "steps/s", "go on with: .* train-ppo --resume-from"),
         (("train-ppo", "--total-timesteps", "100000000", "--env", "Acrobot-v1", "--preset", "none", "--backend",
           "process", "--n-steps", "32"), "steps/s", "go on with: .* train-ppo --resume-from|start again"),
-        (("train-recorded", "recordings=recordings", "processor=processor", "train.epochs=1000"), "run folder",
+        (("train-recorded", "recordings=recordings", "train.epochs=1000"), "run folder",
          "go on with: .* train-recorded .*resume=true"),
         (("skills", "train", "--max-parallel-skills", "1"), "running", "go on with: .* skills train .*--resume"),
         (("split", "recordings", "--processor", "processor", "--num-cpus", "2"), "split 30 of", "again"),
         (("rollout", "--config-dir", ".", "--config-name", "lake", *SLOW_MODEL), "now", "again"),
         (("prove",), "trainings of", "again"),
-        (("bench", "CartPole-v1", "--seconds", "60"), ".", "again"),
+        (("bench", "lake:Lake", "--seconds", "60"), "now", "again"),
     ],
 )  # fmt: skip
 def test_any_command_ends_and_says_last_how_to_go_on(tmp_path, words, marker, last):
