@@ -10,6 +10,7 @@ import yaml
 from shoal.cli.main import main
 from shoal.core.configuration import as_commented_yaml
 from shoal.train.agent.config import AgentConfig, compose_config, config_names
+from shoal.train.agent.presets import reasons
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +27,8 @@ def test_the_settings_that_are_printed_with_comments_read_back_to_the_same_confi
 
 
 def test_a_command_prints_the_settings_of_its_config(capsys):
-    assert printed(capsys, "--config-name", "demo") == as_commented_yaml(compose_config("demo"))
+    config = compose_config("demo")
+    assert printed(capsys, "--config-name", "demo") == as_commented_yaml(config, reasons(config))
 
 
 def test_texts_of_several_lines_and_odd_names_read_back_too(capsys, tmp_path):

@@ -82,7 +82,6 @@ def load_processor(path: Path | str) -> Any:
         raise DataError(f"{folder} holds no processor or tokenizer that can be loaded: {error}") from error
 
 
-@functools.cache
 def processor_in(folder: Path | None, **built: Any) -> Any:
     """The processor in a folder; without one Qwen2.5-VL's, see `build_qwen_processor` for what else is given."""
     if folder is not None:
@@ -91,6 +90,7 @@ def processor_in(folder: Path | None, **built: Any) -> Any:
         return load_processor(build_qwen_processor(Path(temporary) / "qwen", **built))
 
 
+@functools.cache
 def _still_images() -> Any:
     """The class of Qwen2.5-VL processors for still images: transformers is not imported before one is needed."""
     from transformers import Qwen2_5_VLProcessor
