@@ -23,7 +23,7 @@ from shoal.splitting import (
 from shoal.splitting.synthetic import write_button_recordings, write_gui_recordings
 from shoal.train.agent.batch import Sample, micro_batches, token_values
 from shoal.train.agent.policy import HuggingFacePolicy, score
-from shoal.train.recorded.run import tiny_model
+from shoal.train.recorded.run import RecordedConfig, tiny_model, train_recorded
 from shoal.train.recorded.training import RecordedTrainer, RecordedTraining, likeliest, recorded_samples
 
 
@@ -106,6 +106,11 @@ def test_the_likeliest_response_is_the_one_that_transformers_writes_greedily(
         found[1].response_ids[place] ^= 1
         assert likeliest(model, found, 0, 300) == [number != 1 for number in range(len(found))]
         found[1].response_ids[place] ^= 1
+    [first, *_] = found[1].response_ids.tolist()
+    assert likeliest(model, [answered(copy(found[1]), [token]) for token in (first, first ^ 1)], 0, 300) == [
+        True,
+        False,
+    ]
     assert likeliest(model, [], 0, 300) == []
 
 
@@ -404,8 +409,11 @@ def test_the_tiny_model_knows_every_token_of_a_processor_that_is_given(tmp_path)
     """One that is not compact has the ids of Qwen for its 600 tokens, which lie far above their number."""
     write_button_recordings(tmp_path / "screens", 2, seed=3)
     place = build_qwen_processor(tmp_path / "qwen", vocabulary=600)
-    same = f"recordings={tmp_path / 'screens'}", f"run_dir={tmp_path / 'run'}", "heldout=0"
-    assert run_cli("recorded", *same, f"processor={place}") == 0
+    config = RecordedConfig(recordings=str(tmp_path / "screens"), processor=str(place), heldout=0.0)
+    said = []
+    summary = train_recorded(config, tmp_path / "run", say=said.append)
+    assert (summary["status"], summary["metrics"]["samples"]) == ("completed", 2)
+    assert str(tmp_path / "run" / "checkpoints" / "last" / "model") in said[-1]
 
 
 def test_shoal_train_takes_the_configs_of_recordings_too(tmp_path, capsys):
