@@ -36,7 +36,7 @@ def run(tmp_path_factory):
         "engine.width=16", "engine.layers=1", "engine.heads=2", "warmup.steps=3", "trainer.iterations=1",
         "trainer.save_every=1", "trainer.eval_every=1", "trainer.tensorboard=false", "use_parallel_envs=false",
         "es_manager.train.env_groups=2", "es_manager.train.group_size=2", "es_manager.val.env_groups=2",
-        "algorithm.adv_estimator=gae", f"run_dir={folder}",
+        "agent_proxy.format_penalty=0.5", f"run_dir={folder}",
     ]  # fmt: skip
     with AgentTrainer(compose_config("demo", words)) as trainer:
         list(trainer.train())
