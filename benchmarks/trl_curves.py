@@ -1,29 +1,36 @@
 """Learning curves of GRPO: shoal's trainer beside TRL's GRPOTrainer, each with its own sampler, loss and optimizer.
 
-    python benchmarks/trl_curves.py [--seeds 0 1 2] [--steps 150] [--quick]
+    python benchmarks/trl_curves.py [--seeds 0 1 2 3 4 5] [--quick]
 
 The task has one turn: the prompt is one of four signs, and the answer shall be the three words that a fixed table has
 for it, and no more. Both trainers load the same fresh Llama, see the same prompts at the same step, are paid by the
 same function and have the settings of `SETTINGS`, which are those of the paper of GRPO but for the learning rate and
-the sizes. What differs is the noise of sampling. The seeds take turns: shoal, TRL, shoal, …
+the sizes. What differs is the noise of sampling. So with three of the seeds TRL trains once more, on answers that
+shoal's sampler writes with TRL's weights and the noise of shoal's run: while the updates are the same, so are the
+answers. The subjects take turns.
 
 A curve is the mean reward of the 128 answers that a step learns from, before that step. Times are CPU seconds, with one
-thread, of training alone; shoal's have an evaluation and a checkpoint at the end in them. `--quick` trains six steps
-with one seed and saves nothing.
+thread, of training alone; shoal's have an evaluation and a checkpoint at the end and the records of all episodes in
+them. Seeds that are not run keep their place in the results. `--quick` trains six steps with one seed, and saves
+nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
+import statistics
 import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +43,8 @@ sys.path[:0] = [str(REPO / "src"), str(REPO)]
 from shoal.core.seeding import derive_seed, stream  # noqa: E402
 from shoal.envs.actions import Projected, Projection  # noqa: E402
 from shoal.envs.text import Outcome, TextEnv  # noqa: E402
+from shoal.rollout.samplers.huggingface import HuggingFaceEngine  # noqa: E402
+from shoal.rollout.samplers.sampler import Key, Request, Sampling  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_curves.json"
 PICTURE = REPO / "docs" / "images" / "trl_curves.svg"
@@ -53,9 +62,11 @@ SETTINGS = {
     "max_grad_norm": 1.0,
 }
 STEPS = 150
+SEEDS = range(6)
+SAME_NOISE_SEEDS = range(3)
 SMOOTHED = 10
 """Steps that a point of the comparison is the mean of."""
-SHOAL, TRL = "shoal", "TRL GRPOTrainer"
+SHOAL, TRL, SAME_NOISE = "shoal", "TRL GRPOTrainer", "TRL GRPOTrainer, shoal's sampler and noise"
 
 
 # --- the task
@@ -134,15 +145,26 @@ def save_model(folder: Path, seed: int) -> Any:
 
 
 # --- the trainers
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """What one trainer did with one seed; one number a step."""
+    """What one trainer did with one seed."""
 
-    rewards: list[float]
-    kl: list[float]  # to the first weights, in nats a token
-    entropy: list[float]
-    seconds: float  # of CPU
-    prompts: list[str]
+    subject: str
+    seed: int
+    rewards: list[float]  # of each step
+    kl: float  # to the first weights, in nats a token, of the last `SMOOTHED` steps
+    cpu_seconds: float
+
+
+def run_of(subject: str, seed: int, rows: Sequence[Mapping[str, float]], kl: str, seconds: float) -> Run:
+    """A run by the rows of metrics of its steps."""
+    last = float(np.mean([row[kl] for row in rows[-SMOOTHED:]]))
+    return Run(subject, seed, [round(row["reward"], 4) for row in rows], round(last, 4), round(seconds, 2))
+
+
+def check_prompts(subject: str, found: Sequence[str], seed: int, steps: int) -> None:
+    if found != prompts_of(seed, steps):
+        raise AssertionError(f"{subject} did not see the prompts of seed {seed} in their order")
 
 
 def run_shoal(model: Path, folder: Path, seed: int, steps: int) -> Run:
@@ -186,13 +208,8 @@ def run_shoal(model: Path, folder: Path, seed: int, steps: int) -> Run:
         clock = time.process_time()
         rows = [row for row in trainer.train() if row["iteration"]]
         seconds = time.process_time() - clock
-    return Run(
-        [row["reward"] for row in rows],
-        [row["kl_to_reference"] for row in rows],
-        [row["entropy"] for row in rows],
-        seconds,
-        prompts_played(folder),
-    )
+    check_prompts(SHOAL, prompts_played(folder), seed, steps)
+    return run_of(SHOAL, seed, rows, "kl_to_reference", seconds)
 
 
 def prompts_played(folder: Path) -> list[str]:
@@ -205,8 +222,31 @@ def prompts_played(folder: Path) -> list[str]:
     return [sign for _, _, member, sign in ordered if member == 0]
 
 
-def run_trl(model: Path, folder: Path, seed: int, steps: int) -> Run:
-    """TRL's `GRPOTrainer`, which generates with transformers."""
+def shoals_answers(seed: int) -> Callable[[list[Any], Any], dict[str, Any]]:
+    """A `rollout_func`: what shoal's sampler writes with TRL's weights, and the noise of shoal's run of this seed."""
+    steps = itertools.count()
+
+    def answers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        tokenizer, step, size = trainer.processing_class, next(steps), SETTINGS["group_size"]
+        sampling = Sampling(SETTINGS["max_tokens"], SETTINGS["temperature"], ())
+        requests = []
+        for i, prompt in enumerate(prompts):
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+            requests.append(Request(tuple(ids), Key(seed, (step, i // size, i % size, 0)), sampling))
+        training = trainer.model.training  # which a sampler ends
+        written = HuggingFaceEngine(trainer.model, tokenizer).generate(requests)
+        trainer.model.train(training)
+        return {
+            "prompt_ids": [list(request.prompt_ids) for request in requests],
+            "completion_ids": [list(answer.token_ids) for answer in written],
+            "logprobs": [list(answer.logprobs) for answer in written],
+        }
+
+    return answers
+
+
+def run_trl(model: Path, folder: Path, seed: int, steps: int, *, same_noise: bool = False) -> Run:
+    """TRL's `GRPOTrainer`, which generates with transformers unless it is given the noise of shoal's run."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -262,12 +302,15 @@ def run_trl(model: Path, folder: Path, seed: int, steps: int) -> Run:
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": sign}] for sign in signs]}),
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
         callbacks=[Log()],
+        rollout_func=shoals_answers(seed) if same_noise else None,
     )
     trainer.remove_callback(PrinterCallback)
     clock = time.process_time()
     trainer.train()
     seconds = time.process_time() - clock
-    return Run(*([row[name] for row in logged] for name in ("reward", "kl", "entropy")), seconds, asked)
+    subject = SAME_NOISE if same_noise else TRL
+    check_prompts(subject, asked, seed, steps)
+    return run_of(subject, seed, logged, "kl", seconds)
 
 
 # --- the comparison
@@ -285,43 +328,54 @@ def overlap(ours: Any, theirs: Any) -> float:
     return float((low <= high).mean())
 
 
-def rows_of(runs: dict[str, list[Run]]) -> list[dict[str, Any]]:
+def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Rows of the file of results."""
     rows: list[dict[str, Any]] = []
+    own = {name: [run for run in runs if run.subject == name] for name in (SHOAL, TRL)}
 
-    def add(case: str, subject: str, values: list[float], unit: str) -> None:
-        cpu = round(sum(run.seconds for run in runs[subject]), 2) if subject in runs else None
-        value = round(float(np.mean(values)), 4)
+    def add(case: str, subject: str, values: Sequence[float], unit: str) -> None:
         each = [round(float(one), 4) for one in values]
+        value = round(statistics.fmean(each), 4)
+        known = own.get(subject)
+        seconds = round(sum(run.cpu_seconds for run in known), 2) if known else None
         rows.append(
             {
                 "case": case,
                 "subject": subject,
                 "value": value,
                 "unit": unit,
-                "cpu_seconds": cpu,
+                "cpu_seconds": seconds,
                 "runs": len(each),
                 "each": each,
             }
         )
-        print(f"{case:42s} {subject:18s} {value:8.4f} {unit}  {each}", flush=True)
+        print(f"{case:44s} {subject:18s} {value:8.4f} {unit}  {each}", flush=True)
 
-    for name, own in runs.items():
+    for name, known in own.items():
         add(
-            f"reward of the last {SMOOTHED} steps", name, [smoothed(run.rewards)[-1] for run in own], "reward"
+            f"reward of the last {SMOOTHED} steps",
+            name,
+            [smoothed(run.rewards)[-1] for run in known],
+            "reward",
         )
-    for name, own in runs.items():
-        add("reward of all steps", name, [float(np.mean(run.rewards)) for run in own], "reward")
-    for name, own in runs.items():
-        add(f"KL to the start, last {SMOOTHED} steps", name, [smoothed(run.kl)[-1] for run in own], "nats")
-    for name, own in runs.items():
-        add("CPU seconds of a step", name, [run.seconds / len(run.rewards) for run in own], "CPU s/update")
-    ours, theirs = (smoothed([run.rewards for run in runs[name]]) for name in (SHOAL, TRL))
-    add("points at which the ranges overlap", "reward", [overlap(ours, theirs)], "share")
+    for name, known in own.items():
+        add("reward of all steps", name, [np.mean(run.rewards) for run in known], "reward")
+    for name, known in own.items():
+        add(f"KL to the start, last {SMOOTHED} steps", name, [run.kl for run in known], "nats")
+    for name, known in own.items():
+        add("a step", name, [run.cpu_seconds / len(run.rewards) for run in known], "CPU s/update")
+    ours, theirs = (smoothed([run.rewards for run in known]) for known in own.values())
+    add("points at which the ranges overlap", "of the rewards", [overlap(ours, theirs)], "share")
+    by_seed = {run.seed: run.rewards for run in own[SHOAL]}
+    pairs = [(by_seed[run.seed], run.rewards) for run in runs if run.subject == SAME_NOISE]
+    for steps in (20, 50, STEPS):
+        gaps = [np.abs(np.subtract(a, b))[:steps].max() for a, b in pairs]
+        if gaps:
+            add("largest difference with the same noise", f"of {steps} steps", gaps, "reward")
     return rows
 
 
-def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
+def draw(runs: Sequence[Run]) -> None:
     """Mean and range of the seeds, over steps."""
     import matplotlib
 
@@ -330,8 +384,8 @@ def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 3.2))
-    for (name, own), colour in zip(curves.items(), ("#2f6fb0", "#d1661f"), strict=True):
-        values = smoothed(own)
+    for name, colour in ((SHOAL, "#2f6fb0"), (TRL, "#d1661f")):
+        values = smoothed([run.rewards for run in runs if run.subject == name])
         at = SMOOTHED * (np.arange(values.shape[1]) + 0.5)
         axes.fill_between(at, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
         axes.plot(at, values.mean(0), color=colour, label=name)
@@ -339,51 +393,52 @@ def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
     axes.grid(color="#c8ccd0", linewidth=0.5)
     axes.legend(loc="lower right", frameon=False)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(PICTURE, metadata={"Date": None})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
     parser.add_argument("--quick", action="store_true", help="six steps of one seed, nothing saved")
     options = parser.parse_args()
-    seeds, steps = ([0], 6) if options.quick else (options.seeds, options.steps)
+    seeds, steps = ([0], 6) if options.quick else (options.seeds, STEPS)
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
-    runs: dict[str, list[Run]] = {SHOAL: [], TRL: []}
+    trainers = (run_shoal, run_trl, partial(run_trl, same_noise=True))
+    runs: list[Run] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in seeds:
             model = Path(folder) / f"model-{seed}"
             save_model(model, seed)
-            for name, run in ((SHOAL, run_shoal), (TRL, run_trl)):
-                runs[name].append(done := run(model, Path(folder) / f"{name[:3]}-{seed}", seed, steps))
-                if done.prompts != prompts_of(seed, steps):
-                    raise AssertionError(f"{name} did not see the prompts of seed {seed} in their order")
-                curve = " ".join(
-                    f"{one:.2f}" for one in (smoothed(done.rewards) if steps >= 10 else done.rewards)
-                )
-                print(f"seed {seed} {name:16s} {done.seconds:6.1f} CPU s  {curve}", flush=True)
+            for number, run in enumerate(trainers if seed in SAME_NOISE_SEEDS else trainers[:2]):
+                runs.append(done := run(model, Path(folder) / f"{seed}-{number}", seed, steps))
+                curve = done.rewards if options.quick else smoothed(done.rewards)
+                line = " ".join(f"{one:.2f}" for one in curve)
+                print(f"seed {seed} {done.subject:42s} {done.cpu_seconds:6.1f} CPU s  {line}", flush=True)
     if options.quick:
         return
+    known = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else []
+    runs += [Run(**one) for one in known if one["seed"] not in seeds]
+    save(sorted(runs, key=lambda run: ((SHOAL, TRL, SAME_NOISE).index(run.subject), run.seed)))
+
+
+def save(runs: Sequence[Run]) -> None:
+    """Write the results and their picture."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")}
     report = {
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "threads": 1},
         "versions": {"python": platform.python_version(), **versions},
         "date": time.strftime("%Y-%m-%d"),
-        "settings": {**SETTINGS, "steps": steps, "seeds": seeds},
+        "settings": {**SETTINGS, "steps": STEPS},
         "rows": rows_of(runs),
-        "curves": {
-            name: [[round(one, 4) for one in run.rewards] for run in own] for name, own in runs.items()
-        },
+        "runs": [asdict(run) for run in runs],
     }
     RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-    draw({name: [run.rewards for run in own] for name, own in runs.items()}, PICTURE)
+    draw(runs)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,13 @@ BENCHMARKS = {
         "CPU seconds of one update of the weights on the same episodes, beside TRL's `GRPOTrainer` with several sizes "
         "of its batch. The weights after the last update are equal.",
     ),
+    "trl_curves": (
+        "Learning beside TRL",
+        "bench-trl-curves",
+        "GRPO on one task of one turn: a fresh Llama of 0.1 million weights learns three words for each of four signs. "
+        "Both trainers have the same first weights, prompts, rewards and settings, and three seeds; each samples, "
+        "computes its loss and steps by itself. [The curves](algorithms-compared.md#beside-the-libraries-themselves).",
+    ),
     "environments": (
         "Grid environments",
         "bench-envs",
@@ -116,7 +123,7 @@ BENCHMARKS = {
 SHOWN = 3
 """Charts of a benchmark that are not folded: the cases with most subjects."""
 LESS = {"s", "ms", "us", "CPU s/update"}
-NEITHER = {"tokens", "mean optimal pushes", "MiB of pixels"}
+NEITHER = {"nats", "tokens", "mean optimal pushes", "MiB of pixels"}
 """Units of which less is better (and memory), and units of which neither is."""
 BOUNDS = ("ideal", "floor", "limit", "bare", "echo")
 
