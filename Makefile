@@ -133,7 +133,7 @@ bench-gpu:        ## one GPU in eight minutes with $(PYTHON), no network: exactn
 bench-update: .venv-trl/.installed  ## one update of the weights beside TRL's GRPOTrainer, about five minutes
 	.venv-trl/bin/python benchmarks/trl_update.py $(HASTE)
 
-bench-trl-curves: .venv-trl/.installed  ## GRPO learns one task in shoal and in TRL's GRPOTrainer, three seeds each, about two CPU minutes
+bench-trl-curves: .venv-trl/.installed  ## GRPO learns one task in shoal and in TRL's GRPOTrainer, four seeds, about three CPU minutes
 	.venv-trl/bin/python benchmarks/trl_curves.py $(HASTE)
 
 # Packages that other trainers and servers pin differently; each environment has exact versions of all it needs.
