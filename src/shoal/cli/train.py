@@ -41,7 +41,7 @@ MORE = """\
 examples:
   shoal train                                         the demo: a tiny model learns FrozenLake in a minute
   shoal train --seed 1 --out runs/mine                another seed, another folder (seed=1 run_dir=runs/mine)
-  shoal train --config-name demo algorithm=dapo       an algorithm as its paper has it (list: --configs)
+  shoal train --config-name demo algorithm=dapo       the settings of a paper (list: --configs)
   shoal train algorithm.adv_estimator=gigpo trainer.iterations=80       change single settings
   shoal train --config-name demo --resume             resume the newest run of that config
   shoal train --config-name base --cfg                print all settings with their meanings and stop
@@ -187,7 +187,9 @@ def _list_configs() -> int:
     table("", ["config", "what it is for"], rows, text=(0, 1))
     print("shoal train --config-name CONFIG trains by one; with --cfg it prints all settings and stops.\n")
     table("", ["algorithm", "what it is"], [list(row) for row in preset_purposes().items()], text=(0, 1))
-    print("algorithm=NAME sets all that the algorithm's paper sets.")
+    print(
+        "algorithm=NAME sets what the algorithm's paper sets; docs/algorithms.md says what depends on your sizes."
+    )
     return 0
 
 

@@ -33,7 +33,11 @@ TRL = (
     Name("learning_rate", 1e-6, ("algorithm.learning_rate=0.000001",)),
     Name("lr_scheduler_type", "linear", ("algorithm.lr_schedule=linear",)),
     Name("weight_decay, max_grad_norm", [0.0, 1.0], ("algorithm.weight_decay=0.0", "algorithm.max_grad_norm=1.0")),
-    Name("beta", 0.0, ("algorithm.kl.coef=0.0",), "with `algorithm.kl.estimator=k3`, `algorithm.kl.place=loss`"),
+    Name(
+        "beta", 0.0, ("algorithm.kl.coef=0.0",),
+        "with `algorithm.kl.estimator=k3`, `algorithm.kl.place=loss`; equal with `use_bias_correction_kl=False`: TRL's "
+        "default multiplies the KL of a token by its ratio",
+    ),
     Name("num_iterations", 1, ("algorithm.epochs=1",)),
     Name("epsilon", 0.2, ("algorithm.clip_ratio_low=0.2", "algorithm.clip_ratio_high=0.2")),
     Name(
@@ -45,7 +49,8 @@ TRL = (
     Name(
         "scale_rewards", "group",
         ("agent_proxy.reward_normalization.method=mean_std", "agent_proxy.reward_normalization.grouping=state"),
-        "`none`: `mean`; `batch`: `algorithm.adv_estimator=reinforce_pp_baseline`; `mean`: `maxrl`",
+        "`none`: `mean`; `mean`: `maxrl`; `batch`: none, since `reinforce_pp_baseline` divides by the deviation of "
+        "rewards less the mean of their group",
     ),
     Name(
         "loss_type", "dapo", ("algorithm.loss_aggregation=token_mean",),
