@@ -26,7 +26,7 @@ from shoal.rollout.samplers.huggingface import HuggingFaceEngine
 from shoal.rollout.samplers.sampler import Key, Request, Sampling
 from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, save_checkpoint
-from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, Lora, RolloutCorrection
+from shoal.train.agent.config import AgentProxy, Algorithm, Critic, KLPenalty, Lora, RolloutCorrection
 from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.lora import LoraPolicy
 from shoal.train.agent.policy import policy_of
@@ -36,7 +36,8 @@ from shoal.train.agent.weights import WeightSync, gather, optimizer_tensors, who
 
 PLAIN = Algorithm(
     adv_estimator="grpo", minibatch_size=4, micro_batch_tokens=40, weight_decay=0.01, kl=KLPenalty(0.05),
-    rollout_correction=RolloutCorrection("truncate"), batching="padded",
+    rollout_correction=RolloutCorrection("truncate"), batching="padded", learning_rate=1e-3,
+    critic=Critic(learning_rate=1e-3),
 )  # fmt: skip
 STRAIGHT = replace(PLAIN, rollout_correction=RolloutCorrection("none"))
 """The first pass of the policy after it generated is one of the update."""
