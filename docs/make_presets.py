@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import yaml
 from shoal.core.configuration import to_mapping
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.names import TRL, VERL, Name
-from shoal.train.agent.presets import preset_names
+from shoal.train.agent.presets import leaves, preset_names
 
 DOCS = Path(__file__).parent
 SHOWN = (
@@ -63,16 +62,6 @@ def settings_of(name: str) -> dict[str, Any]:
     changed = dict(leaves(to_mapping(compose_config("base", [f"algorithm={name}"]))))
     text = resources.files("shoal.configs").joinpath("algorithm", "grpo.yaml").read_text("utf-8")
     return {path: changed[path] for path, _ in leaves(yaml.safe_load(text))}
-
-
-def leaves(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings of nested mappings, by path."""
-    for name, value in values.items():
-        here = f"{path}.{name}" if path else name
-        if isinstance(value, dict):
-            yield from leaves(value, here)
-        else:
-            yield here, value
 
 
 def paper_of(name: str) -> str:

@@ -148,9 +148,8 @@ class McpServer:
                     late = not self._task.done()
                     await self._stop(self._task)
                     why = f"did not answer within {START_SECONDS:g} s" if late else "cannot be reached"
-                    raise ToolsFailedError(
-                        f"MCP server {self.config} {why}{self._last_words() or f': {self._trouble}'}"
-                    )
+                    trouble = "" if late else f": {self._trouble}"  # else it is that of being stopped
+                    raise ToolsFailedError(f"MCP server {self.config} {why}{self._last_words() or trouble}")
                 self._client = connected.result()
             return self._client, self._task
 

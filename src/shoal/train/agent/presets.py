@@ -179,7 +179,7 @@ def preset_words(words: list[str], folder: Path | None, compose: Callable[[str],
     if name not in known:
         raise ConfigError(str(unknown_name("algorithm preset", name, known)))
     rest = [word for word in words if word != named[0]]
-    return [f"++{path}={_literal(value)}" for path, value in _leaves(compose(f"+{GROUP}={name}"))] + rest
+    return [f"++{path}={_literal(value)}" for path, value in leaves(compose(f"+{GROUP}={name}"))] + rest
 
 
 def _names_preset(word: str) -> bool:
@@ -187,11 +187,12 @@ def _names_preset(word: str) -> bool:
     return key.lstrip("+") == GROUP and bool(equals) and not value.startswith("{")
 
 
-def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of nested mappings, by path."""
     for name, value in values.items():
         here = f"{path}.{name}" if path else name
         if isinstance(value, Mapping):
-            yield from _leaves(value, here)
+            yield from leaves(value, here)
         else:
             yield here, value
 
