@@ -37,14 +37,14 @@ test-slow: setup  ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu and not browser" --timeout 1800
 
 test-portable: setup  ## on Linux what other systems run: spawn and pipes
-	SHOAL_PORTABLE=1 $(BIN)/python -m pytest tests/vector tests/rollout tests/splitting -m "not slow and not gpu" -n 3 --dist worksteal
+	SHOAL_PORTABLE=1 $(BIN)/python -m pytest tests/vector tests/samplers tests/rollout tests/splitting -m "not slow and not gpu" -n 3 --dist worksteal
 
 test-browser: setup  ## the viewer in a headless Chromium (installed from Debian's packages if missing)
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium
 	$(BIN)/python -m pytest tests/viewer -m browser --timeout 300
 
 test-gpu:         ## the tests that need a GPU, with $(PYTHON)
-	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/rollout/samplers/test_gpu.py tests/rollout/samplers/test_invariant.py tests/train/agent/test_determinism.py -p no:cacheprovider
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/samplers/test_gpu.py tests/samplers/test_invariant.py tests/train/agent/test_determinism.py -p no:cacheprovider
 
 check: setup      ## formatting, lint, types, import arrows
 	$(BIN)/ruff format --check .
@@ -148,7 +148,7 @@ test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.
 	.venv-trl/bin/python -m pytest tests/integrations --timeout 600
 	.venv-verl/bin/python -m pytest tests/integrations --timeout 600
 	$(BIN)/shoal model get smollm2
-	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/rollout/samplers/test_vllm_server.py tests/rollout/samplers/test_vllm.py --timeout 900
+	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/samplers/test_vllm_server.py tests/samplers/test_vllm.py --timeout 900
 
 bench-viewer: setup  ## the viewer and shoal show on a run of 100,000 episodes
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium

@@ -33,9 +33,9 @@ from starlette.routing import Route  # noqa: E402
 from shoal import __version__  # noqa: E402
 from shoal.core.ports import listening  # noqa: E402
 from shoal.gateway.server import Gateway, GatewayServer  # noqa: E402
-from shoal.rollout.loops import LoopThread  # noqa: E402
-from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
-from shoal.rollout.samplers.tokenizers import TinyTokenizer  # noqa: E402
+from shoal.samplers.loops import LoopThread  # noqa: E402
+from shoal.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
+from shoal.samplers.tokenizers import TinyTokenizer  # noqa: E402
 
 TOKENIZER = TinyTokenizer()
 ANSWER = Completion(TOKENIZER.encode("Up"), (-0.5, -0.5), "stop", 0)

@@ -40,9 +40,9 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from shoal.core.seeding import stream  # noqa: E402
-from shoal.rollout.samplers.huggingface import HuggingFaceEngine  # noqa: E402
-from shoal.rollout.samplers.noise import Noise, gumbel, key_words, words  # noqa: E402
-from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
+from shoal.samplers.huggingface import HuggingFaceEngine  # noqa: E402
+from shoal.samplers.noise import Noise, gumbel, key_words, words  # noqa: E402
+from shoal.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
 from shoal.train.agent.batch import Sample  # noqa: E402
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, compose_config  # noqa: E402
 from shoal.train.agent.determinism import applies, deterministic  # noqa: E402
@@ -424,7 +424,7 @@ def vllm(bench: Bench) -> None:
     if importlib.util.find_spec("vllm") is None:
         print("vLLM is left out: it is not installed", flush=True)
         return
-    from shoal.rollout.samplers.vllm import VllmEngine
+    from shoal.samplers.vllm import VllmEngine
 
     n, shape = bench.counts[0], bench.fast
     asked = bench.requests(bench.engine(shape, n), n, bench.answer)

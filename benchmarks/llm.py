@@ -32,7 +32,7 @@ sys.path.insert(0, str(REPO / "src"))
 
 from shoal.core.files import read_json, write_json  # noqa: E402
 from shoal.core.run_folder import installed_versions  # noqa: E402
-from shoal.rollout.samplers.sampler import Completion, Request  # noqa: E402
+from shoal.samplers.sampler import Completion, Request  # noqa: E402
 from shoal.train.agent.config import compose_config  # noqa: E402
 from shoal.train.agent.trainer import AgentTrainer  # noqa: E402
 

@@ -48,13 +48,13 @@ from shoal.rollout.hosts import sockets  # noqa: E402
 from shoal.rollout.hosts.episodes import Ask, Begin, Ended, Setup  # noqa: E402
 from shoal.rollout.hosts.host import LocalHosts  # noqa: E402
 from shoal.rollout.hosts.sockets import Listener  # noqa: E402
-from shoal.rollout.loops import run_here  # noqa: E402
 from shoal.rollout.plan import Assignment, place_of  # noqa: E402
 from shoal.rollout.prompts import PromptConfig  # noqa: E402
 from shoal.rollout.rollouts import ParallelRolloutManager  # noqa: E402
-from shoal.rollout.samplers.batching import Statistics  # noqa: E402
-from shoal.rollout.samplers.sampler import Completion, Request, Sampling  # noqa: E402
-from shoal.rollout.samplers.tokenizers import TinyTokenizer  # noqa: E402
+from shoal.samplers.batching import Statistics  # noqa: E402
+from shoal.samplers.loops import run_here  # noqa: E402
+from shoal.samplers.sampler import Completion, Request, Sampling  # noqa: E402
+from shoal.samplers.tokenizers import TinyTokenizer  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "rollout.json"
 TURNS, WORKERS = 20, 4

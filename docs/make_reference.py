@@ -38,11 +38,11 @@ ALSO = {
     ),
     "shoal.rollout": (
         "shoal.rollout.journal.Journal",
-        "shoal.rollout.samplers.registry.sampler",
-        "shoal.rollout.samplers.registry.make_engine",
-        "shoal.rollout.samplers.sampler.Sampler",
-        "shoal.rollout.samplers.sampler.Request",
-        "shoal.rollout.samplers.sampler.Completion",
+        "shoal.samplers.registry.sampler",
+        "shoal.samplers.registry.make_engine",
+        "shoal.samplers.sampler.Sampler",
+        "shoal.samplers.sampler.Request",
+        "shoal.samplers.sampler.Completion",
     ),
     "shoal.gateway": (
         "shoal.gateway.programs.sessions_of",

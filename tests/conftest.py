@@ -59,3 +59,11 @@ def no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     for module, name in (("train.agent.records", "write_curves"), ("train.ppo.run", "write_ppo_curves")):
         if f"shoal.{module}" in sys.modules and "drawn" not in request.fixturenames:
             monkeypatch.setattr(sys.modules[f"shoal.{module}"], name, write)
+
+
+@pytest.fixture(scope="module")
+def ray_finds_shoal() -> Iterator[None]:
+    """Workers of Ray start from its own node processes and find shoal as on the user's cluster: installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p))
+        yield

@@ -80,7 +80,7 @@ def test_001_the_keys_and_their_defaults():
 
 
 def test_001_a_manager_and_a_shared_engine_play_what_the_sequential_code_plays():
-    from shoal.rollout.samplers.registry import make_engine
+    from shoal.samplers.registry import make_engine
     from shoal.train.agent.config import compose_config
 
     small = [

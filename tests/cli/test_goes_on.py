@@ -15,7 +15,7 @@ from tests.rollout.doubles import FakeServer, HashEngine
 from shoal.cli import eval as evaluation
 from shoal.cli.main import main
 from shoal.rollout.journal import Journal
-from shoal.rollout.samplers.registry import SAMPLERS
+from shoal.samplers.registry import SAMPLERS
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 

@@ -260,7 +260,7 @@ def asked_by_tokens(tmp_path_factory):
     """A run that asked a server by tokens, and what the server was asked; the server is gone."""
     from tests.rollout.doubles import FakeServer, fast_tokenizer
 
-    from shoal.rollout.samplers.registry import load_tokenizer
+    from shoal.samplers.registry import load_tokenizer
 
     base = tmp_path_factory.mktemp("asked")
     folder, run = base / "tokenizer", base / "run"

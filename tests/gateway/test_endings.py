@@ -12,9 +12,9 @@ from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.gateway.programs import sessions_of
 from shoal.gateway.server import Gateway
 from shoal.rollout.journal import Journal
-from shoal.rollout.samplers.batching import as_sampler
-from shoal.rollout.samplers.sampler import Key, Sampling
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.batching import as_sampler
+from shoal.samplers.sampler import Key, Sampling
+from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.evaluation import heldout_metrics, rollout_metrics
 from tests.gateway.agent_endings import WAYS
 

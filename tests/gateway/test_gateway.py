@@ -18,9 +18,9 @@ from shoal.core.errors import EngineError
 from shoal.gateway.chats import read_answer
 from shoal.gateway.server import MOST_BODY, Gateway, GatewayServer
 from shoal.gateway.sessions import Recorded
-from shoal.rollout.samplers.batching import as_sampler
-from shoal.rollout.samplers.sampler import Completion
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.batching import as_sampler
+from shoal.samplers.sampler import Completion
+from shoal.samplers.tiny import TinyEngine, TinyShape
 
 CHAT = {"model": "m"}
 GO = [{"role": "user", "content": "go"}]

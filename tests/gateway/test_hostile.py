@@ -16,8 +16,8 @@ from shoal.core.ports import listening
 from shoal.core.seeding import derive_seed
 from shoal.gateway import server as server_module
 from shoal.gateway.server import MOST_BODY, Gateway, GatewayServer
-from shoal.rollout.samplers.batching import as_sampler
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.batching import as_sampler
+from shoal.samplers.tiny import TinyEngine, TinyShape
 
 
 @pytest.fixture(scope="module")

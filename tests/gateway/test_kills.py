@@ -21,7 +21,7 @@ import pytest
 from shoal import ParallelRolloutManager
 from shoal.cli.main import main
 from shoal.gateway.programs import sessions_of
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 from tests.gateway.test_command import ask, recorded

@@ -9,8 +9,8 @@ import pytest
 from shoal.envs.program import ProgramConfig, ProgramEnv
 from shoal.gateway.server import Gateway, GatewayServer
 from shoal.rollout.programs import Result, run
-from shoal.rollout.samplers.sampler import Completion
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.sampler import Completion
+from shoal.samplers.tiny import TinyEngine, TinyShape
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "gateway"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": 2, "a": 1}}\n</tool_call>'

@@ -18,7 +18,7 @@ from shoal.envs.catalogue import make
 from shoal.envs.check import quick_check
 from shoal.gateway.programs import sessions_of
 from shoal.rollout.rewards.judge import Judge
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.advantages import turn_advantages
 from shoal.train.agent.batch import make_samples
 from shoal.train.agent.config import compose_config

@@ -8,8 +8,8 @@ import urllib.request
 import pytest
 
 from shoal.gateway.server import Gateway, GatewayServer
-from shoal.rollout.samplers.sampler import Completion
-from shoal.rollout.samplers.tokenizers import TinyTokenizer
+from shoal.samplers.sampler import Completion
+from shoal.samplers.tokenizers import TinyTokenizer
 from tests.rollout.tools.test_thinking_templates import TEMPLATES, tokenizer_of
 
 NAMES = ("a", "b", "c")

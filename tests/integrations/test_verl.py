@@ -34,8 +34,8 @@ from shoal.core.seeding import derive_seed, stream
 from shoal.integrations.verl import agent_loop_outputs, to_dataproto
 from shoal.rollout.episode import Episode
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.huggingface import HuggingFaceEngine
-from shoal.rollout.samplers.sampler import Key, Request, Sampling
+from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.train.agent.advantages import token_gae, turn_advantages
 from shoal.train.agent.config import AgentProxy, Algorithm
 from shoal.train.agent.losses import aggregation_weights, clipped_surrogate, ratio_of

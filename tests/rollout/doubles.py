@@ -23,8 +23,8 @@ from shoal.core.errors import EngineError
 from shoal.envs.actions import Projection
 from shoal.envs.text import Outcome, TextEnv
 from shoal.rollout.journal import Journal
-from shoal.rollout.samplers.sampler import Completion, Key, Request, Sampling
-from shoal.rollout.samplers.tokenizers import TinyTokenizer
+from shoal.samplers.sampler import Completion, Key, Request, Sampling
+from shoal.samplers.tokenizers import TinyTokenizer
 
 # --- engines
 WORDS = ("one", "two", "three")
@@ -471,7 +471,7 @@ def llama_engine(tokenizer=None, context=200, **settings):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+    from shoal.samplers.huggingface import HuggingFaceEngine
 
     tokenizer = tokenizer or byte_tokenizer()
     shape = LlamaConfig(

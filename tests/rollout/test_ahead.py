@@ -16,7 +16,7 @@ from shoal import derive_seed, envs
 from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.hosts.host import LocalHosts, ThreadHost
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Sampling
+from shoal.samplers.sampler import Sampling
 
 PATIENCE = 60
 """Seconds within which what was begun has happened."""

@@ -14,8 +14,8 @@ from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.factory import make_environments, make_set, validate_environment_config
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Key, Request, Sampling
-from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
+from shoal.samplers.sampler import Key, Request, Sampling
+from shoal.samplers.scripted import RandomEngine, ScriptedEngine
 
 WORDS = ["Left", "Down", "Right", "Up"]
 PROMPT = PromptConfig(history=0, first="{observation}", later="{observation}")

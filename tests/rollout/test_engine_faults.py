@@ -6,8 +6,8 @@ from tests.rollout.doubles import CounterEnv, HashEngine, with_env
 
 from shoal.core.errors import WorkerTimeoutError
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Completion
-from shoal.rollout.samplers.tokenizers import TinyTokenizer
+from shoal.samplers.sampler import Completion
+from shoal.samplers.tokenizers import TinyTokenizer
 
 BACKENDS = ("serial", "threads", "processes")
 

@@ -15,9 +15,9 @@ from shoal.rollout.episode import Episode, EpisodeId, Role, anchor_of, words_of
 from shoal.rollout.factory import make_environments
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Completion, Request, Sampling
-from shoal.rollout.samplers.scripted import RandomEngine, ScriptedEngine
-from shoal.rollout.samplers.tokenizers import ChatCodec, TemplateTokenizer
+from shoal.samplers.sampler import Completion, Request, Sampling
+from shoal.samplers.scripted import RandomEngine, ScriptedEngine
+from shoal.samplers.tokenizers import ChatCodec, TemplateTokenizer
 
 WORDS = ["Left", "Down", "Right", "Up"]
 LAKE = {"desc": "4x4", "is_slippery": False, "max_steps": 9}

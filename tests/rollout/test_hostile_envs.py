@@ -22,7 +22,7 @@ from shoal.rollout.factory import make_environments
 from shoal.rollout.plan import place_of
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Sampling
+from shoal.samplers.sampler import Sampling
 
 BACKENDS = ("serial", "threads", "processes")
 ELSEWHERE = BACKENDS[1:]

@@ -11,10 +11,10 @@ from shoal import ParallelRolloutManager, TrajectoryCollector, derive_seed, make
 from shoal.core.data import encode_trajectory
 from shoal.core.errors import EngineError
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.samplers.huggingface import HuggingFaceEngine
-from shoal.rollout.samplers.models import get_model
-from shoal.rollout.samplers.sampler import Sampling
-from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.models import get_model
+from shoal.samplers.sampler import Sampling
+from shoal.samplers.tiny import TinyEngine
 
 SEED, ITERATION, GROUPS, MEMBERS, TURNS, TOKENS = 11, 2, 16, 4, 3, 6
 FEWER_GROUPS = 6

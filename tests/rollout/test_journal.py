@@ -15,7 +15,7 @@ from shoal.rollout.journal import Journal
 from shoal.rollout.plan import Assignment, place_of
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Sampling
+from shoal.samplers.sampler import Sampling
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 SETTINGS = {"seed": 7, "env": {"size": (4, 4)}}

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.rollout.prompts import PastTurn, PromptConfig, Prompter, Scene, fill, find_drift, first_difference
-from shoal.rollout.samplers.tokenizers import TinyTokenizer
+from shoal.samplers.tokenizers import TinyTokenizer
 
 TOKENIZER = TinyTokenizer(["Up"])
 

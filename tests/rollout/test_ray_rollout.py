@@ -19,7 +19,7 @@ from shoal.core.data import encode_trajectory
 from shoal.rollout.journal import Journal
 from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.scripted import ScriptedEngine
+from shoal.samplers.scripted import ScriptedEngine
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -114,7 +114,7 @@ def test_a_rollout_on_a_cluster_that_is_broken_off_goes_on_with_what_was_written
 
 
 def test_the_tiny_engine_writes_the_same_on_a_cluster(cluster):
-    from shoal.rollout.samplers.tiny import TinyEngine
+    from shoal.samplers.tiny import TinyEngine
 
     engine = TinyEngine(WORDS, seed=1)
     assert play("ray", engine, groups=3)[0] == play("serial", engine, groups=3)[0]

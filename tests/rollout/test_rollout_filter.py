@@ -4,7 +4,7 @@ from tests.records import Exchange, trajectory_of
 from shoal.core.errors import ConfigError
 from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.filters import filter_groups, filter_rollouts, group_scores
-from shoal.rollout.samplers.sampler import Sampling
+from shoal.samplers.sampler import Sampling
 from shoal.train.agent.config import Algorithm
 
 

@@ -22,7 +22,7 @@ from shoal.rollout.hosts.host import HostsFailedError
 from shoal.rollout.hosts.processes import ProcessHosts
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Completion, Sampling
+from shoal.samplers.sampler import Completion, Sampling
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 

@@ -16,7 +16,7 @@ from tests.rollout.doubles import llama_engine
 from shoal import ParallelRolloutManager
 from shoal.core.data import read_trajectories
 from shoal.rollout.factory import words_of
-from shoal.rollout.samplers.registry import make_engine
+from shoal.samplers.registry import make_engine
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 

@@ -15,10 +15,10 @@ from shoal.rollout.factory import (
     validate_environment_config,
 )
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.samplers.http import RetryPolicy
-from shoal.rollout.samplers.registry import EngineConfig, ReplicaConfig, ServerConfig
-from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.settings import ParallelConfig, RolloutSettings, rollout_config
+from shoal.samplers.http import RetryPolicy
+from shoal.samplers.registry import EngineConfig, ReplicaConfig, ServerConfig
+from shoal.samplers.sampler import Sampling
 
 NAN, INF = float("nan"), float("inf")
 

@@ -1,8 +1,8 @@
 import pytest
 
-from shoal.rollout.samplers.sampler import Completion
-from shoal.rollout.samplers.scripted import RandomEngine
-from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.samplers.sampler import Completion
+from shoal.samplers.scripted import RandomEngine
+from shoal.samplers.tiny import TinyEngine
 from shoal.testing import check_engine
 
 

@@ -45,7 +45,7 @@ def test_an_update_begins_without_torchs_compiler():
         import sys
         import numpy as np, torch
         from gymnasium import spaces
-        from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+        from shoal.train.ppo.arrays.spaces import ActionRows, ObservationRows
         from shoal.train.agent.update import MasterAdamW
         from shoal.train.ppo.config import PPOConfig
         from shoal.train.ppo.learner import TorchLearner

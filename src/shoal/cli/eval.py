@@ -32,7 +32,7 @@ from shoal.core.run_folder import RunFolder, command_of, finite
 if TYPE_CHECKING:
     from shoal.rollout.factory import EnvironmentConfig
     from shoal.rollout.journal import Journal
-    from shoal.rollout.samplers.sampler import Sampling
+    from shoal.samplers.sampler import Sampling
 
 SERVER = "openai:"
 """What the name of a model on a server begins with."""
@@ -418,7 +418,7 @@ def _opened(options: EvalOptions) -> Iterator[tuple[Any, Any, str]]:
     """What `engine_of` gives, one for all envs, so that all are played by the same weights."""
     import torch
 
-    from shoal.rollout.samplers.registry import close_engine
+    from shoal.samplers.registry import close_engine
 
     if options.env is None and options.panel is None and options.model.startswith(SERVER):
         raise ConfigError("say which env to play: --env NAME (shoal envs list shows them)")
@@ -534,8 +534,8 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any, str]:
     The weights are told where they are asked for, with `out`.
     """
     asked = options.out is not None
-    from shoal.rollout.samplers.models import KNOWN
-    from shoal.rollout.samplers.registry import make_engine
+    from shoal.samplers.models import KNOWN
+    from shoal.samplers.registry import make_engine
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
     from shoal.train.agent.evaluation import read_checkpoint
     from shoal.train.agent.exported import read_play
@@ -586,7 +586,7 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any, str]:
 
 def _server(options: EvalOptions) -> tuple[Any, Any, str]:
     """A server by messages. No stop text is sent: servers leave it out of what they return, closing tag and all."""
-    from shoal.rollout.samplers.registry import ServerConfig, make_engine
+    from shoal.samplers.registry import ServerConfig, make_engine
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
 
     if options.device is not None:

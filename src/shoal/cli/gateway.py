@@ -56,8 +56,8 @@ examples:
 def gateway(options: GatewayOptions) -> int:
     """Serve until interrupted."""
     from shoal.gateway.server import Gateway, GatewayServer
-    from shoal.rollout.samplers.batching import as_sampler
-    from shoal.rollout.samplers.registry import close_engine
+    from shoal.samplers.batching import as_sampler
+    from shoal.samplers.registry import close_engine
 
     refuse_below(options, max_tokens=1)
     folder = options.out or new_folder("gateway")
@@ -92,7 +92,7 @@ def gateway(options: GatewayOptions) -> int:
 
 def _engine(options: GatewayOptions) -> Any:
     if options.model == TINY:
-        from shoal.rollout.samplers.registry import EngineConfig, make_engine
+        from shoal.samplers.registry import EngineConfig, make_engine
 
         config = EngineConfig(context=TINY_CONTEXT, device=options.device or "cpu")
         return make_engine(config, (), options.seed)

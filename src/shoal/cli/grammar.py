@@ -493,7 +493,7 @@ def weights_at(place: Path | str | None) -> str:
 
     A name alone where they are on a server, "" where they follow from settings.
     """
-    from shoal.rollout.samplers.models import KNOWN, resolve_model
+    from shoal.samplers.models import KNOWN, resolve_model
 
     if place is None:
         return ""

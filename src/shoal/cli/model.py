@@ -18,7 +18,7 @@ class ListOptions:
 
 def show(_: ListOptions) -> None:
     """Print the models that are known."""
-    from shoal.rollout.samplers.models import KNOWN, models_folder
+    from shoal.samplers.models import KNOWN, models_folder
 
     for name, packed in KNOWN.items():
         here = "here" if (models_folder() / name).is_dir() else "not fetched"
@@ -35,7 +35,7 @@ class GetOptions:
 
 def get(options: GetOptions) -> None:
     """Fetch a model."""
-    from shoal.rollout.samplers.models import KNOWN, get_model
+    from shoal.samplers.models import KNOWN, get_model
 
     if options.name not in KNOWN:
         raise unknown_name("model", options.name, KNOWN)

@@ -178,7 +178,7 @@ def engine_for(config: Any, folder: Path | None, ending: contextlib.ExitStack, t
     import torch
 
     from shoal.rollout.factory import words_of
-    from shoal.rollout.samplers.registry import close_engine, make_engine
+    from shoal.samplers.registry import close_engine, make_engine
     from shoal.train.agent.policy import load_engine
 
     torch.set_num_threads(config.engine.threads)

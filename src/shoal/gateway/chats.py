@@ -1,6 +1,6 @@
 """What a program says and what a model answers, in one form for all wires: turns of text, tools among them.
 
-Tools are written as Hermes and Qwen write them, see `shoal.rollout.tools.calls`. Two messages that mean the same have
+Tools are written as Hermes and Qwen write them, see `shoal.samplers.calls`. Two messages that mean the same have
 the same text here, in whatever order a tool's arguments stand, so a program that sends an answer back is recognised.
 """
 
@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 from shoal.core.errors import ShoalError
 from shoal.envs.actions import ToolCall
-from shoal.rollout.samplers.sampler import Sampling
-from shoal.rollout.tools.calls import (
+from shoal.samplers.calls import (
     in_order_of_calls,
     tagged_calls,
     with_tools,
     written_call,
     written_result,
 )
+from shoal.samplers.sampler import Sampling
 
 PICKING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "max_tokens": "max_tokens",

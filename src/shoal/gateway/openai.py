@@ -24,7 +24,7 @@ from shoal.gateway.chats import (
     with_schemas,
 )
 from shoal.gateway.sessions import Answer
-from shoal.rollout.samplers.sampler import Sampling
+from shoal.samplers.sampler import Sampling
 
 CHAT = {
     "model", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "n", "stream",

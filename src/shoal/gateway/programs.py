@@ -13,8 +13,8 @@ from shoal.core.ports import listening
 from shoal.gateway.server import Gateway, make_app
 from shoal.gateway.sessions import Recorded, Session
 from shoal.rollout.programs import Exchanged
-from shoal.rollout.samplers.batching import Asked
-from shoal.rollout.samplers.sampler import ChatTokenizer, Key, Sampling
+from shoal.samplers.batching import Asked
+from shoal.samplers.sampler import ChatTokenizer, Key, Sampling
 
 logger = logging.getLogger(__name__)
 STARTED_SECONDS = 0.005

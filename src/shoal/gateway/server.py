@@ -27,9 +27,9 @@ from shoal.core.seeding import derive_seed
 from shoal.gateway import anthropic, openai, responses
 from shoal.gateway.chats import PICKING, Asked, RefusedError, from_json
 from shoal.gateway.sessions import Answer, ClosedError, Recorded, Session
-from shoal.rollout.loops import LoopThread
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.samplers.sampler import ChatTokenizer, Key
+from shoal.samplers.loops import LoopThread
+from shoal.samplers.sampler import ChatTokenizer, Key
 
 logger = logging.getLogger(__name__)
 MOST_BODY = 16 << 20

@@ -24,8 +24,8 @@ from shoal.core.data import Call, Counted, Requests
 from shoal.core.errors import EngineError
 from shoal.gateway.chats import PICKING, Asked, RefusedError, Said, Turn, read_answer
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Key, Message, Request
-from shoal.rollout.samplers.sampler import Sampling as Picking
+from shoal.samplers.sampler import ChatTokenizer, Completion, Key, Message, Request
+from shoal.samplers.sampler import Sampling as Picking
 
 logger = logging.getLogger(__name__)
 Turns = tuple[tuple[str, str], ...]

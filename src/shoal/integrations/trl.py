@@ -28,8 +28,8 @@ from shoal.rollout.episode import EpisodeId, words_of
 from shoal.rollout.hosts.episodes import EnvFailedError, close_env, in_env
 from shoal.rollout.plan import Assignment, place_of
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Sampler, Sampling
 from shoal.rollout.settings import Backend
+from shoal.samplers.sampler import Sampler, Sampling
 
 HELD_OUT = " held-out"
 
@@ -206,7 +206,7 @@ def episode_reward(
 
 
 def _engine(model: Any, tokenizer: Any, max_batch: int) -> Sampler:
-    from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+    from shoal.samplers.huggingface import HuggingFaceEngine
 
     return HuggingFaceEngine(model, tokenizer, max_batch=max_batch)
 

@@ -42,9 +42,9 @@ from shoal.rollout.hosts.episodes import (
 )
 from shoal.rollout.plan import place_of
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.samplers.sampler import Completion, Finish, Request, checked
-from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 from shoal.rollout.settings import ParallelConfig
+from shoal.samplers.sampler import Completion, Finish, Request, checked
+from shoal.samplers.tokenizers import TemplateTokenizer
 
 with needs_extra("the agent loop for verl", "verl"):
     from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput

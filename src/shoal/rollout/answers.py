@@ -13,8 +13,8 @@ from typing import TypeVar
 from shoal.core.errors import ConfigError
 from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.samplers.sampler import ChatTokenizer, Sampling
 from shoal.rollout.settings import RolloutSettings
+from shoal.samplers.sampler import ChatTokenizer, Sampling
 
 S = TypeVar("S", bound=RolloutSettings)
 FREE_TEXT_TOKENS = 64

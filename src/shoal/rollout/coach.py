@@ -20,7 +20,7 @@ from shoal.envs.actions import ToolCall
 from shoal.rollout.answers import answer_ids
 from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.samplers.sampler import Completion, Level, Request, Sampling
+from shoal.samplers.sampler import Completion, Level, Request, Sampling
 from shoal.vector.vector_env import VectorPool
 
 MAX_EPISODE_TURNS = 32

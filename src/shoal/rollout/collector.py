@@ -16,13 +16,13 @@ from shoal.rollout.hosts.episodes import Ended
 from shoal.rollout.hosts.host import LocalHosts
 from shoal.rollout.hosts.pool import EnvPool, PoolHost
 from shoal.rollout.journal import Journal
-from shoal.rollout.loops import run_here
 from shoal.rollout.plan import Assignment, assignments_of, group_numbers, slot_of
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.rewards.judge import Judge, Judging
-from shoal.rollout.samplers.batching import Asking, as_sampler
-from shoal.rollout.samplers.sampler import Sampler, Sampling
 from shoal.rollout.tools.toolbox import Toolbox
+from shoal.samplers.batching import Asking, as_sampler
+from shoal.samplers.loops import run_here
+from shoal.samplers.sampler import Sampler, Sampling
 
 
 class TrajectoryCollector:

@@ -21,11 +21,11 @@ from shoal.rollout.failures import COUNTED, LEFT_OUT, PLAYED_AGAIN, FailureLog
 from shoal.rollout.hosts.episodes import Answer, Begin, Ended, Refused, Reply, Use, Used
 from shoal.rollout.hosts.host import Host, HostLostError, Hosts, HostsFailedError
 from shoal.rollout.plan import Assignment
-from shoal.rollout.samplers.batching import Asked, within
-from shoal.rollout.samplers.sampler import Request, Sampling
 from shoal.rollout.settings import ParallelConfig
 from shoal.rollout.tools.mcp import ToolsFailedError
 from shoal.rollout.tools.toolbox import Toolbox
+from shoal.samplers.batching import Asked, within
+from shoal.samplers.sampler import Request, Sampling
 
 logger = logging.getLogger(__name__)
 NO_LIMITS = ParallelConfig()

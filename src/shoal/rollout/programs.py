@@ -33,7 +33,7 @@ from shoal.rollout.functions import Failing, FunctionFailedError, FunctionProces
 from shoal.rollout.hosts.episodes import Begin, Ended, Event, Reply
 from shoal.rollout.hosts.host import Host, LocalHosts
 from shoal.rollout.plan import Assignment
-from shoal.rollout.samplers.sampler import Key, Sampling
+from shoal.samplers.sampler import Key, Sampling
 
 LAST_WORDS_SECONDS = 1.0
 """For which the rest of an ended program's output is waited for."""

@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.core.configuration import check_settings
 from shoal.core.errors import ConfigError, EngineError, did_you_mean
-from shoal.rollout.samplers.sampler import ChatTokenizer, Message
+from shoal.samplers.sampler import ChatTokenizer, Message
+from shoal.samplers.tokenizers import first_difference
 
 logger = logging.getLogger(__name__)
 
@@ -261,12 +262,6 @@ def find_drift(tokenizer: Any, chat: Sequence[Message], prompt_ids: Sequence[int
     at = first_difference(seen, written)
     shown = slice(max(0, at - 10), at + 30)
     return Drift(_piece(seen, chat, at), seen[shown], written[shown])
-
-
-def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Where two sequences part; the length of the shorter one, where it is the beginning of the other."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _piece(text: str, chat: Sequence[Message], at: int) -> str:

@@ -24,16 +24,16 @@ from shoal.rollout.failures import FailureLog
 from shoal.rollout.hosts.episodes import Ended, Setup
 from shoal.rollout.hosts.host import Hosts, HostsFailedError, InlineHost, LocalHosts, ThreadHost
 from shoal.rollout.journal import Journal
-from shoal.rollout.loops import run_here
 from shoal.rollout.plan import Assignment, assignments_of
 from shoal.rollout.programs import ProgramHosts, Sessions
 from shoal.rollout.prompts import Prompter
 from shoal.rollout.rewards.judge import Judge, Judging
 from shoal.rollout.rewards.scorers import Answers
-from shoal.rollout.samplers.batching import Asked, Asking, SharedLLMInferenceManager, as_sampler
-from shoal.rollout.samplers.sampler import ChatTokenizer, Sampler, Sampling
 from shoal.rollout.settings import Backend, ParallelConfig, check_jobs, rollout_config
 from shoal.rollout.tools.toolbox import Toolbox
+from shoal.samplers.batching import Asked, Asking, SharedLLMInferenceManager, as_sampler
+from shoal.samplers.loops import run_here
+from shoal.samplers.sampler import ChatTokenizer, Sampler, Sampling
 
 logger = logging.getLogger(__name__)
 ONE_AT_ONCE = ParallelConfig(episodes_at_once=1)

@@ -12,10 +12,10 @@ from shoal.core.errors import ConfigError
 from shoal.rollout.factory import EnvironmentConfig, part_of
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.rewards.settings import RewardConfig
-from shoal.rollout.samplers.batching import Schedule
-from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.tools.chat import MAX_TURNS
 from shoal.rollout.tools.toolbox import ToolConfig
+from shoal.samplers.batching import Schedule
+from shoal.samplers.sampler import Sampling
 
 Backend = Literal["auto", "serial", "threads", "processes", "loky", "threading", "multiprocessing", "ray"]
 """Where episodes are played: the caller's thread, threads, processes, tasks of joblib, or Ray actors."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shoal.core.errors import DataError
-from shoal.rollout.samplers.tokenizers import ANY, going_on, puts_spaces
+from shoal.samplers.tokenizers import ANY, going_on, puts_spaces
 from shoal.splitting.cut import Cut, Piece
 from shoal.splitting.place import Layout, lay_out, text_like
 from shoal.splitting.readers.recordings import Message, Part, Recording

@@ -19,7 +19,7 @@ from gymnasium.vector.utils import iterate
 
 from shoal.core.executors import map_ordered
 from shoal.envs.check import expect
-from shoal.rollout.samplers.sampler import (
+from shoal.samplers.sampler import (
     FINISHES,
     Capabilities,
     Completion,

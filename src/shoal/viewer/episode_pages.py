@@ -18,7 +18,7 @@ from shoal.core.data import Call, Trajectory, Turn
 from shoal.core.errors import DataError
 from shoal.core.files import read_json
 from shoal.envs.pictures import THEMES, picture_of
-from shoal.rollout.images import picture_url
+from shoal.samplers.images import picture_url
 from shoal.viewer.episode_lists import ended, steps, within_list
 from shoal.viewer.index import Episode
 from shoal.viewer.markup import ACTION, Html, counted, fold, join, number, tag
@@ -365,7 +365,7 @@ def _spelling(folder: str, changed: int) -> Spell | None:
     try:
         described: Any = read_json(Path(folder) / "engine.json")
         if described.get("engine") == "tiny":
-            from shoal.rollout.samplers.tokenizers import TinyTokenizer
+            from shoal.samplers.tokenizers import TinyTokenizer
 
             tokens = TinyTokenizer(described["words"]).tokens
             return lambda ids: [tokens[i] if 0 <= i < len(tokens) else f"#{i}" for i in ids]

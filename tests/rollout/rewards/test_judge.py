@@ -21,7 +21,7 @@ from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.rewards.settings import reward
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Sampling
+from shoal.samplers.sampler import Sampling
 from shoal.train.agent.evaluation import rollout_metrics
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))

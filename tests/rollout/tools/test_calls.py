@@ -11,10 +11,10 @@ from tests.rollout.tools import functions
 
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projected, Projection, ToolCall
-from shoal.rollout.samplers.tokenizers import TinyTokenizer
-from shoal.rollout.tools.calls import MOST_CALLS, read_calls, written_call
 from shoal.rollout.tools.chat import ToolChat, tool_words
 from shoal.rollout.tools.functions import function_tool, run_functions
+from shoal.samplers.calls import MOST_CALLS, read_calls, written_call
+from shoal.samplers.tokenizers import TinyTokenizer
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)

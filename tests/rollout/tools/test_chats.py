@@ -10,10 +10,10 @@ from tests.rollout.tools import functions
 from shoal import ParallelRolloutManager
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import ToolCall
-from shoal.rollout.samplers.sampler import Completion
-from shoal.rollout.samplers.tokenizers import TemplateTokenizer
 from shoal.rollout.tools.chat import ToolChat
 from shoal.rollout.tools.functions import function_tool
+from shoal.samplers.sampler import Completion
+from shoal.samplers.tokenizers import TemplateTokenizer
 from shoal.train.agent.batch import make_samples
 
 HEAD = "{% set ns = namespace(tool=false) %}"

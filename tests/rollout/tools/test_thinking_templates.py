@@ -8,8 +8,8 @@ from tests.rollout.doubles import TEMPLATE, byte_tokenizer
 from tests.rollout.tools import functions
 
 from shoal import ParallelRolloutManager
-from shoal.rollout.samplers.scripted import ScriptedEngine
-from shoal.rollout.samplers.tokenizers import TemplateTokenizer
+from shoal.samplers.scripted import ScriptedEngine
+from shoal.samplers.tokenizers import TemplateTokenizer
 
 LAST = "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user'ONLY %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"  # noqa: E501
 THOUGHT = "{% set said = m.content.split('</think>')[-1].lstrip('\\n') %}{% set why = m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content else '' %}"  # noqa: E501

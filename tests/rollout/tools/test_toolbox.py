@@ -15,10 +15,10 @@ from shoal.core.data import ToolUse, encode_trajectory
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import ToolCall
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.samplers.sampler import Sampling
-from shoal.rollout.samplers.scripted import ScriptedEngine
 from shoal.rollout.tools.mcp import ToolsFailedError
 from shoal.rollout.tools.toolbox import Toolbox
+from shoal.samplers.sampler import Sampling
+from shoal.samplers.scripted import ScriptedEngine
 
 MODULE = "tests.rollout.tools.functions"
 NAMED = [f"{MODULE}:add", {"function": f"{MODULE}:look", "timeout": 20}]

@@ -22,9 +22,9 @@ from tests.rollout.doubles import byte_tokenizer
 from tests.rollout.doubles import llama_engine as make_llama
 from tests.train.agent.checkpoints import tensors_of
 
-from shoal.rollout.samplers.huggingface import HuggingFaceEngine
-from shoal.rollout.samplers.sampler import Key, Request, Sampling
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.sampler import Key, Request, Sampling
+from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, save_checkpoint
 from shoal.train.agent.config import AgentProxy, Algorithm, Critic, KLPenalty, Lora, RolloutCorrection
 from shoal.train.agent.distributed import ALONE, Processes

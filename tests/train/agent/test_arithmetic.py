@@ -4,10 +4,10 @@ import types
 import numpy as np
 import pytest
 import torch
-from tests.rollout.samplers.test_huggingface import make_engine
+from tests.samplers.test_huggingface import make_engine
 
 from shoal.core.errors import MissingExtraError
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import Sample, micro_batches
 from shoal.train.agent.policy import policy_of, score, training_mode
 from shoal.train.boards import WandB

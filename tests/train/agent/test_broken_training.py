@@ -7,8 +7,8 @@ from tests.train.agent.test_crash_points import train
 
 from shoal.core.errors import DivergedError, EngineError, EnvError
 from shoal.envs import make
-from shoal.rollout.samplers.sampler import Completion
-from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.samplers.sampler import Completion
+from shoal.samplers.tiny import TinyEngine
 from shoal.train.agent import update
 from shoal.train.agent.checkpoint import list_checkpoints, newest_checkpoint
 

@@ -4,7 +4,7 @@ import pytest
 from tests.train.agent.test_crash_points import SMALL
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.samplers.tiny import TinyEngine
 from shoal.train.agent import trainer as agent
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.policy import policy_of

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.rollout.samplers.test_huggingface import make_engine, requests
+from tests.samplers.test_huggingface import make_engine, requests
 from tests.train.agent.test_update import random_samples
 from transformers import AutoModelForCausalLM
 
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError, DataError, MissingExtraError
-from shoal.rollout.samplers.huggingface import HuggingFaceEngine
-from shoal.rollout.samplers.registry import SAMPLERS
-from shoal.rollout.samplers.sampler import Sampling
-from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.registry import SAMPLERS
+from shoal.samplers.sampler import Sampling
+from shoal.samplers.tiny import TinyEngine
 from shoal.train.agent import policy as policies
 from shoal.train.agent.batch import micro_batches
 from shoal.train.agent.checkpoint import list_checkpoints

@@ -13,7 +13,7 @@ from shoal.core.data import Call, ToolUse, read_trajectories
 from shoal.rollout.driver import RolloutReport
 from shoal.rollout.factory import EnvTag
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import Sampling
+from shoal.samplers.sampler import Sampling
 from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, compose_config
 from shoal.train.agent.distributed import Processes
 from shoal.train.agent.evaluation import iteration_times, rollout_metrics, shaping_only, signal_metrics

@@ -12,7 +12,7 @@ from tests.train.agent.tiny_model import write_tiny_model
 
 import shoal.train.agent.trainer as trainer_module
 from shoal.core.errors import ConfigError, DataError
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.advantages import ESTIMATORS
 from shoal.train.agent.config import AgentConfig, Algorithm, compose_config, import_extensions
 from shoal.train.agent.losses import LOSSES

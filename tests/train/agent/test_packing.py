@@ -3,9 +3,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.rollout.samplers.test_huggingface import make_engine
+from tests.samplers.test_huggingface import make_engine
 
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import (
     ROW,
     Piece,

@@ -9,7 +9,7 @@ from shoal.cli.main import main
 from shoal.core.configuration import to_mapping
 from shoal.core.errors import ConfigError
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.samplers.registry import EngineConfig, ReplicaConfig
+from shoal.samplers.registry import EngineConfig, ReplicaConfig
 from shoal.train.agent.config import (
     AgentConfig,
     AgentProxy,

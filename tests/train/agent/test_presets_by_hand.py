@@ -11,7 +11,7 @@ import torch
 from tests.records import Exchange, trajectory_of
 
 from shoal.rollout.filters import filter_groups
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.networks import split_optimizer
 from shoal.train.agent.policy import Critic, policy_of, trained_parameters

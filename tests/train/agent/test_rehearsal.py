@@ -10,8 +10,8 @@ from tests.records import Exchange, trajectory_of
 from shoal.envs.actions import Projection
 from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.samplers.sampler import Key, Request, Sampling
-from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.samplers.sampler import Key, Request, Sampling
+from shoal.samplers.tiny import TinyEngine
 from shoal.train.agent.config import AgentProxy, Algorithm
 from shoal.train.agent.networks import split_optimizer
 from shoal.train.agent.policy import policy_of, trained_parameters

@@ -47,7 +47,7 @@ CUT = """
 import sys
 import torch
 from shoal.core.errors import ConfigError
-from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.samplers.tiny import TinyEngine
 from shoal.train.agent.distributed import Processes
 from shoal.train.agent.policy import policy_of
 from shoal.train.agent.sharding import ShardedPolicy

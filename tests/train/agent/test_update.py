@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.records import Exchange, trajectory_of
 
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch import Sample, make_samples, micro_batches, token_values
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, RolloutCorrection
 from shoal.train.agent.config import Critic as Settings

@@ -17,7 +17,7 @@ from shoal.envs import make
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import VectorConfig
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.samplers.tiny import TinyEngine, TinyShape
+from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import Warmup, compose_config
 from shoal.train.agent.policy import policy_of
 from shoal.train.agent.trainer import AgentTrainer

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shoal.core.errors import ConfigError, EngineError
-from shoal.rollout.samplers.sampler import Capabilities, Key, Request, Sampling
-from shoal.rollout.samplers.tiny import TinyEngine
+from shoal.samplers.sampler import Capabilities, Key, Request, Sampling
+from shoal.samplers.tiny import TinyEngine
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.policy import policy_of
 from shoal.train.agent.trainer import AgentTrainer

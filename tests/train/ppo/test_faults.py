@@ -24,7 +24,7 @@ from shoal.cli.main import main
 from shoal.core.errors import ConfigError, DataError, WorkerError
 from shoal.core.files import read_json
 from shoal.core.run_folder import RunFolder
-from shoal.rollout.arrays.spaces import ActionRows
+from shoal.train.ppo.arrays.spaces import ActionRows
 from shoal.train.ppo.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.ppo import PPO, Evaluation

@@ -19,7 +19,7 @@ from torch import nn
 
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError
-from shoal.rollout.arrays.spaces import ActionRows, ObservationRows, picture_of
+from shoal.train.ppo.arrays.spaces import ActionRows, ObservationRows, picture_of
 from shoal.train.ppo.checkpoint import load_checkpoint
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.envs import AtariScreen, EnvFactory, _area

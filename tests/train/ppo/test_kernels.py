@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.maths.updates import gae
-from shoal.rollout.arrays.spaces import ActionRows
+from shoal.train.ppo.arrays.spaces import ActionRows
 from shoal.train.ppo.compiled.network import NO_MASKS, UpdateBatch, UpdateRates
 from shoal.train.ppo.learner import CompiledLearner, TorchLearner
 from shoal.train.ppo.networks import MLPActorCritic

@@ -18,8 +18,8 @@ from tests.train.ppo.ppo_envs import DictEnv, RecallEnv
 
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError
-from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
-from shoal.rollout.arrays.steps import StepRollout
+from shoal.train.ppo.arrays.spaces import ActionRows, ObservationRows
+from shoal.train.ppo.arrays.steps import StepRollout
 from shoal.train.ppo.checkpoint import load_checkpoint
 from shoal.train.ppo.compiled.network import UpdateBatch, UpdateRates
 from shoal.train.ppo.config import PPOConfig

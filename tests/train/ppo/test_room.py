@@ -22,5 +22,5 @@ def test_an_update_passes_few_files(tmp_path, settings, most):
             metrics = ppo.agent.improve(rollout, 0.5)
     assert metrics["n_minibatches"] >= 1
     files = passed.files(leave_out=("core/", "train/ppo/agent.py"))
-    assert {"maths/updates.py", "rollout/arrays/steps.py"} <= files
+    assert {"maths/updates.py", "train/ppo/arrays/steps.py"} <= files
     assert len(files) <= most, sorted(files)

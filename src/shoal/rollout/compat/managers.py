@@ -22,7 +22,7 @@ from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.compat.projections import ActionSpace, as_actions, create_projection_function, takes_two
 from shoal.rollout.episode import Role, anchor_of, words_of
 from shoal.rollout.prompts import PastTurn, PromptConfig, Scene, compose
-from shoal.rollout.samplers.sampler import Sampler, Sampling
+from shoal.samplers.sampler import Sampler, Sampling
 from shoal.vector import MultiProcessEnvironmentContainer
 
 IMAGE = "<image>"

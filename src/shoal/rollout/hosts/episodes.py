@@ -28,8 +28,8 @@ from shoal.envs.actions import ToolCall
 from shoal.rollout.episode import Episode, Role
 from shoal.rollout.plan import Assignment
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Sampling
 from shoal.rollout.tools.functions import filled, run_functions
+from shoal.samplers.sampler import ChatTokenizer, Completion, Sampling
 
 MAKE = "make"
 CLOSE_SECONDS = 10.0

@@ -32,10 +32,10 @@ from shoal.core.workers import describe_exit
 from shoal.envs.actions import last_tag
 from shoal.envs.catalogue import function_named
 from shoal.rollout.functions import FunctionFailedError, FunctionProcesses
-from shoal.rollout.loops import LoopThread
 from shoal.rollout.prompts import fill
 from shoal.rollout.rewards.settings import PROMPT, REWARDS, JudgeConfig, RewardConfig
-from shoal.rollout.samplers.http import HttpClient, RetryPolicy
+from shoal.samplers.http import HttpClient, RetryPolicy
+from shoal.samplers.loops import LoopThread
 
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 MOST_OUTPUT = 1 << 20

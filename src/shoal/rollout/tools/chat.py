@@ -13,9 +13,9 @@ from typing import Any
 
 from shoal.core.data import ToolUse
 from shoal.envs.actions import Projected, Reader, ToolCall
-from shoal.rollout.samplers.sampler import ChatTokenizer, Message
-from shoal.rollout.tools.calls import Grammar, read_calls, with_tools, written_call, written_result
 from shoal.rollout.tools.functions import Tool
+from shoal.samplers.calls import Grammar, read_calls, with_tools, written_call, written_result
+from shoal.samplers.sampler import ChatTokenizer, Message
 
 MAX_TURNS = 8
 """Default of `agent_proxy.max_tool_turns`."""

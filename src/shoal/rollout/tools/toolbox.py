@@ -22,11 +22,11 @@ from shoal.core.executors import Closing
 from shoal.core.files import append_line, read_json, whole_lines, write_bytes
 from shoal.envs.actions import ToolCall
 from shoal.envs.catalogue import function_named
-from shoal.rollout.loops import LoopThread
-from shoal.rollout.samplers.sampler import ChatTokenizer
 from shoal.rollout.tools.chat import MAX_TURNS, ToolChat
 from shoal.rollout.tools.functions import NAME, Tool, came_of, function_tool, late
 from shoal.rollout.tools.mcp import STOP_SECONDS, McpConfig, McpServer, ToolsFailedError
+from shoal.samplers.loops import LoopThread
+from shoal.samplers.sampler import ChatTokenizer
 
 FILE = "tools.json"
 """Of a run folder: what the model was told of its tools."""

@@ -31,8 +31,8 @@ from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
 from shoal.rollout.filters import FilterType
 from shoal.rollout.rewards.settings import ENV, FORMAT, RewardConfig
-from shoal.rollout.samplers.registry import EngineConfig as EngineConfig
 from shoal.rollout.settings import RolloutSettings
+from shoal.samplers.registry import EngineConfig as EngineConfig
 from shoal.train.agent.advantages import ESTIMATORS, Method
 from shoal.train.agent.batch import Batching
 from shoal.train.agent.conflicts import conflicts_of

@@ -7,7 +7,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.samplers.sampler import Sampling
+from shoal.samplers.sampler import Sampling
 from shoal.train.agent.advantages import ESTIMATORS
 from shoal.train.agent.losses import LOSSES
 

@@ -16,7 +16,7 @@ import torch
 
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import stream
-from shoal.rollout.samplers.registry import EngineConfig
+from shoal.samplers.registry import EngineConfig
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
 from shoal.train.agent.networks import split_optimizer

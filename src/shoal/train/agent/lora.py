@@ -22,9 +22,9 @@ from shoal.core.errors import ConfigError, DataError, MissingExtraError, needs_e
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
 from shoal.maths.noise import torch_noise
-from shoal.rollout.samplers.huggingface import HuggingFaceEngine
-from shoal.rollout.samplers.models import resolve_model
-from shoal.rollout.samplers.registry import EngineConfig
+from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.models import resolve_model
+from shoal.samplers.registry import EngineConfig
 from shoal.train.agent.config import Lora
 from shoal.train.agent.policy import HuggingFacePolicy, Policy, policy_of, weights_sha256
 

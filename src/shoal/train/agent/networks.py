@@ -15,8 +15,8 @@ from shoal.core.files import verify_folder, write_folder
 from shoal.maths.updates import decayed
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import words_of_roles
-from shoal.rollout.samplers.registry import close_engine
 from shoal.rollout.tools.functions import Tool
+from shoal.samplers.registry import close_engine
 from shoal.train.agent.config import AgentConfig, Algorithm
 from shoal.train.agent.distributed import ALONE, Processes
 from shoal.train.agent.policy import Around, Critic, Policy, make_policy, trained_parameters

@@ -13,7 +13,7 @@ from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.driver import RolloutReport
 from shoal.rollout.filters import filter_rollouts
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.sampler import NO_NUMBERS, Sampling
+from shoal.samplers.sampler import NO_NUMBERS, Sampling
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.distributed import Processes
 

@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json
 from shoal.maths.noise import torch_noise
-from shoal.rollout.samplers.models import INVARIANT, looks_back, resolve_model
-from shoal.rollout.samplers.registry import EngineConfig, make_engine
-from shoal.rollout.samplers.sampler import of_inner, require_trainable, require_weights
-from shoal.rollout.samplers.tiny import TinyNetwork
+from shoal.samplers.models import INVARIANT, looks_back, resolve_model
+from shoal.samplers.registry import EngineConfig, make_engine
+from shoal.samplers.sampler import of_inner, require_trainable, require_weights
+from shoal.samplers.tiny import TinyNetwork
 from shoal.train.agent.batch import Batching, MicroBatch, Sample, token_values
 from shoal.train.agent.losses import entropy_of
 from shoal.train.agent.weights import fill
@@ -316,7 +316,7 @@ class HuggingFacePolicy(Policy):
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The weights that `save` wrote, for `load_weights`."""
-        from shoal.rollout.samplers.huggingface import read_weights
+        from shoal.samplers.huggingface import read_weights
 
         return read_weights(folder, self.module)
 
@@ -422,7 +422,7 @@ def load_policy(
         raise DataError(f"{folder} is no model folder: it has neither config.json nor engine.json{hint}")
     sampler: Any
     if described.get("engine") == "tiny":
-        from shoal.rollout.samplers.tiny import TinyEngine
+        from shoal.samplers.tiny import TinyEngine
 
         sampler = TinyEngine.load(folder, device=device)
     elif described.get("engine") == "huggingface-lora":
@@ -430,7 +430,7 @@ def load_policy(
 
         return load_lora(folder, device, **options)
     else:
-        from shoal.rollout.samplers.huggingface import HuggingFaceEngine
+        from shoal.samplers.huggingface import HuggingFaceEngine
 
         dtype = described.get("dtype", "float32")
         sampler = HuggingFaceEngine.load(folder, device=device, dtype=dtype, **options)
@@ -547,7 +547,7 @@ def training_mode(model: nn.Module, checkpointing: bool, seed: int | None = None
     drops = dropouts(model) if seed is not None else []
     again = partial(checkpoint, use_reentrant=False)
     if getattr(getattr(model, "config", None), "_attn_implementation", None) == INVARIANT:
-        from shoal.rollout.samplers.invariant import checkpoint_contexts
+        from shoal.samplers.invariant import checkpoint_contexts
 
         again = partial(again, context_fn=checkpoint_contexts)
     before = [part.gradient_checkpointing for part in layers]

@@ -18,7 +18,7 @@ from shoal.rollout.answers import answer_ids
 from shoal.rollout.episode import Role
 from shoal.rollout.filters import filter_groups
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.samplers.sampler import Sampling
+from shoal.samplers.sampler import Sampling
 from shoal.train.agent.batch import Sample, make_samples
 from shoal.train.agent.update import Learner, shorten
 from shoal.train.agent.warmup import imitation_gradient

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.samplers.sampler import of_inner
+from shoal.samplers.sampler import of_inner
 from shoal.train.agent.distributed import Processes
 from shoal.train.agent.policy import Around, Policy
 

@@ -33,9 +33,9 @@ from shoal.rollout.rewards.judge import Judge
 from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.rewards.settings import Given, reward_list
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.rollout.samplers.registry import close_engine
-from shoal.rollout.samplers.sampler import Sampler
 from shoal.rollout.tools.toolbox import Toolbox
+from shoal.samplers.registry import close_engine
+from shoal.samplers.sampler import Sampler
 from shoal.train.advice import Rejected
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint

@@ -26,8 +26,8 @@ from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.factory import VectorConfig, make_pool
 from shoal.rollout.failures import FailureLog
 from shoal.rollout.prompts import Prompter
-from shoal.rollout.samplers.sampler import Sampling
 from shoal.rollout.tools.toolbox import Toolbox
+from shoal.samplers.sampler import Sampling
 from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batches
 from shoal.train.agent.config import AgentConfig, Warmup
 from shoal.train.agent.playing import SharedCollector, refuse_all_failed

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.core.errors import ConfigError
-from shoal.rollout.samplers.sampler import capabilities_of, refuse_strange
+from shoal.samplers.sampler import capabilities_of, refuse_strange
 
 if TYPE_CHECKING:
     from shoal.train.agent.policy import Policy

@@ -17,8 +17,8 @@ from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.core.seeding import stream
 from shoal.maths.normalizer import ObservationNormalizer, RewardNormalizer
 from shoal.maths.updates import decayed, explained_variance, next_values_of
-from shoal.rollout.arrays.spaces import AS_FLOAT32, ActionRows, ObservationRows
-from shoal.rollout.arrays.steps import StepRollout
+from shoal.train.ppo.arrays.spaces import AS_FLOAT32, ActionRows, ObservationRows
+from shoal.train.ppo.arrays.steps import StepRollout
 from shoal.train.ppo.compiled.network import UpdateBatch, UpdateRates
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.learner import RecurrentLearner, make_learner

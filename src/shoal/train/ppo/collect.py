@@ -21,8 +21,8 @@ import numpy as np
 from shoal.core.errors import EnvError, WorkerDiedError, WorkerTimeoutError
 from shoal.core.executors import available_cpus
 from shoal.core.workers import StartMethod
-from shoal.rollout.arrays.steps import EnvSlice, StepRollout, VectorSteps
 from shoal.train.ppo.agent import PPOAgent
+from shoal.train.ppo.arrays.steps import EnvSlice, StepRollout, VectorSteps
 from shoal.train.ppo.envs import EnvFactory, EnvFacts, make_envs
 from shoal.train.ppo.learner import CompiledLearner
 from shoal.train.ppo.workers import WorkerSteps

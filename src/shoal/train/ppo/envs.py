@@ -17,8 +17,8 @@ from gymnasium.envs.registration import EnvSpec
 from shoal.core.errors import ConfigError, EnvError, ShoalError, format_error
 from shoal.core.seeding import derive_seed, stream
 from shoal.envs.catalogue import Source, Wrapper, find, find_wrapper, name_of, resolve
-from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
-from shoal.rollout.arrays.steps import SeededEpisodes
+from shoal.train.ppo.arrays.spaces import ActionRows, ObservationRows
+from shoal.train.ppo.arrays.steps import SeededEpisodes
 from shoal.train.ppo.config import LARGEST, check_whole
 
 EnvSource = Source

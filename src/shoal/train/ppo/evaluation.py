@@ -10,9 +10,9 @@ import numpy as np
 from shoal.core.data import check_flags, reward_of
 from shoal.core.errors import EnvError
 from shoal.core.seeding import stream
-from shoal.rollout.arrays.spaces import AS_FLOAT32
-from shoal.rollout.arrays.steps import SeededEpisodes, mask_of
 from shoal.train.ppo.agent import PPOAgent
+from shoal.train.ppo.arrays.spaces import AS_FLOAT32
+from shoal.train.ppo.arrays.steps import SeededEpisodes, mask_of
 from shoal.train.ppo.config import check_whole
 
 

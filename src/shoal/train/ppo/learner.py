@@ -17,9 +17,9 @@ from torch import Tensor
 from shoal.core.errors import ConfigError
 from shoal.maths import distributions
 from shoal.maths.updates import clipped_policy_loss, gae, normalized, value_loss
-from shoal.rollout.arrays.spaces import ActionRows
-from shoal.rollout.arrays.steps import StepRollout
 from shoal.train.optimizers import Adam
+from shoal.train.ppo.arrays.spaces import ActionRows
+from shoal.train.ppo.arrays.steps import StepRollout
 from shoal.train.ppo.compiled.network import (
     CompiledNetwork,
     UpdateBatch,

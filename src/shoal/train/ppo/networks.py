@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import stream
 from shoal.maths.initial_weights import initialize, orthogonal
-from shoal.rollout.arrays.spaces import ActionRows, ObservationRows, Picture
+from shoal.train.ppo.arrays.spaces import ActionRows, ObservationRows, Picture
 from shoal.train.ppo.compiled.network import NetworkShape
 from shoal.train.ppo.config import PPOConfig
 

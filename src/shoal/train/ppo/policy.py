@@ -11,7 +11,7 @@ from gymnasium import spaces
 from shoal.core.errors import ConfigError, needs_extra
 from shoal.maths.distributions import EXPLORED_LEAST, choose
 from shoal.maths.normalizer import ObservationNormalizer
-from shoal.rollout.arrays.spaces import AS_FLOAT32, ActionRows, ObservationRows
+from shoal.train.ppo.arrays.spaces import AS_FLOAT32, ActionRows, ObservationRows
 from shoal.train.ppo.checkpoint import Checkpoint, load_checkpoint, read_space
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.envs import squashed, unbounded

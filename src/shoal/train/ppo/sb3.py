@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 
 from shoal.core.errors import ConfigError, DataError, reading
-from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
+from shoal.train.ppo.arrays.spaces import ActionRows, ObservationRows
 from shoal.train.ppo.checkpoint import Checkpoint, describe_policy
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.policy import Policy

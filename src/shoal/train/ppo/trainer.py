@@ -20,8 +20,8 @@ from torch import nn
 from shoal.core.ctrl_c import CtrlCWaits
 from shoal.core.errors import OTHER_CHECKPOINT, ConfigError, reading
 from shoal.core.seeding import derive_seed, stream
-from shoal.rollout.arrays.steps import EnvSlice, SeededEpisodes, StepRollout, VectorSteps
 from shoal.train.ppo.agent import PPOAgent
+from shoal.train.ppo.arrays.steps import EnvSlice, SeededEpisodes, StepRollout, VectorSteps
 from shoal.train.ppo.checkpoint import (
     Checkpoint,
     checkpoint_folder,

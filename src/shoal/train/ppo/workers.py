@@ -17,8 +17,8 @@ from gymnasium import spaces
 
 from shoal.core.workers import StartMethod
 from shoal.maths.normalizer import ObservationNormalizer
-from shoal.rollout.arrays.spaces import ActionRows, ObservationRows
-from shoal.rollout.arrays.steps import EnvSlice, StepPolicy, StepRollout
+from shoal.train.ppo.arrays.spaces import ActionRows, ObservationRows
+from shoal.train.ppo.arrays.steps import EnvSlice, StepPolicy, StepRollout
 from shoal.train.ppo.compiled.network import CompiledNetwork, NetworkShape
 from shoal.train.ppo.envs import EnvFactory, EnvFacts, make_envs
 

@@ -23,8 +23,8 @@ from shoal.core.configuration import check_fields, first_change
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.files import read_json, verify_folder, write_folder, write_json
 from shoal.core.seeding import stream
-from shoal.rollout.samplers.models import looks_back
-from shoal.rollout.samplers.sampler import ROUNDING
+from shoal.samplers.models import looks_back
+from shoal.samplers.sampler import ROUNDING
 from shoal.train.agent.advantages import group_relative
 from shoal.train.agent.batch import Batching, Column, Floats, MicroBatch, Sample, token_values
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, refuse_negative, refuse_not_positive

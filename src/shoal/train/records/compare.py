@@ -15,8 +15,8 @@ from typing import Any
 
 from shoal.core.data import Trajectory, encode_trajectory, read_trajectories
 from shoal.core.errors import DataError
-from shoal.rollout import prompts
-from shoal.rollout.samplers.sampler import Level
+from shoal.samplers import tokenizers
+from shoal.samplers.sampler import Level
 from shoal.train.records.read import recordings_of
 
 _PLACES = ("iteration", "group", "member", "turn", "token")
@@ -78,7 +78,7 @@ def difference_of(one: Trajectory, other: Trajectory, *, tokens_only: bool = Fal
             tokens.append(("log-probability", said.logprobs, answered.logprobs))
         for what, a, b in tokens:
             if a != b:
-                at = prompts.first_difference(a, b)
+                at = tokenizers.first_difference(a, b)
                 return found(what, _at(a, at), _at(b, at), number, at)
         if said.finish != answered.finish:
             return found("finish", said.finish, answered.finish, number)

@@ -25,9 +25,9 @@ from shoal.envs.text import TextEnv
 from shoal.rollout.episode import Episode, EpisodeId, Role
 from shoal.rollout.factory import make_roles, words_of
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
 from shoal.rollout.tools.chat import ToolChat
 from shoal.rollout.tools.toolbox import recorded_tools
+from shoal.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
 from shoal.train.records.compare import Difference, difference_of, same_turn
 from shoal.train.records.read import Recording, agent_config_of, recordings_of
 
@@ -298,8 +298,8 @@ class Replay(Closing):
 
     def _tokenizer(self) -> ChatTokenizer:
         """The tokenizer of the run, without its weights."""
-        from shoal.rollout.samplers.registry import load_tokenizer
-        from shoal.rollout.samplers.tokenizers import ChatCodec, TinyTokenizer
+        from shoal.samplers.registry import load_tokenizer
+        from shoal.samplers.tokenizers import ChatCodec, TinyTokenizer
 
         engine = self.config.engine
         if engine.name == "openai":

@@ -1,0 +1,224 @@
+"""Replicas of a sampler as Ray actors: requests are spread over them, weights are put once and taken by all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.core.errors import EngineError, needs_extra
+from shoal.samplers.batching import as_sampler
+from shoal.samplers.sampler import (
+    Capabilities,
+    ChatTokenizer,
+    Completion,
+    ContinuousSampler,
+    Level,
+    Request,
+    Sampler,
+    capabilities_of,
+    vocabulary_of,
+)
+
+with needs_extra("samplers as Ray actors", "parallel"):
+    import ray
+    from ray.exceptions import (
+        GetTimeoutError,
+        ObjectLostError,
+        OutOfMemoryError,
+        RayActorError,
+        RayError,
+        RayTaskError,
+    )
+
+logger = logging.getLogger(__name__)
+LOST = (RayActorError, OutOfMemoryError, GetTimeoutError, ObjectLostError, TimeoutError)
+"""What is raised of a replica that is gone, or does not answer."""
+START_SECONDS = 30.0
+"""After which a warning says which replicas have not started."""
+
+
+class _Facts(NamedTuple):
+    """What is the same of every replica."""
+
+    tokenizer: ChatTokenizer
+    level: Level
+    capabilities: Capabilities
+    context: int | None
+    vocabulary: int | None
+
+
+class _Replica:
+    """One sampler in an actor of its own.
+
+    Args:
+        make: makes it.
+        *loaded: the calls with which the last weights were loaded, of a replica that takes the place of another.
+    """
+
+    def __init__(self, make: Callable[[], Sampler], *loaded: tuple[Any, ...]) -> None:
+        self.inner: Any = make()
+        self._sampler = as_sampler(self.inner)
+        for method, what, version in loaded:
+            self.load(method, ray.get(what), version)
+
+    def facts(self) -> _Facts:
+        inner = self.inner
+        context = getattr(inner, "context", None)
+        return _Facts(inner.tokenizer, inner.level, capabilities_of(inner), context, vocabulary_of(inner))
+
+    def load(self, method: str, what: Any, version: int) -> None:
+        if method == "load_weights":
+            self.inner.load_weights(what, version)
+            return
+        with tempfile.TemporaryDirectory(prefix="shoal-adapter-") as folder:
+            for name, data in what.items():
+                (Path(folder) / name).write_bytes(data)
+            self.inner.load_adapter(Path(folder), version)
+
+    async def sample(self, request: Request) -> Completion:
+        return await self._sampler.sample(request)
+
+
+class RayEngine(ContinuousSampler):
+    """Completes prompts on replicas of a sampler; Ray must be running (`ray.init`).
+
+    A replica that dies is replaced by one with the last weights, and its requests are asked again.
+
+    Args:
+        make: makes one replica's sampler, there; it must be picklable (a function of a module, or a partial).
+        replicas: how many.
+        resources: of one replica, for Ray (`{"num_gpus": 1}`); one core by default.
+        timeout: seconds after which a request, or the start of a replica, counts as failed.
+        retries: times that a failed request is asked again.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Sampler],
+        replicas: int = 1,
+        *,
+        resources: dict[str, Any] | None = None,
+        timeout: float | None = None,
+        retries: int = 2,
+    ) -> None:
+        if replicas < 1:
+            raise ValueError(f"replicas must be at least 1, got {replicas}")
+        if not ray.is_initialized():
+            raise EngineError("Ray is not running: call ray.init() first, with the address of your cluster")
+        super().__init__("shoal-ray")
+        self._actor = ray.remote(**(resources or {"num_cpus": 1}))(_Replica)
+        self._make, self.timeout, self.retries = make, timeout, retries
+        self._loaded: tuple[tuple[Any, ...], ...] = ()  # weights, and the adapter on them
+        self.weights_version = 0
+        self._actors = [self._actor.remote(make) for _ in range(replicas)]
+        facts = self._first_facts()
+        self.tokenizer, self.level, self.capabilities, self.context, self.vocabulary = facts
+
+    def _first_facts(self) -> _Facts:
+        """What the first replica says of itself once all have started."""
+        facts = [actor.facts.remote() for actor in self._actors]
+        waited, starting = 0.0, facts
+        while starting:
+            seconds = START_SECONDS if self.timeout is None else min(START_SECONDS, self.timeout - waited)
+            _, starting = ray.wait(starting, num_returns=len(starting), timeout=seconds)
+            waited += seconds
+            if not starting:
+                break
+            late = f"{len(starting)} of {len(facts)} replicas have not started within {waited:g} s: {_room()}"
+            if self.timeout is not None and waited >= self.timeout:
+                raise EngineError(late)
+            logger.warning("%s; still waiting", late)
+        try:
+            return ray.get(facts)[0]  # type: ignore[no-any-return]
+        except LOST as error:
+            raise EngineError(f"a replica could not start: {str(error).strip().splitlines()[-1]}") from error
+
+    async def _answer(self, request: Request) -> Completion:
+        """The completion of a request from the replica of its episode, whose prefixes it can use."""
+        for attempt in range(self.retries + 1):
+            actors = self._open()
+            place = sum(request.key.path[1:-1]) % len(actors)
+            actor = actors[place]
+            try:
+                async with asyncio.timeout(self.timeout):
+                    return await actor.sample.remote(request)  # type: ignore[no-any-return]
+            except LOST as error:
+                self._replace(place, actor, error)
+                if attempt == self.retries:
+                    last = f"{type(error).__name__}: {error}"
+                    raise EngineError(
+                        f"replica {place} failed {attempt + 1} times; the last: {last}"
+                    ) from error
+            except RayError as error:
+                cause = getattr(error, "cause", None)
+                said = cause if isinstance(cause, EngineError) else error
+                raise EngineError(f"replica {place}: {said}") from error
+        raise AssertionError
+
+    # --- weights
+    def load_weights(self, weights: Any, version: int) -> None:
+        """Weights by name, put into Ray's store once for all replicas."""
+        self._load(("load_weights", ray.put(weights), version))
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """A LoRA folder, on the weights that were loaded last; its files travel to the replicas."""
+        files = {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
+        under = [call for call in self._loaded if call[0] == "load_weights"]
+        self._load(*under, ("load_adapter", ray.put(files), version))
+
+    def _load(self, *loaded: tuple[Any, ...]) -> None:
+        """Load the last of these in all replicas; where one does not take it, all are replaced, as they were before."""
+        before, self._loaded = self._loaded, loaded
+        actors = list(self._open())
+        loading = [actor.load.remote(*loaded[-1]) for actor in actors]
+        try:
+            for place, done in enumerate(loading):
+                try:
+                    ray.get(done, timeout=self.timeout)
+                except LOST as error:
+                    self._replace(place, actors[place], error)
+        except BaseException as error:
+            self._loaded = before
+            self.restart()
+            if isinstance(error, RayTaskError):
+                raise EngineError(f"a replica does not take the weights: {error.cause}") from error
+            raise
+        self.weights_version = loaded[-1][2]
+
+    # --- the end
+    def restart(self) -> None:
+        """Replace all replicas by new ones with the last weights."""
+        for place, actor in enumerate(list(self._open())):
+            self._replace(place, actor)
+
+    def close(self) -> None:
+        """End the replicas."""
+        super().close()
+        actors, self._actors = self._actors, []
+        for actor in actors if ray.is_initialized() else ():
+            ray.kill(actor)
+
+    def _open(self) -> list[Any]:
+        if not (actors := self._actors):
+            raise EngineError("the replicas have ended: this sampler was closed")
+        if not ray.is_initialized():
+            raise EngineError("the replicas have ended: their session of Ray was shut down")
+        return actors
+
+    def _replace(self, place: int, failed: Any, why: Exception | None = None) -> None:
+        """Put a new replica in the place of `failed`, if nobody else has."""
+        actors = self._open()
+        if actors[place] is not failed:
+            return
+        if why is not None:
+            logger.warning("replica %d failed (%s); it is replaced", place, type(why).__name__)
+        ray.kill(failed)
+        actors[place] = self._actor.remote(self._make, *self._loaded)
+
+
+def _room() -> str:
+    return f"the cluster has {ray.cluster_resources()}, of which {ray.available_resources()} are free"

@@ -1,0 +1,549 @@
+"""Between text and tokens: chat templates of Hugging Face, the tiny model's words, and messages for servers.
+
+All of them are safe to use from many threads, and text never becomes a control token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+import string
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from shoal.core.errors import ConfigError, DataError, EngineError, needs_extra, reading
+from shoal.core.files import read_json
+from shoal.envs.actions import ToolCall
+from shoal.samplers.calls import Grammar, read_calls, written_result
+from shoal.samplers.sampler import Message
+
+_MARK = re.compile("\ue000(\\d+)\ue001")
+_AS_IT_IS = {"clean_up_tokenization_spaces": False}
+"""How ids are decoded: tokenizers may be set to take spaces away before punctuation."""
+_ROLES_OF_RESULTS: tuple[Literal["user", "tool"], ...] = ("user", "tool")
+"""In which results of tools may be shown, the first choice first."""
+ANY = "\ufdd1"
+"""A noncharacter: text that others go on from."""
+
+
+class _Content(NamedTuple):
+    """Where the content of a message stands in a chat, and the text that it goes on from; see `going_on`."""
+
+    number: int
+    behind: str
+
+
+_Part = tuple[int, ...] | _Content
+"""Of a chat: tokens of the template, or a content."""
+
+
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Where two sequences part; the length of the shorter one, where it is the beginning of the other."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def puts_spaces(encode: Callable[[str], list[int]]) -> bool:
+    """Whether a tokenizer puts a space before any text that it is given, as those of Llama 2 and Mistral do."""
+    said = encode("a")
+    return bool(said) and encode(f"{ANY}a")[-len(said) :] != said
+
+
+def going_on(encode: Callable[[str], list[int]], text: str, behind: str) -> list[int]:
+    """Tokens of a text as it goes on from another one; where there is none, as the tokenizer begins with it."""
+    if not behind:
+        return encode(text)
+    first, both = encode(behind), encode(behind + text)
+    return both[len(first) :] if both[: len(first)] == first else encode(text)
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer of `transformers` in a model folder; nothing is fetched or run.
+
+    Raises:
+        DataError: it does not load, or knows no text, as where its files were not copied with the weights.
+    """
+    with needs_extra("exact tokens", "llm"):
+        from transformers import AutoTokenizer
+    with reading(folder, "has no tokenizer that loads"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        known = tokenizer("a 1", add_special_tokens=False)["input_ids"]
+    if not known:
+        raise DataError(f"the tokenizer in {folder} knows no text: copy its files (tokenizer.json) too")
+    return tokenizer
+
+
+class TemplateTokenizer:
+    """Chats to tokens for a tokenizer of `transformers` that has a chat template; safe to use from many threads.
+
+    The template is rendered once around marks instead of contents. What stands between the marks is tokenized with
+    control tokens, the contents without: an observation that says `<|im_end|>` stays plain text.
+
+    A fast tokenizer of `transformers` keeps in shared state how it was called last, whether control tokens are split
+    among it: two threads that use one change each other's tokens without a word. So there is a copy here, which one
+    thread uses at a time, and what others do with `tokenizer` changes no prompt.
+
+    Args:
+        tokenizer: as `AutoTokenizer.from_pretrained` gives it.
+        model: the model, which may declare further tokens that end a turn. Those that the model folder of the
+            tokenizer declares are known without it.
+        template_settings: passed to the template (such as `enable_thinking=False`).
+    """
+
+    def __init__(self, tokenizer: Any, *, model: Any = None, **template_settings: Any) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise EngineError("this tokenizer has no chat template: use a model made for chat, or set one")
+        ends = ends_of_model(model) + ends_in_folder(getattr(tokenizer, "name_or_path", ""))
+        self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer), ends)
+
+    grammar: Grammar | None = None
+    """In which it calls tools, where it knows some."""
+
+    def _begin(self, tokenizer: Any, settings: dict[str, Any], own: Any, ends: tuple[int, ...]) -> None:
+        self.tokenizer = tokenizer
+        self._settings, self._ends = settings, ends
+        self._own, self._lock = own, threading.Lock()
+        self._spaced = puts_spaces(self._ids)
+        self._marks = self._marks_of_turns()
+        self._starts: dict[tuple[str, ...], list[_Part]] = {}
+        self._between: list[_Part] | None = None
+        self._results: dict[int, list[_Part]] = {}  # what follows an answer, by the number of results
+        self._role: Literal["tool", "user"] | None = None  # of results
+        self._quoted: bool | None = None  # whether results of role tool are JSON strings
+        asked = self._written([{"role": "user", "content": "\ue0000\ue001"}], add_generation_prompt=True)
+        self._header = self._before(ANY + asked.split("\ue001")[-1])
+        self.end_ids = self._end_of_turn()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"tokenizer": self.tokenizer, "settings": self._settings, "ends": self._ends}
+        return own | {"grammar": self.grammar}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # what was unpickled is nobody else's
+        self._begin(state["tokenizer"], state["settings"], state["tokenizer"], state["ends"])
+        self.grammar = state["grammar"]
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokenizer)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Plain text as the tokens of an answer's begin; what looks like a control token is spelled out."""
+        return self._content(text, self._header)
+
+    def _content(self, text: str, behind: str) -> tuple[int, ...]:
+        def plain(text: str) -> list[int]:
+            return self._ids(text, split_special_tokens=True)
+
+        return tuple(going_on(plain, text, behind))
+
+    def _ids(self, text: str, **how: bool) -> list[int]:
+        with self._lock:
+            return list(self._own(text, add_special_tokens=False, **how)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Tokens as text, without control tokens."""
+        with self._lock:
+            return str(self._own.decode(list(ids), skip_special_tokens=True, **_AS_IT_IS))
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The prompt for a chat, up to where the assistant begins to write."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._starts:
+            self._starts[roles] = self._cut(self._render(roles))
+        return self._join(self._starts[roles], [self._as_shown(m["role"], m["content"]) for m in messages])
+
+    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+        """The end of the response's turn, `message`, and the next assistant header.
+
+        Raises:
+            EngineError: the template is not append-only: a later turn changes what was written before it.
+        """
+        if self._between is None:
+            self._between = self._cut(self._continuation(), ANY)
+        return self._behind(response_ids, self._join(self._between, ["", "", message["content"]]))
+
+    def _behind(self, response_ids: tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
+        """What goes on from a response, which may hold the end of its turn already."""
+        ended = response_ids[-1:] and response_ids[-1] in self.end_ids and ids[0] in self.end_ids
+        return ids[1:] if ended else ids
+
+    # --- tools
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateTokenizer | None:
+        """One whose template writes these tools; None where it writes none, or calls in a form that is not read here.
+
+        Args:
+            tools: name, description and parameters (JSON Schema) of each.
+
+        Raises:
+            ConfigError: a control token of the model stands in what a tool says of itself.
+        """
+        for tool in tools:
+            text = json.dumps(tool, ensure_ascii=False)
+            if self._ids(text) != self._ids(text, split_special_tokens=True):
+                raise ConfigError(
+                    f"the description of the tool {tool['name']} holds a control token of this model: leave it out"
+                )
+        twin = TemplateTokenizer.__new__(TemplateTokenizer)
+        listed = [{"type": "function", "function": dict(tool)} for tool in tools]
+        user: Any = {"role": "user", "content": "\ue0000\ue001"}
+        call = {"name": tools[0]["name"], "arguments": {"x": "1"}}
+        function = {"id": "call00000", "type": "function", "function": call}
+        answer: Any = {"role": "assistant", "content": "", "tool_calls": [function]}
+        try:
+            twin._begin(
+                self.tokenizer, {**self._settings, "tools": listed}, copy.deepcopy(self.tokenizer), self._ends
+            )
+            asked, whole = twin.render([user]), twin._written([user, answer])
+        except EngineError:
+            return None
+        behind = whole[len(asked) if whole.startswith(asked) else first_difference(whole, asked) :]
+        said = twin.decode(twin._control(behind))
+        wanted = [ToolCall(call["name"], call["arguments"])]
+        read = (kind for kind in get_args(Grammar) if read_calls(said, kind) == wanted)
+        twin.grammar = next(read, None)
+        return twin if twin.grammar and all(tool["name"] in asked for tool in tools) else None
+
+    def extend_tools(self, response_ids: tuple[int, ...], results: Sequence[str]) -> tuple[int, ...]:
+        """The end of the response's turn, the results of its calls in order, and the next assistant header.
+
+        Raises:
+            EngineError: the template shows no results, or rewrites the answer before them.
+        """
+        chat = self.tool_messages(results)
+        if len(chat) not in self._results:
+            self._results[len(chat)] = self._cut(self._behind_answer(chat[0]["role"], len(chat)), ANY)
+        contents = [self._as_shown(message["role"], message["content"]) for message in chat]
+        return self._behind(response_ids, self._join(self._results[len(chat)], ["", "", *contents]))
+
+    def tool_messages(self, results: Sequence[str]) -> list[Message]:
+        """The results of an answer's calls as messages: one of the user, as Hermes has them, or each of role tool.
+
+        A template that writes calls as they are read has role tool for them. Of others the user's turn is taken, unless
+        the template takes it for a new question and rewrites the answers before, as those do that show the thoughts
+        behind the last question only.
+
+        Raises:
+            EngineError: the template shows no results, or rewrites the answer before them.
+        """
+        if self._role is None:
+            self._role = "tool" if self.grammar else self._role_of_results()
+        if self._role == "tool":
+            return [{"role": "tool", "content": text} for text in results]
+        return [{"role": "user", "content": "\n".join(map(written_result, results))}]
+
+    def _role_of_results(self) -> Literal["tool", "user"]:
+        """The role of results before which answers stay as they are, at best those with thoughts too."""
+        reason: EngineError | None = None
+        for thoughts in (("", "<think>\nwhy\n</think>\n\n"), ("",)):
+            for role in _ROLES_OF_RESULTS:
+                try:
+                    for thought in thoughts:
+                        self._check_answer_stays(role, thought)
+                except EngineError as error:
+                    reason = reason or error
+                else:
+                    return role
+        raise EngineError(f"tools cannot be used with this model: {reason}; use another one") from reason
+
+    def _check_answer_stays(self, role: str, thought: str) -> None:
+        """Raise if the template writes an answer otherwise when a result of this role follows it."""
+        answer = f"{thought}\ue0001\ue001"
+        contents = ["\ue0000\ue001", answer, self._result(role, 2)]
+        followed = self._render(("user", "assistant", role), contents)
+        chat = [{"role": "user", "content": contents[0]}, {"role": "assistant", "content": answer}]
+        alone = "".join(self._written(chat).rpartition("\ue001")[:2])
+        if not followed.startswith((alone, self._render(("user",)) + answer)):
+            same = first_difference(alone, followed)
+            shown = slice(max(0, same - 20), same + 30)
+            raise EngineError(
+                f"when a result of a tool follows in role {role}, the chat template writes {followed[shown]!r} "
+                f"where it had {alone[shown]!r}"
+            )
+
+    def _behind_answer(self, role: str, n_messages: int) -> str:
+        """What the template writes behind an answer whose results are messages of a role, around the marks of these."""
+        places = range(2, 2 + n_messages)
+        contents = ["\ue0000\ue001", "\ue0001\ue001", *(self._result(role, place) for place in places)]
+        text = self._render(("user", "assistant", *[role] * n_messages), contents).split("\ue0001\ue001")[1]
+        for place in places:  # what stands around a result of the user's is a part of its content
+            text = text.replace(self._result(role, place), f"\ue000{place}\ue001")
+        return text
+
+    def _result(self, role: str, place: int) -> str:
+        """What a template is given in the place of a result."""
+        return written_result(f"\ue000{place}\ue001") if role == "user" else f"\ue000{place}\ue001"
+
+    def _as_shown(self, role: str, content: str) -> str:
+        """A content as the template writes it: there are some that write results as JSON strings."""
+        if role != "tool":
+            return content
+        if self._quoted is None:
+            asked: list[Any] = [{"role": role, "content": role} for role in ("user", "assistant")]
+            self._quoted = '\\"\ue000' in self._written([*asked, {"role": "tool", "content": '"\ue000'}])
+        return json.dumps(content, ensure_ascii=False)[1:-1] if self._quoted else content
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The chat as the template writes it, contents and all, up to where the assistant begins."""
+        return self._written(messages, add_generation_prompt=True)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """Tokens as text, control tokens included."""
+        with self._lock:
+            return str(self._own.decode(list(ids), skip_special_tokens=False, **_AS_IT_IS))
+
+    def _cut(self, rendered: str, behind: str = "") -> list[_Part]:
+        """Rendered text that goes on from another one as tokens, and as a content where a mark stands."""
+        pieces, cut = _MARK.split(rendered), list[_Part]()
+        for header, number in zip(pieces[::2], [*pieces[1::2], None], strict=True):
+            cut.append(self._control(header, behind))
+            if number is not None:
+                cut.append(_Content(int(number), self._before(behind + header)))
+            behind = ANY
+        return cut
+
+    def _control(self, piece: str, behind: str = "") -> tuple[int, ...]:
+        """A piece of the template as tokens, control tokens among them."""
+        if not piece:
+            return ()
+        behind = behind if self._spaced else ""
+        return tuple(going_on(self._ids, piece, behind))
+
+    def _before(self, text: str) -> str:
+        """What a content goes on from behind a text; nothing where the tokenizer's space is to stand before it."""
+        if not self._spaced or not text:
+            return ""
+        said = self._control("a")
+        put = not text[-1].isspace() and self._control(f"{text}a")[-len(said) :] == said
+        return "" if put else ANY
+
+    def _join(self, pieces: Sequence[_Part], contents: Sequence[str]) -> tuple[int, ...]:
+        """The tokens of a chat from those of its template and its contents."""
+        ids: list[int] = []
+        for piece in pieces:
+            if isinstance(piece, _Content):
+                ids += self._content(contents[piece.number], piece.behind)
+            else:
+                ids += piece
+        return tuple(ids)
+
+    def _written(self, messages: Sequence[Any], **settings: bool) -> str:
+        from jinja2 import TemplateError  # transformers writes chats with it
+
+        how = {"tokenize": False, **settings, **self._settings}
+        try:
+            return str(self._own.apply_chat_template(list(map(_whole, messages)), **how))
+        except (TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise EngineError(
+                f"the chat template refuses a chat of {roles} ({type(error).__name__}: {error}): use a prompt "
+                f"without the role that it does not take, or a model made for such chats"
+            ) from error
+
+    def _render(self, roles: Sequence[str], contents: Sequence[str] = ()) -> str:
+        """A chat of these roles with a mark in each content, up to where the assistant begins."""
+        contents = contents or [f"\ue000{place}\ue001" for place in range(len(roles))]
+        chat = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+        text = self._written(chat, add_generation_prompt=True)
+        shown = [int(number) for number in _MARK.findall(text)]
+        if shown != list(range(len(roles))):
+            raise EngineError(
+                f"the chat template drops or repeats messages: of a chat of {', '.join(roles)} it shows the messages "
+                f"{shown}; use a prompt without the role that it does not show, or another model"
+            )
+        return text
+
+    def _continuation(self) -> str:
+        before, after = self._render(("user",)), self._render(("user", "assistant", "user"))
+        written = "\ue0001\ue001"
+        if not after.startswith(before + written):
+            same = first_difference(before, after)
+            raise EngineError(
+                "the chat template is not append-only, a later turn rewrites the ones before: after "
+                f"{before[max(0, same - 20) : same]!r} it has {after[same : same + 30]!r} instead of "
+                f"{(before + written)[same : same + 30]!r}"
+            )
+        return after[len(before + written) :]
+
+    def _end_of_turn(self) -> tuple[int, ...]:
+        """Ids that end a turn: of the tokenizer, of the template, and all that the model or its folder declares."""
+        ids = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        answer = {"role": "assistant", "content": "\ue0001\ue001"}
+        written = self._written([{"role": "user", "content": "u"}, answer])
+        tail = self._control(written.split("\ue001")[-1], ANY)
+        if tail and (tail[0] in self.tokenizer.all_special_ids or tail[0] in self._marks):
+            ids.append(tail[0])
+        ids += (token for token in self._ends if 0 <= token < self.size)
+        return tuple(dict.fromkeys(ids))
+
+    def _marks_of_turns(self) -> frozenset[int]:
+        """Tokens with which the template marks turns, which are control tokens here, be they told as such or not.
+
+        DeepSeek's `<｜User｜>`, say, is an added token like any word. What a template opens for the model behind the
+        header of its turn (`<think>`) stays text, and so do spaces.
+        """
+        user, answer = ({"role": role, "content": "\ue0000\ue001"} for role in ("user", "assistant"))
+        alone, asked = self._written([user]), self._written([user], add_generation_prompt=True)
+        ids = list(self._control(asked.removeprefix(alone), ANY)[:1])
+        ids += self._control(self._written([user, answer]).split("\ue001")[-1], ANY)[:1]
+        with contextlib.suppress(Exception):  # there are templates that refuse a system message
+            alone += self._written([{**user, "role": "system"}, user])
+        ids += (token for piece in _MARK.split(alone)[::2] for token in self._control(piece))
+        added = getattr(self._own, "added_tokens_decoder", {})  # not all are transformers' own
+        marks = {token for token in ids if token in added and not added[token].content.isspace()}
+        untold = [added[token] for token in sorted(marks) if not added[token].special]
+        if untold and self._own.is_fast:  # others take no added token out of contents
+            self._own.backend_tokenizer.add_special_tokens(untold)
+        return frozenset(marks)
+
+
+def _whole(message: Any) -> Any:
+    """A message as templates take it; those of Mistral want to know the call of a result."""
+    return {**message, "tool_call_id": "call00000", "name": "tool"} if message["role"] == "tool" else message
+
+
+def ends_of_model(model: Any) -> tuple[int, ...]:
+    """The tokens that end an answer by the settings of a model of `transformers`; none of None."""
+    settings = (getattr(model, name, None) for name in ("generation_config", "config"))
+    return _ids_in([getattr(each, "eos_token_id", None) for each in settings])
+
+
+def ends_in_folder(folder: str) -> tuple[int, ...]:
+    """The tokens that end an answer by the files of a model folder; none where there is no such folder."""
+    files = (Path(folder) / name for name in ("generation_config.json", "config.json"))
+    read = [read_json(file) for file in files if folder and file.is_file()]
+    return _ids_in([found.get("eos_token_id") for found in read if isinstance(found, dict)])
+
+
+def _ids_in(values: Sequence[Any]) -> tuple[int, ...]:
+    """Ids out of settings that are an id, a list of them, or nothing."""
+    lists = (value if isinstance(value, list) else [value] for value in values)
+    return tuple(dict.fromkeys(one for found in lists for one in found if type(one) is int))
+
+
+CONTROL = ("<pad>", "<end>", "<system>", "<user>", "<assistant>", "<unknown>")
+PAD, END, SYSTEM, USER, ASSISTANT, UNKNOWN = range(len(CONTROL))
+TAGS = ("<action>", "</action>", "<answer>", "</answer>", "<think>", "</think>")
+CHARACTERS = tuple(string.digits + string.ascii_letters + string.punctuation + " \n√")
+_ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
+
+
+class TinyTokenizer:
+    """The tiny model's tokens: greedy longest-match over tags, `words` and characters; text gives no control tokens.
+
+    Args:
+        words: action words that shall be one token each.
+    """
+
+    end_ids = (END,)
+    brief = True
+    """What is written for it must be short: each letter is a token."""
+
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        self.words = tuple(dict.fromkeys(word for word in words if len(word) > 1))
+        self.tokens = CONTROL + TAGS + self.words + CHARACTERS
+        offset = len(CONTROL)
+        self._ids = {token: index + offset for index, token in enumerate(self.tokens[offset:])}
+        whole = sorted(TAGS + self.words, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, whole)) + "|(?s:.)")
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are."""
+        return len(self.tokens)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Text as token ids; a character outside the vocabulary becomes `<unknown>`."""
+        get = self._ids.get
+        return tuple(get(piece, UNKNOWN) for piece in self._pattern.findall(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids as text, control tokens left out (`<unknown>` shows as U+FFFD)."""
+        text = (self.tokens[i] if i >= len(CONTROL) else "�" if i == UNKNOWN else "" for i in ids)
+        return "".join(text)
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """`<role>content` for each message, then `<assistant>`."""
+        ids: list[int] = []
+        for message in messages:
+            ids += (_ROLES[message["role"]], *self.encode(message["content"]))
+        return (*ids, ASSISTANT)
+
+    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+        """The end mark if the response lacks it, the message, and `<assistant>`."""
+        closing = () if response_ids and response_ids[-1] == END else (END,)
+        return closing + self.start([message])
+
+
+_MARKS = 0x110000  # the first number that is no code point
+_CODED = {"system": _MARKS, "user": _MARKS + 1, "assistant": _MARKS + 2}
+_NAMES = {mark: role for role, mark in _CODED.items()}
+_IMAGE = _MARKS + 3
+
+
+class ChatCodec:
+    """Chats as reversible numbers, for servers that take messages and keep their tokens to themselves.
+
+    The "tokens" are Unicode code points and marks for roles: exact to hand over and to store, useless to learn from.
+    That is why a sampler that uses them is for evaluation only.
+    """
+
+    takes_images = True
+    size = _MARKS
+    """How many tokens a response may be of: the marks are the prompt's."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Text as code points."""
+        return tuple(map(ord, text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Code points as text, marks left out."""
+        return "".join(chr(i) for i in ids if i < _MARKS)
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Each message after the mark of its role, pictures first; then the assistant's mark."""
+        ids: list[int] = []
+        for message in messages:
+            pictures = (_IMAGE,) * message.get("images", 0)
+            ids += (_CODED[message["role"]], *pictures, *self.encode(message["content"]))
+        return (*ids, _CODED["assistant"])
+
+    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+        """The message and the assistant's mark; a response needs no end of its own."""
+        return self.start([message])
+
+    def messages(self, ids: Sequence[int], images: Sequence[str]) -> list[dict[str, Any]]:
+        """The chat for `/v1/chat/completions`; what stands after the last assistant mark is a prefill.
+
+        Raises:
+            EngineError: there are more or fewer pictures than marks for them.
+        """
+        chat: list[dict[str, Any]] = []
+        waiting = list(images)
+        if not ids or ids[0] not in _NAMES:
+            raise EngineError("this prompt was not made by the sampler's own tokenizer")
+        for i in ids:
+            if i in _NAMES:
+                chat.append({"role": _NAMES[i], "content": [], "text": []})
+            elif i == _IMAGE:
+                if not waiting:
+                    raise EngineError(
+                        f"the prompt shows more pictures than the {len(images)} that came with it"
+                    )
+                chat[-1]["content"].append({"type": "image_url", "image_url": {"url": waiting.pop(0)}})
+            else:
+                chat[-1]["text"].append(chr(i))
+        if waiting:
+            raise EngineError(f"{len(waiting)} of {len(images)} pictures have no place in the prompt")
+        for message in chat:
+            text = "".join(message.pop("text"))
+            pictures = message["content"]
+            message["content"] = [*pictures, {"type": "text", "text": text}] if pictures else text
+        if chat[-1]["role"] == "assistant" and not chat[-1]["content"]:
+            chat.pop()
+        return chat
