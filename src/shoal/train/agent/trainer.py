@@ -247,9 +247,11 @@ class AgentTrainer(Closing):
             yield start
         settings = self.config.trainer
         enough = np.inf if settings.stop_at_success is None else settings.stop_at_success
-        while self.progress.iteration < settings.iterations and self._success < enough:
+        while (
+            self.progress.iteration < settings.iterations and self._success < enough and not self._collapsed()
+        ):
             row = self.train_iteration()
-            last = self.progress.iteration >= settings.iterations
+            last = self.progress.iteration >= settings.iterations or self._collapsed(row)
             improved = False
             if last or self.progress.iteration % settings.eval_every == 0:
                 row |= self._validate()
@@ -307,6 +309,10 @@ class AgentTrainer(Closing):
             return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
 
     # --- parts of an iteration
+    def _collapsed(self, row: dict[str, Any] | None = None) -> bool:
+        """Whether the run is to end because its policy has collapsed, for all processes alike."""
+        return self.processes.together(lambda: self.records.collapsed(row))[0]
+
     def _may_end_after(self, done: int) -> bool:
         """Whether `done` iterations are all, or an evaluation then may say so."""
         settings = self.config.trainer
