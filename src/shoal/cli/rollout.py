@@ -133,11 +133,11 @@ def prepare(
     """The config with a number of `max_tokens`, its run folder, the engine, what was played before, and the tools."""
     from shoal.core.configuration import as_yaml, to_mapping
     from shoal.core.files import write_folder, write_text
-    from shoal.rollout.answers import with_room
     from shoal.rollout.factory import make_roles
     from shoal.rollout.journal import Journal
     from shoal.rollout.prompts import Prompter
     from shoal.rollout.tools.toolbox import Toolbox
+    from shoal.train.agent.answers import with_room
     from shoal.train.agent.evaluation import read_checkpoint
     from shoal.train.agent.policy import policy_of
 

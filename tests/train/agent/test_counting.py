@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from tests.records import Exchange, trajectory_of
 
-from shoal.rollout.filters import filter_groups, filter_rollouts
+from shoal.rollout.filters import filter_groups
 from shoal.rollout.plan import slot_of
 from shoal.train.agent.advantages import ESTIMATORS, critic_advantages, turn_advantages
 from shoal.train.agent.config import AgentProxy, Algorithm
 from shoal.train.agent.evaluation import rollout_metrics
+from shoal.train.agent.playing import best_groups
 
 
 def episode(group, member, rewards, success=True, tokens=1):
@@ -34,7 +35,7 @@ def test_a_group_that_differs_by_discounted_returns_is_learned_from():
 
 def test_groups_are_scored_by_discounted_returns_too():
     pair = [episode(0, 0, [1.0]), episode(0, 1, [0, 1.0])]
-    assert filter_rollouts(pair, pair, 1.0, "max_mean", 0.5).metrics["rollout_filter_score"] == 0.25
+    assert best_groups(pair, pair, 1.0, "max_mean", 0.5)[1]["rollout_filter_score"] == 0.25
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10, 40])

@@ -29,7 +29,6 @@ from shoal.core.registry import Registry
 from shoal.envs.catalogue import package_of
 from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
-from shoal.rollout.filters import FilterType
 from shoal.rollout.rewards.settings import ENV, FORMAT, RewardConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.samplers.registry import EngineConfig as EngineConfig
@@ -40,6 +39,7 @@ from shoal.train.agent.losses import LOSSES, Aggregation, KLEstimator
 from shoal.train.agent.presets import preset_words, settle, settled_mapping
 
 T = TypeVar("T")
+FilterType = Literal["std", "max_mean"]
 GROUP = "shoal.extensions"
 """The group of entry points in which installed packages name modules that register what is theirs."""
 _IMPORTS, _COMPOSING = threading.RLock(), threading.Lock()

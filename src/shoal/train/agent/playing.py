@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,10 +12,10 @@ from shoal.core.data import Trajectory
 from shoal.core.errors import DivergedError, EngineError, EnvError
 from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
 from shoal.rollout.driver import RolloutReport
-from shoal.rollout.filters import filter_rollouts
+from shoal.rollout.filters import discounted
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.sampler import NO_NUMBERS, Sampling
-from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.config import AgentConfig, FilterType
 from shoal.train.agent.distributed import Processes
 
 logger = logging.getLogger(__name__)
@@ -43,11 +44,50 @@ def play_groups(
     if settings.enable:
         learned, share = kept, report.kept / len(collector.tags)
     if algorithm.rollout_filter_ratio < 1:
-        learned, filtered = filter_rollouts(
+        learned, filtered = best_groups(
             played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
         )
         row |= filtered
     return played, learned, share, row
+
+
+def group_scores(trajectories: Sequence[Trajectory], how: FilterType, gamma: float = 1.0) -> dict[int, float]:
+    """Per group the spread of its members' returns: population standard deviation, or maximum less mean."""
+    returns: dict[int, list[float]] = {}
+    for trajectory in trajectories:
+        if trajectory.status == "ok":
+            returns.setdefault(trajectory.group, []).append(discounted(trajectory, gamma))
+    if how == "std":
+        return {group: statistics.pstdev(values) for group, values in sorted(returns.items())}
+    return {group: max(values) - statistics.fmean(values) for group, values in sorted(returns.items())}
+
+
+def best_groups(
+    played: Sequence[Trajectory],
+    candidates: Sequence[Trajectory],
+    ratio: float,
+    how: FilterType,
+    gamma: float = 1.0,
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """Those of `candidates` that are of their best groups, as many as `ratio` of the groups played; and metrics.
+
+    Args:
+        played: all trajectories of the iteration.
+        candidates: those that may be learned from.
+        ratio: share of the groups played, rounded down, at least one; of equal scores the lower group number wins.
+        how: the score of a group.
+        gamma: discount a turn.
+    """
+    scores = group_scores(played, how, gamma)
+    n_kept = max(1, int(ratio * len(scores) + 1e-9))
+    before = {t.group for t in candidates}
+    best = set(sorted(before, key=lambda group: (-scores[group], group))[:n_kept])
+    metrics = {
+        "rollout_filter_dropped": float(len(before - best)),
+        "rollout_filter_score": statistics.fmean(scores.values()) if scores else 0.0,
+        "rollout_filter_score_kept": statistics.fmean(scores[group] for group in best) if best else 0.0,
+    }
+    return [t for t in candidates if t.group in best], metrics
 
 
 class SharedCollector:

@@ -14,11 +14,11 @@ import numpy as np
 
 from shoal.core.data import Call, Trajectory
 from shoal.core.seeding import stream
-from shoal.rollout.answers import answer_ids
 from shoal.rollout.episode import Role
 from shoal.rollout.filters import filter_groups
 from shoal.rollout.prompts import Prompter
 from shoal.samplers.sampler import Sampling
+from shoal.train.agent.answers import answer_ids
 from shoal.train.agent.batch import Sample, make_samples
 from shoal.train.agent.update import Learner, shorten
 from shoal.train.agent.warmup import imitation_gradient

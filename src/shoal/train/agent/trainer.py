@@ -23,7 +23,6 @@ from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import resolve_text
 from shoal.gateway.programs import sessions_of
-from shoal.rollout.answers import with_room
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import host_of, make_environments, make_roles
@@ -37,6 +36,7 @@ from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.registry import close_engine
 from shoal.samplers.sampler import Sampler
 from shoal.train.advice import Rejected
+from shoal.train.agent.answers import with_room
 from shoal.train.agent.batch import Sample
 from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
 from shoal.train.agent.config import AgentConfig

@@ -20,7 +20,6 @@ from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.maths.updates import decayed
-from shoal.rollout.coach import Coach, CoachedEnv, no_random_action
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.factory import VectorConfig, make_pool
@@ -29,6 +28,7 @@ from shoal.rollout.prompts import Prompter
 from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.sampler import Sampling
 from shoal.train.agent.batch import Batching, Sample, make_samples, micro_batches
+from shoal.train.agent.coach import Coach, CoachedEnv, no_random_action
 from shoal.train.agent.config import AgentConfig, Warmup
 from shoal.train.agent.playing import SharedCollector, refuse_all_failed
 from shoal.train.agent.policy import Policy, score, trained_parameters

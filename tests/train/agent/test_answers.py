@@ -4,12 +4,12 @@ import pytest
 
 from shoal.core.errors import ConfigError
 from shoal.envs.actions import Projection
-from shoal.rollout.answers import answer_ids, with_room
 from shoal.rollout.episode import Role
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.settings import RolloutSettings
 from shoal.samplers.sampler import Sampling
 from shoal.samplers.tokenizers import TinyTokenizer
+from shoal.train.agent.answers import answer_ids, with_room
 
 TOKENIZER = TinyTokenizer()  # a character is a token, and so is a tag
 GIVEN = {"prefill": "<action>", "closing": "</action>"}

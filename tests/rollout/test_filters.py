@@ -1,11 +1,9 @@
 import pytest
 from tests.records import Exchange, trajectory_of
 
-from shoal.core.errors import ConfigError
 from shoal.rollout.collector import collect_with_signal
-from shoal.rollout.filters import filter_groups, filter_rollouts, group_scores
+from shoal.rollout.filters import filter_groups
 from shoal.samplers.sampler import Sampling
-from shoal.train.agent.config import Algorithm
 
 
 def played(group, reward, status="ok"):
@@ -16,12 +14,6 @@ def played(group, reward, status="ok"):
 
 GROUPS = {0: [0, 0, 0, 0], 1: [1, 0, 0, 0], 2: [1, 1, 0, 0], 3: [4, 0, 4, 0]}
 TRAJECTORIES = [played(group, float(r)) for group, rewards in GROUPS.items() for r in rewards]
-
-
-def test_scores_are_those_computed_by_hand():
-    # std: 0, sqrt(1/4 * 3/4), 1/2, 2; max - mean: 0, 3/4, 1/2, 2
-    assert group_scores(TRAJECTORIES, "std") == pytest.approx({0: 0, 1: 0.4330127, 2: 0.5, 3: 2})
-    assert group_scores(TRAJECTORIES, "max_mean") == pytest.approx({0: 0, 1: 0.75, 2: 0.5, 3: 2})
 
 
 @pytest.mark.parametrize(
@@ -58,31 +50,3 @@ def test_a_refill_plays_the_groups_after_those_played_and_as_many_as_the_rate_as
     short = EveryThird()
     assert collect_with_signal(short, 0, Sampling(8), max_batches=2)[2].with_signal == 3
     assert short.asked == [(0, 4), (4, 4)]
-
-
-@pytest.mark.parametrize(
-    ("how", "ratio", "kept"),
-    [("std", 0.5, {2, 3}), ("max_mean", 0.5, {1, 3}), ("std", 0.1, {3}), ("std", 1.0, {0, 1, 2, 3}),
-     ("std", 0.75, {1, 2, 3})],
-)  # fmt: skip
-def test_the_best_share_of_groups_is_kept(how, ratio, kept):
-    found = filter_rollouts(TRAJECTORIES, TRAJECTORIES, ratio, how)
-    assert {t.group for t in found.kept} == kept
-    assert found.metrics["rollout_filter_dropped"] == 4 - len(kept)
-
-
-def test_of_equal_groups_the_first_is_kept_and_failed_episodes_do_not_count():
-    equal = [played(g, r) for g in (5, 3) for r in (0.0, 1.0)] + [played(7, 9.0, "env_error"), played(7, 0.0)]
-    assert {t.group for t in filter_rollouts(equal, equal, 0.34, "std").kept} == {3}
-
-
-def test_the_best_are_those_among_what_may_be_learned_from_when_more_groups_were_played():
-    # A refill overshot: of the three groups with signal two were wanted, and the best is none of them.
-    candidates = [t for t in TRAJECTORIES if t.group in (1, 2)]
-    assert {t.group for t in filter_rollouts(TRAJECTORIES, candidates, 0.25, "std").kept} == {2}
-    assert {t.group for t in filter_rollouts(TRAJECTORIES, candidates, 0.5, "std").kept} == {1, 2}
-
-
-def test_a_ratio_outside_its_range_is_refused():
-    with pytest.raises(ConfigError, match=r"rollout_filter_ratio must be in \(0, 1\], got 0"):
-        Algorithm(rollout_filter_ratio=0)

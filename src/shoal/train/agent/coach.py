@@ -17,10 +17,10 @@ from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import stream
 from shoal.envs import TextEnv
 from shoal.envs.actions import ToolCall
-from shoal.rollout.answers import answer_ids
 from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.prompts import Prompter
 from shoal.samplers.sampler import Completion, Level, Request, Sampling
+from shoal.train.agent.answers import answer_ids
 from shoal.vector.vector_env import VectorPool
 
 MAX_EPISODE_TURNS = 32
