@@ -14,7 +14,7 @@ from shoal.samplers.huggingface import HuggingFaceEngine
 from shoal.samplers.noise import Noise
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.policy import policy_of
+from shoal.train.agent.policies.loading import policy_of
 
 FORGETFUL = (  # like templates that strip the thoughts of earlier turns
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
