@@ -12,7 +12,7 @@ import torch
 from tests.records import Exchange, trajectory_of
 
 from shoal.rollout.filters import filter_groups
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.networks import split_optimizer
 from shoal.train.agent.policy import policy_of, trained_parameters

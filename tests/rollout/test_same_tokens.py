@@ -19,8 +19,8 @@ from tests.rollout.tools.test_toolbox import play as play_with_tools
 from shoal import ParallelRolloutManager
 from shoal.core.data import read_trajectories
 from shoal.rollout.factory import words_of
-from shoal.samplers.openai import OpenAIEngine
 from shoal.samplers.registry import make_engine
+from shoal.samplers.servers.openai import OpenAIEngine
 from shoal.samplers.tokenizers import TinyTokenizer
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer

@@ -316,7 +316,7 @@ class HuggingFacePolicy(Policy):
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The weights that `save` wrote, for `load_weights`."""
-        from shoal.samplers.huggingface import read_weights
+        from shoal.samplers.huggingface.engine import read_weights
 
         return read_weights(folder, self.module)
 
@@ -430,7 +430,7 @@ def load_policy(
 
         return load_lora(folder, device, **options)
     else:
-        from shoal.samplers.huggingface import HuggingFaceEngine
+        from shoal.samplers.huggingface.engine import HuggingFaceEngine
 
         dtype = described.get("dtype", "float32")
         sampler = HuggingFaceEngine.load(folder, device=device, dtype=dtype, **options)
@@ -547,7 +547,7 @@ def training_mode(model: nn.Module, checkpointing: bool, seed: int | None = None
     drops = dropouts(model) if seed is not None else []
     again = partial(checkpoint, use_reentrant=False)
     if getattr(getattr(model, "config", None), "_attn_implementation", None) == INVARIANT:
-        from shoal.samplers.invariant import checkpoint_contexts
+        from shoal.samplers.huggingface.invariant import checkpoint_contexts
 
         again = partial(again, context_fn=checkpoint_contexts)
     before = [part.gradient_checkpointing for part in layers]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPTNeoConfig, MptConfig, Qwen3Nex
 
 from shoal.core.errors import ConfigError, DataError, EngineError
 from shoal.samplers import caches
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.noise import Noise
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.tiny import TinyEngine, TinyShape
