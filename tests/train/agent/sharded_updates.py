@@ -22,7 +22,7 @@ from tests.rollout.doubles import byte_tokenizer
 from tests.rollout.doubles import llama_engine as make_llama
 from tests.train.agent.checkpoints import tensors_of
 
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import AgentProxy, Algorithm, Critic, KLPenalty, Lora, RolloutCorrection

@@ -55,7 +55,7 @@ class ShardedPolicy(Around):
         self._root.set_reshard_after_forward(False)
         for part in self._parts:
             part.unshard()
-        for parameter in self._root.parameters():  # PyTorch does not count gathering as a change
+        for parameter in self._scores.parameters():  # PyTorch does not count gathering as a change
             torch.autograd.graph.increment_version(parameter)
         try:
             yield
