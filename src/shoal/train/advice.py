@@ -13,8 +13,8 @@ from statistics import mean, variance
 from typing import Any, Literal, NamedTuple
 
 from shoal.core.run_folder import is_number
-from shoal.train.agent.advantages import ESTIMATORS
-from shoal.train.agent.presets import is_pretrained
+from shoal.train.agent.algorithms.advantages import ESTIMATORS
+from shoal.train.agent.algorithms.presets import is_pretrained
 
 RECENT = 5
 """Rows at the end that a judgement looks at."""

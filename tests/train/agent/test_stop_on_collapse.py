@@ -6,8 +6,8 @@ from gymnasium.spaces import Discrete, Text
 
 from shoal.cli import main as shoal
 from shoal.core.run_folder import read_summary
-from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import compose_config
+from shoal.train.agent.run.checkpoint import list_checkpoints
 from shoal.train.agent.trainer import AgentTrainer
 
 
