@@ -165,6 +165,7 @@ bench-learning: setup  ## three seeds of every config that learns, about three C
 bench-real-model: setup  ## SmolLM2 on six small games of one's own, three seeds, up to six CPU hours; goes on where it was ended
 	$(BIN)/shoal model get smollm2
 	$(BIN)/python benchmarks/real_model.py $(HASTE)
+	$(if $(QUICK),,$(BIN)/python benchmarks/tables.py real_model)
 
 clean:            ## remove .venv and build leftovers
 	rm -rf $(VENV) .venv-* build src/*.egg-info

@@ -233,7 +233,7 @@ es_manager: {{train: {{env_configs: {{tags: [Mine]}}}}}}
 
 
 def shoal(*arguments: str) -> tuple[str, float]:
-    """A command of shoal's: its standard output and its CPU seconds."""
+    """A command of shoal's: its standard output and its CPU seconds; a run that collapsed has failed, and is a result."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     paths = os.pathsep.join([str(REPO / "src"), str(REPO / "benchmarks")])
     done = subprocess.run(
@@ -242,7 +242,7 @@ def shoal(*arguments: str) -> tuple[str, float]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    if done.returncode:
+    if done.returncode and "(ended early by trainer.stop_on_collapse)" not in done.stdout:
         raise SystemExit(f"shoal {' '.join(arguments)} ended with {done.returncode}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

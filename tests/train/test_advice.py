@@ -158,6 +158,9 @@ def test_an_update_that_halves_the_entropy_is_told_at_once_unless_success_rose_w
     assert titles(rows(4, **fell), REAL) == ["One update halved the entropy"]
     assert titles(rows(2, **{**fell, "success": lambda k: 0.6 * k}), REAL) == []
     assert titles(rows(2, **{**fell, "entropy": lambda k: 0.36 - 0.17 * k}), REAL) == []
+    late = {**fell, "entropy": lambda k: [0.36, 0.2, 0.15, 0.07][k]}  # a policy that learns becomes sure
+    assert titles(rows(4, **late), REAL) == []
+    assert titles(rows(4, **{**fell, "success": None}), REAL) == []  # PPO
     recovered = {**fell, "entropy": lambda k: [0.36, 0.18, 0.3, 0.35][k]}
     assert titles(rows(4, **recovered), REAL) == []
 

@@ -293,13 +293,16 @@ def _entropy(run: Run) -> Iterator[Advice]:
 
 
 def _halved(run: Run) -> tuple[float, float, Any] | None:
-    """The first update that halved the entropy and did not raise success: before, after, iteration."""
-    for one, then in itertools.pairwise(run.rows):
-        if not is_number(one.get("entropy")) or not is_number(then.get("entropy")):
-            continue
-        rose = (then.get("success") or 0.0) - (one.get("success") or 0.0)
-        if one["entropy"] >= 2 * then["entropy"] > 0 and rose < 0.1:
-            return one["entropy"], then["entropy"], one.get("iteration")
+    """The first update that halved the entropy of the beginning and did not raise success: before, after, iteration."""
+    rows = [row for row in run.rows if is_number(row.get("entropy")) and is_number(row.get("success"))]
+    for one, then in itertools.pairwise(rows):
+        before, after = one["entropy"], then["entropy"]
+        if (
+            before >= rows[0]["entropy"] / 2
+            and before >= 2 * after
+            and then["success"] < one["success"] + 0.1
+        ):
+            return before, after, one.get("iteration")
     return None
 
 
