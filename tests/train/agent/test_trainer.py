@@ -15,8 +15,9 @@ from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.envs.text import Outcome
 from shoal.train.agent.config import AgentConfig, compose_config
 from shoal.train.agent.run import records
-from shoal.train.agent.run.checkpoint import checkpoint_of, list_checkpoints
+from shoal.train.agent.run.checkpoint import list_checkpoints
 from shoal.train.agent.trainer import AgentTrainer, warmed_up
+from shoal.train.records.checkpoints import checkpoint_of
 
 CLOCKS = (
     "seconds",
