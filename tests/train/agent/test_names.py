@@ -82,9 +82,10 @@ from shoal.train.agent.algorithms.losses import PolicyLoss, policy_loss
 @advantage("best_of", grouped=True)
 def best_of(played):
     best = {}
-    for group, value in zip(played.cells, played.episode_returns, strict=True):
+    for group, value in zip(played.baseline_groups, played.episode_returns, strict=True):
         best[group] = max(best.get(group, -np.inf), value)
-    return np.array([float(value == best[group]) for group, value in zip(played.cells, played.episode_returns)])
+    pairs = zip(played.baseline_groups, played.episode_returns)
+    return np.array([float(value == best[group]) for group, value in pairs])
 
 @policy_loss("plain")
 def plain(tokens, config):

@@ -35,7 +35,7 @@ class Played(NamedTuple):
 
     trajectories: Sequence[Trajectory]
     returns: list[list[float]]  # [B][turns] the discounted return from each turn on, less its penalties
-    cells: list[int]  # [B] episodes of one cell are compared (`reward_normalization.grouping`)
+    baseline_groups: list[int]  # [B] episodes of one cell are compared (`reward_normalization.grouping`)
     algorithm: Algorithm
     proxy: AgentProxy
     penalties: Sequence[Sequence[Array]] | None = None
@@ -110,9 +110,9 @@ def turn_advantages(
             for own, costs in zip(rewards, penalties, strict=True)
         ]
     returns = [discounted_returns(own, algorithm.gamma) for own in rewards]
-    cells = _cells(trajectories, proxy.reward_normalization.grouping)
+    baseline_groups = _baseline_groups(trajectories, proxy.reward_normalization.grouping)
     played = Played(
-        tuple(trajectories), returns, cells, algorithm, proxy, penalties
+        tuple(trajectories), returns, baseline_groups, algorithm, proxy, penalties
     )  # nobody can change their order
     found: list[Any] = []
     for t, given in zip(trajectories, ESTIMATORS[algorithm.adv_estimator].compute(played), strict=True):
@@ -203,22 +203,24 @@ def overlong(lengths: ArrayLike, limit: int, buffer: int) -> Array:
 # --- estimators that compare episodes
 @advantage("grpo", grouped=True, normalized=True)
 def _grpo(played: Played) -> Array:
-    return normalize_rewards(played.episode_returns, played.cells, played.proxy.reward_normalization.method)
+    return normalize_rewards(
+        played.episode_returns, played.baseline_groups, played.proxy.reward_normalization.method
+    )
 
 
 @advantage("dr_grpo", grouped=True)
 def _dr_grpo(played: Played) -> Array:
-    return group_relative(played.episode_returns, played.cells, scale=False)
+    return group_relative(played.episode_returns, played.baseline_groups, scale=False)
 
 
 @advantage("rloo", grouped=True)
 def _rloo(played: Played) -> Array:
-    return leave_one_out(played.episode_returns, played.cells)
+    return leave_one_out(played.episode_returns, played.baseline_groups)
 
 
 @advantage("maxrl", grouped=True)
 def _maxrl(played: Played) -> Array:
-    return mean_relative(played.episode_returns, played.cells)
+    return mean_relative(played.episode_returns, played.baseline_groups)
 
 
 @advantage("reinforce")
@@ -248,7 +250,7 @@ def _to_go(paid: float, costs: Array) -> Array:
 
 @advantage("reinforce_pp_baseline", grouped=True)
 def _reinforce_pp_baseline(played: Played) -> Array:
-    return batch_normalized(played.episode_returns, played.cells)
+    return batch_normalized(played.episode_returns, played.baseline_groups)
 
 
 @advantage("gigpo", grouped=True, normalized=True)
@@ -259,7 +261,7 @@ def _gigpo(played: Played) -> list[Array]:
     rewards = [t.reward for t in played.trajectories] if sums else played.episode_returns
     n_turns = [len(t.turns) for t in played.trajectories]
     counts = n_turns if settings.statistics == "steps" else None
-    episodes = normalize_rewards(rewards, played.cells, method, counts)
+    episodes = normalize_rewards(rewards, played.baseline_groups, method, counts)
     anchors = [[turn.anchor for turn in t.turns] for t in played.trajectories]
     groups = [t.group for t in played.trajectories]
     steps = anchored_step_advantages(played.returns, anchors, groups, scale=method != "mean")
@@ -267,7 +269,7 @@ def _gigpo(played: Played) -> list[Array]:
     return [episode + weight * own for episode, own in zip(episodes, steps, strict=True)]
 
 
-def _cells(trajectories: Sequence[Trajectory], grouping: str) -> list[int]:
+def _baseline_groups(trajectories: Sequence[Trajectory], grouping: str) -> list[int]:
     """The cell of each trajectory within which rewards are compared."""
     if grouping == "state":
         return [t.group for t in trajectories]

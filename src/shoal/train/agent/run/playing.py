@@ -16,6 +16,7 @@ from shoal.rollout.filters import discounted
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.sampler import NO_NUMBERS, Sampling
 from shoal.train.agent.config import AgentConfig, FilterType
+from shoal.train.agent.optimizer import LOWER
 from shoal.train.agent.processes.distributed import Processes
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class SharedCollector:
             return played, self.collector.report
 
         with self._ready():
-            everyone = processes.together(play)
+            everyone = processes.all_gather(play)
         self._reports.append([report for _, report in everyone if report is not None])
         return [trajectory for part, _ in everyone for trajectory in part]
 
@@ -191,7 +192,5 @@ def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
 def _spoiled(trajectory: Trajectory) -> DivergedError:
     return DivergedError(
         f"the engine gave log-probabilities that are no numbers (group {trajectory.group}, member "
-        f"{trajectory.member}): its weights are spoiled. Go on from the last checkpoint with a lower learning rate "
-        f"(resume=true algorithm.learning_rate=…), or begin anew in another run_dir (at the start with a lower "
-        f"warmup.learning_rate)"
+        f"{trajectory.member}): its weights are spoiled. {LOWER}"
     )
