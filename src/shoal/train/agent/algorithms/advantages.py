@@ -35,7 +35,7 @@ class Played(NamedTuple):
 
     trajectories: Sequence[Trajectory]
     returns: list[list[float]]  # [B][turns] the discounted return from each turn on, less its penalties
-    baseline_groups: list[int]  # [B] episodes of one cell are compared (`reward_normalization.grouping`)
+    baseline_groups: list[int]  # [B] those with one number are compared
     algorithm: Algorithm
     proxy: AgentProxy
     penalties: Sequence[Sequence[Array]] | None = None
@@ -106,8 +106,8 @@ def turn_advantages(
     rewards = _rewards(trajectories, proxy)
     if penalties is not None:
         rewards = [
-            [reward - float(np.sum(tokens)) for reward, tokens in zip(own, costs, strict=True)]
-            for own, costs in zip(rewards, penalties, strict=True)
+            [reward - float(np.sum(tokens)) for reward, tokens in zip(own, penalty, strict=True)]
+            for own, penalty in zip(rewards, penalties, strict=True)
         ]
     returns = [discounted_returns(own, algorithm.gamma) for own in rewards]
     baseline_groups = _baseline_groups(trajectories, proxy.reward_normalization.grouping)
@@ -150,8 +150,10 @@ def critic_advantages(
     bessel = algorithm.critic.whitening == "sample" and len(every) > 1
     size = np.sqrt(np.square(np.concatenate([tokens for _, turns in pairs for tokens in turns])).mean())
     least = algorithm.critic.least_spread * size
-    mean, spread = every.mean(), max(every.std(ddof=int(bessel)), least) + 1e-8
-    return [[(one - mean) / spread for one in turns] for turns, _ in pairs], [targets for _, targets in pairs]
+    mean, deviation = every.mean(), max(every.std(ddof=int(bessel)), least) + 1e-8
+    return [[(one - mean) / deviation for one in turns] for turns, _ in pairs], [
+        targets for _, targets in pairs
+    ]
 
 
 def teacher_advantages(
@@ -243,9 +245,9 @@ def _reinforce_pp(played: Played) -> list[Any]:
     ]
 
 
-def _to_go(paid: float, costs: Array) -> Array:
+def _to_go(paid: float, penalty: Array) -> Array:
     """`[tokens]` the return from each token of a turn on, of which that from its first token on is known."""
-    return paid + np.cumsum(costs) - costs
+    return paid + np.cumsum(penalty) - penalty
 
 
 @advantage("reinforce_pp_baseline", grouped=True)
@@ -295,9 +297,9 @@ def group_relative(
     Returns:
         `[B]`, zero for every member of a group whose rewards are all equal, and for groups of one.
     """
-    centred, spread = _centre(rewards, groups, counts)
-    with_signal = spread > EPSILON
-    return np.where(with_signal, centred / np.where(with_signal & scale, spread, 1.0), 0.0)
+    centred, deviation = _centre(rewards, groups, counts)
+    with_signal = deviation > EPSILON
+    return np.where(with_signal, centred / np.where(with_signal & scale, deviation, 1.0), 0.0)
 
 
 def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> Array:
@@ -357,8 +359,8 @@ def mean_relative(rewards: ArrayLike, groups: ArrayLike) -> Array:
         raise ValueError(
             f"maxrl divides by the mean reward of a group, so none may be below 0, got {values.min()}"
         )
-    centred, spread = _centre(values, groups)
-    with_signal = spread > EPSILON
+    centred, deviation = _centre(values, groups)
+    with_signal = deviation > EPSILON
     return np.where(with_signal, centred / np.where(with_signal, values - centred, 1.0), 0.0)
 
 
@@ -427,9 +429,9 @@ def _centre(rewards: ArrayLike, groups: ArrayLike, counts: ArrayLike | None = No
     weights = np.ones(len(values)) if counts is None else np.asarray(counts, dtype=np.float64)
     total = np.bincount(index, weights)
     centred = values - (np.bincount(index, weights * values) / np.maximum(total, 1))[index]
-    spread = np.sqrt(np.bincount(index, weights * centred**2) / np.maximum(total - 1, 1))[index]
-    rounding = spread <= ROUNDING * np.abs(values - centred)
-    return np.where(rounding, 0.0, centred), np.where(rounding, 0.0, spread)
+    deviation = np.sqrt(np.bincount(index, weights * centred**2) / np.maximum(total - 1, 1))[index]
+    rounding = deviation <= ROUNDING * np.abs(values - centred)
+    return np.where(rounding, 0.0, centred), np.where(rounding, 0.0, deviation)
 
 
 # --- estimators with a critic or a teacher
@@ -471,8 +473,8 @@ def token_gae(
     steps = [max(len(known), 1) for known in values]
     paid = [reward for n, r in zip(steps, rewards, strict=True) for reward in (*[0.0] * (n - 1), r)]
     if penalties is not None:
-        costs = [cost for own in penalties for cost in (own if len(own) else [0.0])]
-        paid = [reward - cost for reward, cost in zip(paid, costs, strict=True)]
+        penalty = [cost for own in penalties for cost in (own if len(own) else [0.0])]
+        paid = [reward - cost for reward, cost in zip(paid, penalty, strict=True)]
     valued = [value for known in values for value in (known if len(known) else [None])]
     discounts = [discount for n in steps for discount in (*[1.0] * (n - 1), gamma)]
     found = iter(gae(paid, valued, discounts, gae_lambda))

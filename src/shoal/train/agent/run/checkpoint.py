@@ -24,7 +24,7 @@ from shoal.core.files import MANIFEST, is_whole, read_json, restore_folders, ver
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.policies.policy import Critic, Policy
 from shoal.train.agent.processes.distributed import ALONE, Processes
-from shoal.train.agent.processes.weights import fill, fill_optimizer, gather, optimizer_tensors, without_twins
+from shoal.train.agent.processes.weights import fill, fill_optimizer, gather, optimizer_tensors, without_tied
 
 logger = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{6,})")
@@ -74,8 +74,8 @@ def save_checkpoint(
         (temporary / "state.json").write_text(json.dumps(state, indent=2))
         save_file(moments, temporary / "optimizer.safetensors")
         if critic is not None:
-            single, twins = without_twins(values)
-            save_file(single, temporary / "critic.safetensors", twins)
+            single, tied = without_tied(values)
+            save_file(single, temporary / "critic.safetensors", tied)
 
     if best:
         with write_folder(folder / "best") as temporary:

@@ -215,12 +215,7 @@ def warmup_samples(
 
 
 def _play(
-    collector: TrajectoryCollector,
-    coach: Coach,
-    role: Role,
-    envs: range,
-    seed: int,
-    policy: Policy,
+    collector: TrajectoryCollector, coach: Coach, role: Role, envs: range, seed: int, policy: Policy
 ) -> Iterator[Sample]:
     """Samples of the episodes of one kind, which these envs play a few at a time."""
     tag, lost = role.tag, 0
