@@ -40,7 +40,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from shoal.core.seeding import stream  # noqa: E402
-from shoal.samplers.huggingface import HuggingFaceEngine  # noqa: E402
+from shoal.samplers.huggingface.engine import HuggingFaceEngine  # noqa: E402
 from shoal.samplers.noise import Noise, gumbel, key_words, words  # noqa: E402
 from shoal.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
 from shoal.train.agent.batch.samples import Sample  # noqa: E402

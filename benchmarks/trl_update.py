@@ -43,7 +43,7 @@ from tests.records import Exchange, trajectory_of  # noqa: E402
 from shoal.core.data import Trajectory  # noqa: E402
 from shoal.core.errors import EngineError  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
-from shoal.samplers.huggingface import HuggingFaceEngine  # noqa: E402
+from shoal.samplers.huggingface.engine import HuggingFaceEngine  # noqa: E402
 from shoal.samplers.models import resolve_model  # noqa: E402
 from shoal.train.agent.algorithms.advantages import group_relative  # noqa: E402
 from shoal.train.agent.batch.packing import token_values  # noqa: E402

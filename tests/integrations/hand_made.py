@@ -12,7 +12,7 @@ import torch
 from tests.records import Exchange, trajectory_of
 
 from shoal.rollout.filters import filter_groups
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.optimizer import split_optimizer, trained_parameters
 from shoal.train.agent.policies.loading import policy_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.rollout.doubles import TEMPLATE, CounterEnv, FakeServer, HashEngine, byte_tokenizer, config
 from tests.rollout.doubles import llama_engine as make_llama
-from tests.samplers import fake_vllm
+from tests.samplers.vllm import fake_vllm
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError

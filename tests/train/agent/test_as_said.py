@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.samplers.test_huggingface import make_engine
+from tests.samplers.huggingface.test_huggingface import make_engine
 from tests.train.agent.run.test_crash_points import SMALL
 
 from shoal.core.data import read_trajectories

@@ -17,7 +17,7 @@ from shoal.core.files import remove_leftovers
 from shoal.core.run_folder import RunFolder
 from shoal.core.seeding import derive_seed, stream
 from shoal.maths.noise import torch_noise
-from shoal.samplers.huggingface import read_model
+from shoal.samplers.huggingface.engine import read_model
 from shoal.splitting.processors import processor_in
 from shoal.splitting.readers import reader_of
 from shoal.splitting.splitters import SPLITTERS

@@ -4,7 +4,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from tests.samplers.test_huggingface import make_engine
+from tests.samplers.huggingface.test_huggingface import make_engine
 
 from shoal.core.errors import MissingExtraError
 from shoal.samplers.tiny import TinyEngine, TinyShape

@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.samplers.test_huggingface import make_engine
+from tests.samplers.huggingface.test_huggingface import make_engine
 
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch.packing import (

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.samplers.test_huggingface import make_engine, requests
+from tests.samplers.huggingface.test_huggingface import make_engine, requests
 from tests.train.agent.test_update import random_samples
 from transformers import AutoModelForCausalLM
 
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError, DataError, MissingExtraError
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.registry import SAMPLERS
 from shoal.samplers.sampler import Sampling
 from shoal.samplers.tiny import TinyEngine

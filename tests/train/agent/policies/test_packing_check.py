@@ -9,7 +9,7 @@ import transformers
 from tests.rollout.doubles import byte_tokenizer
 from tests.rollout.doubles import llama_engine as make_engine
 
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch.packing import token_values
 from shoal.train.agent.batch.samples import Sample

@@ -3,7 +3,7 @@
 import torch
 from tests.train.agent.tiny_model import write_tiny_model
 
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.train.agent.policies.loading import policy_of
 from shoal.train.agent.policies.reference import Reference
 

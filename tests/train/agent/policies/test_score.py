@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.samplers.test_huggingface import make_engine
+from tests.samplers.huggingface.test_huggingface import make_engine
 from tests.train.agent.test_update import ENGINE, contrast, random_samples
 
 from shoal.train.agent.batch.packing import micro_batches

@@ -112,9 +112,14 @@ def check(told, case):
             assert held == pytest.approx(whole / 2, rel=0.005)
     # the passes of the two were not equally many, and who had nothing left went along
     assert sum(process[case]["idle"] for process in told) > 0
-    # before the updates and after, one process generates while the other does not, as a whole network would
+    # before the updates, after them and after another one under the same version, one process generates while the
+    # other does not, as a whole network would
     for own, other in told[0][case]["answers"]:
-        assert own == other
+        for (tokens, logprobs), (other_tokens, other_logprobs) in zip(own, other, strict=True):
+            same = next((i for i in range(len(tokens)) if tokens[i] != other_tokens[i]), len(tokens))
+            assert case in ROUGH or tokens == other_tokens  # among rough numbers near-ties are common
+            assert same
+            assert logprobs[:same] == pytest.approx(other_logprobs[:same], abs=10 * tolerance)
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ class HuggingFacePolicy(Policy):
 
     def read(self, folder: Path) -> dict[str, Tensor]:
         """The weights that `save` wrote, for `load_weights`."""
-        from shoal.samplers.huggingface import read_weights
+        from shoal.samplers.huggingface.engine import read_weights
 
         return read_weights(folder, self.module)
 

@@ -108,7 +108,7 @@ def load_policy(
 
         return load_lora(folder, device, **options)
     else:
-        from shoal.samplers.huggingface import HuggingFaceEngine
+        from shoal.samplers.huggingface.engine import HuggingFaceEngine
 
         dtype = described.get("dtype", "float32")
         sampler = HuggingFaceEngine.load(folder, device=device, dtype=dtype, **options)

@@ -22,7 +22,7 @@ from shoal.core.errors import ConfigError, DataError, MissingExtraError, needs_e
 from shoal.core.files import read_json
 from shoal.core.seeding import derive_seed
 from shoal.maths.noise import torch_noise
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.models import resolve_model
 from shoal.samplers.registry import EngineConfig
 from shoal.train.agent.config import Lora

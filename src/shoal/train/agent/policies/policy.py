@@ -229,7 +229,7 @@ def training_mode(model: nn.Module, checkpointing: bool, seed: int | None = None
     drops = dropouts(model) if seed is not None else []
     again = partial(checkpoint, use_reentrant=False)
     if getattr(getattr(model, "config", None), "_attn_implementation", None) == INVARIANT:
-        from shoal.samplers.invariant import checkpoint_contexts
+        from shoal.samplers.huggingface.invariant import checkpoint_contexts
 
         again = partial(again, context_fn=checkpoint_contexts)
     before = [part.gradient_checkpointing for part in layers]

@@ -48,10 +48,15 @@ class ShardedPolicy(WrappedPolicy):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Every process has all parameters for as long as this lasts, and may use them without the others."""
+        """Every process has all parameters for as long as this lasts, and may use them without the others.
+
+        Their versions have changed, so nothing that was computed from earlier ones is taken for theirs.
+        """
         self._root.set_reshard_after_forward(False)
         for part in self._parts:
             part.unshard()
+        for parameter in self._scores.parameters():  # PyTorch does not count gathering as a change
+            torch.autograd.graph.increment_version(parameter)
         try:
             yield
         finally:

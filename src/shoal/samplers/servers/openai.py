@@ -11,6 +11,7 @@ it does not make a batching server exact, and with it vllm's CPU build ends on t
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import time
 from bisect import bisect_left
@@ -22,10 +23,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shoal.core.errors import EngineError, did_you_mean
+from shoal.core.errors import DataError, EngineError, did_you_mean
 from shoal.core.registry import check_name
-from shoal.samplers.http import HttpClient, RefusedError, RetryPolicy
-from shoal.samplers.images import as_url
 from shoal.samplers.registry import LogprobsMode, Server
 from shoal.samplers.sampler import (
     Capabilities,
@@ -37,6 +36,7 @@ from shoal.samplers.sampler import (
     Sampling,
     room_left,
 )
+from shoal.samplers.servers.http import HttpClient, RefusedError, RetryPolicy
 from shoal.samplers.tokenizers import ChatCodec
 
 logger = logging.getLogger(__name__)
@@ -333,6 +333,18 @@ def _ended(completion: Completion, request: Request, tokenizer: ChatTokenizer) -
         return completion
     n = bisect_left(range(len(ids)), True, key=stopped)
     return Completion(ids[:n], completion.logprobs[:n], "stop", completion.weights_version)
+
+
+def as_url(image: str) -> str:
+    """A data URL for an image that may be the path of a PNG or JPEG file."""
+    if image.startswith(("data:", "http:", "https:")):
+        return image
+    data = Path(image).read_bytes()
+    kinds = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg"}
+    kind = next((name for start, name in kinds.items() if data.startswith(start)), None)
+    if kind is None:
+        raise DataError(f"{image} is neither a PNG nor a JPEG file")
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
 
 
 Body = Callable[[Request, str, ChatTokenizer], dict[str, Any]]

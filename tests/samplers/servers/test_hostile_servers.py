@@ -10,12 +10,12 @@ import pytest
 from tests.rollout.doubles import FakeServer, written
 
 from shoal.core.errors import EngineError
-from shoal.samplers import http
 from shoal.samplers.batching import SharedLLMInferenceManager
-from shoal.samplers.http import HttpClient, RetryPolicy
 from shoal.samplers.loops import LoopThread
-from shoal.samplers.openai import OpenAIEngine
 from shoal.samplers.sampler import Completion, Key, Request, Sampling
+from shoal.samplers.servers import http
+from shoal.samplers.servers.http import HttpClient, RetryPolicy
+from shoal.samplers.servers.openai import OpenAIEngine
 from shoal.samplers.tokenizers import TinyTokenizer
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.rollout.doubles import fast_tokenizer
 
 from shoal.core.errors import DataError
-from shoal.samplers.huggingface import HuggingFaceEngine, as_in_files, read_weights
+from shoal.samplers.huggingface.engine import HuggingFaceEngine, as_in_files, read_weights
 from shoal.samplers.registry import load_tokenizer
 from shoal.train.agent.policies.loading import load_policy
 

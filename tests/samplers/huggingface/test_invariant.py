@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from shoal.core.errors import ConfigError
-from shoal.samplers.huggingface import HuggingFaceEngine
-from shoal.samplers.invariant import attention, make_invariant
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
+from shoal.samplers.huggingface.invariant import attention, make_invariant
 from shoal.samplers.registry import EngineConfig, ReplicaConfig
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.train.agent.batch.packing import micro_batches

@@ -12,7 +12,7 @@ from tests.rollout.doubles import CounterEnv, FakeServer, HashEngine, config
 
 from shoal import envs
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.samplers.openai import OpenAIEngine
+from shoal.samplers.servers.openai import OpenAIEngine
 
 SECONDS = 60
 """After which the slow answer is given though no other was, and the test fails."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.samplers import fake_vllm
-from tests.samplers.fake_vllm import AsyncLLM
+from tests.samplers.vllm import fake_vllm
+from tests.samplers.vllm.fake_vllm import AsyncLLM
 
 from shoal.core.errors import DataError, EngineError
 from shoal.samplers.batching import SharedLLMInferenceManager

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from shoal.core.errors import DataError, EngineError, needs_extra, reading
-from shoal.samplers.invariant import is_invariant, make_invariant
+from shoal.samplers.huggingface.invariant import is_invariant, make_invariant
 from shoal.samplers.models import looks_back
 from shoal.samplers.sampler import (
     Completion,
@@ -39,7 +39,7 @@ with needs_extra("the Hugging Face sampler", "llm"):
     from torch import Tensor, nn
     from transformers import AutoModelForCausalLM, DynamicCache
 
-    from shoal.samplers.caches import (
+    from shoal.samplers.huggingface.caches import (
         MIN_SHARED,
         Context,
         Prefix,
@@ -51,7 +51,7 @@ with needs_extra("the Hugging Face sampler", "llm"):
         take_row,
         with_few_moves,
     )
-    from shoal.samplers.decoding import Decoder, Row, Slots
+    from shoal.samplers.huggingface.slots import Decoder, Row, Slots
     from shoal.samplers.noise import gumbel
 
 logger = logging.getLogger(__name__)

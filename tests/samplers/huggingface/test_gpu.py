@@ -12,11 +12,11 @@ from tests.rollout.doubles import byte_tokenizer
 from tests.rollout.doubles import llama_engine as make_engine
 from tests.rollout.doubles import llama_requests as requests
 
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.noise import key_words, words
 from shoal.samplers.sampler import Key
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu.py"
 
 
 def bench(out, *more):

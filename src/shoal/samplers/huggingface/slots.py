@@ -24,13 +24,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from shoal.core.errors import EngineError, format_error
-from shoal.samplers.caches import Context, Prefix
+from shoal.samplers.huggingface.caches import Context, Prefix
 from shoal.samplers.noise import Noise, gumbel
 from shoal.samplers.sampler import Completion, Request, restricted, room_left
 from shoal.samplers.tokenizers import TemplateTokenizer
 
 if TYPE_CHECKING:
-    from shoal.samplers.huggingface import HuggingFaceEngine
+    from shoal.samplers.huggingface.engine import HuggingFaceEngine
 
 FEWEST_COLUMNS = 64
 """Tokens that a slot holds at least; more by doubling."""

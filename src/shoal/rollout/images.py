@@ -42,17 +42,5 @@ def png_bytes(array: np.ndarray) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts)
 
 
-def as_url(image: str) -> str:
-    """A data URL for an image that may be the path of a PNG or JPEG file."""
-    if image.startswith(("data:", "http:", "https:")):
-        return image
-    data = Path(image).read_bytes()
-    kinds = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg"}
-    kind = next((name for start, name in kinds.items() if data.startswith(start)), None)
-    if kind is None:
-        raise DataError(f"{image} is neither a PNG nor a JPEG file")
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
-
-
 def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -10,13 +10,13 @@ import pytest
 from tests.rollout.doubles import FakeServer, logprob_of, written
 
 from shoal.core.errors import ConfigError, EngineError
+from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PromptConfig, Prompter, Scene
-from shoal.samplers.http import HttpClient, RetryPolicy
-from shoal.samplers.images import picture_url
 from shoal.samplers.loops import LoopThread
-from shoal.samplers.openai import DIALECTS, OpenAIEngine
 from shoal.samplers.sampler import Key, Request, Sampling, capabilities_of, require_trainable
 from shoal.samplers.scripted import RandomEngine
+from shoal.samplers.servers.http import HttpClient, RetryPolicy
+from shoal.samplers.servers.openai import DIALECTS, OpenAIEngine
 from shoal.samplers.tokenizers import TinyTokenizer
 
 QUICK = RetryPolicy(timeout=30.0, retries=3, backoff=0.001, max_backoff=0.01)

@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def local():
-    from shoal.samplers.huggingface import HuggingFaceEngine
+    from shoal.samplers.huggingface.engine import HuggingFaceEngine
     from shoal.samplers.models import resolve_model
 
     return HuggingFaceEngine.load(resolve_model("smollm2"))
@@ -81,7 +81,7 @@ def ask(local, text, n=12, temperature=0.0, number=0):
 def test_a_real_server_agrees_with_the_model_here_in_tokens_and_log_probs(url, local, tmp_path):
     import torch
 
-    from shoal.samplers.openai import OpenAIEngine
+    from shoal.samplers.servers.openai import OpenAIEngine
 
     with OpenAIEngine(url, tokenizer=local.tokenizer) as engine:
         assert (engine.server, engine.level, capabilities_of(engine).trainable) == ("vllm", "L0", True)
@@ -107,9 +107,9 @@ def test_a_real_server_agrees_with_the_model_here_in_tokens_and_log_probs(url, l
 def test_an_adapter_is_swapped_into_a_running_server(url, local, tmp_path):
     import torch
 
-    from shoal.samplers.huggingface import HuggingFaceEngine
+    from shoal.samplers.huggingface.engine import HuggingFaceEngine
     from shoal.samplers.models import resolve_model
-    from shoal.samplers.openai import OpenAIEngine
+    from shoal.samplers.servers.openai import OpenAIEngine
 
     peft = pytest.importorskip("peft")
     question = ask(local, "What is the capital of France?", 4)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.rollout.doubles import fast_tokenizer
-from tests.samplers.vllm_in_process import SCALE, questions
+from tests.samplers.vllm.vllm_in_process import SCALE, questions
 
 PYTHON = os.environ.get("SHOAL_TEST_VLLM")
 pytestmark = [
@@ -59,7 +59,7 @@ def save_adapter(folder, model):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["in place", "by a restart"])
 def test_vllm_in_process_answers_like_transformers_with_adapters_and_new_weights(tmp_path, tied):
-    from shoal.samplers.huggingface import HuggingFaceEngine
+    from shoal.samplers.huggingface.engine import HuggingFaceEngine
 
     model, adapter = tmp_path / "model", tmp_path / "adapter"
     save_model(model, tied)

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, GPTNeoConfig, Qwen2Config
 
 from shoal import ParallelRolloutManager
 from shoal.core.errors import EngineError
-from shoal.samplers.huggingface import HuggingFaceEngine
-from shoal.samplers.invariant import make_invariant
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
+from shoal.samplers.huggingface.invariant import make_invariant
 from shoal.samplers.sampler import Sampling
 from shoal.train.agent.config import compose_config
 
