@@ -291,7 +291,7 @@ def test_a_file_that_was_changed_is_run_again(tmp_path):
     try:
         for number in (1, 2):
             code = f'@advantage("mine")\ndef mine(played):\n    return {number}\n'
-            file.write_text(f"from shoal.train.agent.advantages import advantage\n{code}\n")
+            file.write_text(f"from shoal.train.agent.algorithms.advantages import advantage\n{code}\n")
             import_extensions([str(file)])
             assert ESTIMATORS["mine"].compute(0) == number
     finally:
