@@ -278,8 +278,8 @@ class Lora:
     target_modules: str | list[str] = "all-linear"
     """Names of layers, such as `[q_proj, v_proj]`, or `all-linear`."""
     dropout: float = 0.0
-    """Share of the adapters' inputs that is set to 0 in supervised steps: the warm-up, `policy_loss: likelihood`. Other
-    losses compare log-probabilities with those of the rollout, and nothing is dropped there."""
+    """Share of the adapters' inputs that is set to 0 in updates by `policy_loss: likelihood`. Other losses compare
+    log-probabilities with those of the rollout, and nothing is dropped there."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:

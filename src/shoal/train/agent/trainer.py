@@ -409,15 +409,8 @@ class AgentTrainer(Closing):
         judged: dict[str, Any] = {"failures": self._failures, "judge": self._judge}
         collector: ParallelRolloutManager | TrajectoryCollector
         if proxy.use_parallel_rollout:
-            collector = ParallelRolloutManager(
-                config,
-                self.sampler,
-                side=which,
-                seed=seed,
-                sessions=sessions_of,
-                tools=self.toolbox,
-                **judged,
-            )
+            judged |= {"sessions": sessions_of, "tools": self.toolbox}
+            collector = ParallelRolloutManager(config, self.sampler, side=which, seed=seed, **judged)
         else:
             side = self.train_envs if which == "train" else self.val_envs
             roles = make_roles(config.custom_envs, side.tags, proxy.max_turn)

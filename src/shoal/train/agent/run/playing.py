@@ -139,12 +139,9 @@ class SharedCollector:
 
     def _own_groups(self, first: int = 0, count: int | None = None) -> range:
         """The groups of `count` from `first` on that this process plays."""
-        count, rank, processes = (
-            len(self.tags) if count is None else count,
-            self._processes.rank,
-            self._processes,
-        )
-        return range(first + count * rank // processes.count, first + count * (rank + 1) // processes.count)
+        count = len(self.tags) if count is None else count
+        rank, n = self._processes.rank, self._processes.count
+        return range(first + count * rank // n, first + count * (rank + 1) // n)
 
     def take_metrics(self) -> dict[str, float]:
         """How parallel rollouts went since the last call, all calls and processes together; nothing for others."""
