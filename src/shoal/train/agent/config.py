@@ -501,7 +501,7 @@ def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     known["engine"]["replicas"] = {"engine": replicas["engine"]}
     if (
         values["algorithm"]["lr_schedule"] != "constant"
-    ):  # the rate of an iteration depends on how many there are
+    ):  # by which a rate depends on how many iterations there are
         known["trainer"] = {"iterations": values["trainer"]["iterations"]}
     rewards = known.pop("rewards", [])
     known_rewards = [_without(one, _FREE_OF_REWARDS) if isinstance(one, Mapping) else one for one in rewards]

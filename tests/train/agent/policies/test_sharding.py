@@ -70,7 +70,7 @@ torch.distributed.destroy_process_group()
 
 def two_processes(folder, *cases):
     """What each of two processes saw of its network in shards and of its whole twin."""
-    script = Path(__file__).parents[1] / "sharded_updates.py"
+    script = Path(__file__).with_name("sharded_updates.py")
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     start.append(f"--log-dir={folder / 'logs'}")
     returned = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # memory that is let go is seen to be so

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.train.agent.lakes import Bad, Endless, FrozenLake, Told
+from tests.train.agent.supervised.lakes import Bad, Endless, FrozenLake, Told
 
 from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.envs import make

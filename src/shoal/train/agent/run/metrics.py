@@ -138,14 +138,11 @@ def shaping_only(whole: Sequence[Trajectory], gamma: float = 1.0) -> float:
     """Share of groups whose members were paid the same by the env and differ by turns without a valid action."""
     if not whole:
         return 0.0
-    rewarded = _differing([_of_env(t, gamma) for t in whole], whole)
+    rewarded = _differing(
+        [discounted(t.as_played, gamma) for t in whole], whole
+    )  # by what the env itself paid
     invalid = [float(sum(not turn.action_is_valid for turn in t.turns)) for t in whole]
     return len(_differing(invalid, whole) - rewarded) / len({t.group for t in whole})
-
-
-def _of_env(trajectory: Trajectory, gamma: float) -> float:
-    """The discounted return of what the env itself paid."""
-    return discounted(trajectory.as_played, gamma)
 
 
 def _differing(values: Sequence[float], whole: Sequence[Trajectory]) -> set[int]:
