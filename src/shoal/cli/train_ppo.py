@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import math
-import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,9 +23,8 @@ from shoal.cli.grammar import (
     show_warnings,
     tracking,
 )
-from shoal.cli.output import program
+from shoal.cli.runs import how_to_go_on, resume_command
 from shoal.core.run_folder import refuse_foreign
-from shoal.train.ppo.checkpoint import list_checkpoints
 from shoal.train.ppo.compiled.network import kernels_cached
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.presets import preset_for
@@ -87,7 +85,7 @@ def train(call: Call) -> int:
             with contextlib.closing(run.rows()) as rows:  # type: ignore[type-var]
                 _watch(rows, run, call.progress)
         except KeyboardInterrupt:
-            print(f"\ninterrupted; {_how_to_go_on(run)}", flush=True)
+            print(f"\ninterrupted; {how_to_go_on(run.path)}", flush=True)
             return 130
         _say_results(run)
         if call.json:
@@ -215,16 +213,6 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "-"
 
 
-def _how_to_go_on(run: PPORun) -> str:
-    if not list_checkpoints(run.checkpoints):
-        return "there is no checkpoint yet: start again"
-    return f"go on with: {program()} train-ppo --resume-from {shlex.quote(str(_kept_in(run)))}"
-
-
-def _kept_in(run: PPORun) -> Path:
-    return run.path if run.options.checkpoint_dir is None else run.checkpoints
-
-
 def _say_results(run: PPORun) -> None:
     metrics = run.summary["metrics"]
     limits = {
@@ -240,7 +228,7 @@ def _say_results(run: PPORun) -> None:
         f"{run.summary['seconds']:.1f} s",
         f"curves      {run.path / 'curves.png'}",
         f"checkpoint  {run.checkpoints}",
-        f"go on with  {program()} train-ppo --resume-from {shlex.quote(str(_kept_in(run)))} {further}",
+        f"go on with  {resume_command(run.path, 'train-ppo')} {further}",
     ]
     print("\n".join(lines), flush=True)
 
