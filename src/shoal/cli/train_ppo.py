@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from shoal.cli.grammar import (
 )
 from shoal.cli.runs import how_to_go_on, resume_command
 from shoal.core.run_folder import refuse_foreign
-from shoal.train.ppo.compiled.network import kernels_cached
+from shoal.train.ppo.compiled.network import when_compiling
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.presets import preset_for
 from shoal.train.ppo.run import PPORun, RunOptions, safe_name, saved_options
@@ -131,6 +132,9 @@ def _name(env: str) -> str:
     return f"ppo-{safe_name(env)}"
 
 
+COMPILING = "   compiling the kernels, once on this machine: ten seconds, or minutes on a busy machine"
+
+
 COMMAND = Command(Call, train, MORE, WANTED, _defaults)
 
 
@@ -143,10 +147,6 @@ def _greet(run: PPORun) -> None:
         lines.append(f"   Settings: preset {preset.name} ({preset.source}), where not given otherwise")
     how = "compiled kernels" if ppo.path == "compiled" else f"torch on {ppo.device}"
     lines.append(f"   {options.env}, {how}, run folder {run.path}")
-    if ppo.path == "compiled" and not kernels_cached():
-        lines.append(
-            "   compiling the kernels, once on this machine: ten seconds, or a minute on a busy machine"
-        )
     if options.resume_from:
         lines.append(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}")
     print("\n".join(lines), flush=True)
@@ -155,7 +155,10 @@ def _greet(run: PPORun) -> None:
 def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool) -> None:
     """A progress bar on a terminal; elsewhere a block of lines, at most one every two seconds."""
     said, since = 0.0, Since()
-    with Progress("training", bar=progress) as shown:
+    with ExitStack() as ending:
+        shown = ending.enter_context(Progress("training", bar=progress))
+        if run.ppo.path == "compiled":
+            ending.enter_context(when_compiling(lambda: shown.say(COMPILING)))
         for row in rows:
             since.add(row)
             share = run.ppo.progress(run.options.total_timesteps, run.options.num_episodes)
