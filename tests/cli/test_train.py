@@ -52,6 +52,24 @@ def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, mo
     assert f"shoal show {shlex.quote(str(folder))}" in capsys.readouterr().out
 
 
+def test_the_lines_of_a_run_say_which_share_of_its_episodes_was_truncated(tmp_path, capsys):
+    words = [
+        "train",
+        "--config-name",
+        "demo",
+        *QUICK,
+        "agent_proxy.max_turn=1",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    assert shoal.main(words) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r" +\d/2 ", line)]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["heldout_truncated"] for row in rows if "heldout_truncated" in row] == [1.0, 1.0]
+    for row, line in zip(rows, lines, strict=True):
+        shares = [row[name] for name in ("truncated", "heldout_truncated") if name in row]
+        assert re.findall(r"truncated (\d\.\d\d)", line) == [f"{share:.2f}" for share in shares if share]
+
+
 def test_an_interrupted_ppo_goes_on_from_where_its_checkpoints_are(tmp_path, monkeypatch, capsys):
     def interrupted(rows, *_):
         for row in rows:

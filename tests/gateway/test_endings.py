@@ -124,6 +124,7 @@ def test_a_budget_or_an_exception_of_the_agent_counts_and_a_fault_is_played_agai
     assert 50 <= for_ever < 100
     assert metrics["refused_requests"] == 8 + 2 + 2 + for_ever
     held_out = heldout_metrics(list(episodes.values()))
+    assert held_out["heldout_truncated"] == metrics["truncated"]
     assert held_out["heldout_program_errors"] == metrics["program_errors"]
 
     (tmp_path / "played").write_text("")  # after an interruption

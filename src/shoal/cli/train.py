@@ -309,12 +309,16 @@ def _line(row: dict[str, Any], iterations: int, played: int) -> str:
     ):
         if row.get(key) is not None:
             parts.append(f"{label} {row[key]:{form}}")
+    if row.get("truncated"):
+        parts.append(f"truncated {row['truncated']:.2f}")
     if row.get("program_errors"):
         parts.append(f"program errors {row['program_errors']:.2f}")
     if row.get("failed_episodes"):
         parts.append(f"failed {row['failed_episodes']:.0f}/{played}")
     if row.get("heldout_success") is not None:
         parts.append(f"| held-out {row['heldout_success']:.2f}")
+        if row.get("heldout_truncated"):
+            parts.append(f"truncated {row['heldout_truncated']:.2f}")
     return "  ".join(parts)
 
 
