@@ -309,17 +309,22 @@ def _line(row: dict[str, Any], iterations: int, played: int) -> str:
     ):
         if row.get(key) is not None:
             parts.append(f"{label} {row[key]:{form}}")
-    if row.get("truncated"):
-        parts.append(f"truncated {row['truncated']:.2f}")
+    if truncated := _rounded(row.get("truncated")):
+        parts.append(f"truncated {truncated:.2f}")
     if row.get("program_errors"):
         parts.append(f"program errors {row['program_errors']:.2f}")
     if row.get("failed_episodes"):
         parts.append(f"failed {row['failed_episodes']:.0f}/{played}")
     if row.get("heldout_success") is not None:
         parts.append(f"| held-out {row['heldout_success']:.2f}")
-        if row.get("heldout_truncated"):
-            parts.append(f"truncated {row['heldout_truncated']:.2f}")
+        if truncated := _rounded(row.get("heldout_truncated")):
+            parts.append(f"truncated {truncated:.2f}")
     return "  ".join(parts)
+
+
+def _rounded(share: float | None) -> float:
+    """A share as it is shown: 0 for one of which 0.00 would be seen."""
+    return round(share or 0.0, 2)
 
 
 def _say_results(run: Path, config: AgentConfig) -> None:
