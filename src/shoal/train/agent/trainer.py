@@ -336,16 +336,8 @@ class AgentTrainer(Closing):
         self._doing = f"warm-up, 0 of {steps} steps", None
         if self._reference is not None and self.config.algorithm.kl.anchor == "start":
             self._reference.keep(self.policy)
-        config, roles = self.config, self.train_envs.roles
-        kinds = {tag: config.custom_envs[tag] for tag in roles}
-        warming = warm_up(
-            self.policy, {tag: resolve_text(kind.env_type, kind.env_config) for tag, kind in kinds.items()}, roles,
-            self._prompter, replace(config.warmup, steps=steps), config.algorithm.micro_batch_tokens, config.seed,
-            vector=host_of(config), failures=self._failures, sampling=config.agent_proxy.sampling(),
-            toolbox=self.toolbox, batching=config.algorithm.batching, processes=self.processes,
-        )  # fmt: skip
         with deterministic(self._deterministic):
-            for done, loss in enumerate(warming, start=1):
+            for done, loss in enumerate(self._warm_up(steps) if steps else (), start=1):
                 self._doing = f"warm-up, {done} of {steps} steps", None
                 row["warmup_loss"] = loss
         self.processes.share_weights(self.policy.module.state_dict().values())
@@ -362,6 +354,17 @@ class AgentTrainer(Closing):
         self._keep_episodes()
         self._save(best=True)
         return row
+
+    def _warm_up(self, steps: int) -> Iterator[float]:
+        config, roles = self.config, self.train_envs.roles
+        kinds = {tag: config.custom_envs[tag] for tag in roles}
+        makers = {tag: resolve_text(kind.env_type, kind.env_config) for tag, kind in kinds.items()}
+        return warm_up(
+            self.policy, makers, roles, self._prompter, replace(config.warmup, steps=steps),
+            config.algorithm.micro_batch_tokens, config.seed, vector=host_of(config), failures=self._failures,
+            sampling=config.agent_proxy.sampling(), toolbox=self.toolbox, batching=config.algorithm.batching,
+            processes=self.processes,
+        )  # fmt: skip
 
     def _resume(self) -> Iterator[dict[str, Any]]:
         folder = self.records.folder.path / "checkpoints"  # the first process puts it in order for all

@@ -131,8 +131,6 @@ def warm_up(
     steps = config.steps
     if steps == "auto":
         raise ConfigError("warmup.steps=auto must be a number by now: see warmup_steps")
-    if not steps:
-        return
     optimizer = split_optimizer(trained_parameters(policy.module), None, config.learning_rate, 0.0, 0.0)
     learner = imitator(policy, optimizer, micro_batch_tokens, batching, config.max_grad_norm, processes)
     given = policy, makers, roles, prompter, config, seed, vector, failures, sampling, toolbox
