@@ -6,7 +6,7 @@ An estimator is given rewards from which all penalties are taken already: of lon
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -52,8 +52,6 @@ class Estimator:
     """An estimator of advantages, and what is known of it."""
 
     compute: Callable[..., Any]
-    conflicts: Callable[[Algorithm], Iterator[str]] | None = None
-    """Gives a sentence for each setting that would have no effect."""
     grouped: bool = False
     """Whether it compares rewards within `reward_normalization.grouping`."""
     normalized: bool = False
@@ -70,7 +68,7 @@ def advantage(name: str, *, replace: bool = False, **about: Any) -> Callable[[F]
     Args:
         name: in the YAML.
         replace: an estimator of that name.
-        about: fields of `Estimator`: `conflicts`, `grouped`, `normalized`, `needs`.
+        about: fields of `Estimator`: `grouped`, `normalized`, `needs`.
 
     The function gets `Played` and gives one number an episode (`[B]`), or per episode one a turn, or per episode and
     turn one a token. With
@@ -272,7 +270,7 @@ def _gigpo(played: Played) -> list[Array]:
 
 
 def _baseline_groups(trajectories: Sequence[Trajectory], grouping: str) -> list[int]:
-    """The cell of each trajectory within which rewards are compared."""
+    """`[B]` episodes with the same number are compared."""
     if grouping == "state":
         return [t.group for t in trajectories]
     if grouping == "inductive":
