@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal.train.agent.config import AgentConfig
 
 
-_OF_GIGPO = (
+_OF_GIGPO: tuple[tuple[str, Any], ...] = (
     ("step_advantage_weight", 1.0),
     ("gigpo.episode_reward", "return"),
     ("gigpo.statistics", "episodes"),
