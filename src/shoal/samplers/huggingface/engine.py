@@ -51,8 +51,7 @@ with needs_extra("the Hugging Face sampler", "llm"):
         take_row,
         with_few_moves,
     )
-    from shoal.samplers.huggingface.slots import Decoder, Row, Slots
-    from shoal.samplers.noise import gumbel
+    from shoal.samplers.huggingface.slots import Decoder, Draw, Row, Slots
 
 logger = logging.getLogger(__name__)
 ADAPTERS = {"shoal", "shoal-next"}
@@ -284,25 +283,19 @@ class HuggingFaceEngine:
 
     def pick(self, scores: Tensor, places: Sequence[Sequence[Row]]) -> None:
         """Sample or choose the next token of each row, from the scores of its place, and note it."""
-        heats = [members[0].request.sampling.temperature or 1.0 for members in places]
-        logprobs = (scores.float() / torch.tensor(heats, device=scores.device)[:, None]).log_softmax(-1)
         rows = [(place, row) for place, members in enumerate(places) for row in members]
-        if self.picks_here or any(row.request.sampling.restricted for _, row in rows):
-            arrays = logprobs.cpu().numpy()
+        if self.picks_here:
+            heats = [members[0].request.sampling.temperature or 1.0 for members in places]
+            heat = torch.tensor(heats, device=scores.device)[:, None]
+            arrays = (scores.float() / heat).log_softmax(-1).cpu().numpy()
             for place, row in rows:
                 row.take(arrays[place])
             return
-        logprobs = logprobs[torch.tensor([place for place, _ in rows], device=logprobs.device)]
-        chosen = logprobs.argmax(1)
-        noisy = [number for number, (_, row) in enumerate(rows) if row.noise is not None]
-        if noisy:
-            keys = np.stack([row.noise.words for _, row in rows if row.noise is not None]).astype(np.int64)
-            written = torch.tensor([len(rows[number][1].written) for number in noisy])
-            at = torch.tensor(noisy, device=logprobs.device)
-            noise = gumbel(torch.from_numpy(keys).to(at.device), written.to(at.device), logprobs.shape[1])
-            chosen[at] = (logprobs[at] + noise).argmax(1)
-        values = logprobs.gather(1, chosen[:, None])[:, 0]
-        for (_, row), token, value in zip(rows, chosen.tolist(), values.tolist(), strict=True):
+        draw = Draw.of([row for _, row in rows], scores.device)
+        limited = any(row.request.sampling.restricted for _, row in rows)
+        index = torch.tensor([place for place, _ in rows], device=scores.device)
+        picked, logprobs = draw.pick(scores[index], limited=limited)
+        for (_, row), token, value in zip(rows, picked.tolist(), logprobs.tolist(), strict=True):
             row.note(token, value)
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Any:
