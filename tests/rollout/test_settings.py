@@ -34,7 +34,7 @@ NAN, INF = float("nan"), float("inf")
             {"backend": "thread"},
             "backend must be 'auto', 'serial', .* or 'ray', got 'thread'",
         ),
-        (ParallelConfig, {"schedule": "gready"}, "schedule must be 'adaptive', 'greedy' or 'barrier'"),
+        (ParallelConfig, {"schedule": "gready"}, "schedule must be 'adaptive' or 'barrier', got 'gready'"),
         (ParallelConfig, {"max_batch": 2.5}, "max_batch: Expected `int`"),
         (ParallelConfig, {"max_deaths": True}, "max_deaths: Expected `int`"),
         (RolloutSettings, {"temperature": INF}, "temperature must be a finite number, got inf"),

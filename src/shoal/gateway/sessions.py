@@ -132,6 +132,7 @@ class Session:
         self._tokenizer, self._sampler, self._write = tokenizer, sampler, write
         self._ends: dict[Turns, list[int]] = {}  # what a continuation begins with, and the calls that end so
         self._prompts: dict[int, tuple[int, ...]] = {}  # of each call
+        self._chats: dict[int, tuple[int, ...]] = {}  # of each call: the path of the noise of its first one
         self._asked: defaultdict[str, set[int]] = defaultdict(set)  # by prompt: which of its noises were used
         self._failed: dict[str, EngineError] = {}  # by prompt, until it is answered
         self._begun = self._under_way = 0
@@ -217,8 +218,12 @@ class Session:
         free = (nth for nth in itertools.count() if nth not in used)
         places = list(itertools.islice(free, asked.choices))
         used.update(places)
-        path = (*self.key.path, int(digest, 16) >> 1)
-        requests = [Request(prompt, Key(self.key.seed, (*path, nth)), sampling) for nth in places]
+        paths = [(*self.key.path, int(digest, 16) >> 1, nth) for nth in places]
+        chats = paths if parent is None else [self._chats[parent]] * len(paths)
+        requests = [
+            Request(prompt, Key(self.key.seed, path), sampling, chat=chat)
+            for path, chat in zip(paths, chats, strict=True)
+        ]
         try:
             done = await asyncio.gather(*map(self._sampler.sample, requests))
             if self.closed:
@@ -239,6 +244,7 @@ class Session:
             self._record(asked, prompt, parent, digest, nth, one)
             for nth, one in zip(places, done, strict=True)
         ]
+        self._chats |= {answer.number: chat for answer, chat in zip(answers, chats, strict=True)}
         self._overridden.update(self._not_taken(asked))
         if self._write is not None:
             await asyncio.gather(*(self._write(self.calls[answer.number]) for answer in answers))

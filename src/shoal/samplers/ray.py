@@ -140,9 +140,9 @@ class RayEngine(Closing):
     generate = generate
 
     async def sample(self, request: Request) -> Completion:
-        """The answer of the replica of its episode, whose prefixes it can use; one that is gone is replaced."""
+        """The answer of the replica of its chat, which keeps its prefixes; one that is gone is replaced."""
         actors = self._open()
-        number = sum(request.key.path[1:-1]) % len(actors)
+        number = sum(request.chat or request.key.path[:-1]) % len(actors)
         actor = actors[number]
         try:
             async with asyncio.timeout(self.timeout):

@@ -88,6 +88,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     key: Key
     sampling: Sampling = Sampling()
     images: tuple[str, ...] = ()  # data URLs or files, in the order in which the prompt shows them
+    chat: tuple[int, ...] = ()
+    """Names the chat that it goes on, whose prefixes a replica keeps; the path of its key but the last if empty."""
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):

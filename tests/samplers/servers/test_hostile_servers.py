@@ -157,7 +157,7 @@ def answer(head, body=b"{}"):
         (b"429 Busy\r\nRetry-After: Wed, 21 Oct 2026 07:28:00 GMT", b"{}", "HTTP 429"),
         (b"503 No", b"[" * 100_000, "HTTP 503"),
         (b"503 No", b"\xff\xfe\x00", "HTTP 503"),
-        (b"302 Elsewhere\r\nLocation: http://127.0.0.1:1/", b"", "rejected the request: HTTP 302"),
+        (b"302 Elsewhere\r\nLocation: http://127.0.0.1:1/", b"", "refused the request: HTTP 302"),
         (b"banana", b"", "no answer"),
         (b"200 OK\r\nContent-Length: x", b"", "no answer"),
         (b"200 OK\r\nContent-Encoding: gzip", b"not packed at all", ""),

@@ -114,7 +114,7 @@ class HttpClient(Closing):
             return _parsed(where, reply)
         message, code = _message(reply)
         if status not in RETRIED:
-            raise RejectedError(f"{where} rejected the request: HTTP {status}: {message}", code)
+            raise RejectedError(f"{where} refused the request: HTTP {status}: {message}", code)
         pause = float(retry_after) if retry_after.isdecimal() else 0.0  # a date asks for nothing
         raise NoAnswerError(f"{where}: HTTP {status}: {message}", pause)
 
