@@ -44,7 +44,7 @@ test-browser: setup  ## the viewer in a headless Chromium (installed from Debian
 	$(BIN)/python -m pytest tests/viewer -m browser --timeout 300
 
 test-gpu:         ## the tests that need a GPU, with $(PYTHON)
-	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/samplers/huggingface/test_gpu.py tests/samplers/huggingface/test_invariant.py tests/train/agent/test_determinism.py -p no:cacheprovider
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/samplers/huggingface/test_gpu.py tests/samplers/huggingface/test_invariant.py tests/train/agent/processes/test_determinism.py -p no:cacheprovider
 
 check: setup      ## formatting, lint, types, import arrows
 	$(BIN)/ruff format --check .

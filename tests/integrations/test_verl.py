@@ -36,9 +36,9 @@ from shoal.rollout.episode import Episode
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.sampler import Key, Request, Sampling
-from shoal.train.agent.advantages import token_gae, turn_advantages
+from shoal.train.agent.algorithms.advantages import token_gae, turn_advantages
+from shoal.train.agent.algorithms.losses import aggregation_weights, clipped_surrogate, ratio_of
 from shoal.train.agent.config import AgentProxy, Algorithm
-from shoal.train.agent.losses import aggregation_weights, clipped_surrogate, ratio_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -9,12 +9,12 @@ from tests.rollout.doubles import llama_requests as requests
 from transformers import AutoModelForCausalLM, GPTNeoConfig, MptConfig, Qwen3NextConfig
 
 from shoal.core.errors import ConfigError, DataError, EngineError
-from shoal.samplers import caches
+from shoal.samplers.huggingface import caches
 from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.noise import Noise
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.policy import policy_of
+from shoal.train.agent.policies.loading import policy_of
 
 FORGETFUL = (  # like templates that strip the thoughts of earlier turns
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

@@ -21,10 +21,12 @@ from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.huggingface.invariant import attention, make_invariant
 from shoal.samplers.registry import EngineConfig, ReplicaConfig
 from shoal.samplers.sampler import Key, Request, Sampling
-from shoal.train.agent.batch import Sample, micro_batches
+from shoal.train.agent.batch.packing import micro_batches
+from shoal.train.agent.batch.samples import Sample
 from shoal.train.agent.config import Lora, compose_config
-from shoal.train.agent.lora import add_lora
-from shoal.train.agent.policy import load_policy, policy_of, score, training_mode
+from shoal.train.agent.policies.loading import load_policy, policy_of
+from shoal.train.agent.policies.lora import add_lora
+from shoal.train.agent.policies.policy import score, training_mode
 from shoal.train.agent.trainer import AgentTrainer
 
 KINDS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}

@@ -11,7 +11,7 @@ from tests.rollout.doubles import fast_tokenizer
 from shoal.core.errors import DataError
 from shoal.samplers.huggingface.engine import HuggingFaceEngine, as_in_files, read_weights
 from shoal.samplers.registry import load_tokenizer
-from shoal.train.agent.policy import load_policy
+from shoal.train.agent.policies.loading import load_policy
 
 PLAIN = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
