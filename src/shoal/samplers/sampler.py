@@ -152,7 +152,7 @@ class ChatTokenizer(Protocol):
     def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt for a chat, up to where the assistant begins to write."""
 
-    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+    def extend(self, response_ids: tuple[int, ...], message: Message, /) -> tuple[int, ...]:
         """What follows `response_ids` in the context: the end of that turn, `message`, the next header."""
 
     def encode(self, text: str) -> tuple[int, ...]:
