@@ -172,11 +172,11 @@ class RayEngine(Closing):
         actors = list(self._open())
         loading = [actor.load.remote(*loaded[-1]) for actor in actors]
         try:
-            for place, done in enumerate(loading):
+            for number, done in enumerate(loading):
                 try:
                     ray.get(done, timeout=self.timeout)
                 except LOST as error:
-                    self._replace(place, actors[place], error)
+                    self._replace(number, actors[number], error)
         except BaseException as error:
             self._loaded = before
             self.restart()
@@ -188,8 +188,8 @@ class RayEngine(Closing):
     # --- the end
     def restart(self) -> None:
         """Replace all replicas by new ones with the last weights."""
-        for place, actor in enumerate(list(self._open())):
-            self._replace(place, actor)
+        for number, actor in enumerate(list(self._open())):
+            self._replace(number, actor)
 
     def close(self) -> None:
         """End the replicas."""
@@ -204,15 +204,15 @@ class RayEngine(Closing):
             raise RejectedError("the replicas have ended: their session of Ray was shut down")
         return actors
 
-    def _replace(self, place: int, failed: Any, why: Exception | None = None) -> None:
+    def _replace(self, number: int, failed: Any, why: Exception | None = None) -> None:
         """Put a new replica in the place of `failed`, if nobody else has."""
         actors = self._open()
-        if actors[place] is not failed:
+        if actors[number] is not failed:
             return
         if why is not None:
-            logger.warning("replica %d failed (%s); it is replaced", place, type(why).__name__)
+            logger.warning("replica %d failed (%s); it is replaced", number, type(why).__name__)
         ray.kill(failed)
-        actors[place] = self._actor.remote(self._make, *self._loaded)
+        actors[number] = self._actor.remote(self._make, *self._loaded)
 
 
 def _room() -> str:

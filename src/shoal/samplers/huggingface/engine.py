@@ -188,39 +188,39 @@ class HuggingFaceEngine:
         self.prompt_tokens += sum(map(len, {row.request.prompt_ids for row in rows}))
         while True:
             known = [(self.prefixes.scores(tokens), members) for (tokens, _), members in alike(rows).items()]
-            places = [(scores, members) for scores, members in known if scores is not None]
-            if not places:
+            groups = [(scores, members) for scores, members in known if scores is not None]
+            if not groups:
                 return
-            self.pick(torch.stack([scores for scores, _ in places]), [members for _, members in places])
-            rows = [row for _, members in places for row in members if not row.ended]
+            self.pick(torch.stack([scores for scores, _ in groups]), [members for _, members in groups])
+            rows = [row for _, members in groups for row in members if not row.ended]
 
     def _complete(self, rows: list[Row]) -> None:
-        """Rows whose prompts and answers are the same so far have one place in the cache, until they differ."""
-        places = list(alike(rows).values())
-        contexts = [members[0].context for members in places]
+        """Rows whose prompts and answers are the same so far have one row of the cache, until they differ."""
+        groups = list(alike(rows).values())
+        contexts = [members[0].context for members in groups]
         cache, scores, mask, select = self.compute(contexts)
         keep_rows(cache, select, room=len(rows))
         scores, mask, keeps = scores[select], mask[select], self.keeps_prefixes
         while True:
             self.prefixes.remember(contexts, scores)
-            self.pick(scores, places)
+            self.pick(scores, groups)
             going: dict[tuple[int, int], list[Row]] = {}
-            for place, members in enumerate(places):
+            for group, members in enumerate(groups):
                 for row in members:
                     if not row.ended:
-                        going.setdefault((place, row.written[-1]), []).append(row)
+                        going.setdefault((group, row.written[-1]), []).append(row)
                 if keeps and any(row.ended for row in members):  # the last token was picked and never fed
-                    self.prefixes.keep(take_row(cache, place, mask[place], contexts[place]))
+                    self.prefixes.keep(take_row(cache, group, mask[group], contexts[group]))
             if not going:
                 return
             branches = list(going)
-            branches = [branches[number] for number in with_few_moves([place for place, _ in branches])]
-            if (stay := [place for place, _ in branches]) != list(range(len(mask))):
+            branches = [branches[number] for number in with_few_moves([group for group, _ in branches])]
+            if (stay := [group for group, _ in branches]) != list(range(len(mask))):
                 chosen = torch.tensor(stay, device=mask.device)
                 keep_rows(cache, chosen)
                 mask = mask[chosen]
-            places = [going[branch] for branch in branches]
-            contexts = [members[0].context for members in places]
+            groups = [going[branch] for branch in branches]
+            contexts = [members[0].context for members in groups]
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
             fed = torch.tensor([token for _, token in branches], device=mask.device)
             self.decoded_tokens += len(branches)
@@ -239,7 +239,7 @@ class HuggingFaceEngine:
             cache = DynamicCache()
             mask = torch.cat([fill_cache(cache, prefixes), mask], 1)
         out = self._forward(ids, mask, cache)
-        index = {context: place for place, context in enumerate(distinct)}
+        index = {context: group for group, context in enumerate(distinct)}
         select = torch.tensor([index[context] for context in contexts], device=ids.device)
         return out.past_key_values, out.logits[:, -1], mask, select
 
@@ -281,19 +281,19 @@ class HuggingFaceEngine:
         gap = (scores - torch.cat([out.logits[:, -1] for out in alone])).abs().max()
         return bool(gap <= (1e-3 if scores.dtype == torch.float32 else 0.02) * scores.abs().max())
 
-    def pick(self, scores: Tensor, places: Sequence[Sequence[Row]]) -> None:
-        """Sample or choose the next token of each row, from the scores of its place, and note it."""
-        rows = [(place, row) for place, members in enumerate(places) for row in members]
+    def pick(self, scores: Tensor, groups: Sequence[Sequence[Row]]) -> None:
+        """Sample or choose the next token of each row, from the scores of its group, and note it."""
+        rows = [(group, row) for group, members in enumerate(groups) for row in members]
         if self.picks_here:
-            heats = [members[0].request.sampling.temperature or 1.0 for members in places]
+            heats = [members[0].request.sampling.temperature or 1.0 for members in groups]
             heat = torch.tensor(heats, device=scores.device)[:, None]
             arrays = (scores.float() / heat).log_softmax(-1).cpu().numpy()
-            for place, row in rows:
-                row.take(arrays[place])
+            for group, row in rows:
+                row.take(arrays[group])
             return
         draw = Draw.of([row for _, row in rows], scores.device)
         limited = any(row.request.sampling.restricted for _, row in rows)
-        index = torch.tensor([place for place, _ in rows], device=scores.device)
+        index = torch.tensor([group for group, _ in rows], device=scores.device)
         picked, logprobs = draw.pick(scores[index], limited=limited)
         for (_, row), token, value in zip(rows, picked.tolist(), logprobs.tolist(), strict=True):
             row.note(token, value)

@@ -96,18 +96,18 @@ class Row:
 class SlotLayer(DynamicLayer):
     """Keys and values of one layer, `[slots, heads, columns, width]` each: a step writes one column of each slot."""
 
-    def __init__(self, places: Tensor, shown: Shown) -> None:
+    def __init__(self, memory: Tensor, shown: Shown) -> None:
         super().__init__()
-        self.is_initialized, self.dtype, self.device = True, places.dtype, places.device
-        self._places, self._shown = places, shown
+        self.is_initialized, self.dtype, self.device = True, memory.dtype, memory.device
+        self._memory, self._shown = memory, shown
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Write the token of each slot where it stands; the keys and values of all tokens."""
         rows, columns = self._shown.rows, self._shown.columns
         index = self._shown.length[:rows, None, None, None].expand_as(key_states)
-        for place, states in zip(self._places, (key_states, value_states), strict=True):
-            place[:rows].scatter_(2, index, states)
-        keys, values = self._places[:, :rows, :, :columns]
+        for memory, states in zip(self._memory, (key_states, value_states), strict=True):
+            memory[:rows].scatter_(2, index, states)
+        keys, values = self._memory[:, :rows, :, :columns]
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -193,7 +193,7 @@ class Slots:
         self.answers: list[Row | None] = []
         """Who is in each slot."""
         self.columns = 0
-        self._places: Tensor | None = None  # [layers, 2, slots, heads, columns, width]
+        self._memory: Tensor | None = None  # [layers, 2, slots, heads, columns, width]
         self._graphs: dict[Any, Any] = {}  # by slots, columns, and whether some answers have limits
         self._pool: Any = None
         device = next(model.parameters()).device
@@ -237,63 +237,63 @@ class Slots:
             return 0
         return self.fit(max(tokens, self.columns if self.under_way else 0)) - self.under_way
 
-    def enter(self, answers: Sequence[Row], cache: Any, mask: Tensor, places: list[int]) -> None:
+    def enter(self, answers: Sequence[Row], cache: Any, mask: Tensor, sources: list[int]) -> None:
         """Put answers into free slots.
 
         Args:
             answers: whose first token was picked and not fed.
             cache: of their prompts.
             mask: `[B, P]` of what is real in it.
-            places: the row of each answer's prompt in the cache.
+            sources: the row of each answer's prompt in the cache.
         """
         self._reserve(cache, max(answer.most_tokens for answer in answers))
-        assert self._places is not None
+        assert self._memory is not None
         device = mask.device
         slots = [number for number in range(len(self.answers)) if self.answers[number] is None][
             : len(answers)
         ]
         for slot, answer in zip(slots, answers, strict=True):
             self.answers[slot] = answer
-        there, place = torch.tensor(slots, device=device), torch.tensor(places, device=device)
-        rows, columns = mask[place].nonzero(as_tuple=True)
-        target = (mask.cumsum(1) - 1)[place][rows, columns]
+        there, source = torch.tensor(slots, device=device), torch.tensor(sources, device=device)
+        rows, columns = mask[source].nonzero(as_tuple=True)
+        target = (mask.cumsum(1) - 1)[source][rows, columns]
         for number, layer in enumerate(cache.layers):
             for side, states in enumerate((layer.keys, layer.values)):
-                self._places[number, side][there[rows], :, target] = states[place[rows], :, columns]
+                self._memory[number, side][there[rows], :, target] = states[source[rows], :, columns]
         self._fed[there] = torch.tensor([answer.context[-1] for answer in answers], device=device)
-        self._shown.length[there] = mask.sum(1)[place]
+        self._shown.length[there] = mask.sum(1)[source]
         for own, new in zip(self._draw, Draw.of(answers, device), strict=True):
             own[there] = new
 
     def _reserve(self, cache: Any, tokens: int) -> None:
         """Have room for answers of so many tokens; an empty cache is made anew where it is too narrow."""
         columns = columns_for(tokens)
-        if columns <= self.columns and self._places is not None:
+        if columns <= self.columns and self._memory is not None:
             return
         assert not self.under_way
         self.clear()
         slots, (_, heads, _, width) = self.fit(tokens), cache.layers[0].keys.shape
         size = (len(cache.layers), 2, slots, heads, columns, width)
-        self._places = cache.layers[0].keys.new_zeros(size)
+        self._memory = cache.layers[0].keys.new_zeros(size)
         self.columns, self.answers = columns, [None] * slots
         self._cache = DynamicCache()
-        self._cache.layers = [SlotLayer(places, self._shown) for places in self._places]
+        self._cache.layers = [SlotLayer(memory, self._shown) for memory in self._memory]
 
     def leave(self, slot: int, *, copied: bool) -> Prefix | None:
         """Take an answer that has ended out; if asked for, a copy of the keys and values of what was fed of it."""
         answer = self.answers[slot]
         assert answer is not None
-        assert self._places is not None
+        assert self._memory is not None
         self.answers[slot] = None
         if not copied:
             return None
         tokens = answer.context[:-1]  # the last token was picked and never fed
-        kept = self._places[:, :, slot, :, : len(tokens)].clone()
+        kept = self._memory[:, :, slot, :, : len(tokens)].clone()
         return Prefix(tokens, tuple((keys, values) for keys, values in kept))
 
     def clear(self) -> None:
         """Give the memory back, and let everybody go."""
-        self.answers, self.columns, self._places, self._pool = [], 0, None, None
+        self.answers, self.columns, self._memory, self._pool = [], 0, None, None
         self._graphs.clear()
 
     def forget_graphs(self) -> None:
@@ -350,7 +350,7 @@ class Slots:
         """Feed a token to each of the first slots, and pick the next one."""
         length = self._shown.length[:rows]
         seen = torch.arange(columns, device=length.device) <= length[:, None]
-        kind = self._places.dtype if self._places is not None else torch.float32
+        kind = self._memory.dtype if self._memory is not None else torch.float32
         mask = torch.zeros(seen.shape, dtype=kind, device=length.device)
         mask = mask.masked_fill(~seen, torch.finfo(kind).min)[:, None, None]
         out = self.model(
@@ -367,10 +367,10 @@ class Slots:
 
     def _closed_up(self, taken: list[int]) -> list[int]:
         """Move the answers to the first slots."""
-        assert self._places is not None
+        assert self._memory is not None
         there = torch.tensor(taken, device=self._fed.device)
         kept = len(taken)
-        self._places[:, :, :kept] = self._places[:, :, there]
+        self._memory[:, :, :kept] = self._memory[:, :, there]
         for state in (self._shown.length, self._fed, *self._draw):
             state[:kept] = state[there]
         self.answers = [self.answers[slot] for slot in taken] + [None] * (len(self.answers) - kept)
@@ -514,9 +514,9 @@ class Decoder:
         """Compute what comes before the next token of each answer, pick that, and put the answer into a slot."""
         cache, scores, mask, select = self.engine.compute([row.context for row in rows])
         self.engine.pick(scores[select], [[row] for row in rows])
-        stay = [(row, place) for row, place in zip(rows, select.tolist(), strict=True) if not row.ended]
+        stay = [(row, source) for row, source in zip(rows, select.tolist(), strict=True) if not row.ended]
         if stay:
-            self.slots.enter([row for row, _ in stay], cache, mask, [place for _, place in stay])
+            self.slots.enter([row for row, _ in stay], cache, mask, [source for _, source in stay])
 
     def _answer(self, row: Row) -> None:
         with self._news:
