@@ -2,8 +2,8 @@
 
 What is equal is computed once: prompts, what all prompts of a batch begin with, and (on a CPU) answers until they part.
 A context that was computed before, by whichever episode, goes on from its scores, and one that begins like another
-from its keys and values. Tokens are picked by keyed Gumbel noise over log-probabilities (level L1), made where the
-network is: a GPU sends tokens, not scores. There `decoding` writes the answers, one CUDA graph a step.
+from its keys and values. Tokens are picked by keyed Gumbel noise over log-probabilities (level L1). Answers are rows of
+a batch; on a GPU `slots` writes them, one CUDA graph a step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ with needs_extra("the Hugging Face sampler", "llm"):
         take_row,
         with_few_moves,
     )
-    from shoal.samplers.huggingface.slots import Decoder, Draw, Row, Slots
+    from shoal.samplers.huggingface.slots import Decoder, Row, Slots
 
 logger = logging.getLogger(__name__)
 ADAPTERS = {"shoal", "shoal-next"}
@@ -91,8 +91,6 @@ class HuggingFaceEngine:
         self.weights_version = 0
         self.prefixes = PrefixStore(prefix_tokens)
         self.device: torch.device = next(self.model.parameters()).device
-        self.picks_here = self.device.type != "cuda"
-        """Whether tokens are picked from arrays in memory, or on the device of the network."""
         # what is known of episodes is found, used and replaced by one call at a time
         self._alone = threading.Lock()
         self.prompt_tokens = self.computed_tokens = self.decoded_tokens = 0
@@ -283,20 +281,12 @@ class HuggingFaceEngine:
 
     def pick(self, scores: Tensor, groups: Sequence[Sequence[Row]]) -> None:
         """Sample or choose the next token of each row, from the scores of its group, and note it."""
-        rows = [(group, row) for group, members in enumerate(groups) for row in members]
-        if self.picks_here:
-            heats = [members[0].request.sampling.temperature or 1.0 for members in groups]
-            heat = torch.tensor(heats, device=scores.device)[:, None]
-            arrays = (scores.float() / heat).log_softmax(-1).cpu().numpy()
-            for group, row in rows:
-                row.take(arrays[group])
-            return
-        draw = Draw.of([row for _, row in rows], scores.device)
-        limited = any(row.request.sampling.restricted for _, row in rows)
-        index = torch.tensor([group for group, _ in rows], device=scores.device)
-        picked, logprobs = draw.pick(scores[index], limited=limited)
-        for (_, row), token, value in zip(rows, picked.tolist(), logprobs.tolist(), strict=True):
-            row.note(token, value)
+        heats = [members[0].request.sampling.temperature or 1.0 for members in groups]
+        heat = torch.tensor(heats, device=scores.device)[:, None]
+        logprobs = (scores.float() / heat).log_softmax(-1).cpu().numpy()
+        for array, members in zip(logprobs, groups, strict=True):
+            for row in members:
+                row.take(array)
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Any:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]

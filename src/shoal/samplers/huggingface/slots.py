@@ -513,7 +513,10 @@ class Decoder:
     def _enter(self, rows: list[Row]) -> None:
         """Compute what comes before the next token of each answer, pick that, and put the answer into a slot."""
         cache, scores, mask, select = self.engine.compute([row.context for row in rows])
-        self.engine.pick(scores[select], [[row] for row in rows])
+        limited = any(row.request.sampling.restricted for row in rows)
+        picked, logprobs = Draw.of(rows, scores.device).pick(scores[select], limited=limited)
+        for row, token, logprob in zip(rows, picked.tolist(), logprobs.tolist(), strict=True):
+            row.note(token, logprob)
         stay = [(row, source) for row, source in zip(rows, select.tolist(), strict=True) if not row.ended]
         if stay:
             self.slots.enter([row for row, _ in stay], cache, mask, [source for _, source in stay])
