@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.rollout.doubles import FakeServer, each, written
+from tests.rollout.doubles import FakeServer, each
 
 from shoal.core.errors import EngineError
 from shoal.samplers.asking import RetryPolicy
@@ -295,14 +295,3 @@ def until(condition):
             return
         time.sleep(0.01)
     raise AssertionError("it never came to that")
-
-
-def test_a_torn_answer_and_an_endless_one_are_asked_for_again(server, monkeypatch):
-    monkeypatch.setattr(http, "MAX_REPLY", 10_000)
-    server.faults = ["cut", b"[" + b" " * 20_000 + b"]", "drop", 503]
-    client = HttpClient(server.url, RetryPolicy(timeout=60, retries=4, backoff=0.0))
-    body = {"prompt": [1, 2], "max_tokens": 3, "repetition_penalty": 1.0, "return_token_ids": True}
-    reply = client.post("/v1/completions", {**body, "top_p": 1, "top_k": -1, "min_p": 0})
-    assert reply["choices"][0]["token_ids"] == written([1, 2], 3)
-    assert len(server.seen) == 5
-    client.close()

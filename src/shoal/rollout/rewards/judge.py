@@ -18,7 +18,7 @@ from shoal.rollout.failures import LEFT_OUT, FailureLog
 from shoal.rollout.plan import Assignment
 from shoal.rollout.rewards.scorers import Answers, Scored, Scorer, function_of, key_of, scorer_of
 from shoal.rollout.rewards.settings import Given, RewardConfig, reward_list
-from shoal.samplers.asking import Loop
+from shoal.samplers.asking import Loop, RejectedError
 
 
 class Judge(Closing):
@@ -51,10 +51,14 @@ class Judge(Closing):
 
         Those that are not whole stay as they are. One that a reward gives no score has `status` "reward_error".
         """
-        if self._loop is None:
-            self._loop = Loop()
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = Loop()
             self._scorers = [scorer_of(config, self._answers) for config in self.rewards]
-        return self._loop.submit(self._judge(episodes, task))
+        try:
+            return loop.submit(self._judge(episodes, task))
+        except RejectedError as error:  # another thread closes it now
+            raise WorkerError("the rollout was ended: its judge was closed") from error
 
     async def _judge(self, episodes: Sequence[Trajectory], task: Any) -> list[Trajectory]:
         whole = [n for n, episode in enumerate(episodes) if episode.status == "ok" and episode.turns]

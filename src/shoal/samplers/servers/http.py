@@ -62,8 +62,10 @@ class HttpClient(Closing):
         kind = "application/json"
         headers = {"Content-Type": kind, "Accept": kind, "Accept-Encoding": "identity"}
         self._headers = headers | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self._session = self.loop.run(_opened(self.retry_policy.timeout))
-        self._end = weakref.finalize(self, _end, self.loop, self._session)
+        with needs_extra("samplers on a server", "llm"):
+            import aiohttp  # noqa: F401
+        self._opened: list[Any] = []  # the session of its connections, when there is one
+        self._end = weakref.finalize(self, _end, self.loop, self._opened)
 
     def post(self, path: str, body: Any) -> Any:
         """The reply to a JSON body; raises like `request`."""
@@ -118,10 +120,24 @@ class HttpClient(Closing):
         pause = float(retry_after) if retry_after.isdecimal() else 0.0  # a date asks for nothing
         raise NoAnswerError(f"{where}: HTTP {status}: {message}", pause)
 
+    def _session(self) -> Any:
+        """The connections, which belong to the event loop."""
+        import aiohttp
+
+        if not self._opened:
+            session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=self.retry_policy.timeout),
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+            self._opened.append(session)
+        return self._opened[0]
+
     async def _once(self, method: str, path: str, body: bytes | None) -> tuple[int, str, bytes]:
         """Status, Retry-After and body of one attempt."""
         settings = {"data": body, "headers": self._headers, "allow_redirects": False, "proxy": self._proxy}
-        async with self._session.request(method, self.url + path, **settings) as reply:
+        async with self._session().request(method, self.url + path, **settings) as reply:
             data = bytearray()
             async for part in reply.content.iter_chunked(65_536):
                 data += part
@@ -130,24 +146,13 @@ class HttpClient(Closing):
             return reply.status, reply.headers.get("Retry-After", ""), bytes(data)
 
 
-async def _opened(timeout: float | None) -> Any:
-    """A session of connections."""
-    with needs_extra("samplers on a server", "llm"):
-        import aiohttp
-    return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=timeout),
-        connector=aiohttp.TCPConnector(limit=0),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-    )
-
-
-def _end(loop: Loop, session: Any) -> None:
+def _end(loop: Loop, opened: list[Any]) -> None:
     loop.close()
-    ended = asyncio.run_coroutine_threadsafe(session.close(), loop.loop)
-    if asyncio._get_running_loop() is not loop.loop:
-        with contextlib.suppress(concurrent.futures.TimeoutError):
-            ended.result(END_SECONDS)
+    while opened:
+        ended = asyncio.run_coroutine_threadsafe(opened.pop().close(), loop.loop)
+        if asyncio._get_running_loop() is not loop.loop:
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                ended.result(END_SECONDS)
 
 
 def _parsed(where: str, data: bytes) -> Any:
