@@ -129,7 +129,7 @@ class Loop(Closing):
         if closed or self._found is None:
             return
         if asyncio._get_running_loop() is self._found:
-            for task in self._tasks:
+            for task in self._tasks - {asyncio.current_task()}:  # type: ignore[arg-type]
                 task.cancel()
         else:
             with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):
@@ -139,8 +139,7 @@ class Loop(Closing):
 
     async def _cancel(self) -> None:
         tasks = self._tasks if self._own is None else asyncio.all_tasks() - {asyncio.current_task()}
-        running = [task for task in tasks if task is not None]
-        for task in running:
+        for task in (running := [task for task in tasks if task is not None]):
             task.cancel()
         if running:
             await asyncio.wait(running, timeout=END_SECONDS / 2)
