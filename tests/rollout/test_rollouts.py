@@ -51,7 +51,7 @@ def test_the_serial_rollout_is_that_of_the_lockstep_collector(calm):
     )
 
 
-@pytest.mark.parametrize("schedule", ["adaptive", "greedy", "barrier"])
+@pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
 @pytest.mark.parametrize(("backend", "n_jobs"), [("threads", 1), ("threads", 8), ("processes", 3)])
 def test_trajectories_are_equal_on_every_backend_schedule_and_number_of_workers(
     calm, backend, n_jobs, schedule
@@ -76,7 +76,7 @@ def test_the_barrier_runs_one_batch_a_turn_and_the_lock_one_request():
     play("threads", parallel={"schedule": "barrier"}, engine=engine)
     assert engine.batches == [16] * 6
     engine = HashEngine()
-    play("threads", parallel={"schedule": "greedy", "max_batch": 1}, engine=engine)
+    play("threads", parallel={"max_batch": 1}, engine=engine)
     assert engine.batches == [1] * 96
 
 
