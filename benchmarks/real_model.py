@@ -233,7 +233,7 @@ es_manager: {{train: {{env_configs: {{tags: [Mine]}}}}}}
 
 
 def shoal(*arguments: str) -> tuple[str, float]:
-    """A command of shoal's: its standard output and its CPU seconds; a run that collapsed has failed, and is a result."""
+    """A command of shoal's: its standard output and its CPU seconds. A run that collapsed is a result too."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     paths = os.pathsep.join([str(REPO / "src"), str(REPO / "benchmarks")])
     done = subprocess.run(

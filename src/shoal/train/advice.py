@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.core.run_folder import is_number
 from shoal.train.agent.algorithms.advantages import ESTIMATORS
-from shoal.train.agent.algorithms.presets import is_pretrained
 
 RECENT = 5
 """Rows at the end that a judgement looks at."""
@@ -319,7 +318,7 @@ def _against_collapse(run: Run) -> str:
     rate, held = run.setting("algorithm.learning_rate"), run.setting("algorithm.kl.coef")
     advice = "Lower algorithm.learning_rate to a third" + ("" if rate is None else f" (it is {rate:.2g})")
     advice += ", raise algorithm.entropy_coef"
-    if is_pretrained(run.setting):
+    if run.setting("engine.name") not in (None, "tiny"):  # a fresh model has nothing to hold on to
         advice += ", hold the policy with a higher algorithm.kl.coef" + (
             "" if held is None else f" (it is {held:.2g})"
         )

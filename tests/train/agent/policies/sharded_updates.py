@@ -26,13 +26,14 @@ from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import AgentProxy, Algorithm, Critic, KLPenalty, Lora, RolloutCorrection
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters
 from shoal.train.agent.policies.loading import policy_of
 from shoal.train.agent.policies.lora import LoraPolicy
+from shoal.train.agent.policies.reference import make_networks
 from shoal.train.agent.policies.sync import WeightSync
 from shoal.train.agent.processes.distributed import ALONE, Processes
 from shoal.train.agent.processes.weights import gather, optimizer_tensors, whole
 from shoal.train.agent.run.checkpoint import Progress, load_checkpoint, save_checkpoint
-from shoal.train.agent.trainer import make_networks, make_optimizer
 from shoal.train.agent.update import Learner, prepare_samples, update
 
 PLAIN = Algorithm(
@@ -141,7 +142,8 @@ class Trained:
         policy, self.sampler = make()
         self.engine, self.critic, self.reference = make_networks(settings, policy, folder, processes)
         self.sync = WeightSync(self.engine, self.sampler)
-        self.optimizer = make_optimizer(settings, self.engine, self.critic)
+        rates = (*self.algorithm.rates, self.algorithm.weight_decay)
+        self.optimizer = split_optimizer(trained_parameters(self.engine.module), self.critic, *rates)
         self.held = self.between = 0
         self.optimizer.register_step_pre_hook(self._weigh)
         self._logits, self.engine.logits = self.engine.logits, self._scores
@@ -210,14 +212,14 @@ def alone(cut, twin):
 
 def watch(case, processes, folder):
     idle = [0]
-    in_step = Processes.in_step.__get__(processes)
+    even_out = Processes.even_out.__get__(processes)
 
     def counted(items):
-        for item in in_step(items):
+        for item in even_out(items):
             idle[0] += item is None
             yield item
 
-    processes.in_step = counted
+    processes.even_out = counted
     cut = Trained(case, processes, folder / case / "reference")
     twin = Trained(case, ALONE, folder / f"{case}-{processes.rank}" / "reference")
     for one in (cut, twin):
@@ -237,7 +239,7 @@ def watch(case, processes, folder):
 
     cut.save(folder / case, 1)
     twin.save(folder / f"{case}-{processes.rank}", 1)
-    processes.together(lambda: None)
+    processes.all_gather(lambda: None)
     saved, other = folder / case / "step-000001", folder / f"{case}-0" / "step-000001"
     told["file_gap"] = gap(tensors_of(saved), tensors_of(other))
     told["files"] = [sorted(str(file.relative_to(of)) for file in of.rglob("*")) for of in (saved, other)]
@@ -258,7 +260,7 @@ def main():
     folder = Path(sys.argv[1])
     processes = Processes.join("cpu", sharded=True)
     told = {case: watch(case, processes, folder) for case in sys.argv[2:]}
-    everyone = processes.together(lambda: told)
+    everyone = processes.all_gather(lambda: told)
     if processes.first:
         (folder / "told.json").write_text(json.dumps(everyone))
 
