@@ -306,7 +306,7 @@ class AgentTrainer(Closing):
     def _ended(self, row: dict[str, Any] | None = None) -> bool:
         """Whether all iterations are done, or by the rows so far and `row` the policy has collapsed."""
         done = self.progress.iteration >= self.config.trainer.iterations
-        return done or self.processes.together(lambda: self.records.collapsed(row))[0]
+        return done or self.processes.all_gather(lambda: self.records.collapsed(row))[0]
 
     def _may_end_after(self, done: int) -> bool:
         """Whether `done` iterations are all, or an evaluation then may say so."""
