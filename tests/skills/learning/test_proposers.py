@@ -120,9 +120,9 @@ def test_a_model_may_say_that_there_is_nothing_left(server: Server) -> None:
     "reply", ["RAWnot json", 'RAW{"choices": []}', 'RAW{"choices": [{"message": {}}]}', "RAW" + "[" * 100_000]
 )
 def test_an_answer_that_is_not_a_chat_is_an_engine_error(server: Server, reply: str) -> None:
-    server.replies = [reply]
+    server.replies = [reply] * 3
     with pytest.raises(EngineError, match="returned no chat completion|answered broken JSON"):
-        LanguageModel("m", server.url, CRAFTING).next_skill([], [], {})
+        LanguageModel("m", server.url, CRAFTING, tries=3, patience=0).next_skill([], [], {})
 
 
 def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not(server: Server) -> None:
