@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from tests.train.agent.lakes import NotingLake
+from tests.train.agent.supervised.lakes import NotingLake
 from tests.train.agent.test_trainer import SMALL, results
 
 from shoal import derive_seed, envs
