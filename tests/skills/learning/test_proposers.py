@@ -140,7 +140,9 @@ def test_a_server_that_is_busy_is_asked_again_and_one_that_refuses_is_not(server
 
 
 def test_a_server_that_is_not_there_is_an_engine_error() -> None:
-    with pytest.raises(EngineError, match="no answer in 3 attempts .* http://127.0.0.1:9/v1/chat/completions: no connection"):
+    with pytest.raises(
+        EngineError, match="no answer in 3 attempts .* http://127.0.0.1:9/v1/chat/completions: no connection"
+    ):
         LanguageModel("m", "http://127.0.0.1:9/v1", CRAFTING, timeout=2, patience=0).next_skill([], [], {})
     with pytest.raises(ConfigError, match="must start with http"):
         LanguageModel("m", "file:///etc/passwd", CRAFTING)
