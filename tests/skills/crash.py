@@ -95,7 +95,6 @@ def schedule(base: str, config: str) -> None:
         0.2,
         10**6,
         config=settings,
-        analyse=False,
         on_event=tell,
     )
     scheduler.run()  # who looks at the store sees whether all is completed; some skill may have been cancelled

@@ -20,7 +20,6 @@ from shoal.cli.main import main
 from shoal.cli.skills_train import COMMAND
 from shoal.core.errors import MissingExtraError
 from shoal.skills.jobs.store import NewVersion, Store
-from shoal.skills.learning.frontier import Frontier
 from shoal.skills.learning.scheduler import SkillScheduler
 
 QUICK = [
@@ -84,10 +83,10 @@ def test_a_folder_in_use_is_only_continued_when_asked(
 def test_a_run_that_an_error_ends_says_so_in_its_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: Frontier) -> bool:
+    def fail(self: SkillScheduler, *arguments: object) -> bool:
         raise OSError(errno.ENOSPC, "database or disk is full", "state.db")
 
-    monkeypatch.setattr(Frontier, "run", fail)
+    monkeypatch.setattr(SkillScheduler, "run", fail)
     assert skills("train", "--graph-path", str(tmp_path), *QUICK) == 1
     assert "database or disk is full (state.db); what was saved before is whole" in capsys.readouterr().err
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
@@ -130,7 +129,7 @@ def test_status_history_eval_and_rollback_tell_of_the_run(
         assert told in capsys.readouterr().err
     with contextlib.closing(Store(trained)) as store:
         older = store.version(1)
-        newer = store.add_version(NewVersion(0, older.sha256, 1, older.frames, 0, "run", accepted=True))
+        newer = store.add_version(NewVersion(0, older.sha256, 1, older.frames, 0, accepted=True))
     assert skills("rollback", "0", "1", *at) == 0
     out = capsys.readouterr().out
     assert "version 1 is the head of expert 0 again" in out

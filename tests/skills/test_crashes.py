@@ -143,7 +143,7 @@ def shared_expert(base: Path, net: Callable[..., Network], runs: int) -> tuple[S
     store.add_skill(wood, [], 10**6)
     store.assign_expert("Collect Wood")
     first = store.put_blob(encode(net("base").params()))
-    store.add_version(NewVersion(0, first, None, 50, 50, "run", True))
+    store.add_version(NewVersion(0, first, None, 50, 50, True))
     store.update_skill("Collect Wood", status="completed")
     attempts = []
     for i in range(runs):

@@ -329,14 +329,10 @@ def history(options: HistoryOptions, store: Store) -> None:
         )
     owner = next((row.name for row in store.skills() if row.expert == expert), "?")
     print(f"expert {expert}, {owner}; frames are env steps it acted in while learning; -> is the head")
-    print("    version  parent      frames  kind     rule         won/episodes at merge  sha256")
+    print("    version  parent      frames  sha256")
     for row in store.versions(expert):
-        success = f"{row.wins}/{row.episodes}" if row.episodes else "-"
         mark = "->" if row.id == head.id else "  "
-        print(
-            f" {mark} {row.id:7}  {row.parent or '-':>6}  {row.frames:>10,}  {row.kind:<7}  {row.rule or '-':<11}  "
-            f"{success:<21}  {row.sha256[:12]}"
-        )
+        print(f" {mark} {row.id:7}  {row.parent or '-':>6}  {row.frames:>10,}  {row.sha256[:12]}")
 
 
 def rollback(options: RollbackOptions, store: Store) -> None:

@@ -25,8 +25,6 @@ from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
 from shoal.skills.jobs.launchers import compilation_cache, make_launcher
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
-from shoal.skills.learning.frontier import Frontier
-from shoal.skills.learning.merge import Rule
 from shoal.skills.learning.plan import dependencies, plan_for
 from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
 from shoal.skills.learning.scheduler import SkillScheduler, check_limits
@@ -67,8 +65,6 @@ class TrainOptions:
     """its OpenAI-compatible server; OPENAI_API_KEY is sent to it only if you name it here, and never further"""
     replay: Path | None = None
     """propose what a language model proposed in an earlier run, from its proposals.jsonl"""
-    merge: Rule = "most-frames"
-    """which version of an expert wins when several trainings changed it"""
     launcher: str = "local"
     """local, tmux (to attach and watch), ray or slurm"""
     sbatch: tuple[str, ...] = ()
@@ -77,8 +73,6 @@ class TrainOptions:
     """seconds that one launch of a training may take"""
     gpus_per_skill: float = 0.0
     """share of a GPU each training gets from Ray"""
-    analyse: bool = True
-    """correct requirements, consumption and gain by what really happened"""
     evaluation_worlds: int = 512
     """unseen worlds for the final evaluation; 0: none"""
     film: bool = True
@@ -191,8 +185,8 @@ def train(options: TrainOptions) -> int:
         config = replace(config, total_timesteps=options.skill_timesteps_budget)
     scheduler = SkillScheduler(
         options.graph_path, options.max_parallel_skills, options.scheduler_poll_interval, options.max_retries,
-        world=world, launcher=launcher, merge=options.merge, seed=options.seed, config=config,
-        analyse=options.analyse, on_event=lambda event: run.event(**event), time_limit=options.time_limit,
+        world=world, launcher=launcher, seed=options.seed, config=config,
+        on_event=lambda event: run.event(**event), time_limit=options.time_limit,
         gpu_ids=options.gpu_ids,
     )  # fmt: skip
     scheduler.take()  # before anything of a run that is going on is changed
@@ -205,12 +199,13 @@ def train(options: TrainOptions) -> int:
         if log is not None:
             log.log({f"{name}/{key}": value for key, value in data.items() if isinstance(value, int | float)})
 
+    scheduler.set_callbacks(told, told)
     show_warnings("shoal: %(message)s")
     try:
         with ExitStack() as stack:
             if not (options.json_events or options.json):
                 stack.enter_context(_Show(scheduler))
-            finished = Frontier(scheduler, proposer, options.max_nodes, told, told).run()
+            finished = scheduler.run(proposer, options.max_nodes)
         with Progress("evaluating and drawing the chain", sys.stderr):
             metrics = _measure(options, scheduler, began)
     except KeyboardInterrupt:
@@ -387,10 +382,10 @@ class _Show:
             over = self._done.wait(min(0.5, HEARTBEAT))
             for event in self.scheduler.store.events(told):
                 told = event["seq"]
-                if event["kind"] in ("running", "completed", "failed", "blocked", "corrected"):
-                    more = event["detail"].get("reason") or "; ".join(event["detail"].get("findings", ()))
+                if event["kind"] in ("running", "completed", "failed", "blocked"):
+                    why = harmless(event["detail"].get("reason") or "")
                     print(
-                        f"{event['time'] - clock:8.1f} s  {event['skill']}: {event['kind']} {harmless(more)}".rstrip(),
+                        f"{event['time'] - clock:8.1f} s  {event['skill']}: {event['kind']} {why}".rstrip(),
                         flush=True,
                     )
                     said = time.monotonic()

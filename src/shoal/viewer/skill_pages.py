@@ -134,9 +134,6 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
             v["id"],
             "head" if v["id"] in heads else "",
             v["parent"],
-            str(v["kind"]),
-            str(v["rule"] or ""),
-            f"{v['wins']} of {v['episodes']}" if v["episodes"] else NONE,
             v["frames"],
             "accepted" if v["accepted"] else "refused",
             tag("code", str(v["sha256"])[:12]),
@@ -162,7 +159,7 @@ def skill_page(site: Site, run: Run, name: str) -> Page:
         "env steps used": _steps_used(run, attempts, skill),
         "of": skill["budget_total"],
     }
-    of_version = ("version", "", "made from", "kind", "rule", "won", "env steps", "", "file")
+    of_version = ("version", "", "made from", "env steps", "", "file")
     of_attempt = ("no.", "end", "took, with its start", "env steps", "launcher", "reason")
     none_yet = tag("p", "None: no training of it was accepted.", class_="hint")
     listed = table(of_version, version_rows) if versions else none_yet

@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
 
     def begin(self) -> None:
         self.scheduler = SkillScheduler(
-            self.folder, SLOTS, max_retries=RETRIES, launcher=self, analyse=False,  # type: ignore[arg-type]
+            self.folder, SLOTS, max_retries=RETRIES, launcher=self,  # type: ignore[arg-type]
             config=TrainingConfig(total_timesteps=BUDGET),
         )  # fmt: skip
         self.scheduler.store._db.execute("pragma synchronous=off")

@@ -35,7 +35,7 @@ def trained(store: Store, name: str = "Collect Wood") -> int:
 
 
 def version(store: Store, expert: int, data: bytes, frames: int = 10, accepted: bool = True) -> NewVersion:
-    return NewVersion(expert, store.put_blob(data), None, frames, frames, "run", accepted)
+    return NewVersion(expert, store.put_blob(data), None, frames, frames, accepted)
 
 
 def test_a_folder_without_skills_is_said_to_be_one_and_nothing_is_made_in_it(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_an_altered_expert_file_is_noticed_and_whole_again_when_the_same_is_stor
 
 def test_a_version_without_its_file_is_refused(store: Store) -> None:
     with pytest.raises(DataError, match="must be written before"):
-        store.add_version(NewVersion(0, "0" * 64, None, 1, 1, "run", True))
+        store.add_version(NewVersion(0, "0" * 64, None, 1, 1, True))
 
 
 def test_the_same_skill_may_be_added_again_but_not_another_of_its_name(store: Store) -> None:
@@ -226,7 +226,7 @@ def test_a_process_that_is_stopped_while_it_writes_does_not_keep_others_for_ever
     store.event("hello")
 
 
-@pytest.mark.parametrize("layout", [2, 99])
+@pytest.mark.parametrize("layout", [3, 99])
 def test_a_database_of_another_version_is_refused_and_left_as_it_is(store: Store, layout: int) -> None:
     store._db.execute(f"pragma user_version={layout}")
     store.close()

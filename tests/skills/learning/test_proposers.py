@@ -13,7 +13,6 @@ import yaml
 
 from shoal.core.errors import ConfigError, EngineError
 from shoal.skills.learning.crafting import CRAFTING
-from shoal.skills.learning.frontier import Frontier
 from shoal.skills.learning.plan import dependencies
 from shoal.skills.learning.proposers import (
     KnowledgeBase,
@@ -167,8 +166,8 @@ def test_the_knowledge_base_gives_first_what_can_be_trained_now() -> None:
 def test_a_file_may_name_its_skills_in_any_order(tmp_path: Path, scripted) -> None:
     path = tmp_path / "skills.yaml"
     path.write_text(yaml.safe_dump({"skills": [skill.as_dict() for skill in reversed(SKILLS)]}))
-    s = SkillScheduler(tmp_path / "run", 2, 0.2, launcher=scripted(), analyse=False)
-    assert Frontier(s, KnowledgeBase(path, CRAFTING), max_nodes=len(SKILLS)).run()
+    s = SkillScheduler(tmp_path / "run", 2, 0.2, launcher=scripted())
+    assert s.run(KnowledgeBase(path, CRAFTING), len(SKILLS))
     assert s.get_completed_skills().keys() == {skill.name for skill in SKILLS}
     for row in s.store.skills():
         assert list(row.dependencies) == dependencies(row.spec, SKILLS[::-1])
@@ -213,8 +212,7 @@ def test_proposing_pauses_while_the_next_skill_needs_one_in_training(tmp_path: P
     proposer = Recording([by_name[name] for name in order])
     launcher = scripted()
     launcher.gate.clear()
-    s = SkillScheduler(tmp_path, 4, 0.2, launcher=launcher, analyse=False)
-    frontier = Frontier(s, proposer, max_nodes=4)
+    s = SkillScheduler(tmp_path, 4, 0.2, launcher=launcher)
 
     def let_go() -> None:
         while len(proposer.asked) < 3:
@@ -223,7 +221,7 @@ def test_proposing_pauses_while_the_next_skill_needs_one_in_training(tmp_path: P
         launcher.gate.set()
 
     threading.Thread(target=let_go, daemon=True).start()
-    assert frontier.run()
+    assert s.run(proposer)
     # Three proposals at once; the fourth only when the wood that the table needs was there.
     assert [len(completed) for completed, _ in proposer.asked[:3]] == [0, 0, 0]
     assert "Collect Wood" in proposer.asked[3][0]
@@ -236,8 +234,8 @@ def test_a_failure_opens_the_frontier_again_and_the_proposer_is_told(tmp_path: P
 
     by_name = {skill.name: skill for skill in SKILLS}
     proposer = Recording([by_name["Collect Wood"], by_name["Place Table"]])
-    s = SkillScheduler(tmp_path, 2, 0.2, max_retries=0, launcher=scripted(fail), analyse=False)
-    assert not Frontier(s, proposer, max_nodes=5).run()
+    s = SkillScheduler(tmp_path, 2, 0.2, max_retries=0, launcher=scripted(fail))
+    assert not s.run(proposer, 5)
     assert proposer.asked[-1][1]["Collect Wood"] == "too hard"
 
 
@@ -248,15 +246,15 @@ def test_an_error_of_the_proposer_comes_out_after_what_was_queued(tmp_path: Path
                 raise EngineError("the server is gone")
             return super().next_skill(known, completed, failed)
 
-    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
+    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted())
     with pytest.raises(EngineError, match="the server is gone"):
-        Frontier(s, Breaks(SKILLS[:1]), max_nodes=5).run()
+        s.run(Breaks(SKILLS[:1]), 5)
     assert list(s.get_completed_skills()) == ["Collect Wood"]
 
 
 def test_no_more_than_max_nodes_are_proposed(tmp_path: Path, scripted) -> None:
-    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
-    assert Frontier(s, KnowledgeBase(knowledge_base("crafting"), CRAFTING, 3), max_nodes=3).run()
+    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted())
+    assert s.run(KnowledgeBase(knowledge_base("crafting"), CRAFTING, 3), 3)
     assert len(s.store.skills()) == 3
 
 
@@ -302,35 +300,18 @@ def test_what_was_proposed_again_after_a_kill_is_replayed_once(tmp_path: Path) -
     ]
 
 
-def test_a_frontier_may_run_again(tmp_path: Path, scripted) -> None:
-    class Gone(Recording):
-        def next_skill(self, known, completed, failed):
-            if len(self.asked) == 1:
-                self.asked.append(None)
-                raise EngineError("the server is gone")
-            return super().next_skill(known, completed, failed)
-
-    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
-    frontier = Frontier(s, Gone(SKILLS[:3]), max_nodes=2)
-    with pytest.raises(EngineError, match="the server is gone"):
-        frontier.run()
-    assert len(s.get_completed_skills()) == 1
-    assert frontier.run()
-    assert len(s.get_completed_skills()) == 2
-
-
 def test_a_proposer_that_names_one_skill_for_ever_is_an_error(tmp_path: Path, scripted) -> None:
-    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
+    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted())
     with pytest.raises(ConfigError, match="named 'Collect Wood', which is among the skills already"):
-        Frontier(s, Recording([SKILLS[0]] * 9), max_nodes=5).run()
+        s.run(Recording([SKILLS[0]] * 9), 5)
     assert list(s.get_completed_skills()) == ["Collect Wood"]
 
 
 def test_a_proposal_that_cannot_be_had_is_an_error_after_what_was_queued(tmp_path: Path, scripted) -> None:
     circle = replace(SKILLS[0], name="Sow", requirements={"sapling": 1}, gain={"sapling": 1})
-    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted(), analyse=False)
+    s = SkillScheduler(tmp_path, 2, 0.2, launcher=scripted())
     with pytest.raises(ConfigError, match="skills wait for each other: Sow -> Sow"):
-        Frontier(s, Recording([SKILLS[0], circle]), max_nodes=5).run()
+        s.run(Recording([SKILLS[0], circle]), 5)
     assert list(s.get_completed_skills()) == ["Collect Wood"]
 
 

@@ -25,7 +25,7 @@ def planned(folder: Path) -> Store:
     made = store.begin_attempt("Collect Wood", folder / "training_runs" / "one")
     sha = store.put_blob(encode(Network(Shape(3, 2, 2)).params()))
     store.commit_training(
-        made, [NewVersion(store.assign_expert("Collect Wood"), sha, None, 300, 300, "run", True)],
+        made, [NewVersion(store.assign_expert("Collect Wood"), sha, None, 300, 300, True)],
         result={"success": 0.75}, frames=300,
     )  # fmt: skip
     store.assign_expert("Place Table")

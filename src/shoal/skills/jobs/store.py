@@ -96,11 +96,7 @@ class NewVersion:
     parent: int | None
     frames: int  # env steps the expert acted in while learning, over its whole line
     acted: int  # of those, in the training that made this version
-    kind: str  # "run", or what else made it
     accepted: bool
-    rule: str | None = None  # by which it was accepted or not
-    wins: int | None = None  # evaluation episodes of its merge that succeeded
-    episodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -113,11 +109,7 @@ class VersionRow:
     parent: int | None
     frames: int
     acted: int
-    kind: str
     accepted: bool
-    rule: str | None
-    wins: int | None
-    episodes: int | None
     attempt: int | None
     created: float
 
@@ -132,7 +124,7 @@ class _EventRow(TypedDict):
 
 SCHEMA = """
 create table skill (
-    name text primary key, spec text not null, submitted text not null, dependencies text not null,
+    name text primary key, spec text not null, dependencies text not null,
     status text not null default 'waiting', reason text, expert integer unique,
     retries integer not null default 0, rounds integer not null default 0,
     budget_total integer not null, budget_used integer not null default 0, allotment integer,
@@ -144,14 +136,14 @@ create table attempt (
     peak_memory integer, frames integer, budget integer, mark text);
 create table version (
     id integer primary key autoincrement, expert integer not null, sha256 text not null, parent integer,
-    frames integer not null, acted integer not null, kind text not null, accepted integer not null, rule text,
-    wins integer, episodes integer, attempt integer, created real not null);
+    frames integer not null, acted integer not null, accepted integer not null, attempt integer,
+    created real not null);
 create table head (expert integer primary key, version integer not null references version(id));
 create table event (
     seq integer primary key autoincrement, time real not null, kind text not null, skill text, detail text);
 create table setting (key text primary key, value text not null)
 """
-LAYOUT = 3
+LAYOUT = 4
 """Number of the schema above, kept as `user_version`."""
 PATIENCE = 60.0
 """Seconds for which another process that writes is waited for."""
@@ -317,10 +309,7 @@ class Store:
     # Skills
 
     def add_skill(self, skill: Skill, dependencies: Sequence[str], budget: int) -> SkillRow:
-        """Add a waiting skill; adding the same one again changes nothing, another of that name is refused.
-
-        The same is what was added before, even if its spec was corrected since.
-        """
+        """Add a waiting skill; adding the same one again changes nothing, another of that name is refused."""
         if isinstance(dependencies, str) or not all(isinstance(one, str) for one in dependencies):
             raise ValueError(
                 f"the dependencies of {skill.name!r} must be a list of names, got {dependencies!r}"
@@ -329,14 +318,13 @@ class Store:
         slug(skill.name)
         spec = json.dumps(skill.as_dict())
         with self.transaction() as db:
-            if known := self._query("select spec, submitted from skill where name=?", skill.name):
-                if spec not in tuple(known[0]):
+            if known := self._query("select spec from skill where name=?", skill.name):
+                if spec != known[0]["spec"]:
                     raise ValueError(f"there is another skill named {skill.name!r} here already")
                 return self.skill(skill.name)
             db.execute(
-                "insert into skill (name, spec, submitted, dependencies, budget_total, created)"
-                " values (?, ?, ?, ?, ?, ?)",
-                (skill.name, spec, spec, json.dumps(list(dependencies)), budget, time.time()),
+                "insert into skill (name, spec, dependencies, budget_total, created) values (?, ?, ?, ?, ?)",
+                (skill.name, spec, json.dumps(list(dependencies)), budget, time.time()),
             )
             self.event("added", skill.name, dependencies=list(dependencies))
         return self.skill(skill.name)
@@ -496,7 +484,6 @@ class Store:
         result: Mapping[str, Any],
         frames: int,
         peak_memory: int | None = None,
-        spec: Skill | None = None,
         mark: str | None = None,
     ) -> None:
         """Commit a training and its merge at once.
@@ -507,7 +494,6 @@ class Store:
             result: numbers to show for the skill.
             frames: env steps that it used.
             peak_memory: bytes it needed at most.
-            spec: the skill as corrected by what its evaluation showed, if it was.
             mark: of the result, the same whoever commits it and however often.
         """
         with self.transaction() as db:
@@ -517,8 +503,6 @@ class Store:
                 "update attempt set outcome='merged', reason=null, ended=?, frames=?, peak_memory=?, mark=? where id=?",
                 (time.time(), frames, peak_memory, mark, attempt),
             )
-            if spec is not None:
-                self.update_skill(row.name, spec=spec.as_dict())
             self.update_skill(
                 row.name, status="completed", reason=None, ended=time.time(), result=dict(result), allotment=None,
                 budget_used=row.budget_used + frames, cancel=0,
@@ -537,11 +521,11 @@ class Store:
             raise DataError(f"{path} must be written before its version is committed")
         with self.transaction() as db:
             cursor = db.execute(
-                "insert into version (expert, sha256, parent, frames, acted, kind, accepted, rule, wins, episodes,"
-                " attempt, created) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "insert into version (expert, sha256, parent, frames, acted, accepted, attempt, created)"
+                " values (?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    version.expert, version.sha256, version.parent, version.frames, version.acted, version.kind,
-                    int(version.accepted), version.rule, version.wins, version.episodes, attempt, time.time(),
+                    version.expert, version.sha256, version.parent, version.frames, version.acted,
+                    int(version.accepted), attempt, time.time(),
                 ),
             )  # fmt: skip
             number = int(cursor.lastrowid or 0)

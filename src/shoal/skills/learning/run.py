@@ -65,12 +65,12 @@ def _run(run: Run, metrics: RunFolder, attempt: int | None) -> dict[str, Any]:
         "steps_in_all": result.frames + result.walked,
         "finished_at": time.time(),
     }
-    if (pace := result.pace(trainer.task.plan[-1].count)) is not None:
-        numbers["steps_an_application"] = pace
+    if result.pace is not None:
+        numbers["steps_an_application"] = result.pace
     finish_training(
         run.folder, {local: net.params() for local, net in enumerate(result.experts)},
         dict(enumerate(result.acted_frames)), attempt=attempt, frames=result.frames, success=result.success,
-        numbers=numbers, episodes=result.episodes,
+        numbers=numbers,
     )  # fmt: skip
     metrics.event(
         "trained", skill=run.spec["skill"], attempt=attempt, frames=result.frames, success=result.success

@@ -35,8 +35,9 @@ from shoal.skills.jobs.process import DONE, clear_marks, read_failure
 from shoal.skills.jobs.requests import LOCK, STOP
 from shoal.skills.jobs.schedule import Phase, Plan, finished, plan
 from shoal.skills.jobs.store import AttemptRow, End, SkillRow, Status, Store
-from shoal.skills.learning.merge import RULES, process_completed_training
+from shoal.skills.learning.merge import process_completed_training
 from shoal.skills.learning.plan import dependencies as plan_dependencies
+from shoal.skills.learning.proposers import Proposer
 from shoal.skills.learning.spec import Skill
 from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.learning.training import (
@@ -77,10 +78,8 @@ class SkillScheduler:
         max_retries: how often a failed training is launched again, from its last checkpoint.
         world: "crafting", "craftax-classic", "craftax", or `module:Class` of your own.
         launcher: "local", "tmux", "ray", "slurm" or one of your own (`shoal.skills.jobs.launchers.Launcher`).
-        merge: rule for experts that several trainings changed.
         seed: run seed.
         config: how skills are trained; another `total_timesteps` than before is the new budget of open skills.
-        analyse: correct specs by what evaluation episodes show.
         on_event: called with each durable moment, once it is on disk.
         time_limit: seconds that one launch of a training may take; a training that is adopted begins anew.
         gpu_ids: `CUDA_VISIBLE_DEVICES` of the trainings.
@@ -95,24 +94,20 @@ class SkillScheduler:
         *,
         world: str = "crafting",
         launcher: str | Launcher = "local",
-        merge: str = "most-frames",
         seed: int = 0,
         config: TrainingConfig | None = None,
-        analyse: bool = True,
         on_event: OnEvent | None = None,
         time_limit: float | None = None,
         gpu_ids: str | None = None,
     ) -> None:
         check_limits(max_parallel, max_retries, poll_interval, time_limit)
-        if merge not in RULES:
-            raise ConfigError(f"merge must be one of {', '.join(RULES)}, got {merge!r}")
         self.base_dir = Path(base_dir)
         self.features = world_features(world)
         if isinstance(launcher, str):
             launcher = make_launcher(launcher, slots=max_parallel, folder=self.base_dir, every=poll_interval)
         self.store = Store(self.base_dir, create=True)
         self.launcher = launcher
-        self.world, self.merge_rule, self.seed, self.analyse = world, merge, seed, analyse
+        self.world, self.seed = world, seed
         self.max_parallel, self.max_retries, self.gpu_ids = max_parallel, max_retries, gpu_ids
         self.time_limit = time_limit
         self.config = config or TrainingConfig()
@@ -120,7 +115,13 @@ class SkillScheduler:
         self._lock = FolderLock(self.base_dir / LOCK, "another scheduler")
         self._running = False
         self._phase: Phase = "run"
-        self._holders = 0
+        self._proposer: Proposer | None = None
+        self._max_nodes: int | None = None
+        self._growing = False  # more skills may be proposed
+        self._needed: tuple[
+            str, ...
+        ] = ()  # by the newest proposal; while they train nothing more is proposed
+        self._failure: Exception | None = None  # what the proposer raised
         self._woken = threading.Event()
         self._watched: dict[
             int, tuple[Launcher, Handle, float]
@@ -187,15 +188,6 @@ class SkillScheduler:
         self._phase = "kill" if kill else "drain" if wait else "leave"
         self._woken.set()
 
-    def hold(self) -> None:
-        """Keep `run` from ending, since more skills may come; `release` gives that up."""
-        self._holders += 1
-
-    def release(self) -> None:
-        """Undo one `hold`."""
-        self._holders -= 1
-        self._woken.set()
-
     def get_status(self, skill_name: str) -> str:
         """The state a skill is in."""
         return self.store.skill(skill_name).status
@@ -229,19 +221,27 @@ class SkillScheduler:
             )
         self._lock.take()
 
-    def run(self) -> bool:
+    def run(self, proposer: Proposer | None = None, max_nodes: int | None = None) -> bool:
         """Train until nothing more can be done; True if every skill is completed.
 
+        Args:
+            proposer: names more skills while others train. What it proposes next should depend on how the trainings
+                end that the newest skill needs, so it is asked again when they have; one that knows all its skills
+                beforehand (`foresees = True`) is asked for all at once.
+            max_nodes: most skills in the graph.
+
         Raises:
-            WorkerError: another scheduler is running on this folder.
+            WorkerError: another scheduler is running on this folder; nothing was proposed.
             MissingExtraError: trainings would run here, where the world cannot be made.
+            Exception: what the proposer raised, after all that was queued has been trained.
         """
         with self._held():
             self._remember()
             if isinstance(self.launcher, LocalLauncher):
                 check_installed(self.world)
             self.store.set_setting(STOP, None)
-            self.stopped = False
+            self.stopped, self._proposer, self._max_nodes = False, proposer, max_nodes
+            self._growing, self._needed, self._failure = proposer is not None, (), None
             try:
                 self._recover()
                 while self._step():
@@ -249,6 +249,8 @@ class SkillScheduler:
             finally:
                 self.store.set_setting(STOP, None)
             export_state(self.store, self.max_parallel)
+        if self._failure is not None:
+            raise self._failure
         return all(row.status == "completed" for row in self.store.skills())
 
     def settle(self, *, kill: bool = False) -> None:
@@ -275,10 +277,37 @@ class SkillScheduler:
         try:
             yield
         finally:
-            self._running, self._phase = False, "run"
+            self._running, self._growing, self._phase = False, False, "run"
             self._watched.clear()
             self._over.clear()
             self._lock.release()
+
+    def _grow(self) -> None:
+        """Add what is proposed, until that needs a skill in training; an error ends the proposing."""
+        try:
+            while self._growing and not any(
+                self.get_status(name) in ("waiting", "running") for name in self._needed
+            ):
+                self._growing = self._propose()
+        except Exception as error:
+            self._growing, self._failure = False, error
+
+    def _propose(self) -> bool:
+        """Add one skill; False when there are no more."""
+        rows = self.store.skills()
+        if self._proposer is None or (self._max_nodes is not None and len(rows) >= self._max_nodes):
+            return False
+        known = [row.spec for row in rows]
+        completed = [row.name for row in rows if row.status == "completed"]
+        skill = self._proposer.next_skill(known, completed, self.get_failed_skills())
+        if skill is None:
+            return False
+        if skill.name in {one.name for one in known}:  # it would be named for ever
+            raise ConfigError(f"the proposer named {skill.name!r}, which is among the skills already")
+        self.add_skill(skill.name, skill)
+        if not getattr(self._proposer, "foresees", False):
+            self._needed = self.store.skill(skill.name).dependencies
+        return True
 
     def _step(self) -> bool:
         """Merge what has ended, do what follows, wait for the next change; False if nothing more will happen."""
@@ -288,13 +317,15 @@ class SkillScheduler:
                 self._ended(attempt, how)
         asked = self.store.setting(STOP)
         phase = asked if asked in ("drain", "kill") and self._phase == "run" else self._phase
+        if phase == "run":
+            self._grow()
         todo = self._plan(phase)
         self._perform(todo)
         self._tell()
         if todo != Plan():
             return True
         running = self.store.attempts(running=True)
-        if finished(self.store.skills(), running, phase=phase, growing=self._holders > 0):
+        if finished(self.store.skills(), running, phase=phase, growing=self._growing):
             self.stopped = phase != "run"
             return False
         while self.store.changes() == seen and not self._woken.wait(LOOK) and not self._overdue():
@@ -306,7 +337,7 @@ class SkillScheduler:
     def _plan(self, phase: Phase) -> Plan:
         return plan(
             self.store.skills(), self.store.attempts(running=True), slots=self.max_parallel, phase=phase,
-            growing=self._holders > 0, overdue=self._overdue(),
+            growing=self._growing, overdue=self._overdue(),
         )  # fmt: skip
 
     def _perform(self, todo: Plan) -> None:
@@ -433,7 +464,7 @@ class SkillScheduler:
     def _merge(self, attempt: AttemptRow) -> None:
         process_completed_training(
             self.base_dir / attempt.run_folder, attempt.skill, self.store.assign_expert(attempt.skill), self.base_dir,
-            merge=self.merge_rule, attempt=attempt.id, store=self.store, analyse=self.analyse,
+            attempt=attempt.id, store=self.store,
         )  # fmt: skip
 
     def _kill(self, attempt: AttemptRow, end: End) -> None:

@@ -139,14 +139,10 @@ class Result:
     frames: int
     walked: int  # env steps beside those: ways to start states, and evaluations
     stopped: str  # "learned" | "plateau" | "budget"
-    episodes: dict[str, Floats]
-    """"start", "before" (the last action), "end" `[E, features]`, "success", "steps" `[E]`"""
+    pace: (
+        float | None
+    )  # env steps per successful application when evaluated, failures included; None if all failed
     bank_size: int = 0
-
-    def pace(self, count: int) -> float | None:
-        """Env steps per successful application, `count` in a row, failures included; None if all failed."""
-        done = count * float(self.episodes.get("success", np.zeros(1)).sum())
-        return round(float(self.episodes["steps"].sum()) / done, 1) if done else None
 
 
 @dataclass
@@ -206,7 +202,7 @@ class Trainer:
         self.at = np.full(config.num_envs, self.target)
         self.elapsed = np.zeros(config.num_envs, np.int64)
         self.begun = False
-        self.episodes: dict[str, Floats] = {}
+        self.pace: float | None = None
         self.losses = (0.0, 0.0, 0.0)  # until the expert has acted
 
     def _new_expert(self, shape: Shape, index: int) -> Network:
@@ -321,7 +317,7 @@ class Trainer:
             self.evaluate()
         return Result(
             self.best, [int(frames) for frames in self.best_acted], self.best_success, self.frames,
-            self.walked, stopped, self.episodes, len(self.bank),
+            self.walked, stopped, self.pace, len(self.bank),
         )  # fmt: skip
 
     def _worth_evaluating(self) -> float:
@@ -500,13 +496,8 @@ class Trainer:
         if outcome.success > self.best_success:
             self.best = [net.copy() for net in self.nets]
             self.best_success, self.best_at, self.best_acted = outcome.success, self.frames, self.acted.copy()
-            self.episodes = {
-                "start": outcome.last_start,
-                "before": outcome.last_before,
-                "end": outcome.last_values,
-                "success": outcome.finished.astype(np.float32),
-                "steps": outcome.length.astype(np.float32),
-            }
+            done = last.count * int(outcome.finished.sum())
+            self.pace = round(float(outcome.length.sum()) / done, 1) if done else None
         return outcome.success
 
     @cached_property
@@ -522,14 +513,13 @@ class Trainer:
                 f"net/{index}": net.flat, f"adam/mean/{index}": adam.mean, f"adam/square/{index}": adam.square,
                 f"best/{index}": best.flat,
             }  # fmt: skip
-        arrays |= {f"episodes/{key}": array for key, array in self.episodes.items()}
         arrays |= {
             "at": self.at, "elapsed": self.elapsed, "start": self.start, "acted": self.acted,
             "best_acted": self.best_acted,
         }  # fmt: skip
         plain = {
             "update": self.update, "frames": self.frames, "walked": self.walked, "best_at": self.best_at,
-            "best_success": self.best_success, "recent": [list(pair) for pair in self.recent],
+            "best_success": self.best_success, "pace": self.pace, "recent": [list(pair) for pair in self.recent],
             "adam": [adam.count for adam in self.adams],
         }  # fmt: skip
         return arrays, plain
@@ -542,13 +532,12 @@ class Trainer:
             net.flat[:], best.flat[:] = arrays[f"net/{index}"], arrays[f"best/{index}"]
             adam.mean[:], adam.square[:] = arrays[f"adam/mean/{index}"], arrays[f"adam/square/{index}"]
             adam.count = int(plain["adam"][index])
-        self.episodes = arrays_of("episodes", arrays)
         self.at, self.elapsed = arrays["at"].copy(), arrays["elapsed"].copy()
         self.start, self.acted = arrays["start"].copy(), arrays["acted"].copy()
         self.best_acted = arrays["best_acted"].copy()
         self.update, self.frames = int(plain["update"]), int(plain["frames"])
         self.walked, self.best_at = int(plain["walked"]), int(plain["best_at"])
-        self.best_success = float(plain["best_success"])
+        self.best_success, self.pace = float(plain["best_success"]), plain["pace"]
         self.recent.extend((int(ended), int(won)) for ended, won in plain["recent"])
         self.begun = True
 

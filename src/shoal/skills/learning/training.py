@@ -25,7 +25,6 @@ from shoal.skills.jobs.store import Store
 from shoal.skills.learning.network import (
     Arrays,
     Network,
-    arrays_of,
     build_remapping,
     decode,
     encode,
@@ -317,7 +316,6 @@ class Outcome:
     frames: int
     success: float | None
     numbers: dict[str, Any]
-    episodes: dict[str, NDArray]
 
 
 def finish_training(
@@ -329,7 +327,6 @@ def finish_training(
     frames: int | None = None,
     success: float | None = None,
     numbers: Mapping[str, Any] | None = None,
-    episodes: Mapping[str, NDArray] | None = None,
 ) -> Path:
     """Write the result of a training and then its mark `DONE.json`; any trainer may end this way.
 
@@ -341,7 +338,6 @@ def finish_training(
         frames: env steps in all; default the sum.
         success: success rate of the skill on evaluation episodes.
         numbers: anything else worth showing.
-        episodes: start and end features of evaluation episodes, for the analysis.
 
     Raises:
         DataError: a result that nothing could be done with; it is not written.
@@ -350,9 +346,7 @@ def finish_training(
     to_global = run.local_to_global
     _check_result(run, experts, acted_frames)
     frames = steps_used(sum(acted_frames.values()) if frames is None else frames, "frames")
-    arrays = join_mixture(experts)
-    arrays |= {f"expert_{len(to_global)}/episodes/{key}": array for key, array in (episodes or {}).items()}
-    data = encode(arrays)
+    data = encode(join_mixture(experts))
     write_bytes(run.policies / "result.safetensors", data)
     return write_done(
         run.folder,
@@ -394,7 +388,6 @@ def read_outcome(run_folder: Path | str, attempt: int | None = None) -> Outcome:
         done = msgspec.convert(told, _Done, strict=False, str_keys=True)
     to_global = run.local_to_global
     mixture = split_mixture(decode(data, str(result))[0])
-    extra = mixture.pop(len(to_global), {})
     _check_result(run, mixture, {})
     return Outcome(
         done["attempt"],
@@ -403,7 +396,6 @@ def read_outcome(run_folder: Path | str, attempt: int | None = None) -> Outcome:
         done["frames"],
         done["success"],
         told["numbers"],
-        arrays_of("episodes", extra),
     )
 
 

@@ -286,9 +286,6 @@ class Walk:
     length: Ints  # [M] env steps taken
     ends: Bank  # states of the lanes that finished the plan
     finished: Bools  # [M]
-    last_start: Floats  # [M, F] values when the last entered step began
-    last_before: Floats  # [M, F] values before the last action
-    last_values: Floats  # [M, F] values at the end
     acted: Ints  # [steps] env steps in which each plan step's expert acted
 
     @property
@@ -349,7 +346,7 @@ def _walk(
     values = world.values()
     who = np.arange(world.lanes)  # the walker in each lane; those from `total` on are padding
     reached = course.skip(np.zeros(world.lanes, np.int64), values)
-    start, before, latest = values.copy(), values.copy(), values.copy()
+    start = values.copy()
     elapsed, length = np.zeros(world.lanes, np.int64), np.zeros(world.lanes, np.int64)
     active = (reached < steps) & (who < total)
     acted = np.zeros(steps, np.int64)
@@ -368,11 +365,9 @@ def _walk(
         actions = act(world.observe(), course.expert[at], experts, rng.random(len(who), np.float32), live)
         died = world.step(actions, rng)
         acted += np.bincount(at[live], minlength=steps)
-        before[who[live]] = latest[who[live]]
         values = world.values()
         elapsed[who] += live
         length[who] += live
-        latest[who[live]] = values[live]
         done = live & course.satisfied(at, values, start[who]) & ~died
         failed = live & ~done & (died | (elapsed[who] >= course.horizon[at]))
         active[who[failed]] = False
@@ -392,10 +387,7 @@ def _walk(
         bank = Bank.join([states for _, states in ends]).take(order)
     else:
         bank = world.save().take(np.arange(0))
-    return Walk(
-        reached[:total], length[:total], bank, reached[:total] >= steps, start[:total], before[:total],
-        latest[:total], acted,
-    )  # fmt: skip
+    return Walk(reached[:total], length[:total], bank, reached[:total] >= steps, acted)
 
 
 def act(
