@@ -4,7 +4,7 @@ import tempfile
 
 from shoal import SkillScheduler
 from shoal.skills.learning.episodes import evaluate_chain
-from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base
+from shoal.skills.proposers import KnowledgeBase, knowledge_base
 
 
 def main() -> None:

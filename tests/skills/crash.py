@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from shoal.skills.jobs.store import Store
+from shoal.skills.graph.store import Store
 
 seen: Counter[str] = Counter()
 armed = ["", 0]
@@ -85,8 +85,8 @@ def merge(base: str, *numbers: str) -> None:
 
 
 def schedule(base: str, config: str) -> None:
-    from shoal.skills.learning.scheduler import SkillScheduler
     from shoal.skills.learning.trainer import TrainingConfig
+    from shoal.skills.scheduler import SkillScheduler
 
     settings = TrainingConfig(**json.loads(config))
     scheduler = SkillScheduler(

@@ -14,20 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from shoal.skills.jobs.launchers import TmuxLauncher, job_environment, start_time
-from shoal.skills.jobs.store import Store
-from shoal.skills.learning.crafting import CRAFTING
-from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.scheduler import SkillScheduler
-from shoal.skills.learning.spec import load_skills
+from shoal.skills.graph.launchers import TmuxLauncher, job_environment, start_time
+from shoal.skills.graph.store import Store
 from shoal.skills.learning.trainer import TrainingConfig
+from shoal.skills.proposers import knowledge_base
+from shoal.skills.scheduler import SkillScheduler
+from shoal.skills.spec import load_skills
+from shoal.skills.worlds.crafting import CRAFTING
 
 LOADED = load_skills(knowledge_base("crafting"), CRAFTING)
 SKILLS = {skill.name: replace(skill, horizon=100) for skill in LOADED}
 LONG = {"patience_frames": 1e9, "success_state_rate": 2.0, "evaluate_every": 16, "checkpoint_every": 4}
 SCHEDULE = """
 import json, sys
-from shoal.skills.learning.scheduler import SkillScheduler
+from shoal.skills.scheduler import SkillScheduler
 from shoal.skills.learning.trainer import TrainingConfig
 s = SkillScheduler(sys.argv[1], 2, 0.2, config=TrainingConfig(**json.loads(sys.argv[2])),
                    on_event=lambda e: print(json.dumps(e), flush=True))
@@ -170,7 +170,7 @@ def test_tmux_trainings_can_be_attached_to(tmp_path: Path, quick) -> None:
 @pytest.mark.ray
 def test_ray_trainings_are_the_same(tmp_path: Path, quick) -> None:
     ray = pytest.importorskip("ray")
-    from shoal.skills.jobs.launchers import RayLauncher
+    from shoal.skills.graph.launchers import RayLauncher
 
     try:
         s = SkillScheduler(tmp_path / "ray", launcher=RayLauncher(cpus=0.5), config=quick)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,15 +17,16 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.skills.jobs.launchers import start_time
-from shoal.skills.jobs.process import ExhaustedError
-from shoal.skills.jobs.requests import ask_to_cancel, ask_to_stop, condition, reopen
-from shoal.skills.jobs.store import Store
-from shoal.skills.learning.crafting import CRAFTING
-from shoal.skills.learning.proposers import KnowledgeBase, knowledge_base
-from shoal.skills.learning.scheduler import SkillScheduler
-from shoal.skills.learning.spec import Skill, parse_skill
+from shoal.skills.graph.launchers import start_time
+from shoal.skills.graph.process import ExhaustedError
+from shoal.skills.graph.requests import ask_to_cancel, ask_to_stop, reopen
+from shoal.skills.graph.store import Store
+from shoal.skills.graph.views import condition
 from shoal.skills.learning.training import Run, finish_training, prepare_training_run
+from shoal.skills.proposers import KnowledgeBase, knowledge_base
+from shoal.skills.scheduler import SkillScheduler
+from shoal.skills.spec import Skill, parse_skill
+from shoal.skills.worlds.crafting import CRAFTING
 
 
 def skill(
@@ -247,7 +249,7 @@ def test_what_is_no_result_is_the_failure_of_its_skill_and_not_the_end_of_the_ru
 @pytest.mark.parametrize(
     ("error", "launches", "reason"),
     [
-        (OSError(28, "No space left on device"), 2, None),
+        (OSError(5, "Input/output error"), 2, None),
         (RuntimeError("tmux new-session failed"), 2, None),
         (ConfigError("it makes no sense"), 1, "cannot be launched: it makes no sense"),
     ],
@@ -266,6 +268,42 @@ def test_a_launch_that_cannot_be_made_is_tried_again_unless_it_makes_no_sense(
     assert s.get_failed_skills() == ({} if reason is None else {"Collect Wood": reason})
     assert s.get_status("Drink Water") == "completed"
     assert len(s.store.attempts("Collect Wood")) == launches
+
+
+def test_a_full_disk_ends_the_run_uses_up_no_retry_and_the_next_run_goes_on(tmp_path: Path, scripted) -> None:
+    no_room = OSError(errno.ENOSPC, "No space left on device")
+    launcher = scripted()
+    launch = launcher.launch
+
+    def cannot(*arguments):
+        launcher.launch = launch
+        raise no_room
+
+    def fails(folder: Path, attempt: int) -> None:
+        launcher.script = launcher.finish
+        raise no_room
+
+    launcher.launch, launcher.script = cannot, fails  # first no launch can be made, then no result be written
+    for launches in (1, 2):
+        s = scheduler(tmp_path, launcher, WOOD, max_retries=0)
+        with pytest.raises(OSError, match="No space left on device"):
+            s.run()
+        row = s.store.skill("Collect Wood")
+        assert (row.status, row.retries, row.reason) == ("waiting", 0, "the disk is full")
+        assert [attempt.outcome for attempt in s.store.attempts()] == ["stopped"] * launches
+        s.close()
+    assert scheduler(tmp_path, launcher, max_retries=0).run()
+
+
+def test_what_ended_without_a_word_while_no_scheduler_watched_is_launched_again(
+    tmp_path: Path, scripted
+) -> None:
+    s = scheduler(tmp_path, scripted(), WOOD, max_retries=0)
+    folder, _, _ = prepare_training_run(WOOD.name, WOOD, s.store.assign_expert(WOOD.name), [], {}, tmp_path)
+    number = s.store.begin_attempt(WOOD.name, folder)
+    s.store.set_handle(number, "local", {"pid": 1, "began": "long ago"}, folder / "log")
+    assert s.run()
+    assert [attempt.outcome for attempt in s.store.attempts()] == ["lost", "merged"]
 
 
 def test_a_folder_that_cannot_be_written_is_the_failure_of_its_skill(tmp_path: Path, scripted) -> None:
@@ -369,7 +407,7 @@ def test_what_used_its_whole_budget_is_not_tried_again_until_it_gets_more(
     assert budgets == [1000]  # five more of the same would have ended the same
     at = ["--graph-path", str(tmp_path)]
     assert main(["skills", "retry", "Collect Wood", *at]) == 2
-    assert "used its whole budget of 1,000 steps" in capsys.readouterr().err
+    assert "give it more than 1,000 steps with --budget" in capsys.readouterr().err
     assert main(["skills", "retry", "Collect Wood", "--budget", "4000", *at]) == 0
     s.run()
     assert budgets == [1000, 4000]

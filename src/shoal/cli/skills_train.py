@@ -19,18 +19,18 @@ from shoal.cli.command import Command
 from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, refuse_below, show_warnings, tracking
 from shoal.cli.output import harmless, program
 from shoal.cli.skills import DEFAULT, resume_command, table, training_seconds
-from shoal.core.configuration import from_mapping, read_settings
+from shoal.core.configuration import from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
 from shoal.core.run_folder import RunFolder
-from shoal.skills.jobs.launchers import compilation_cache, make_launcher
+from shoal.skills.graph.launchers import compilation_cache, make_launcher
 from shoal.skills.learning.episodes import draw_chain, evaluate_chain
-from shoal.skills.learning.plan import dependencies, plan_for
-from shoal.skills.learning.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
-from shoal.skills.learning.scheduler import SkillScheduler, check_limits
-from shoal.skills.learning.spec import load_skills
 from shoal.skills.learning.trainer import TrainingConfig, default_config
-from shoal.skills.learning.worlds import check_installed, world_features, world_of
+from shoal.skills.plan import dependencies, plan_for
+from shoal.skills.proposers import KnowledgeBase, LanguageModel, Proposer, Replay, knowledge_base
+from shoal.skills.scheduler import SkillScheduler, check_limits
+from shoal.skills.spec import load_skills
+from shoal.skills.worlds.registry import check_installed, world_features, world_of
 
 UNSEEN = 12345  # seed of the worlds of the final evaluation
 
@@ -100,12 +100,15 @@ class TrainOptions:
 
 def _defaults(argv: list[str]) -> TrainOptions:
     """The training defaults of the world that is named; of a run to go on with, what it was trained with."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early.add_argument("--env-name", "--env_name", default="crafting")
     places = ("--out", "--graph-path", "--graph_path", "--run-dir", "--run_dir")
     early.add_argument(*places, dest="graph_path", type=Path, default=DEFAULT)
     early.add_argument("--resume", action="store_true")
-    known, _ = early.parse_known_args(argv)
+    try:
+        known, _ = early.parse_known_args(argv)
+    except argparse.ArgumentError:  # which is told with the others
+        return TrainOptions(said=tuple(argv))
     default = TrainOptions(config=default_config(world_of(known.env_name)), said=tuple(argv))
     path = known.graph_path / "config.yaml"
     if known.resume and path.exists():  # what is not said again is as it was
@@ -161,7 +164,7 @@ def train(options: TrainOptions) -> int:
     else:
         proposer = KnowledgeBase(path, features, options.max_nodes, options.target_skill)
     if options.dry_run:
-        _print_graph(proposer)
+        _print_graph(proposer, as_json=options.json)
     if options.launcher in ("local", "tmux"):
         check_installed(world)  # before anything is made for it
     if (options.graph_path / "state.db").exists() and not options.resume:
@@ -300,6 +303,9 @@ def _conclude(
         print(f"shoal: stopped; go on with: {resume_command(options.graph_path)}", file=sys.stderr)
     for name, reason in scheduler.get_failed_skills().items():
         print(f"shoal: {name}: {scheduler.get_status(name)}: {harmless(reason)}", file=sys.stderr)
+    if failed := scheduler.store.skills("failed"):
+        again = f"{program()} skills retry {shlex.quote(failed[0].name)} --out {shlex.quote(str(options.graph_path))}"
+        print(f"shoal: give a failed skill another chance with: {again}", file=sys.stderr)
     scheduler.close()
     return 0 if finished else 1
 
@@ -316,14 +322,20 @@ def _counts(scheduler: SkillScheduler, began: float) -> dict[str, Any]:
     }
 
 
-def _print_graph(proposer: Proposer) -> None:
+def _print_graph(proposer: Proposer, *, as_json: bool) -> None:
     if not isinstance(proposer, KnowledgeBase):
         raise ConfigError("--dry-run shows the knowledge base; a language model proposes as training goes on")
     known = proposer.skills, proposer.features
-    for skill in proposer.skills:
-        needs = ", ".join(dependencies(skill, *known)) or "nothing"
-        plan = " -> ".join(f"{step.skill} x{step.count}" for step in plan_for(skill.name, *known))
-        print(f"{skill.name}: needs {needs}; plan {plan}")
+    graph = [
+        (skill.name, dependencies(skill, *known), plan_for(skill.name, *known)) for skill in proposer.skills
+    ]
+    if as_json:
+        rows = [{"skill": name, "needs": needs, "plan": plan} for name, needs, plan in graph]
+        print_json(to_mapping({"skills": rows}))
+        return
+    for name, needs, plan in graph:
+        steps = " -> ".join(f"{step.skill} x{step.count}" for step in plan)
+        print(f"{name}: needs {', '.join(needs) or 'nothing'}; plan {steps}")
 
 
 def _write_config(options: TrainOptions) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.core.errors import DataError
 from shoal.core.run_folder import is_number, latest, whole_rows
-from shoal.skills.learning.spec import slug
+from shoal.skills.spec import slug
 from shoal.viewer import curves
 from shoal.viewer.curves import Line
 from shoal.viewer.markup import NONE, Html, counted, fold, graph, join, share, tag, timeline

@@ -15,7 +15,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from shoal.core.errors import ConfigError, DataError, MissingExtraError
-from shoal.skills.jobs.store import NewVersion, Store
+from shoal.skills.graph.store import NewVersion, Store
 from shoal.skills.learning import episodes
 from shoal.skills.learning.episodes import (
     Chooser,
@@ -26,10 +26,10 @@ from shoal.skills.learning.episodes import (
     play_episodes,
     record_chain,
 )
-from shoal.skills.learning.gymnasium_world import GymnasiumWorld
 from shoal.skills.learning.network import Network, Shape, encode
-from shoal.skills.learning.plan import Step
-from shoal.skills.learning.spec import Features, Skill, check_skills, parse_skill
+from shoal.skills.plan import Step
+from shoal.skills.spec import Features, Skill, check_skills, parse_skill
+from shoal.skills.worlds.gymnasium_world import GymnasiumWorld
 
 FEATURES = Features(
     "smithy",

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.skills.jobs.process import DONE
-from shoal.skills.jobs.store import NewVersion, Store, VersionRow
+from shoal.skills.graph.process import DONE
+from shoal.skills.graph.store import NewVersion, Store, VersionRow
+from shoal.skills.graph.views import export_views, skill_folder
 from shoal.skills.learning.network import encode
-from shoal.skills.learning.spec import parse_skill
 from shoal.skills.learning.training import Outcome, Run, read_outcome
-from shoal.skills.learning.views import export_views, skill_folder
+from shoal.skills.spec import parse_skill
 
 
 def process_completed_training(
@@ -118,7 +118,7 @@ def _merge(
         store.commit_training(
             _launch_of(store, run, attempt), versions,
             result={**outcome.numbers, "success": outcome.success, "frames": outcome.frames},
-            frames=outcome.frames, peak_memory=outcome.numbers.get("peak_memory"), mark=mark,
+            frames=outcome.frames, mark=mark,
         )  # fmt: skip
     return {
         made.expert: {"action": "updated", "frames": made.frames}

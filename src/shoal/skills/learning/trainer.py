@@ -20,19 +20,12 @@ from shoal.core.errors import ConfigError, DivergedError
 from shoal.core.seeding import stream
 from shoal.maths.distributions import sample
 from shoal.maths.updates import gae
-from shoal.skills.learning.network import Adam, Floats, Ints, Network, Shape, arrays_of
-from shoal.skills.learning.plan import Step
-from shoal.skills.learning.spec import MAX_HORIZON, Skill
-from shoal.skills.learning.worlds import (
-    Bank,
-    Course,
-    World,
-    check_expert,
-    fresh_worlds,
-    make_world,
-    walk,
-    world_kind,
-)
+from shoal.skills.learning.network import Adam, Network, Shape, arrays_of, check_expert
+from shoal.skills.plan import Step
+from shoal.skills.spec import MAX_HORIZON, Skill
+from shoal.skills.worlds.course import Course, walk
+from shoal.skills.worlds.registry import fresh_worlds, make_world, world_class
+from shoal.skills.worlds.world import Bank, Floats, Ints, World
 
 STROLLERS, TURN = 0.75, 0.1
 """Share of start states that are left by a random walk, and the probability per step that it turns."""
@@ -112,7 +105,7 @@ class TrainingConfig:
 
 def default_config(world: str) -> TrainingConfig:
     """Training settings that suit a world."""
-    return TrainingConfig(**world_kind(world).training)
+    return TrainingConfig(**getattr(world_class(world), "training", {}))
 
 
 @dataclass(frozen=True)
@@ -183,7 +176,7 @@ class Trainer:
         shape = Shape(self.world.obs_size, config.layer_size, self.world.n_actions)
         for index, net in enumerate(task.experts):
             if net is not None:
-                check_expert(self.world, net.shape, self._skill_of(index))
+                check_expert(self.world, net, self._skill_of(index))
         self.nets = [
             net.copy() if net is not None else self._new_expert(shape, index)
             for index, net in enumerate(task.experts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,8 +19,8 @@ from numpy.typing import NDArray
 
 from shoal.core.errors import ConfigError, DataError, reading
 from shoal.core.files import fsync_folder, read_json, write_bytes, write_json
-from shoal.skills.jobs.process import DONE, clear_marks, read_result, steps_used, write_done
-from shoal.skills.jobs.store import Store
+from shoal.skills.graph.process import DONE, clear_marks, read_result, steps_used, write_done
+from shoal.skills.graph.store import Store
 from shoal.skills.learning.network import (
     Arrays,
     Network,
@@ -31,10 +30,10 @@ from shoal.skills.learning.network import (
     join_mixture,
     split_mixture,
 )
-from shoal.skills.learning.plan import Step, plan_for
-from shoal.skills.learning.spec import Features, Skill, check_skill, parse_skill, slug
 from shoal.skills.learning.trainer import Task, TrainingConfig
-from shoal.skills.learning.worlds import world_features
+from shoal.skills.plan import Step, plan_for
+from shoal.skills.spec import Features, Skill, check_skill, parse_skill, slug
+from shoal.skills.worlds.registry import world_features
 
 KEEP_CHECKPOINTS = 2
 Steps = Annotated[int, msgspec.Meta(ge=0)]
@@ -133,7 +132,7 @@ def prepare_training_run(
         "skill_name": skill_name,
         "global_expert_idx": global_expert_idx,
         "dependencies": needed,
-        "skill_with_consumption": amounts(skill),
+        "skill_with_consumption": skill.amounts(),
     }
     spec = {
         "skill": skill_name,
@@ -158,25 +157,12 @@ def _written_training(
     module, policies = folder / f"{spec['expert']}.json", folder / f"{spec['expert']}_policies"
     policies.mkdir(parents=True, exist_ok=True)
     fsync_folder(folder)
-    data = encode(join_mixture(mixture))
-    if not _lies_there(module, policies, data, spec):  # checkpoints and results are of another training
-        clear_marks(folder)
-        Run(folder, spec).clear_checkpoints()
-    write_bytes(policies / "mixture.safetensors", data)
+    clear_marks(folder)
+    Run(folder, spec).clear_checkpoints()  # they are of another training
+    write_bytes(policies / "mixture.safetensors", encode(join_mixture(mixture)))
     write_json(policies / "remap.json", remap)
     write_json(module, spec)  # comes last, since a folder without it is none
     return folder, module, policies
-
-
-def _lies_there(module: Path, policies: Path, mixture: bytes, spec: Mapping[str, Any]) -> bool:
-    """Whether this very training was laid out before, but for its budget."""
-    try:
-        before, same = read_json(module), (policies / "mixture.safetensors").read_bytes() == mixture
-        plain = json.loads(json.dumps(spec))
-        plain["config"]["total_timesteps"] = before["config"]["total_timesteps"]
-        return same and before == plain
-    except (OSError, DataError, TypeError, KeyError):
-        return False
 
 
 def _load_mixture(
@@ -294,7 +280,6 @@ class Run:
 
 class _Numbers(TypedDict, total=False):
     seconds: float | None
-    peak_memory: int | None
     steps_an_application: float | None
 
 
@@ -397,8 +382,3 @@ def read_outcome(run_folder: Path | str, attempt: int | None = None) -> Outcome:
         done["success"],
         told["numbers"],
     )
-
-
-def amounts(skill: Skill) -> dict[str, dict[str, int]]:
-    """Requirements, consumption and gain under the names of the reference."""
-    return {where: dict(getattr(skill, where)) for where in ("requirements", "consumption", "gain")}

@@ -25,16 +25,15 @@ from gymnasium.spaces import Discrete, flatdim, flatten
 
 from shoal.core.data import check_flags, reward_of
 from shoal.core.errors import ConfigError
-from shoal.skills.learning.network import Bools, Floats, Ints
-from shoal.skills.learning.spec import Features
-from shoal.skills.learning.worlds import Bank
+from shoal.skills.spec import Features
+from shoal.skills.worlds.world import Bank, Bools, Floats, Ints
 
 MOST_STEPS = 2000  # actions that a state may be away from its reset
 OVER = "shoal:over"  # the array that says whether an env was over, where `freeze` cannot tell
 
 
 class GymnasiumWorld:
-    """`lanes` envs of one kind; see `shoal.skills.learning.worlds.World`.
+    """`lanes` envs of one kind; see `shoal.skills.worlds.world.World`.
 
     A subclass has `features`, `make` and `read`, and may have `moves`, `wait`, `training`, `death`, `picture`.
     Rewards of the env are not used: a skill says what pays.

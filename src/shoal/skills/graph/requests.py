@@ -1,23 +1,13 @@
-"""What other processes ask of a run of skills, by writing to its store; and what is true of it while nobody runs it."""
+"""What other processes ask of a run of skills, by writing to its store."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.core.run_folder import FolderLock
-from shoal.skills.jobs.launchers import adopting_launcher
-from shoal.skills.jobs.process import DONE
-from shoal.skills.jobs.store import SkillRow, Store
+from shoal.skills.graph.store import SkillRow, Store
 
-LOCK = "scheduler.lock"
 STOP = "stop"  # the setting by which others ask a scheduler to end: "drain" or "kill"
-
-
-def is_held(folder: Path) -> bool:
-    """Whether a scheduler runs the folder."""
-    return FolderLock(folder / LOCK).is_taken()
 
 
 def reopen(store: Store, name: str, *, budget: int | None = None, fresh: bool = False) -> list[str]:
@@ -56,8 +46,8 @@ def reopen(store: Store, name: str, *, budget: int | None = None, fresh: bool = 
         last = store.attempts(row.name)[-1:]
         if budget is None and not fresh and last and last[0].outcome == "exhausted":
             raise ConfigError(
-                f"{row.name!r} used its whole budget of {row.budget_total:,} steps, so the same again would end the "
-                f"same ({row.reason}); give it more with --budget STEPS, or other random numbers with --fresh"
+                f"{row.name!r} would end the same again ({row.reason}): give it more than {row.budget_total:,} steps "
+                "with --budget STEPS, or let it begin anew, with other random numbers, with --fresh"
             )
         opened = [row.name]
         for one in opened:  # grows while it is read: what waits for something reopened is reopened
@@ -88,10 +78,10 @@ def ask_to_stop(store: Store, *, wait: bool, patience: float = 60.0) -> bool:
         wait: let trainings end first; else they are ended, and go on from their checkpoints when resumed.
         patience: seconds to wait for a scheduler that is to end its trainings.
     """
-    if not is_held(store.root):
+    if not store.is_held():
         return False
     until, how = time.monotonic() + patience, "drain" if wait else "kill"
-    while is_held(store.root):
+    while store.is_held():
         if store.setting(STOP) not in ("kill", how):  # which ends also what others wait for
             store.set_setting(STOP, how)
         if not wait and time.monotonic() > until:
@@ -99,17 +89,3 @@ def ask_to_stop(store: Store, *, wait: bool, patience: float = 60.0) -> bool:
         time.sleep(0.05)
     store.set_setting(STOP, None)
     return True
-
-
-def condition(store: Store, row: SkillRow, *, held: bool) -> str:
-    """What is true of a skill now, where its status speaks of a process that may be gone."""
-    if held or row.status != "running":
-        return row.status
-    last = store.attempts(row.name, running=True)[-1:]
-    if last and last[0].handle:
-        launcher = adopting_launcher(last[0].handle, store.root)
-        if launcher is not None and launcher.poll(last[0].handle) is None:
-            return "running, no scheduler"
-    if last and (store.root / last[0].run_folder / DONE).exists():
-        return "done, not merged"
-    return "interrupted"

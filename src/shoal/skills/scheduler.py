@@ -7,8 +7,10 @@ folder; others ask it by writing requests into the store.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -22,7 +24,7 @@ from shoal.core.errors import ConfigError, ShoalError, WorkerError
 from shoal.core.run_folder import FolderLock
 from shoal.core.seeding import derive_seed
 from shoal.core.workers import command_lines
-from shoal.skills.jobs.launchers import (
+from shoal.skills.graph.launchers import (
     Handle,
     Launcher,
     LocalLauncher,
@@ -31,14 +33,12 @@ from shoal.skills.jobs.launchers import (
     make_launcher,
     process_handle,
 )
-from shoal.skills.jobs.process import DONE, clear_marks, read_failure
-from shoal.skills.jobs.requests import LOCK, STOP
-from shoal.skills.jobs.schedule import Phase, Plan, finished, plan
-from shoal.skills.jobs.store import AttemptRow, End, SkillRow, Status, Store
+from shoal.skills.graph.process import DONE, clear_marks, is_full, read_failure
+from shoal.skills.graph.requests import STOP
+from shoal.skills.graph.schedule import Phase, Plan, finished, plan
+from shoal.skills.graph.store import LOCK, AttemptRow, End, SkillRow, Status, Store
+from shoal.skills.graph.views import export_state, scheduler_state, with_experts
 from shoal.skills.learning.merge import process_completed_training
-from shoal.skills.learning.plan import dependencies as plan_dependencies
-from shoal.skills.learning.proposers import Proposer
-from shoal.skills.learning.spec import Skill
 from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.learning.training import (
     Run,
@@ -48,12 +48,16 @@ from shoal.skills.learning.training import (
     skill_of,
     training_plan,
 )
-from shoal.skills.learning.views import export_state, scheduler_state, with_experts
-from shoal.skills.learning.worlds import check_installed, world_features
+from shoal.skills.plan import dependencies as plan_dependencies
+from shoal.skills.proposers import Proposer
+from shoal.skills.spec import Skill
+from shoal.skills.worlds.registry import check_installed, world_features
 
 logger = logging.getLogger(__name__)
 LOOK = 0.05  # seconds between looks at trainings, and at the store for requests
 ENDING_SECONDS = 60.0  # for which trainings that were killed are waited for
+UNSEEN = "ended while no scheduler watched"
+NO_ROOM = "the disk is full"
 OnSkill = Callable[[str, dict[str, Any]], None]
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -77,7 +81,7 @@ class SkillScheduler:
         poll_interval: seconds between looks at batch jobs of SLURM; other trainings are noticed when they end.
         max_retries: how often a failed training is launched again, from its last checkpoint.
         world: "crafting", "craftax-classic", "craftax", or `module:Class` of your own.
-        launcher: "local", "tmux", "ray", "slurm" or one of your own (`shoal.skills.jobs.launchers.Launcher`).
+        launcher: "local", "tmux", "ray", "slurm" or one of your own (`shoal.skills.graph.launchers.Launcher`).
         seed: run seed.
         config: how skills are trained; another `total_timesteps` than before is the new budget of open skills.
         on_event: called with each durable moment, once it is on disk.
@@ -396,6 +400,9 @@ class SkillScheduler:
         except (
             Exception
         ) as error:  # of files, programs, clusters: this skill's failure, not the end of the run
+            if is_full(error):
+                self._finish(self.store.attempt(number), "stopped", NO_ROOM)
+                raise
             known = isinstance(error, ShoalError | ValueError)
             reason = f"cannot be launched: {error if known else f'{type(error).__name__}: {error}'}"
             self._finish(self.store.attempt(number), "failed", reason, 0 if known else self.max_retries)
@@ -419,7 +426,6 @@ class SkillScheduler:
             env_name=self.world, skills=skills, seed=self._seed(row),
             store=self.store, config=replace(self.config, total_timesteps=float(max(row.left, 1))),
         )  # fmt: skip
-        Run.open(folder).clear_checkpoints()
 
     def _can_resume(self, folder: Path, row: SkillRow) -> bool:
         """Whether a training of this skill and seed lies there whole; one that is damaged is laid out anew."""
@@ -439,10 +445,13 @@ class SkillScheduler:
         try:
             read_outcome(folder, attempt.id)
         except Exception as error:  # whatever a training may leave behind: it is no result
-            reason, final = read_failure(folder, attempt.id)
-            self._finish(
-                attempt, "exhausted" if final else "failed", reason or f"{how}; {error}", self.max_retries
-            )
+            failure = read_failure(folder, attempt.id)
+            if failure.full:
+                self._finish(attempt, "stopped", NO_ROOM)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
+            unseen: End = "lost" if how == UNSEEN and failure.reason is None else "failed"
+            end = "exhausted" if failure.final else unseen
+            self._finish(attempt, end, failure.reason or f"{how}; {error}", self.max_retries)
             return
         try:
             self._merge(attempt)
@@ -538,8 +547,8 @@ class SkillScheduler:
                 continue
             ours = attempt.launcher == self.launcher.name
             launcher = self.launcher if ours else adopting_launcher(handle or {}, self.base_dir)
-            if handle is None or launcher is None:
-                self._over[attempt.id] = "ended with its scheduler"
+            if handle is None or launcher is None or launcher.poll(handle) is not None:
+                self._over[attempt.id] = UNSEEN
             else:
                 self._watched[attempt.id] = launcher, handle, time.monotonic()
         latest = {attempt.skill: attempt for attempt in self.store.attempts()}

@@ -115,6 +115,10 @@ class Skill:
         """The skill as plain JSON types."""
         return to_mapping(self)
 
+    def amounts(self) -> dict[str, dict[str, int]]:
+        """Requirements, consumption and gain under the names of the reference."""
+        return {where: dict(getattr(self, where)) for where in ("requirements", "consumption", "gain")}
+
 
 def is_relative(predicate: Predicate, features: Features) -> bool:
     """Whether a predicate counts from the start of the skill."""

@@ -25,8 +25,9 @@ import msgspec
 
 from shoal.core.errors import DataError, did_you_mean, reading
 from shoal.core.files import fsync_folder, write_bytes
-from shoal.skills.jobs.process import steps_used
-from shoal.skills.learning.spec import Skill, parse_skill, slug
+from shoal.core.run_folder import FolderLock
+from shoal.skills.graph.process import steps_used
+from shoal.skills.spec import Skill, parse_skill, slug
 
 Status = Literal["waiting", "blocked", "running", "completed", "failed", "skipped"]
 End = Literal["failed", "exhausted", "limit", "cancelled", "stopped", "lost"]
@@ -81,7 +82,6 @@ class AttemptRow:
     ended: float | None
     outcome: Literal["merged"] | End | None  # None: it runs
     reason: str | None
-    peak_memory: int | None
     frames: int | None
     budget: int | None  # env steps it was allowed
     mark: str | None  # of the result that was merged, so that none counts twice
@@ -133,7 +133,7 @@ create table skill (
 create table attempt (
     id integer primary key autoincrement, skill text not null references skill(name), run_folder text not null,
     launcher text, handle text, log text, started real not null, ended real, outcome text, reason text,
-    peak_memory integer, frames integer, budget integer, mark text);
+    frames integer, budget integer, mark text);
 create table version (
     id integer primary key autoincrement, expert integer not null, sha256 text not null, parent integer,
     frames integer not null, acted integer not null, accepted integer not null, attempt integer,
@@ -145,6 +145,7 @@ create table setting (key text primary key, value text not null)
 """
 LAYOUT = 4
 """Number of the schema above, kept as `user_version`."""
+LOCK = "scheduler.lock"
 PATIENCE = 60.0
 """Seconds for which another process that writes is waited for."""
 _JSON = ("spec", "dependencies", "result", "handle", "detail", "value")
@@ -208,6 +209,10 @@ class Store:
 
     def _layout(self) -> int:
         return int(self._query("pragma user_version")[0][0])
+
+    def is_held(self) -> bool:
+        """Whether a scheduler runs the folder."""
+        return FolderLock(self.root / LOCK).is_taken()
 
     def close(self) -> None:
         """Close the database."""
@@ -483,7 +488,6 @@ class Store:
         *,
         result: Mapping[str, Any],
         frames: int,
-        peak_memory: int | None = None,
         mark: str | None = None,
     ) -> None:
         """Commit a training and its merge at once.
@@ -493,15 +497,14 @@ class Store:
             versions: what it and its merge made.
             result: numbers to show for the skill.
             frames: env steps that it used.
-            peak_memory: bytes it needed at most.
             mark: of the result, the same whoever commits it and however often.
         """
         with self.transaction() as db:
             row = self.skill(self.attempt(attempt).skill)
             made = [self.add_version(version, attempt) for version in versions]
             db.execute(
-                "update attempt set outcome='merged', reason=null, ended=?, frames=?, peak_memory=?, mark=? where id=?",
-                (time.time(), frames, peak_memory, mark, attempt),
+                "update attempt set outcome='merged', reason=null, ended=?, frames=?, mark=? where id=?",
+                (time.time(), frames, mark, attempt),
             )
             self.update_skill(
                 row.name, status="completed", reason=None, ended=time.time(), result=dict(result), allotment=None,

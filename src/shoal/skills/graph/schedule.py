@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shoal.skills.jobs.store import AttemptRow, End, SkillRow, Status
+from shoal.skills.graph.store import AttemptRow, End, SkillRow, Status
 
 Phase = Literal["run", "drain", "leave", "kill"]
 """Launch and wait; launch nothing more; let go of all trainings; end all of them."""

@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shoal.core.errors import ConfigError
-from shoal.skills.jobs.launchers import (
+from shoal.skills.graph.launchers import (
     LocalLauncher,
     RayLauncher,
     SlurmLauncher,
@@ -29,12 +30,12 @@ from shoal.skills.jobs.launchers import (
     server_of,
     start_time,
 )
-from shoal.skills.jobs.process import read_failure
+from shoal.skills.graph.process import read_failure
 
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
 SAYS = """
 import json, os, pathlib, sys, time
-from shoal.skills.jobs.process import run_as_process
+from shoal.skills.graph.process import run_as_process
 
 def work(folder, attempt):
     print("hello", os.environ["WORD"], flush=True)
@@ -241,18 +242,36 @@ def test_a_launch_has_the_environment_of_its_scheduler_and_not_of_the_first_one(
 
 def test_the_reason_that_a_training_gives_for_its_end_is_kept(tmp_path: Path) -> None:
     code = (
-        "import sys; from shoal.skills.jobs.process import run_as_process; "
+        "import sys; from shoal.skills.graph.process import run_as_process; "
         "run_as_process('x', None, lambda folder, attempt: sys.exit('the data set is missing'))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path), "--attempt", "4"], check=False)
     assert done.returncode == 1
-    assert read_failure(tmp_path, 4) == ("the data set is missing", False)
+    assert read_failure(tmp_path, 4) == ("the data set is missing", False, False)
+
+
+def test_a_training_that_finds_no_room_says_so_though_its_output_has_none_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import errno; from shoal.skills.graph.process import leave, run_as_process\n"
+        "def work(folder, attempt):\n    print('lost')\n    raise OSError(errno.ENOSPC, 'No space left')\n"
+        "leave(run_as_process('x', None, work))"
+    )
+    with open("/dev/full", "w") as full:
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path), "--attempt", "4"], stdout=full, stderr=full
+        )
+    assert read_failure(tmp_path, 4).full
+    assert not read_failure(tmp_path, 5).full  # another launch, where there is room
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=4096))
+    assert read_failure(tmp_path, 5).full  # which could not even say so
 
 
 def test_a_training_dies_with_the_process_of_a_cluster_that_runs_it(program, tmp_path: Path) -> None:
     (tmp_path / "run" / "long").touch()
     given = program()
-    code = "import json, sys; from shoal.skills.jobs import launchers as l; l.run_command(*json.loads(sys.argv[1]))"
+    code = "import json, sys; from shoal.skills.graph import launchers as l; l.run_command(*json.loads(sys.argv[1]))"
     words = json.dumps([given["command"], given["env"], str(given["log"])])
     node = subprocess.Popen([sys.executable, "-c", code, words], env={**os.environ, **given["env"]})
     pid = int(

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.files import write_bytes, write_json
-from shoal.skills.jobs.requests import condition, is_held
-from shoal.skills.jobs.store import SkillRow, Store, VersionRow
-from shoal.skills.learning.training import amounts
+from shoal.skills.graph.launchers import adopting_launcher
+from shoal.skills.graph.process import DONE
+from shoal.skills.graph.store import SkillRow, Store, VersionRow
 
 
 def skill_folder(row: SkillRow) -> str:
@@ -26,7 +26,7 @@ def with_experts(store: Store) -> dict[str, dict[str, Any]]:
         if head is not None:
             found[row.name] = {
                 "expert_idx": row.expert,
-                "skill_with_consumption": amounts(row.spec),
+                "skill_with_consumption": row.spec.amounts(),
                 "path": skill_folder(row),
                 "total_frames": head.frames,
                 "metrics": row.result,
@@ -81,12 +81,26 @@ def _write_if_new(path: Path, value: Any) -> None:
     write_json(path, value)
 
 
+def condition(store: Store, row: SkillRow, *, held: bool) -> str:
+    """What is true of a skill now, where its status speaks of a process that may be gone."""
+    if held or row.status != "running":
+        return row.status
+    last = store.attempts(row.name, running=True)[-1:]
+    if last and last[0].handle:
+        launcher = adopting_launcher(last[0].handle, store.root)
+        if launcher is not None and launcher.poll(last[0].handle) is None:
+            return "running, no scheduler"
+    if last and (store.root / last[0].run_folder / DONE).exists():
+        return "done, not merged"
+    return "interrupted"
+
+
 def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:
     """What `scheduler_state.json` holds: the layout of the reference, skills under their slug."""
     skills: dict[str, Any] = {}
     rows = store.skills()
     attempts = store.attempts()
-    held = is_held(store.root)
+    held = store.is_held()
     for row in rows:
         last = next((attempt for attempt in reversed(attempts) if attempt.skill == row.name), None)
         handle: Mapping[str, Any] = (last.handle if last else None) or {}
@@ -94,7 +108,7 @@ def scheduler_state(store: Store, max_parallel: int) -> dict[str, Any]:
             "skill_name": row.name,
             "skill_data": {
                 "skill_name": row.name,
-                "skill_with_consumption": amounts(row.spec),
+                "skill_with_consumption": row.spec.amounts(),
                 "spec": row.spec.as_dict(),
             },
             "status": row.status,

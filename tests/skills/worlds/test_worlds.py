@@ -13,13 +13,14 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from shoal.core.errors import ConfigError, DataError, EnvError, UnknownNameError
-from shoal.skills.jobs.launchers import job_environment
-from shoal.skills.learning.crafting import CraftingWorld
-from shoal.skills.learning.gymnasium_world import GymnasiumWorld
-from shoal.skills.learning.network import Shape
-from shoal.skills.learning.spec import Features
+from shoal.skills.graph.launchers import job_environment
+from shoal.skills.learning.network import Network, Shape, check_expert
 from shoal.skills.learning.trainer import TrainingConfig, default_config
-from shoal.skills.learning.worlds import Bank, batch_lanes, check_expert, make_world, world_features, world_of
+from shoal.skills.spec import Features
+from shoal.skills.worlds.crafting import CraftingWorld
+from shoal.skills.worlds.gymnasium_world import GymnasiumWorld
+from shoal.skills.worlds.registry import batch_lanes, make_world, world_features, world_of
+from shoal.skills.worlds.world import Bank
 from shoal.testing import check_world
 
 REPO = Path(__file__).parents[3]
@@ -94,11 +95,11 @@ def test_settings_and_sizes_of_a_world_are_known_without_making_it() -> None:
 
 def test_an_expert_made_for_another_world_is_refused() -> None:
     world = SimpleNamespace(obs_size=7, n_actions=4)
-    check_expert(world, Shape(7, 8, 4), "Dig")
+    check_expert(world, Network(Shape(7, 8, 4)), "Dig")
     with pytest.raises(DataError, match="expert of 'Dig' was made for 6 numbers .* shows 7 and"):
-        check_expert(world, Shape(6, 8, 4), "Dig")
+        check_expert(world, Network(Shape(6, 8, 4)), "Dig")
     with pytest.raises(DataError, match="expert of 'Dig' was made for .* and 3 actions; .* has 4. Train"):
-        check_expert(world, Shape(7, 8, 3), "Dig")
+        check_expert(world, Network(Shape(7, 8, 3)), "Dig")
 
 
 def broken(**change):

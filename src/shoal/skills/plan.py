@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.core.errors import ConfigError, did_you_mean
-from shoal.skills.learning.spec import Features, Skill
+from shoal.skills.spec import Features, Skill
 
 MAX_STEPS = 500
 MAX_LENGTH = 200_000  # env steps that a plan may take by the horizons of its skills

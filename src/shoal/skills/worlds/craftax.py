@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.core.errors import needs_extra
-from shoal.skills.learning.network import Bools, Floats, Ints
-from shoal.skills.learning.spec import Features
-from shoal.skills.learning.worlds import Bank
+from shoal.skills.spec import Features
+from shoal.skills.worlds.world import Bank, Bools, Floats, Ints
 
 ENV_NAMES = {"craftax-classic": "Craftax-Classic-Symbolic-v1", "craftax": "Craftax-Symbolic-v1"}
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -153,8 +152,6 @@ class _Programs(NamedTuple):
     """What all worlds of one name share, so that a process traces and loads each program once."""
 
     jax: Any
-    env: Any
-    read: Any
     fresh: Any
     look: Any
     step: Any
@@ -176,8 +173,6 @@ def _programs(name: str) -> _Programs:
 
     return _Programs(
         jax,
-        env,
-        read,
         jax.jit(jax.vmap(lambda key: env.reset(key, params)[1])),
         jax.jit(jax.vmap(lambda state: (see(env.get_obs(state)), read(state)))),
         jax.jit(jax.vmap(step)),
@@ -185,29 +180,26 @@ def _programs(name: str) -> _Programs:
 
 
 class CraftaxWorld:
-    """`lanes` Craftax worlds; see `shoal.skills.learning.worlds.World`."""
+    """`lanes` Craftax worlds; see `shoal.skills.worlds.world.World`."""
 
+    name = "craftax"
+    features = features_of("craftax")
+    training, most_lanes, extra = DEFAULTS, 64, "craftax"
+    held: tuple[str, ...] = (*_FULL, *_LEVELS)  # features that stand in an observation, in its order
     fresh_is_cheap = False
     moves = (1, 2, 3, 4)
     wait = 0
 
-    def __init__(self, name: str, lanes: int) -> None:
-        programs = _programs(name)
-        self._jax, env, params = programs.jax, programs.env, programs.env.default_params
-        self._read, self._fresh, self._look, self._step = (
-            programs.read, programs.fresh, programs.look, programs.step,
-        )  # fmt: skip
-        self.name, self.lanes = name, lanes
-        self.features = features_of(name)
-        self.n_actions = int(env.action_space(params).n)
-        view = VIEWS[name]
+    def __init__(self, lanes: int) -> None:
+        self._programs, self.lanes = _programs(self.name), lanes
+        view = VIEWS[self.name]
+        self.action_names = self.features.actions
+        self.n_actions = len(self.action_names)
         self.obs_size = view.cells + view.behind + view.compass
-        held = [*_CLASSIC, *_TOOLS] if name == "craftax-classic" else [*_FULL, *_LEVELS]
         # The inventory stands in front of what ends an observation: 10 numbers in Classic, 38 in Craftax
         # (of whose 16 numbers of inventory the first 13 are features).
-        self.feature_columns = {feature: view.cells + number for number, feature in enumerate(held)}
-        self.action_names = _action_names(name)
-        self.mirrors = _mirrors(view, len(self.action_names))
+        self.feature_columns = {feature: view.cells + number for number, feature in enumerate(self.held)}
+        self.mirrors = _mirrors(view, self.n_actions)
         self._leaves: list[NDArray] = []
         self._observations: Floats = np.zeros((lanes, self.obs_size), np.float32)
         self._values: Floats = np.zeros((lanes, len(self.features.names)), np.float32)
@@ -216,19 +208,19 @@ class CraftaxWorld:
         return rng.integers(0, 2**32, (count, 2), dtype=np.uint32)
 
     def _tree(self) -> Any:
-        return self._jax.tree.unflatten(self._structure, self._leaves)
+        return self._programs.jax.tree.unflatten(self._structure, self._leaves)
 
     @functools.cached_property
     def _structure(self) -> Any:
-        shapes = self._jax.eval_shape(self._fresh, np.zeros((self.lanes, 2), np.uint32))
-        return self._jax.tree.structure(shapes)
+        shapes = self._programs.jax.eval_shape(self._programs.fresh, np.zeros((self.lanes, 2), np.uint32))
+        return self._programs.jax.tree.structure(shapes)
 
     def fresh(self, count: int, rng: np.random.Generator) -> Bank:
         """New worlds, made `lanes` at a time so that one compiled program serves any number."""
         parts = []
         for first in range(0, count, self.lanes):
-            state = self._fresh(self._keys(self.lanes, rng))
-            leaves = [np.asarray(leaf) for leaf in self._jax.tree.leaves(state)]
+            state = self._programs.fresh(self._keys(self.lanes, rng))
+            leaves = [np.asarray(leaf) for leaf in self._programs.jax.tree.leaves(state)]
             parts.append(_bank(leaves).take(np.arange(min(self.lanes, count - first))))
         return Bank.join(parts)
 
@@ -241,7 +233,7 @@ class CraftaxWorld:
             leaf = np.array(self._leaves[number])
             leaf[mask] = bank.arrays[key][chosen]
             self._leaves[number] = leaf
-        observations, values = self._look(self._tree())
+        observations, values = self._programs.look(self._tree())
         self._observations = np.asarray(observations, np.float32)
         self._values = np.asarray(values, np.float32)
 
@@ -260,8 +252,8 @@ class CraftaxWorld:
     def step(self, actions: Ints, rng: np.random.Generator) -> Bools:
         """Act in every lane; True where the agent died."""
         keys = self._keys(self.lanes, rng)
-        observations, state, died, values = self._step(keys, self._tree(), actions.astype(np.int32))
-        self._leaves = [np.asarray(leaf) for leaf in self._jax.tree.leaves(state)]
+        observations, state, died, values = self._programs.step(keys, self._tree(), actions.astype(np.int32))
+        self._leaves = [np.asarray(leaf) for leaf in self._programs.jax.tree.leaves(state)]
         self._observations = np.asarray(observations, np.float32)
         self._values = np.asarray(values, np.float32)
         return np.asarray(died)
@@ -269,38 +261,38 @@ class CraftaxWorld:
     def state_of(self, bank: Bank) -> Any:
         """The first state of a bank as Craftax knows it."""
         leaves = [bank.arrays[key][0] for key in sorted(bank.arrays)]
-        return self._jax.tree.unflatten(self._structure, leaves)
+        return self._programs.jax.tree.unflatten(self._structure, leaves)
+
+    @classmethod
+    def picture(cls, bank: Bank) -> NDArray[np.uint8]:
+        """`[height, width, 3]` of the first state of a bank, as Craftax draws it."""
+        world, paint = _painter(cls.name)
+        pixels = np.asarray(paint(world.state_of(bank)), np.float32)
+        return np.clip(pixels * (255 if pixels.max() <= 1.0 else 1), 0, 255).astype(np.uint8)
 
 
-def picture(name: str, bank: Bank) -> NDArray[np.uint8]:
-    """`[height, width, 3]` of the first state of a bank, as Craftax draws it."""
+class ClassicWorld(CraftaxWorld):
+    """`lanes` worlds of Craftax-Classic."""
+
+    name = "craftax-classic"
+    features = features_of("craftax-classic")
+    held = (*_CLASSIC, *_TOOLS)
+
+
+@functools.cache
+def _painter(name: str) -> tuple[CraftaxWorld, Any]:
     import jax
 
-    if name not in _PAINTERS:
-        world = CraftaxWorld(name, 1)
-        if name == "craftax-classic":
-            from craftax.craftax_classic.renderer import make_craftax_pixel_renderer
-        else:
-            from craftax.craftax.renderer import make_craftax_pixel_renderer
-        _PAINTERS[name] = (world, jax.jit(make_craftax_pixel_renderer(16)))
-    world, paint = _PAINTERS[name]
-    pixels = np.asarray(paint(world.state_of(bank)), np.float32)
-    return np.clip(pixels * (255 if pixels.max() <= 1.0 else 1), 0, 255).astype(np.uint8)
-
-
-_PAINTERS: dict[str, tuple[CraftaxWorld, Any]] = {}
+    if name == "craftax-classic":
+        from craftax.craftax_classic.renderer import make_craftax_pixel_renderer
+    else:
+        from craftax.craftax.renderer import make_craftax_pixel_renderer
+    world = ClassicWorld(1) if name == "craftax-classic" else CraftaxWorld(1)
+    return world, jax.jit(make_craftax_pixel_renderer(16))
 
 
 def _bank(leaves: list[NDArray]) -> Bank:
     return Bank({f"{number:03d}": leaf for number, leaf in enumerate(leaves)})
-
-
-def _action_names(name: str) -> tuple[str, ...]:
-    if name == "craftax-classic":
-        from craftax.craftax_classic.constants import Action
-    else:
-        from craftax.craftax.constants import Action
-    return tuple(action.name.lower() for action in Action)
 
 
 def _reader(features: Features, name: str) -> Any:

@@ -15,8 +15,8 @@ from shoal.core.files import append_line
 from shoal.core.run_folder import whole_rows
 from shoal.samplers.http import HttpClient, RetryPolicy
 from shoal.samplers.loops import LoopThread
-from shoal.skills.learning.plan import covering_plan, dependencies, plan_for
-from shoal.skills.learning.spec import (
+from shoal.skills.plan import covering_plan, dependencies, plan_for
+from shoal.skills.spec import (
     Features,
     Skill,
     check_skill,

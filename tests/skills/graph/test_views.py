@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tests.skills.test_scheduler import PICKAXE, TABLE, WATER, WOOD, scheduler
 
-from shoal.skills.jobs.store import NewVersion, Store
+from shoal.skills.graph.store import NewVersion, Store
+from shoal.skills.graph.views import export_views, scheduler_state
 from shoal.skills.learning.network import Network, Shape, encode
-from shoal.skills.learning.views import export_views, scheduler_state
 
 
 def planned(folder: Path) -> Store:

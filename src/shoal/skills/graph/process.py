@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.core.errors import DataError, DivergedError
 from shoal.core.files import read_json, write_json
 from shoal.core.workers import die_with_parent
 
 DONE, FAILED = "DONE.json", "FAILED.json"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+LEAST_ROOM = 1 << 16
+"""Bytes without which a training could not even say why it failed."""
 
 
 class ExhaustedError(RuntimeError):
@@ -56,10 +61,13 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"numbers must be plain JSON, got {value!r}")
 
 
-def read_done(folder: Path, attempt: int | None = None) -> dict[str, Any]:
-    """The mark in a folder; a `DataError` if it is missing, broken, or of another launch than `attempt`.
+def read_result(result: Path, folder: Path, attempt: int | None = None) -> tuple[dict[str, Any], bytes]:
+    """The mark in a folder, and the bytes of the result that it speaks of.
 
     What was finished by hand is of no launch, and is taken for the one that its commit began.
+
+    Raises:
+        DataError: the mark is missing, broken, or of another launch than `attempt`; the bytes are others.
     """
     path = folder / DONE
     if not path.exists():
@@ -67,12 +75,7 @@ def read_done(folder: Path, attempt: int | None = None) -> dict[str, Any]:
     done: dict[str, Any] = read_json(path)
     if attempt is not None and done.get("attempt") not in (attempt, None):
         raise DataError(f"{path} is the mark of launch {done.get('attempt')}, not of launch {attempt}")
-    return done
-
-
-def read_result(result: Path, folder: Path, attempt: int | None = None) -> tuple[dict[str, Any], bytes]:
-    """The mark in a folder and the bytes of the result that it speaks of; a `DataError` if they are others."""
-    done, data = read_done(folder, attempt), result.read_bytes()
+    data = result.read_bytes()
     if hashlib.sha256(data).hexdigest() != done["sha256"]:
         raise DataError(f"{result} is not the file that {DONE} speaks of")
     return done, data
@@ -81,17 +84,30 @@ def read_result(result: Path, folder: Path, attempt: int | None = None) -> tuple
 def write_failure(folder: Path, attempt: int | None, error: BaseException | str) -> None:
     """Leave the reason of a failed launch where the scheduler finds it."""
     reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    final = isinstance(error, ExhaustedError | DivergedError)
-    write_json(folder / FAILED, {"attempt": attempt, "reason": reason, "final": final})
+    final, full = isinstance(error, ExhaustedError | DivergedError), is_full(error)
+    write_json(folder / FAILED, {"attempt": attempt, "reason": reason, "final": final, "full": full})
 
 
-def read_failure(folder: Path, attempt: int) -> tuple[str | None, bool]:
-    """Why a launch failed, if it could say so, and whether it says that another try would be in vain."""
+def is_full(error: object) -> bool:
+    """Whether an error says that there is no room on a disk."""
+    return isinstance(error, OSError) and error.errno in FULL
+
+
+class Failure(NamedTuple):
+    """How a launch failed that left no result."""
+
+    reason: str | None = None  # if it could say so
+    final: bool = False  # another try would be in vain
+    full: bool = False  # there was no room on the disk
+
+
+def read_failure(folder: Path, attempt: int) -> Failure:
+    """What a launch says of its failure; one that says nothing where there is no room failed for that."""
     with contextlib.suppress(FileNotFoundError, DataError, AttributeError):
         failed = read_json(folder / FAILED)
         if failed.get("attempt") == attempt:
-            return str(failed.get("reason")), bool(failed.get("final"))
-    return None, False
+            return Failure(str(failed.get("reason")), bool(failed.get("final")), bool(failed.get("full")))
+    return Failure(full=shutil.disk_usage(folder).free < LEAST_ROOM)
 
 
 def clear_marks(folder: Path) -> None:
@@ -127,14 +143,16 @@ def run_as_process(module: str, description: str | None, work: Callable[[Path, i
             write_failure(folder, options.attempt, error.code)
         raise
     except Exception as error:
+        with contextlib.suppress(OSError):  # of a full disk, which the scheduler notices too
+            write_failure(folder, options.attempt, error)
         traceback.print_exc()
-        write_failure(folder, options.attempt, error)
         return 1
     return 0
 
 
 def leave(code: int) -> None:
     """End this process at once: nothing is left to clean up, and the scheduler waits for the exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)

@@ -27,13 +27,13 @@ from hypothesis.stateful import (
 from tests.skills.conftest import some_net
 
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.skills.jobs.process import ExhaustedError, write_failure
-from shoal.skills.jobs.requests import ask_to_cancel, reopen
-from shoal.skills.jobs.store import Store
-from shoal.skills.learning.scheduler import SkillScheduler
-from shoal.skills.learning.spec import parse_skill
+from shoal.skills.graph.process import ExhaustedError, write_failure
+from shoal.skills.graph.requests import ask_to_cancel, reopen
+from shoal.skills.graph.store import Store
 from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.learning.training import Run, finish_training
+from shoal.skills.scheduler import SkillScheduler
+from shoal.skills.spec import parse_skill
 
 SLOTS, RETRIES, BUDGET = 2, 1, 1000
 NAMES = ("a", "b", "c", "d", "e")
@@ -58,7 +58,7 @@ class Machine(RuleBasedStateMachine):
         self.store._db.execute("pragma synchronous=off")
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr("os.fsync", lambda descriptor: None)  # nobody pulls the plug here
-        place = "shoal.skills.learning.scheduler."
+        place = "shoal.skills.scheduler."
         self.patch.setattr(place + "Store", self.mined())
         self.patch.setattr(place + "command_lines", self.command_lines)
         self.patch.setattr(place + "process_handle", lambda number: {"attempt": number})

@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 
 from shoal.core.errors import ConfigError, DataError
-from shoal.skills.jobs.process import (
+from shoal.skills.graph.process import (
     ExhaustedError,
     clear_marks,
-    read_done,
     read_failure,
-    write_done,
     write_failure,
 )
-from shoal.skills.jobs.store import NewVersion, Store
-from shoal.skills.learning.spec import parse_skill
+from shoal.skills.graph.store import NewVersion, Store
+from shoal.skills.spec import parse_skill
 
 WOOD = parse_skill({"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}})
 
@@ -47,9 +45,7 @@ def test_a_folder_without_skills_is_said_to_be_one_and_nothing_is_made_in_it(tmp
 def test_a_commit_brings_version_head_state_and_event_together(store: Store) -> None:
     attempt = trained(store)
     store.update_skill("Collect Wood", allotment=100)
-    store.commit_training(
-        attempt, [version(store, 0, b"one")], result={"success": 0.9}, frames=10, mark="m", peak_memory=77
-    )
+    store.commit_training(attempt, [version(store, 0, b"one")], result={"success": 0.9}, frames=10, mark="m")
     store.close()
     again = Store(store.root)
     head = again.head(0)
@@ -59,7 +55,7 @@ def test_a_commit_brings_version_head_state_and_event_together(store: Store) -> 
     assert (row.status, row.budget_used, row.result, row.left) == ("completed", 10, {"success": 0.9}, 990)
     launch = again.merged("m")
     assert launch is not None
-    assert (launch.id, launch.outcome, launch.frames, launch.peak_memory) == (attempt, "merged", 10, 77)
+    assert (launch.id, launch.outcome, launch.frames) == (attempt, "merged", 10)
     assert [event["kind"] for event in again.events()][-2:] == ["completed", "merge"]
     assert again.events()[-1]["detail"] == {"attempt": attempt, "heads": {"0": {"version": 1, "frames": 10}}}
 
@@ -219,7 +215,7 @@ def test_a_store_that_another_process_is_making_is_waited_for(tmp_path: Path) ->
 def test_a_process_that_is_stopped_while_it_writes_does_not_keep_others_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.skills.jobs.store.PATIENCE", 0.01)
+    monkeypatch.setattr("shoal.skills.graph.store.PATIENCE", 0.01)
     stopped, store = Store(tmp_path, create=True), Store(tmp_path, create=True)
     with stopped.transaction(), pytest.raises(OSError, match="database is locked"):
         store.event("hello")
@@ -298,22 +294,13 @@ def test_a_launch_is_on_record_with_what_it_was_given(store: Store) -> None:
         store.version(8)
 
 
-def test_the_mark_of_a_result_names_its_launch_and_a_failure_is_told_to_its_own(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not done: it has no DONE.json"):
-        read_done(tmp_path)
-    write_done(tmp_path, 3, {"x": 1, "odd": float("nan")})
-    first = read_done(tmp_path, 3)
-    assert (first["x"], first["odd"]) == (1, None)
-    with pytest.raises(DataError, match="is the mark of launch 3, not of launch 4"):
-        read_done(tmp_path, 4)
-    write_done(tmp_path, 3, {"x": 1})
-    assert read_done(tmp_path)["id"] != first["id"]  # alike, and yet another
-    assert read_failure(tmp_path, 3) == (None, False)
-    for error, told in ((ValueError("no"), ("ValueError: no", False)), ("words", ("words", False)),
-                        (ExhaustedError("spent"), ("ExhaustedError: spent", True))):  # fmt: skip
+def test_a_failure_is_told_to_its_own_launch(tmp_path: Path) -> None:
+    assert read_failure(tmp_path, 3) == (None, False, False)
+    for error, told in ((ValueError("no"), ("ValueError: no", False, False)), ("words", ("words", False, False)),
+                        (ExhaustedError("spent"), ("ExhaustedError: spent", True, False))):  # fmt: skip
         write_failure(tmp_path, 3, error)
         assert read_failure(tmp_path, 3) == told
-        assert read_failure(tmp_path, 4) == (None, False)
+        assert read_failure(tmp_path, 4) == (None, False, False)
     clear_marks(tmp_path)
     clear_marks(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -11,9 +11,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.skills.learning.network import Bools, Floats, Ints
-from shoal.skills.learning.spec import Features
-from shoal.skills.learning.worlds import Bank
+from shoal.skills.spec import Features
+from shoal.skills.worlds.world import Bank, Bools, Floats, Ints
 
 GRASS, TREE, STONE, IRON, WATER, TABLE, PLANT, EDGE = range(8)
 KINDS = 8
@@ -40,13 +39,14 @@ OBS_SIZE = VIEW * KINDS + len(CRAFTING.names) + 4 + 2
 
 
 class CraftingWorld:
-    """`lanes` crafting worlds; see `shoal.skills.learning.worlds.World`."""
+    """`lanes` crafting worlds; see `shoal.skills.worlds.world.World`."""
 
     features = CRAFTING
     n_actions = len(CRAFTING_ACTIONS)
     obs_size = OBS_SIZE
     action_names = CRAFTING_ACTIONS
     fresh_is_cheap = True
+    training = MappingProxyType({"practice_horizon": 150})
     moves = (0, 1, 2, 3)
     wait = CRAFTING_ACTIONS.index("wait")
     feature_columns = MappingProxyType({name: VIEW * KINDS + i for i, name in enumerate(CRAFTING.names)})
@@ -63,6 +63,11 @@ class CraftingWorld:
         self._window = (offsets[:, None] * side + offsets).reshape(-1)  # flat offsets of the cells seen
         self._one_hot = np.eye(KINDS, dtype=np.float32)
         self._looks = np.eye(4, dtype=np.float32)
+
+    @staticmethod
+    def picture(bank: Bank) -> NDArray[np.uint8]:
+        """The first state of a bank as `paint` draws it."""
+        return paint(bank)
 
     def fresh(self, count: int, rng: np.random.Generator) -> Bank:
         """New worlds: grass with scattered trees, a quarry holding iron, a pond."""

@@ -1,210 +1,28 @@
-"""Worlds of many lanes stepped together, whose states can be saved and restored, and how plans are followed in them.
-
-A `Bank` is a set of world states as plain arrays, the first axis being the state. New worlds, start states of
-deep skills and checkpoints are all banks.
-"""
+"""Worlds led along a plan: the step a lane is at decides which expert acts in it; satisfied steps are skipped."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from dataclasses import dataclass, fields
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from shoal.core.errors import ConfigError, DataError, missing_extra
-from shoal.core.registry import Registry
-from shoal.core.seeding import stream
 from shoal.maths.distributions import sample
-from shoal.skills.learning.network import Bools, Floats, Ints, Network, Shape
-from shoal.skills.learning.plan import Step
-from shoal.skills.learning.spec import MAX_HORIZON, Features, Skill, is_relative
+from shoal.skills.plan import Step
+from shoal.skills.spec import MAX_HORIZON, Features, Skill, is_relative
+from shoal.skills.worlds.registry import make_world
+from shoal.skills.worlds.world import Bank, Bools, Floats, Ints, World
+
+Watch = Callable[[World, Ints], None]
+"""Sees a world after each step, and how many steps of the plan each lane has finished."""
 
 
-@dataclass(frozen=True)
-class Bank:
-    """World states; all arrays share their first axis."""
+class Expert(Protocol):
+    """What acts in a world."""
 
-    arrays: dict[str, NDArray]
-
-    def __len__(self) -> int:
-        return len(next(iter(self.arrays.values())))
-
-    def take(self, rows: Ints) -> Bank:
-        """The states at `rows`, copied."""
-        return Bank({key: array[rows] for key, array in self.arrays.items()})
-
-    @staticmethod
-    def join(banks: Sequence[Bank]) -> Bank:
-        """All states of several banks."""
-        return Bank({key: np.concatenate([bank.arrays[key] for bank in banks]) for key in banks[0].arrays})
-
-
-class World(Protocol):
-    """A batch of `lanes` worlds."""
-
-    lanes: int
-
-    @property
-    def features(self) -> Features:
-        """What the world counts."""
-
-    @property
-    def n_actions(self) -> int:
-        """Actions are 0 up to this."""
-
-    @property
-    def obs_size(self) -> int:
-        """Numbers in an observation."""
-
-    @property
-    def action_names(self) -> Sequence[str]:
-        """A word for each action."""
-
-    @property
-    def fresh_is_cheap(self) -> bool:
-        """Whether making new worlds costs little against stepping them."""
-
-    @property
-    def moves(self) -> Sequence[int]:
-        """Actions that only walk and turn."""
-
-    @property
-    def wait(self) -> int:
-        """The action that does nothing."""
-
-    @property
-    def feature_columns(self) -> Mapping[str, int]:
-        """Where a feature stands in an observation, of those that do."""
-
-    def fresh(self, count: int, rng: np.random.Generator) -> Bank:
-        """`count` new worlds."""
-
-    def load(self, bank: Bank, rows: Ints, mask: Bools) -> None:
-        """Put state `rows[i]` of `bank` into lane `i` where `mask[i]`."""
-
-    def save(self) -> Bank:
-        """The states of all lanes."""
-
-    def observe(self) -> Floats:
-        """`[lanes, obs_size]`."""
-
-    def values(self) -> Floats:
-        """`[lanes, features]`, the columns of `features.names`."""
-
-    def step(self, actions: Ints, rng: np.random.Generator) -> Bools:
-        """Act in every lane; True where the agent died."""
-
-
-def check_expert(world: World, shape: Shape, skill: str) -> None:
-    """Raise a `DataError` for an expert that was made for other actions or observations than a world has."""
-    if (shape.inputs, shape.actions) != (world.obs_size, world.n_actions):
-        raise DataError(
-            f"the expert of {skill!r} was made for {shape.inputs} numbers in an observation and {shape.actions} "
-            f"actions; this world shows {world.obs_size} and has {world.n_actions}. Train the skill again, or use the "
-            "world that it was trained in."
-        )
-
-
-@dataclass(frozen=True)
-class WorldKind:
-    """A world under its name: what is known of it without making one, and how it is made."""
-
-    make: Callable[[int], World]  # of so many lanes
-    features: Callable[[], Features]
-    training: Mapping[str, Any] = field(default_factory=dict)  # settings that suit it, see `TrainingConfig`
-    most_lanes: int | None = None  # states that are worth stepping together; None: any number
-    picture: Callable[[Bank], NDArray[np.uint8]] | None = None  # `[height, width, 3]` of the first state
-    extra: str | None = None  # that its worlds need, named as the package that it brings
-
-
-def _crafting() -> WorldKind:
-    from shoal.skills.learning import crafting
-
-    return WorldKind(
-        crafting.CraftingWorld, lambda: crafting.CRAFTING, {"practice_horizon": 150}, picture=crafting.paint
-    )
-
-
-def _craftax(name: str) -> WorldKind:
-    from shoal.skills.learning import craftax
-
-    return WorldKind(
-        lambda lanes: craftax.CraftaxWorld(name, lanes), lambda: craftax.features_of(name), craftax.DEFAULTS, 64,
-        lambda bank: craftax.picture(name, bank), "craftax",
-    )  # fmt: skip
-
-
-worlds: Registry[Callable[[], WorldKind]] = Registry("world")
-worlds.register("crafting", _crafting)
-worlds.register("craftax-classic", lambda: _craftax("craftax-classic"))
-worlds.register("craftax", lambda: _craftax("craftax"))
-_OTHER_NAMES = {"Craftax-Classic-Symbolic-v1": "craftax-classic", "Craftax-Symbolic-v1": "craftax"}
-
-
-def world_of(name: str) -> str:
-    """A world's name here, also from its name in Craftax; `module:Class` is a name too."""
-    name = _OTHER_NAMES.get(name, name)
-    world_kind(name)
-    return name
-
-
-def world_kind(name: str) -> WorldKind:
-    """A registered world, or the class that `module:Class` names.
-
-    Such a class is made with the number of lanes and has `features`; it may have `training`, `most_lanes` and
-    `picture` as `WorldKind` has them. `shoal.testing.check_world` examines it.
-    """
-    if ":" not in name:
-        return worlds[name]()
-    module, _, attribute = name.partition(":")
-    try:
-        made = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"no world {name!r}: {error}") from error
-    if not isinstance(getattr(made, "features", None), Features):
-        raise ConfigError(f"{name!r} has no features: a world's class needs `features = Features(…)`")
-    picture = getattr(made, "picture", None)
-    return WorldKind(
-        made, lambda: made.features, getattr(made, "training", {}), getattr(made, "most_lanes", None), picture
-    )
-
-
-def check_installed(name: str) -> None:
-    """Raise a `MissingExtraError` where a world cannot be made, or trained in: each launch would end with it."""
-    if importlib.util.find_spec("safetensors") is None:
-        raise missing_extra("training skills", "train")
-    extra = world_kind(name).extra
-    if extra is not None and importlib.util.find_spec(extra) is None:
-        raise missing_extra(f"the world {name!r}", extra)
-
-
-def make_world(name: str, lanes: int) -> World:
-    """A world by name; Craftax needs the extra "craftax"."""
-    return world_kind(name).make(lanes)
-
-
-def batch_lanes(name: str, wanted: int) -> int:
-    """How many lanes to make for `wanted` states: no more than are worth stepping together."""
-    most = world_kind(name).most_lanes
-    return wanted if most is None else min(wanted, most)
-
-
-def world_features(name: str) -> Features:
-    """The features of a world, without making one (Craftax is not imported)."""
-    return world_kind(name).features()
-
-
-def fresh_worlds(world: World, count: int, seed: int, *names: str | int) -> Bank:
-    """`count` new worlds of the stream that `names` name."""
-    return world.fresh(count, stream(seed, "worlds", *names))
-
-
-# How worlds are led along a plan: the step a lane is at decides which expert acts in it; steps already satisfied are
-# skipped.
+    def forward(self, observations: Floats) -> tuple[Floats, Floats]:
+        """`[B, actions]` log-probabilities and `[B]` values."""
 
 
 class Course:
@@ -298,29 +116,35 @@ def walk(
     world_name: str,
     starts: Bank,
     course: Course,
-    experts: Sequence[Network],
+    experts: Sequence[Expert],
     rng: np.random.Generator,
     world: World | None = None,
+    watch: Watch | None = None,
 ) -> Walk:
     """Follow `course` from every state of `starts` until it is finished or failed.
 
     A world whose lanes are cheap to change is made smaller as lanes finish; `world` hands in one to use as it
-    is, `world.lanes` states at a time.
+    is, `world.lanes` states at a time. Of such a one `watch` is called with each state.
     """
     if world is not None:
-        return _walk_fixed(world, starts, course, experts, rng)
+        return _walk_fixed(world, starts, course, experts, rng, watch)
     lanes = len(starts)
     world = make_world(world_name, lanes)
-    return _walk(world, np.arange(lanes), starts, course, experts, rng, shrink=world_name)
+    return _walk(world, np.arange(lanes), starts, course, experts, rng, world_name, None)
 
 
 def _walk_fixed(
-    world: World, starts: Bank, course: Course, experts: Sequence[Network], rng: np.random.Generator
+    world: World,
+    starts: Bank,
+    course: Course,
+    experts: Sequence[Expert],
+    rng: np.random.Generator,
+    watch: Watch | None,
 ) -> Walk:
     parts = []
     for first in range(0, len(starts), world.lanes):
         rows = np.arange(first, min(first + world.lanes, len(starts)))
-        parts.append(_walk(world, rows, starts, course, experts, rng, shrink=None))
+        parts.append(_walk(world, rows, starts, course, experts, rng, None, watch))
     joined = {
         item.name: np.concatenate([getattr(part, item.name) for part in parts])
         for item in fields(Walk)
@@ -335,9 +159,10 @@ def _walk(
     rows: Ints,
     starts: Bank,
     course: Course,
-    experts: Sequence[Network],
+    experts: Sequence[Expert],
     rng: np.random.Generator,
     shrink: str | None,
+    watch: Watch | None,
 ) -> Walk:
     """Walk `rows` of `starts`; a fixed world with more lanes than rows repeats the last one and ignores it."""
     total, steps = len(rows), len(course)
@@ -354,6 +179,8 @@ def _walk(
     already = np.flatnonzero((reached >= steps) & (who < total))
     if len(already):
         ends.append((already, world.save().take(already)))
+    if watch is not None:
+        watch(world, reached)
     while active[who].any():
         if shrink and active[who].sum() * 2 < len(who) and len(who) > 64:
             keep = np.flatnonzero(active[who])
@@ -381,6 +208,8 @@ def _walk(
             active[who[finished]] = False
             if len(finished):
                 ends.append((who[finished], world.save().take(finished)))
+        if watch is not None:
+            watch(world, reached)
     # In the order of the lanes, so that a bank does not depend on who finished first.
     if ends:
         order = np.argsort(np.concatenate([index for index, _ in ends]), kind="stable")
@@ -393,7 +222,7 @@ def _walk(
 def act(
     observations: Floats,
     expert: Ints,
-    experts: Sequence[Network],
+    experts: Sequence[Expert],
     uniforms: Floats,
     live: Bools | None = None,
 ) -> Ints:

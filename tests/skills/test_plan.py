@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
-from shoal.skills.learning.craftax import features_of
-from shoal.skills.learning.crafting import CRAFTING
-from shoal.skills.learning.plan import (
+from shoal.skills.plan import (
     Step,
     covering_plan,
     dependencies,
@@ -19,8 +17,10 @@ from shoal.skills.learning.plan import (
     shortened,
     simulate,
 )
-from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import Features, Skill, load_skills, parse_skill
+from shoal.skills.proposers import knowledge_base
+from shoal.skills.spec import Features, Skill, load_skills, parse_skill
+from shoal.skills.worlds.craftax import features_of
+from shoal.skills.worlds.crafting import CRAFTING
 
 SKILLS = load_skills(knowledge_base("crafting"), CRAFTING)
 

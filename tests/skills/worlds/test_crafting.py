@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.skills.learning import crafting
-from shoal.skills.learning.crafting import CRAFTING, CRAFTING_ACTIONS, CraftingWorld
+from shoal.skills.worlds import crafting
+from shoal.skills.worlds.crafting import CRAFTING, CRAFTING_ACTIONS, CraftingWorld
 
 KIND = {".": crafting.GRASS, "T": crafting.TREE, "S": crafting.STONE, "I": crafting.IRON, "~": crafting.WATER}
 KIND |= {"t": crafting.TABLE, "p": crafting.PLANT, "#": crafting.EDGE}

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.skills.jobs.schedule import Plan, finished, plan
-from shoal.skills.jobs.store import AttemptRow, SkillRow
-from shoal.skills.learning.spec import parse_skill
+from shoal.skills.graph.schedule import Plan, finished, plan
+from shoal.skills.graph.store import AttemptRow, SkillRow
+from shoal.skills.spec import parse_skill
 
 
 def skill(name: str, *needs: str, status: str = "waiting", **more) -> SkillRow:
@@ -20,7 +20,7 @@ def skill(name: str, *needs: str, status: str = "waiting", **more) -> SkillRow:
 
 
 def launch(number: int, name: str) -> AttemptRow:
-    return AttemptRow(number, name, "x", None, None, None, 0.0, None, None, None, None, None, None, None)
+    return AttemptRow(number, name, "x", None, None, None, 0.0, None, None, None, None, None, None)
 
 
 def test_skills_on_the_longest_path_are_launched_first_and_no_more_than_slots() -> None:

@@ -15,27 +15,26 @@ import numpy as np
 import pytest
 
 from shoal.core.errors import MissingExtraError
-from shoal.skills.jobs.launchers import job_environment
-from shoal.skills.learning.craftax import (
-    _PAINTERS,
+from shoal.skills.graph.launchers import job_environment
+from shoal.skills.plan import Step, plan_for
+from shoal.skills.proposers import knowledge_base
+from shoal.skills.spec import load_skills
+from shoal.skills.worlds.craftax import (
     ACHIEVEMENTS,
     CLASSIC_ACHIEVEMENTS,
     CLASSIC_ACTIONS,
     VIEWS,
+    ClassicWorld,
     CraftaxWorld,
-    _action_names,
     _compass,
     _mirrors,
     _Programs,
     _reader,
     _senses,
     features_of,
-    picture,
 )
-from shoal.skills.learning.plan import Step, plan_for
-from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import load_skills
-from shoal.skills.learning.worlds import Bank
+from shoal.skills.worlds.registry import make_world
+from shoal.skills.worlds.world import Bank
 
 try:
     import craftax  # noqa: F401
@@ -49,7 +48,7 @@ needs_craftax = pytest.mark.skipif(not INSTALLED, reason="craftax is not install
 @pytest.mark.skipif(INSTALLED, reason="craftax is installed")
 def test_without_the_extra_the_error_names_it() -> None:
     with pytest.raises(MissingExtraError, match=r"\[craftax\]"):
-        CraftaxWorld("craftax-classic", 1)
+        ClassicWorld(1)
 
 
 def test_features_are_known_without_craftax() -> None:
@@ -63,17 +62,11 @@ def test_features_are_known_without_craftax() -> None:
 @needs_craftax
 def test_the_words_for_achievements_and_actions_are_those_of_craftax() -> None:
     from craftax.craftax.constants import Achievement, Action
+    from craftax.craftax_classic.constants import Action as ClassicAction
 
     assert list(ACHIEVEMENTS) == [one.name.lower() for one in sorted(Achievement, key=lambda one: one.value)]
     assert list(features_of("craftax").actions) == [action.name.lower() for action in Action]
-
-
-def test_the_actions_of_a_world_are_named_by_its_own_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("craftax", "craftax_classic"):
-        constants = SimpleNamespace(Action=enum.Enum("Action", f"NOOP {package.upper()}"))
-        monkeypatch.setitem(sys.modules, f"craftax.{package}.constants", constants)
-    assert _action_names("craftax") == ("noop", "craftax")
-    assert _action_names("craftax-classic") == ("noop", "craftax_classic")
+    assert list(CLASSIC_ACTIONS) == [action.name.lower() for action in ClassicAction]
 
 
 def test_a_furnace_is_placed_wherever_one_stands_with_a_stone() -> None:
@@ -90,7 +83,7 @@ def test_a_world_of_craftax_steps_saves_and_reads_its_features(name: str) -> Non
     import jax
     from craftax.craftax_env import make_craftax_env_from_name
 
-    world = CraftaxWorld(name, 4)
+    world = make_world(name, 4)
     rng = np.random.default_rng(0)
     bank = world.fresh(6, rng)
     assert len(bank) == 6
@@ -118,7 +111,7 @@ def test_a_world_of_craftax_steps_saves_and_reads_its_features(name: str) -> Non
         moved = np.flatnonzero(np.asarray(see(env.get_obs(held))) != np.asarray(see(env.get_obs(none))))
         assert list(moved) == [column], feature
         assert len(changed) == 4
-        assert world._read(held)[world.features.index(feature)] == 3
+        assert _reader(world.features, name)(held)[world.features.index(feature)] == 3
 
 
 @needs_craftax
@@ -427,11 +420,9 @@ class Counting:
 
 
 def test_states_of_a_world_are_kept_loaded_and_stepped_lane_by_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = SimpleNamespace(default_params=None, action_space=lambda params: SimpleNamespace(n=17))
-    programs = _Programs(Counting, env, None, Counting.fresh, Counting.look, Counting.step)
-    monkeypatch.setattr("shoal.skills.learning.craftax._programs", lambda name: programs)
-    monkeypatch.setattr("shoal.skills.learning.craftax._action_names", lambda name: CLASSIC_ACTIONS)
-    world, rng = CraftaxWorld("craftax-classic", 4), np.random.default_rng(0)
+    programs = _Programs(Counting, Counting.fresh, Counting.look, Counting.step)
+    monkeypatch.setattr("shoal.skills.worlds.craftax._programs", lambda name: programs)
+    world, rng = ClassicWorld(4), np.random.default_rng(0)
     assert (world.n_actions, world.obs_size) == (17, 1323 + 22 + 116)
     assert (world.feature_columns["wood"], world.feature_columns["iron_sword"]) == (1323, 1334)
     bank = world.fresh(6, rng)
@@ -455,9 +446,9 @@ def test_states_of_a_world_are_kept_loaded_and_stepped_lane_by_lane(monkeypatch:
 
 def test_a_picture_is_what_craftax_draws_in_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(state_of=lambda bank: bank.arrays["000"][0])
-    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace())
-    for name, drawn in (("craftax-classic", [0.0, 0.5, 1.0]), ("craftax", [0.0, 127.5, 300.0])):
+    for kind, drawn in ((ClassicWorld, [0.0, 0.5, 1.0]), (CraftaxWorld, [0.0, 127.5, 300.0])):
         pixels = np.array(drawn, np.float32)
-        monkeypatch.setitem(_PAINTERS, name, (world, lambda state, pixels=pixels: state * pixels))
-        image = picture(name, Bank({"000": np.ones((2, 1), np.float32)}))
+        painter = (world, lambda state, pixels=pixels: state * pixels)
+        monkeypatch.setattr("shoal.skills.worlds.craftax._painter", lambda name, painter=painter: painter)
+        image = kind.picture(Bank({"000": np.ones((2, 1), np.float32)}))
         assert (image.dtype, image.tolist()) == (np.uint8, [0, 127, 255])

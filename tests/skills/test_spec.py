@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from shoal.core.errors import ConfigError
 from shoal.core.registry import SAFE_NAME
-from shoal.skills.learning.craftax import features_of
-from shoal.skills.learning.crafting import CRAFTING
-from shoal.skills.learning.proposers import knowledge_base
-from shoal.skills.learning.spec import check_skill, check_skills, is_relative, load_skills, parse_skill, slug
+from shoal.skills.proposers import knowledge_base
+from shoal.skills.spec import check_skill, check_skills, is_relative, load_skills, parse_skill, slug
+from shoal.skills.worlds.craftax import features_of
+from shoal.skills.worlds.crafting import CRAFTING
 
 WOOD = {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}}
 safe_names = st.from_regex(SAFE_NAME, fullmatch=True).filter(lambda name: not name.endswith((" ", ".")))

@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from shoal.core.errors import ConfigError, EngineError
-from shoal.skills.learning.crafting import CRAFTING
-from shoal.skills.learning.plan import dependencies
-from shoal.skills.learning.proposers import (
+from shoal.skills.plan import dependencies
+from shoal.skills.proposers import (
     KnowledgeBase,
     LanguageModel,
     Replay,
@@ -22,8 +21,9 @@ from shoal.skills.learning.proposers import (
     knowledge_base,
     read_proposals,
 )
-from shoal.skills.learning.scheduler import SkillScheduler
-from shoal.skills.learning.spec import load_skills
+from shoal.skills.scheduler import SkillScheduler
+from shoal.skills.spec import load_skills
+from shoal.skills.worlds.crafting import CRAFTING
 
 SKILLS = load_skills(knowledge_base("crafting"), CRAFTING)
 WOOD = {"name": "Collect Wood", "gain": {"wood": 1}, "done": {"feature": "wood"}}
