@@ -108,7 +108,6 @@ def train(case: Case, folder: Path, seed: int) -> None:
         world=case.world,
         seed=seed,
         config=config,
-        analyse=False,
         max_retries=1,
     )
     known = {row.name for row in scheduler.store.skills()}

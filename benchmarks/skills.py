@@ -110,7 +110,7 @@ def branches(slots: int, runs: int, budget: float) -> tuple[float, list[float]]:
     walls, gaps = [], []
     for _ in range(runs):
         with tempfile.TemporaryDirectory() as folder:
-            scheduler = SkillScheduler(folder, slots, config=config, analyse=False)
+            scheduler = SkillScheduler(folder, slots, config=config)
             for name in ("Collect Wood", "Place Table", "Collect Sapling", "Plant Sapling"):
                 scheduler.add_skill(name, SKILLS[name])
             began = time.perf_counter()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shoal.core.seeding import stream
-from shoal.skills.graph.process import ExhaustedError, write_failure
+from shoal.skills.graph.process import NotLearnedError, write_failure
 from shoal.skills.learning.network import Network, Shape
 from shoal.skills.learning.trainer import TrainingConfig
 from shoal.skills.learning.training import Run, finish_training
@@ -82,7 +82,7 @@ class ScriptedLauncher:
             words = self.script(folder, attempt) or words
         except Exception as error:
             write_failure(
-                folder, attempt, error if isinstance(error, ExhaustedError | OSError) else str(error)
+                folder, attempt, error if isinstance(error, NotLearnedError | OSError) else str(error)
             )
             words = "exit status 1"
         with self._lock:

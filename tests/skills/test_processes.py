@@ -173,7 +173,7 @@ def test_ray_trainings_are_the_same(tmp_path: Path, quick) -> None:
     from shoal.skills.graph.launchers import RayLauncher
 
     try:
-        s = SkillScheduler(tmp_path / "ray", launcher=RayLauncher(cpus=0.5), config=quick)
+        s = SkillScheduler(tmp_path / "ray", launcher=RayLauncher(), config=quick)
         for name in ("Collect Wood", "Drink Water"):
             s.add_skill(name, SKILLS[name])
         assert s.run()

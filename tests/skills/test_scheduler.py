@@ -18,7 +18,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.skills.graph.launchers import start_time
-from shoal.skills.graph.process import ExhaustedError
+from shoal.skills.graph.process import NotLearnedError
 from shoal.skills.graph.requests import ask_to_cancel, ask_to_stop, reopen
 from shoal.skills.graph.store import Store
 from shoal.skills.graph.views import condition
@@ -398,7 +398,7 @@ def test_what_used_its_whole_budget_is_not_tried_again_until_it_gets_more(
 ) -> None:
     def exhausted(folder: Path, attempt: int) -> None:
         budgets.append(Run.open(folder).spec["config"]["total_timesteps"])
-        raise ExhaustedError("not learned")
+        raise NotLearnedError("not learned")
 
     budgets: list[float] = []
     launcher = scripted(exhausted)
@@ -421,7 +421,7 @@ def test_a_budget_raised_while_a_training_runs_is_used_when_it_ends(tmp_path: Pa
     def exhausted(folder: Path, attempt: int) -> None:
         if attempt == 1:
             reopen(Store(tmp_path), "Collect Wood", budget=9000)
-            raise ExhaustedError("not learned")
+            raise NotLearnedError("not learned")
         launcher.finish(folder, attempt)
 
     launcher = scripted(exhausted)

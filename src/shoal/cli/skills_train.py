@@ -175,8 +175,8 @@ def train(options: TrainOptions) -> int:
         options.max_parallel_skills, options.max_retries, options.scheduler_poll_interval, options.time_limit
     )
     launcher = make_launcher(
-        options.launcher, gpus=options.gpus_per_skill, slots=options.max_parallel_skills,
-        folder=options.graph_path, sbatch=options.sbatch, every=options.scheduler_poll_interval,
+        options.launcher, gpus=options.gpus_per_skill, folder=options.graph_path, sbatch=options.sbatch,
+        every=options.scheduler_poll_interval,
     )  # fmt: skip
     if options.dry_run:
         return 0

@@ -108,7 +108,7 @@ class SkillScheduler:
         self.base_dir = Path(base_dir)
         self.features = world_features(world)
         if isinstance(launcher, str):
-            launcher = make_launcher(launcher, slots=max_parallel, folder=self.base_dir, every=poll_interval)
+            launcher = make_launcher(launcher, folder=self.base_dir, every=poll_interval)
         self.store = Store(self.base_dir, create=True)
         self.launcher = launcher
         self.world, self.seed = world, seed
@@ -122,17 +122,15 @@ class SkillScheduler:
         self._proposer: Proposer | None = None
         self._max_nodes: int | None = None
         self._growing = False  # more skills may be proposed
-        self._needed: tuple[
-            str, ...
-        ] = ()  # by the newest proposal; while they train nothing more is proposed
+        self._needed: tuple[str, ...] = ()  # by the newest proposal: the next one waits for them
         self._failure: Exception | None = None  # what the proposer raised
         self._woken = threading.Event()
-        self._watched: dict[
-            int, tuple[Launcher, Handle, float]
-        ] = {}  # with their begin on the monotonic clock
+        # Launches that run, with their begin on the monotonic clock.
+        self._watched: dict[int, tuple[Launcher, Handle, float]] = {}
         self._over: dict[int, str] = {}  # how launches ended that the store still has as running
         self._heard: tuple[OnSkill | None, OnSkill | None] = (None, None)
-        self._on_event, self._told = on_event, self.store.last_event()
+        self._on_event = on_event
+        self._told = max((event["seq"] for event in self.store.events()), default=0)
 
     # What people call
 
@@ -382,14 +380,8 @@ class SkillScheduler:
         folder = run_folder_of(self.base_dir, expert, name)
         number = self.store.begin_attempt(name, folder, row.left if row.budget_total else None)
         log = (folder / f"training-{number}.log").resolve()
-        command = [
-            sys.executable,
-            "-m",
-            "shoal.skills.learning.run",
-            str(folder.resolve()),
-            "--attempt",
-            str(number),
-        ]
+        words = [str(folder.resolve()), "--attempt", str(number)]
+        command = [sys.executable, "-m", "shoal.skills.learning.run", *words]
         session = f"shoal_e{expert}_{row.slug}_{number}"
         try:
             self._prepare(row, folder, expert)
@@ -397,9 +389,7 @@ class SkillScheduler:
             handle = self.launcher.launch(
                 command, session, job_environment(self.max_parallel, self.gpu_ids), log
             )
-        except (
-            Exception
-        ) as error:  # of files, programs, clusters: this skill's failure, not the end of the run
+        except Exception as error:  # of programs, clusters: the failure of this skill, not the end of the run
             if is_full(error):
                 self._finish(self.store.attempt(number), "stopped", NO_ROOM)
                 raise

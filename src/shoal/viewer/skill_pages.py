@@ -187,12 +187,10 @@ def _curves(rows: list[Row]) -> Html | None:
         return None
     renamed = [{**row, "env steps": row["step"], "seconds": row.get("wall")} for row in rows]
     held = curves.table(renamed, ("env steps", "seconds"), names)
-    # a training episode that fails late is not finished yet, so that at first success seems greater than it is
-    successes = [Line(EVALUATED, "as evaluated"), Line("success", "of finished episodes", 1)]
-    panels = [curves.figure("success", [line for line in successes if line.name in names], shares=True)]
-    panels += [
-        curves.figure(f"{name} of each update", [Line(name, name)])
+    # Of practice, the share of episodes that ended in an update: as failures take longest, it is too high at first.
+    titles = {EVALUATED: "success as evaluated", "success": "success of the practice that ended"}
+    panels = [
+        curves.figure(titles.get(name, f"{name} of each update"), [Line(name, name)], shares=name in titles)
         for name in names
-        if name in ("reward", "entropy")
     ]
     return curves.section("Training", "curves", [held], tag("div", panels, class_="panels"))

@@ -66,7 +66,7 @@ def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
         return
     if request.param == "ray":
         ray = pytest.importorskip("ray")
-        yield RayLauncher(cpus=0.5)
+        yield RayLauncher()
         ray.shutdown()
         return
     made = make_launcher(request.param, folder=tmp_path)

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from tests.skills.conftest import some_net
 
 from shoal.core.errors import ConfigError, WorkerError
-from shoal.skills.graph.process import ExhaustedError, write_failure
+from shoal.skills.graph.process import NotLearnedError, write_failure
 from shoal.skills.graph.requests import ask_to_cancel, reopen
 from shoal.skills.graph.store import Store
 from shoal.skills.learning.trainer import TrainingConfig
@@ -209,7 +209,7 @@ class Machine(RuleBasedStateMachine):
         if how == "fails":
             write_failure(folder, attempt, RuntimeError("nan"))
         elif how == "exhausted":
-            write_failure(folder, attempt, ExhaustedError("not learned"))
+            write_failure(folder, attempt, NotLearnedError("not learned"))
         del self.alive[attempt]
 
     @rule(data=st.data())

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.skills.graph.process import (
-    ExhaustedError,
+    NotLearnedError,
     clear_marks,
     read_failure,
     write_failure,
@@ -266,7 +266,6 @@ def test_a_damaged_value_is_told_with_its_row(store: Store, cell: str, message: 
 
 
 def test_events_and_settings_are_kept(store: Store) -> None:
-    assert store.last_event() == 0
     assert [store.event("a"), store.event("b", "one", x=1)] == [1, 2]
     (event,) = store.events(1)
     assert (event["seq"], event["kind"], event["skill"], event["detail"]) == (2, "b", "one", {"x": 1})
@@ -297,7 +296,7 @@ def test_a_launch_is_on_record_with_what_it_was_given(store: Store) -> None:
 def test_a_failure_is_told_to_its_own_launch(tmp_path: Path) -> None:
     assert read_failure(tmp_path, 3) == (None, False, False)
     for error, told in ((ValueError("no"), ("ValueError: no", False, False)), ("words", ("words", False, False)),
-                        (ExhaustedError("spent"), ("ExhaustedError: spent", True, False))):  # fmt: skip
+                        (NotLearnedError("spent"), ("NotLearnedError: spent", True, False))):  # fmt: skip
         write_failure(tmp_path, 3, error)
         assert read_failure(tmp_path, 3) == told
         assert read_failure(tmp_path, 4) == (None, False, False)

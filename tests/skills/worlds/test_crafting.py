@@ -141,7 +141,7 @@ def test_a_picture_shows_cells_the_agent_where_it_looks_and_what_it_holds(rng: n
     bank = CraftingWorld(1).fresh(1, rng)
     bank.arrays["place"][0], bank.arrays["look"][0] = (5, 9), 3  # looks down
     bank.arrays["hands"][0] = [0, 3, 9, 0, 0, 1, 0, 0, 0, 0]
-    image = crafting.paint(bank, cell=14)
+    image = CraftingWorld.picture(bank, cell=14)
     assert image.shape == (19 * 14, 18 * 14, 3)  # 16 x 16 cells, an edge around them, and a bar below
     assert image.dtype == np.uint8
     kinds, corners = bank.arrays["cells"][0][2:-2, 2:-2], image[: 18 * 14 : 14, : 18 * 14 : 14]

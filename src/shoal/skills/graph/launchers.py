@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import psutil
 
 from shoal.core.errors import ConfigError, did_you_mean, needs_extra
-from shoal.core.executors import available_cpus, connect_ray
+from shoal.core.executors import connect_ray
 from shoal.core.files import cache_folder
 
 Handle = dict[str, Any]
@@ -50,7 +50,6 @@ def make_launcher(
     name: str,
     *,
     gpus: float = 0.0,
-    slots: int = 1,
     folder: Path | str = ".",
     sbatch: Sequence[str] = (),
     every: float = 30.0,
@@ -60,7 +59,6 @@ def make_launcher(
     Args:
         name: one of `LAUNCHERS`.
         gpus: per training, for Ray.
-        slots: trainings at a time, by which Ray's CPUs are shared out.
         folder: of the run; its tmux server is named after it, and submitit keeps its files there.
         sbatch: options for SLURM, such as `--partition=gpu`.
         every: seconds between looks at a batch job of SLURM.
@@ -70,7 +68,7 @@ def make_launcher(
     if name == "tmux":
         return TmuxLauncher(server_of(folder))
     if name == "ray":
-        return RayLauncher(gpus=gpus, slots=slots)
+        return RayLauncher(gpus)
     if name == "slurm":
         return SlurmLauncher(folder, sbatch, every)
     raise ConfigError(f"no launcher named {name!r}.{did_you_mean(name, LAUNCHERS)}")
@@ -212,14 +210,9 @@ class RayLauncher:
 
     name = "ray"
 
-    def __init__(self, gpus: float = 0.0, cpus: float | None = None, slots: int = 1) -> None:
+    def __init__(self, gpus: float = 0.0) -> None:
         self._ray = connect_ray(wanted_by="the Ray launcher")
-        cluster = float(self._ray.cluster_resources().get("CPU", available_cpus()))
-        self._needs = {
-            "num_gpus": gpus,
-            "num_cpus": cpus if cpus is not None else max(1.0, cluster // slots),
-            "max_retries": 0,
-        }
+        self._needs = {"num_gpus": gpus, "num_cpus": 1, "max_retries": 0}  # a training has one thread
         self._tasks: dict[str, Any] = {}
 
     def launch(self, command: Sequence[str], session: str, env: Mapping[str, str], log: Path) -> Handle:

@@ -32,8 +32,8 @@ LEAST_ROOM = 1 << 16
 """Bytes without which a training could not even say why it failed."""
 
 
-class ExhaustedError(RuntimeError):
-    """The budget was used up before the skill was learned: the same again would end the same."""
+class NotLearnedError(RuntimeError):
+    """The budget was used up before the skill was learned well enough: the same again would end the same."""
 
 
 def write_done(folder: Path, attempt: int | None, fields: Mapping[str, Any]) -> Path:
@@ -84,7 +84,7 @@ def read_result(result: Path, folder: Path, attempt: int | None = None) -> tuple
 def write_failure(folder: Path, attempt: int | None, error: BaseException | str) -> None:
     """Leave the reason of a failed launch where the scheduler finds it."""
     reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    final, full = isinstance(error, ExhaustedError | DivergedError), is_full(error)
+    final, full = isinstance(error, NotLearnedError | DivergedError), is_full(error)
     write_json(folder / FAILED, {"attempt": attempt, "reason": reason, "final": final, "full": full})
 
 

@@ -302,10 +302,6 @@ class Store:
             )
             return int(cursor.lastrowid or 0)
 
-    def last_event(self) -> int:
-        """The sequence number of the newest event, 0 before the first."""
-        return int(self._query("select coalesce(max(seq), 0) from event")[0][0])
-
     def events(self, after: int = 0) -> list[_EventRow]:
         """Events in order, those after a sequence number."""
         rows = self._query("select * from event where seq > ? order by seq", after)

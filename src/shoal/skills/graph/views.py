@@ -42,15 +42,15 @@ def export_views(store: Store) -> None:
             _export_skill(store, row, head)
     folder = store.root / "checkpoints"
     folder.mkdir(exist_ok=True)
-    _write_if_new(folder / "global_latest.json", {"skills": completed})
+    _show_json(folder / "global_latest.json", {"skills": completed})
 
 
 def _export_skill(store: Store, row: SkillRow, head: VersionRow) -> None:
     folder = store.root / skill_folder(row)
     policy = folder / f"expert_{row.expert}_policy"
     policy.mkdir(parents=True, exist_ok=True)
-    _copy(store.blob_path(head.sha256), policy / "params.safetensors")
-    _write_if_new(
+    _show(policy / "params.safetensors", store.blob_path(head.sha256).read_bytes())
+    _show_json(
         policy / "metadata.json",
         {
             "skill_name": row.name,
@@ -61,24 +61,18 @@ def _export_skill(store: Store, row: SkillRow, head: VersionRow) -> None:
             "updated_at": head.created,
         },
     )
-    _write_if_new(folder / "metadata.json", {"skill_name": row.name, "spec": row.spec.as_dict()})
-    _write_if_new(folder / "metrics.json", row.result)
+    _show_json(folder / "metadata.json", {"skill_name": row.name, "spec": row.spec.as_dict()})
+    _show_json(folder / "metrics.json", row.result)
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Make `target` a copy of `source`: what people do to it must not reach the store."""
-    data = source.read_bytes()
-    if not target.is_file() or target.samefile(source) or target.read_bytes() != data:
-        write_bytes(target, data)
+def _show(path: Path, data: bytes) -> None:
+    """Write a file where it differs: people may have changed what they are shown."""
+    if not path.is_file() or path.read_bytes() != data:
+        write_bytes(path, data)
 
 
-def _write_if_new(path: Path, value: Any) -> None:
-    try:
-        if json.loads(path.read_bytes()) == json.loads(json.dumps(value)):
-            return
-    except (OSError, ValueError):
-        pass
-    write_json(path, value)
+def _show_json(path: Path, value: Any) -> None:
+    _show(path, f"{json.dumps(value, indent=2)}\n".encode())
 
 
 def condition(store: Store, row: SkillRow, *, held: bool) -> str:

@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.run_folder import RunFolder
-from shoal.skills.graph.process import ExhaustedError, leave, run_as_process
+from shoal.skills.graph.process import NotLearnedError, leave, run_as_process
 from shoal.skills.learning.trainer import Trainer
 from shoal.skills.learning.training import Run, finish_training
-
-
-class NotLearnedError(ExhaustedError):
-    """The budget ran out before the skill was learned well enough to be of use."""
 
 
 def run_training(folder: Path | str, attempt: int | None = None) -> dict[str, Any]:
@@ -52,7 +48,6 @@ def _run(run: Run, metrics: RunFolder, attempt: int | None) -> dict[str, Any]:
         "stopped": result.stopped,
         "seconds": round(time.monotonic() - began, 3),
         "cpu_seconds": round(time.process_time() - cpu, 3),
-        "bank": result.bank_size,
         "steps_in_all": result.frames + result.walked,
         "finished_at": time.time(),
     }

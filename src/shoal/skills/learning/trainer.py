@@ -135,7 +135,6 @@ class Result:
     pace: (
         float | None
     )  # env steps per successful application when evaluated, failures included; None if all failed
-    bank_size: int = 0
 
 
 @dataclass
@@ -255,11 +254,7 @@ class Trainer:
             new = way.ends
         if not len(new):
             return new
-        new = self._stroll(new, self._stream("stroll", name))
-        # A state in which the skill is done already teaches nothing.
-        values = self._values_of(new)
-        target = np.full(len(new), self.target)
-        return new.take(np.flatnonzero(self.course.skip(target, values) == self.target))
+        return self._stroll(new, self._stream("stroll", name))
 
     def _stroll(self, bank: Bank, rng: np.random.Generator) -> Bank:
         """Walk at random from most states, since in a longer plan other skills come before and end anywhere."""
@@ -274,17 +269,10 @@ class Trainer:
             for t in range(most):
                 moves = np.where(rng.random(lanes) < TURN, rng.choice(self.world.moves, lanes), moves)
                 alive &= ~self.world.step(np.where(t < left, moves, self.world.wait), rng)
+            # A state in which the skill is done already teaches nothing.
+            alive &= self.course.skip(np.full(lanes, self.target), self.world.values()) == self.target
             parts.append(self.world.save().take(np.flatnonzero(alive[: len(rows)])))
-        return Bank.join(parts) if parts else bank
-
-    def _values_of(self, bank: Bank) -> Floats:
-        out = []
-        for first in range(0, len(bank), self.world.lanes):
-            rows = np.arange(first, min(first + self.world.lanes, len(bank)))
-            padded = np.concatenate([rows, np.full(self.world.lanes - len(rows), rows[-1])])
-            self.world.load(bank, padded, np.ones(self.world.lanes, np.bool_))
-            out.append(self.world.values()[: len(rows)])
-        return np.concatenate(out)
+        return Bank.join(parts)
 
     def train(self, report: Report, checkpoint: Callable[[Trainer], None]) -> Result:
         """Train until learned, or out of patience or budget; `checkpoint(self)` is called between updates."""
@@ -308,10 +296,8 @@ class Trainer:
                 checkpoint(self)
         if stopped == "budget":
             self.evaluate()
-        return Result(
-            self.best, [int(frames) for frames in self.best_acted], self.best_success, self.frames,
-            self.walked, stopped, self.pace, len(self.bank),
-        )  # fmt: skip
+        acted = [int(frames) for frames in self.best_acted]
+        return Result(self.best, acted, self.best_success, self.frames, self.walked, stopped, self.pace)
 
     def _worth_evaluating(self) -> float:
         """The training success below which no evaluation is made now."""

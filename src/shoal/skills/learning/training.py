@@ -145,16 +145,8 @@ def prepare_training_run(
         "loaded": loaded,
         "config": asdict(config or TrainingConfig()),
     }
-    return _written_training(run_folder_of(base_dir, global_expert_idx, skill_name), mixture, remap, spec)
-
-
-def _written_training(
-    folder: Path,
-    mixture: Mapping[int, Mapping[str, NDArray]],
-    remap: Mapping[str, Any],
-    spec: Mapping[str, Any],
-) -> tuple[Path, Path, Path]:
-    module, policies = folder / f"{spec['expert']}.json", folder / f"{spec['expert']}_policies"
+    folder = run_folder_of(base_dir, global_expert_idx, skill_name)
+    module, policies = folder / f"{global_expert_idx}.json", folder / f"{global_expert_idx}_policies"
     policies.mkdir(parents=True, exist_ok=True)
     fsync_folder(folder)
     clear_marks(folder)
@@ -284,7 +276,6 @@ class _Numbers(TypedDict, total=False):
 
 
 class _Done(TypedDict):
-    attempt: int | None
     acted_frames: dict[int, Steps]
     frames: Steps
     success: float | None
@@ -295,7 +286,6 @@ class _Done(TypedDict):
 class Outcome:
     """What a finished training left."""
 
-    attempt: int | None
     experts: dict[int, Arrays]  # by global index
     acted_frames: dict[int, int]  # by global index
     frames: int
@@ -375,7 +365,6 @@ def read_outcome(run_folder: Path | str, attempt: int | None = None) -> Outcome:
     mixture = split_mixture(decode(data, str(result))[0])
     _check_result(run, mixture, {})
     return Outcome(
-        done["attempt"],
         {to_global[local]: params for local, params in mixture.items()},
         done["acted_frames"],
         done["frames"],

@@ -126,21 +126,10 @@ def walk(
     A world whose lanes are cheap to change is made smaller as lanes finish; `world` hands in one to use as it
     is, `world.lanes` states at a time. Of such a one `watch` is called with each state.
     """
-    if world is not None:
-        return _walk_fixed(world, starts, course, experts, rng, watch)
-    lanes = len(starts)
-    world = make_world(world_name, lanes)
-    return _walk(world, np.arange(lanes), starts, course, experts, rng, world_name, None)
-
-
-def _walk_fixed(
-    world: World,
-    starts: Bank,
-    course: Course,
-    experts: Sequence[Expert],
-    rng: np.random.Generator,
-    watch: Watch | None,
-) -> Walk:
+    if world is None:
+        lanes = len(starts)
+        world = make_world(world_name, lanes)
+        return _walk(world, np.arange(lanes), starts, course, experts, rng, world_name, None)
     parts = []
     for first in range(0, len(starts), world.lanes):
         rows = np.arange(first, min(first + world.lanes, len(starts)))

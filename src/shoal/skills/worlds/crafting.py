@@ -64,11 +64,6 @@ class CraftingWorld:
         self._one_hot = np.eye(KINDS, dtype=np.float32)
         self._looks = np.eye(4, dtype=np.float32)
 
-    @staticmethod
-    def picture(bank: Bank) -> NDArray[np.uint8]:
-        """The first state of a bank as `paint` draws it."""
-        return paint(bank)
-
     def fresh(self, count: int, rng: np.random.Generator) -> Bank:
         """New worlds: grass with scattered trees, a quarry holding iron, a pond."""
         side = SIZE + 2 * REACH
@@ -183,26 +178,26 @@ class CraftingWorld:
             self.hands[able, WOOD] -= 1
             self.hands[able, tool] = 1
 
-
-def paint(bank: Bank, cell: int = 14) -> NDArray[np.uint8]:
-    """`[height, width, 3]` of the first state of a bank: cells, the agent, what it holds."""
-    palette = np.array(
-        [
-            [176, 214, 140], [46, 110, 52], [140, 140, 140], [214, 150, 90],
-            [90, 150, 220], [150, 96, 48], [120, 220, 90], [40, 40, 40],
-        ],
-        np.uint8,
-    )  # fmt: skip
-    cells = bank.arrays["cells"][0][REACH - 1 : -REACH + 1, REACH - 1 : -REACH + 1]
-    image = np.kron(palette[cells], np.ones((cell, cell, 1), np.uint8))
-    row, column = (bank.arrays["place"][0] - REACH + 1) * cell
-    image[row + 2 : row + cell - 2, column + 2 : column + cell - 2] = (200, 40, 40)
-    nose = np.array([row, column]) + cell // 2 + MOVES[int(bank.arrays["look"][0])] * (cell // 2 - 3)
-    image[nose[0] - 1 : nose[0] + 2, nose[1] - 1 : nose[1] + 2] = (255, 255, 255)
-    bar = np.full((cell, image.shape[1], 3), 255, np.uint8)
-    shades = np.linspace(40, 220, len(CRAFTING.names)).astype(np.uint8)
-    for number, amount in enumerate(bank.arrays["hands"][0].astype(int)):
-        left = number * (image.shape[1] // len(CRAFTING.names)) + 2
-        height = min(amount, 9) * (cell - 2) // 9 + (amount > 0)
-        bar[cell - height :, left : left + 12] = (shades[number], 90, 255 - shades[number])
-    return np.concatenate([image, bar])
+    @staticmethod
+    def picture(bank: Bank, cell: int = 14) -> NDArray[np.uint8]:
+        """`[height, width, 3]` of the first state of a bank: cells, the agent, what it holds."""
+        palette = np.array(
+            [
+                [176, 214, 140], [46, 110, 52], [140, 140, 140], [214, 150, 90],
+                [90, 150, 220], [150, 96, 48], [120, 220, 90], [40, 40, 40],
+            ],
+            np.uint8,
+        )  # fmt: skip
+        cells = bank.arrays["cells"][0][REACH - 1 : -REACH + 1, REACH - 1 : -REACH + 1]
+        image = np.kron(palette[cells], np.ones((cell, cell, 1), np.uint8))
+        row, column = (bank.arrays["place"][0] - REACH + 1) * cell
+        image[row + 2 : row + cell - 2, column + 2 : column + cell - 2] = (200, 40, 40)
+        nose = np.array([row, column]) + cell // 2 + MOVES[int(bank.arrays["look"][0])] * (cell // 2 - 3)
+        image[nose[0] - 1 : nose[0] + 2, nose[1] - 1 : nose[1] + 2] = (255, 255, 255)
+        bar = np.full((cell, image.shape[1], 3), 255, np.uint8)
+        shades = np.linspace(40, 220, len(CRAFTING.names)).astype(np.uint8)
+        for number, amount in enumerate(bank.arrays["hands"][0].astype(int)):
+            left = number * (image.shape[1] // len(CRAFTING.names)) + 2
+            height = min(amount, 9) * (cell - 2) // 9 + (amount > 0)
+            bar[cell - height :, left : left + 12] = (shades[number], 90, 255 - shades[number])
+        return np.concatenate([image, bar])
