@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps bot
     from shoal.samplers.asking import SharedLLMInferenceManager as SharedLLMInferenceManager
     from shoal.skills.learning.merge import process_completed_training as process_completed_training
     from shoal.skills.learning.network import build_remapping as build_remapping
-    from shoal.skills.learning.scheduler import SkillScheduler as SkillScheduler
     from shoal.skills.learning.training import prepare_training_run as prepare_training_run
+    from shoal.skills.scheduler import SkillScheduler as SkillScheduler
     from shoal.splitting.splitters import LastNTrajectorySplitter as LastNTrajectorySplitter
     from shoal.splitting.splitters import StepwiseTrajectorySplitter as StepwiseTrajectorySplitter
     from shoal.splitting.splitters import TrajectorySplitter as TrajectorySplitter
@@ -76,7 +76,7 @@ _NAMES = {
     "train.ppo.sb3": "load_sb3_policy",
     "vector.make": "make_vec",
     "splitting.splitters": "TrajectorySplitter StepwiseTrajectorySplitter LastNTrajectorySplitter",
-    "skills.learning.scheduler": "SkillScheduler",
+    "skills.scheduler": "SkillScheduler",
     "skills.learning.network": "build_remapping",
     "skills.learning.training": "prepare_training_run",
     "skills.learning.merge": "process_completed_training",
