@@ -1,8 +1,10 @@
 """The same tokens as at the commit that wrote `same_tokens.json`, and the same wherever episodes are played.
 
-`python -m tests.rollout.test_same_tokens` writes the file anew; digests hold for one kind of machine alone.
+`python -m tests.rollout.test_same_tokens` writes the file anew. Digests of a network hold for one kind of machine, and
+those of engines whose answers are hashes (`counter`, `tools`, `program`) everywhere.
 """
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -11,12 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 from tests.records import exchanges
-from tests.rollout.doubles import llama_engine
+from tests.rollout.doubles import WORDS, HashEngine, llama_engine
+from tests.rollout.doubles import config as counter
+from tests.rollout.tools import functions
 
-from shoal import ParallelRolloutManager
-from shoal.core.data import read_trajectories
+from shoal import ParallelRolloutManager, TrajectoryCollector, make_environments
+from shoal.core.data import encode_trajectory, read_trajectories
+from shoal.gateway.programs import sessions_of
 from shoal.rollout.factory import words_of
+from shoal.rollout.prompts import PromptConfig
+from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.registry import make_engine
+from shoal.samplers.sampler import Sampling
+from shoal.samplers.scripted import ScriptedEngine
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 
@@ -42,6 +51,10 @@ PLACES = [
     pytest.param("processes", 4, marks=pytest.mark.slow),
     pytest.param("ray", 2, marks=[pytest.mark.slow, pytest.mark.ray]),
 ]
+VECTORS = [("vector serial", 1), ("vector process", 2)]
+FUNCTIONS = Path(__file__).parents[1] / "gateway"
+CALL = '<tool_call>{"name": "%s", "arguments": {"%s": %s}}</tool_call>'
+CALLS = CALL % ("add", "a", 2) + CALL % ("look", "city", '"oslo"') + CALL % ("fail", "text", '"x"')
 
 
 def digest(trajectories, digits=4):
@@ -100,10 +113,56 @@ def of_llama(backend, n_jobs):
         return digest(manager.collect(0), digits=None)
 
 
+def of_counter(backend, n_jobs, tools=()):
+    """Whole records of an engine whose answers are hashes; with `tools`, of one that calls them each other turn."""
+    settings, engine, sampling = counter(), HashEngine(), Sampling(16, 1.0, ("</action>",))
+    if tools:
+        engine = ScriptedEngine(
+            lambda text, key: f"<action>{WORDS[0]}</action>" if key.path[-1] % 2 else CALLS
+        )
+        sampling = Sampling(999, 1.0, ("</action>",))
+    if not backend.startswith("vector"):
+        with ParallelRolloutManager(settings, engine, n_jobs, backend=backend, tools=tools) as manager:
+            return whole(manager.collect(4, sampling))
+    vector = {"backend": backend.split()[1]} | ({"num_workers": n_jobs} if n_jobs > 1 else {})
+    train, _ = make_environments(settings | {"vector": vector})
+    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
+    parts = train.pool, train.tags, train.roles, train.group_size, engine, prompt, 7
+    with (
+        Toolbox(tools) as toolbox,
+        contextlib.closing(TrajectoryCollector(*parts, toolbox=toolbox)) as playing,
+    ):
+        return whole(playing.collect(4, sampling))
+
+
+def of_tools(backend, n_jobs):
+    return of_counter(backend, n_jobs, [functions.add, functions.look, functions.fail])
+
+
+def of_program(backend, n_jobs):
+    settings = counter(groups=3)
+    program = {"function": "agent_functions:play", "folder": str(FUNCTIONS)}
+    settings["custom_envs"]["Counter"] = {"env_type": "program", "env_config": program}
+    with ParallelRolloutManager(
+        settings, HashEngine(), n_jobs, backend=backend, sessions=sessions_of
+    ) as manager:
+        return whole(manager.collect(4))
+
+
+def whole(trajectories):
+    """One hash of every word, token, log-probability, reward and end."""
+    records = [json.loads(encode_trajectory(trajectory)) for trajectory in trajectories]
+    assert all(record["status"] == "ok" for record in records)
+    return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
+
+
 def known(name, found):
     """Whether this is the digest of that name, where digests of this kind of machine are known."""
     told = json.loads(KNOWN.read_text())
-    return told["machine"] != MACHINE or told[name] == found
+    return (name not in EXACT and told["machine"] != MACHINE) or told[name] == found
+
+
+EXACT = {"counter": of_counter, "tools": of_tools, "program": of_program}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +183,17 @@ def test_a_transformer_writes_the_known_tokens_everywhere(serial, backend, n_job
     found = of_llama(backend, n_jobs)
     assert found == serial["llama"]
     assert known("llama", found)
+
+
+@pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), *PLACES, *VECTORS])
+@pytest.mark.parametrize("name", ["counter", "tools"])
+def test_hashes_and_tools_leave_the_known_records_everywhere(name, backend, n_jobs):
+    assert known(name, EXACT[name](backend, n_jobs))
+
+
+@pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), ("processes", 3)])
+def test_programs_leave_the_known_records(backend, n_jobs):
+    assert known("program", of_program(backend, n_jobs))
 
 
 @pytest.mark.parametrize(
@@ -151,5 +221,6 @@ if __name__ == "__main__":
             "demo": of_training(f"{folder}/run"),
             "base-parallel": of_base_parallel("serial", 1),
             "llama": of_llama("serial", 1),
+            **{name: digest_of("serial", 1) for name, digest_of in EXACT.items()},
         }
     KNOWN.write_text(json.dumps(found, indent=1) + "\n")
