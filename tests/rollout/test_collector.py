@@ -10,10 +10,9 @@ from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed
 from shoal.envs.actions import Projected, Projection
 from shoal.envs.frozen_lake import FrozenLakeEnv
-from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.factory import make_environments, make_set, validate_environment_config
+from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.scripted import RandomEngine, ScriptedEngine
 

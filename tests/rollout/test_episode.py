@@ -10,11 +10,10 @@ from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.core.errors import ConfigError, EngineError, EnvError
 from shoal.envs import make
 from shoal.envs.actions import Projection
-from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import Episode, EpisodeId, Role, anchor_of, words_of
 from shoal.rollout.factory import make_environments
+from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.sampler import Completion, Request, Sampling
 from shoal.samplers.scripted import RandomEngine, ScriptedEngine
 from shoal.samplers.tokenizers import ChatCodec, TemplateTokenizer

@@ -16,12 +16,11 @@ from tests.rollout.doubles import CounterEnv, HashEngine, config, with_env
 
 from shoal.core.data import encode_trajectory
 from shoal.core.errors import EngineError
-from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import Episode
 from shoal.rollout.factory import make_environments
 from shoal.rollout.plan import place_of
+from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.sampler import Sampling
 
 BACKENDS = ("serial", "threads", "processes")

@@ -17,8 +17,8 @@ from tests.rollout.tools import functions
 from shoal import envs
 from shoal.core.data import encode_trajectory
 from shoal.rollout.journal import Journal
+from shoal.rollout.play import ParallelRolloutManager
 from shoal.rollout.rewards.judge import Judge
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.scripted import ScriptedEngine
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

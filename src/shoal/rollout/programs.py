@@ -25,10 +25,11 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from shoal.core.data import Call, Requests, Status, Trajectory, Turn
-from shoal.core.errors import EngineError, EnvError, whole_characters
+from shoal.core.errors import ConfigError, EngineError, EnvError, whole_characters
 from shoal.core.workers import kill_descendants
 from shoal.envs.program import ProgramEnv
 from shoal.rollout.episode import anchor_of
+from shoal.rollout.factory import EnvTag, program_tags
 from shoal.rollout.functions import Failing, FunctionFailedError, FunctionProcesses, result_of, serve_function
 from shoal.rollout.hosts.episodes import Begin, Ended, Event, Reply
 from shoal.rollout.hosts.host import Host, LocalHosts
@@ -97,6 +98,27 @@ class Sessions(Protocol):
         """End all sessions."""
 
 
+def programs_of(
+    kinds: Mapping[str, EnvTag], tags: Sequence[str], side: str, *, with_tools: bool
+) -> dict[str, ProgramEnv]:
+    """The programs that these tags name.
+
+    Raises:
+        ConfigError: programs are mixed with envs or tools.
+    """
+    programs = program_tags(kinds, tags)
+    if programs and len(programs) < len(set(tags)):
+        raise ConfigError(
+            f"custom_envs.{programs[0]} is a program, and the other kinds of the {side} side are none: a rollout "
+            f"plays either programs or envs"
+        )
+    if programs and with_tools:
+        raise ConfigError(
+            f"custom_envs.{programs[0]}: a program calls its own tools: leave agent_proxy.tools out"
+        )
+    return {tag: ProgramEnv(**kinds[tag].env_config) for tag in programs}
+
+
 class ProgramHosts(LocalHosts):
     """Hosts of programs, all in the loop of the driver.
 
@@ -119,10 +141,6 @@ class ProgramHosts(LocalHosts):
             await super().close()
         finally:
             await self._sessions.close()
-
-    def pids(self) -> list[int]:
-        """The processes of functions that were started."""
-        return [pid for host in self._hosts.values() for pid in host.pids()]  # type: ignore[attr-defined]
 
 
 class ProgramFailedError(EnvError):
@@ -194,6 +212,7 @@ class ProgramHost(Host):
     """
 
     def __init__(self, programs: Mapping[str, ProgramEnv], sessions: Sessions, retries: int = 1) -> None:
+        super().__init__()
         self._programs, self._sessions, self._retries = programs, sessions, retries
         self._tasks: set[asyncio.Task[Event]] = set()
         self._processes: dict[str, FunctionProcesses] = {}  # by tag
