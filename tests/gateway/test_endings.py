@@ -15,7 +15,7 @@ from shoal.rollout.journal import Journal
 from shoal.samplers.batching import as_sampler
 from shoal.samplers.sampler import Key, Sampling
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.evaluation import heldout_metrics, rollout_metrics
+from shoal.train.agent.run.metrics import heldout_metrics, rollout_metrics
 from tests.gateway.agent_endings import WAYS
 
 HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from tests.rollout.doubles import HashEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, config, with_env
 
 from shoal import ParallelRolloutManager, TrajectoryCollector, make_environments
 from shoal.core.errors import WorkerError
@@ -99,3 +99,35 @@ def test_a_worker_that_is_killed_before_its_rollout_is_waited_for_changes_nothin
             os.kill(playing.worker_pids()[0], signal.SIGKILL)
         assert begun.wait() == calm[4]
         assert playing.report.worker_deaths == 1
+
+
+class Living(CounterEnv):
+    """Counts those that have been reset and not closed, in this process."""
+
+    living, most = set(), 0
+
+    def _start(self, rng):
+        Living.living.add(id(self))
+        Living.most = max(Living.most, len(Living.living))
+        return super()._start(rng)
+
+    def close(self):
+        Living.living.discard(id(self))
+
+
+@pytest.mark.parametrize("given", [None, 5])
+def test_live_envs_and_threads_are_bounded_and_change_no_record(given):
+    settings = with_env(Living, groups=80, members=2, max_steps=2, parallel={"episodes_at_once": given})
+    with ParallelRolloutManager(settings, HashEngine(), backend="serial") as playing:
+        serial = playing.collect(4)
+    Living.most, threads, own = 0, [0], threading.active_count()
+
+    def before(requests):
+        threads[0] = max(threads[0], threading.active_count() - own)
+
+    with ParallelRolloutManager(settings, HashEngine(before), 2, backend="threads") as playing:
+        assert playing.collect(4) == serial  # 160 episodes, 80 of each host
+    bound = 2 * (given or 64)  # fewer than 64 where memory is short
+    assert Living.most <= bound
+    assert threads[0] <= bound + 2  # and the driver's and the engine's
+    assert Living.living == set()

@@ -1,10 +1,8 @@
 """The same tokens as at the commit that wrote `same_tokens.json`, and the same wherever episodes are played.
 
-`python -m tests.rollout.test_same_tokens` writes the file anew. Digests of a network hold for one kind of machine, and
-those of engines whose answers are hashes (`counter`, `tools`, `program`) everywhere.
+`python -m tests.rollout.test_same_tokens` writes the file anew; digests hold for one kind of machine alone.
 """
 
-import contextlib
 import hashlib
 import json
 import platform
@@ -13,19 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from tests.records import exchanges
-from tests.rollout.doubles import WORDS, HashEngine, llama_engine
-from tests.rollout.doubles import config as counter
-from tests.rollout.tools import functions
+from tests.rollout.doubles import FakeServer, llama_engine
+from tests.rollout.tools.test_toolbox import NAMED, PARALLEL, said, scripted
+from tests.rollout.tools.test_toolbox import config as tools
+from tests.rollout.tools.test_toolbox import play as play_with_tools
 
-from shoal import ParallelRolloutManager, TrajectoryCollector, make_environments
-from shoal.core.data import encode_trajectory, read_trajectories
-from shoal.gateway.programs import sessions_of
+from shoal import ParallelRolloutManager
+from shoal.core.data import read_trajectories
 from shoal.rollout.factory import words_of
-from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.registry import make_engine
-from shoal.samplers.sampler import Sampling
-from shoal.samplers.scripted import ScriptedEngine
+from shoal.samplers.servers.openai import OpenAIEngine
+from shoal.samplers.tokenizers import TinyTokenizer
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 
@@ -42,6 +38,9 @@ DEMO = [
     "trainer.tensorboard=false",
 ]
 LLAMA = [*SMALL, "agent_proxy.max_tokens=6", "agent_proxy.prompt.prefill=''", "agent_proxy.prompt.closing=''"]
+LIMITS = ["agent_proxy.top_p=0.9", "agent_proxy.top_k=40", "agent_proxy.min_p=0.001"]
+"""Of tokens that may be sampled."""
+SLOTS = {"cache_tokens": 8192, "max_batch": 4}
 PLACES = [
     ("threads", 2),
     ("processes", 3),
@@ -51,10 +50,6 @@ PLACES = [
     pytest.param("processes", 4, marks=pytest.mark.slow),
     pytest.param("ray", 2, marks=[pytest.mark.slow, pytest.mark.ray]),
 ]
-VECTORS = [("vector serial", 1), ("vector process", 2)]
-FUNCTIONS = Path(__file__).parents[1] / "gateway"
-CALL = '<tool_call>{"name": "%s", "arguments": {"%s": %s}}</tool_call>'
-CALLS = CALL % ("add", "a", 2) + CALL % ("look", "city", '"oslo"') + CALL % ("fail", "text", '"x"')
 
 
 def digest(trajectories, digits=4):
@@ -106,63 +101,40 @@ def of_base_parallel(backend, n_jobs):
         return digest(manager.collect(0) + manager.collect(1))
 
 
-def of_llama(backend, n_jobs):
+def of_llama(backend, n_jobs, *changes, **settings):
     """Tokens and rewards alone: log-probabilities of a transformer differ in the last digits between batches."""
-    config = compose_config("base-parallel", [*LLAMA, "agent_proxy.prompt.mode=append"])
-    with ParallelRolloutManager(config, llama_engine(context=400), n_jobs, backend=backend) as manager:
+    config = compose_config("base-parallel", [*LLAMA, "agent_proxy.prompt.mode=append", *changes])
+    engine = llama_engine(context=400, **settings)
+    with ParallelRolloutManager(config, engine, n_jobs, backend=backend) as manager:
         return digest(manager.collect(0), digits=None)
 
 
-def of_counter(backend, n_jobs, tools=()):
-    """Whole records of an engine whose answers are hashes; with `tools`, of one that calls them each other turn."""
-    settings, engine, sampling = counter(), HashEngine(), Sampling(16, 1.0, ("</action>",))
-    if tools:
-        engine = ScriptedEngine(
-            lambda text, key: f"<action>{WORDS[0]}</action>" if key.path[-1] % 2 else CALLS
-        )
-        sampling = Sampling(999, 1.0, ("</action>",))
-    if not backend.startswith("vector"):
-        with ParallelRolloutManager(settings, engine, n_jobs, backend=backend, tools=tools) as manager:
-            return whole(manager.collect(4, sampling))
-    vector = {"backend": backend.split()[1]} | ({"num_workers": n_jobs} if n_jobs > 1 else {})
-    train, _ = make_environments(settings | {"vector": vector})
-    prompt = PromptConfig(**settings["agent_proxy"]["prompt"])
-    parts = train.pool, train.tags, train.roles, train.group_size, engine, prompt, 7
+def of_server(backend, n_jobs, kind="vllm"):
+    """What a server wrote, with its log-probabilities."""
+    config = compose_config("base-parallel", [*SMALL, "agent_proxy.max_tokens=6"])
     with (
-        Toolbox(tools) as toolbox,
-        contextlib.closing(TrajectoryCollector(*parts, toolbox=toolbox)) as playing,
+        FakeServer(kind) as server,
+        OpenAIEngine(server.url, tokenizer=TinyTokenizer()) as engine,
+        ParallelRolloutManager(config, engine, n_jobs, backend=backend) as manager,
     ):
-        return whole(playing.collect(4, sampling))
+        return digest(manager.collect(0))
 
 
-def of_tools(backend, n_jobs):
-    return of_counter(backend, n_jobs, [functions.add, functions.look, functions.fail])
-
-
-def of_program(backend, n_jobs):
-    settings = counter(groups=3)
-    program = {"function": "agent_functions:play", "folder": str(FUNCTIONS)}
-    settings["custom_envs"]["Counter"] = {"env_type": "program", "env_config": program}
-    with ParallelRolloutManager(
-        settings, HashEngine(), n_jobs, backend=backend, sessions=sessions_of
-    ) as manager:
-        return whole(manager.collect(4))
-
-
-def whole(trajectories):
-    """One hash of every word, token, log-probability, reward and end."""
-    records = [json.loads(encode_trajectory(trajectory)) for trajectory in trajectories]
-    assert all(record["status"] == "ok" for record in records)
-    return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
+def of_tools(backend):
+    """Prompts, answers and rewards of episodes with tools, two of them in one answer."""
+    engine = scripted(PARALLEL, said("look", city="rome"), "<action>left</action>")
+    told = [
+        [[call.new_prompt_ids, call.parent, call.response_ids] for call in t.calls]
+        + [u.reward for u in t.turns]
+        for t in play_with_tools(tools(NAMED), engine, backend)
+    ]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def known(name, found):
     """Whether this is the digest of that name, where digests of this kind of machine are known."""
     told = json.loads(KNOWN.read_text())
-    return (name not in EXACT and told["machine"] != MACHINE) or told[name] == found
-
-
-EXACT = {"counter": of_counter, "tools": of_tools, "program": of_program}
+    return told["machine"] != MACHINE or told[name] == found
 
 
 @pytest.fixture(scope="module")
@@ -185,15 +157,20 @@ def test_a_transformer_writes_the_known_tokens_everywhere(serial, backend, n_job
     assert known("llama", found)
 
 
-@pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), *PLACES, *VECTORS])
-@pytest.mark.parametrize("name", ["counter", "tools"])
-def test_hashes_and_tools_leave_the_known_records_everywhere(name, backend, n_jobs):
-    assert known(name, EXACT[name](backend, n_jobs))
+@pytest.mark.parametrize("settings", [{}, SLOTS], ids=["rows", "slots"])
+@pytest.mark.parametrize(("name", "changes"), [("llama", []), ("llama limited", LIMITS)])
+def test_rows_and_slots_write_the_known_tokens(settings, name, changes):
+    assert known(name, of_llama("threads", 2, *changes, **settings))
 
 
-@pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), ("processes", 3)])
-def test_programs_leave_the_known_records(backend, n_jobs):
-    assert known("program", of_program(backend, n_jobs))
+@pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), ("threads", 2), ("processes", 2)])
+def test_a_server_writes_the_known_tokens_everywhere(backend, n_jobs):
+    assert known("server", of_server(backend, n_jobs))
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads", "processes"])
+def test_tools_are_shown_and_answered_in_the_known_tokens_everywhere(backend):
+    assert known("tools", of_tools(backend))
 
 
 @pytest.mark.parametrize(
@@ -221,6 +198,8 @@ if __name__ == "__main__":
             "demo": of_training(f"{folder}/run"),
             "base-parallel": of_base_parallel("serial", 1),
             "llama": of_llama("serial", 1),
-            **{name: digest_of("serial", 1) for name, digest_of in EXACT.items()},
+            "llama limited": of_llama("serial", 1, *LIMITS),
+            "server": of_server("serial", 1),
+            "tools": of_tools("serial"),
         }
     KNOWN.write_text(json.dumps(found, indent=1) + "\n")

@@ -112,15 +112,15 @@ def train(options: TrainOptions) -> int:
     config = composed(options, RECORDED)
     if options.cfg:
         from shoal.core.configuration import as_commented_yaml
-        from shoal.train.agent.presets import reasons
+        from shoal.train.agent.algorithms.presets import reasons
 
         print(as_commented_yaml(config, reasons(config)), end="")
         return 0
     show_warnings()
     import torch
 
-    from shoal.train.agent.distributed import Processes
-    from shoal.train.agent.records import refuse_taken
+    from shoal.train.agent.processes.distributed import Processes
+    from shoal.train.agent.run.records import refuse_taken
     from shoal.train.agent.trainer import AgentTrainer
 
     processes = Processes.join(config.engine.device)
@@ -180,8 +180,8 @@ COMMAND = Command(TrainOptions, train, MORE, MOST_USED)
 
 
 def _list_configs() -> int:
+    from shoal.train.agent.algorithms.presets import preset_purposes
     from shoal.train.agent.config import config_purposes
-    from shoal.train.agent.presets import preset_purposes
 
     rows = [list(row) for row in config_purposes().items()]
     table("", ["config", "what it is for"], rows, text=(0, 1))
