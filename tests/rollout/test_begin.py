@@ -1,6 +1,5 @@
 """A rollout is begun, and waited for later: hosts play it meanwhile, and nothing that it plays depends on it."""
 
-import contextlib
 import os
 import signal
 import threading
@@ -92,11 +91,13 @@ def test_closing_ends_what_has_begun(backend):
 
 
 def test_a_worker_that_is_killed_before_its_rollout_is_waited_for_changes_nothing(calm):
-    with player("processes", HashEngine(), nap=0.05) as playing:
+    engine = HashEngine()
+    with player("processes", engine, nap=0.1) as playing:
         assert playing.collect(3, SAMPLING) == calm[3]
+        asked = sum(engine.batches)
         begun = playing.begin(4, SAMPLING)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(playing.worker_pids()[0], signal.SIGKILL)
+        wait_for(lambda: sum(engine.batches) >= asked + 16)  # episodes are open in each worker
+        os.kill(playing.worker_pids()[0], signal.SIGKILL)
         assert begun.wait() == calm[4]
         assert playing.report.worker_deaths == 1
 

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
@@ -459,12 +459,13 @@ class TrajectoryCollector(Closing):
         if left := begun.left():
             self._hosts = self._hosts or self._make_hosts()
         if left and self._hosts is not None:
+            put = begun.news.put
             begun.driver = Driver(
-                self._hosts, self.inference.sampler, begun.sampling, lambda *item: begun.news.put(item),
-                self.settings, self.failures, self.toolbox, self.report,
+                self._hosts, self.inference.sampler, begun.sampling, lambda *item: put(item), self.settings,
+                self.failures, self.toolbox, self.report,
             )  # fmt: skip
             begun.playing = self.inference.loop.submit(begun.driver.play(left))
-            begun.playing.add_done_callback(lambda _: begun.news.put(None))
+            begun.playing.add_done_callback(lambda _: put(None))
         self._begun = begun
         return begun
 
@@ -486,8 +487,8 @@ class TrajectoryCollector(Closing):
 
             try:
                 with Judging(self._judge, begun.assignments, results, self._task_of) as judging:
-                    if begun.driver is not None:
-                        self._play_on_hosts(begun, begun.driver, finished)
+                    if begun.playing is not None:
+                        self._play_on_hosts(begun, begun.playing, finished)
                     if left := begun.left():
                         self._play_here(left, begun.sampling, finished)
                     results |= judging.judged(self.failures)
@@ -503,15 +504,8 @@ class TrajectoryCollector(Closing):
         """Play in the caller's thread: one episode after another, or one env step abreast."""
         sampler = as_sampler(self.engine, Asking(retries=self.settings.engine_retries), inline=True)
         driver = Driver(
-            self._here,
-            sampler,
-            sampling,
-            finished,
-            self._settings_here,
-            self.failures,
-            self.toolbox,
-            self.report,
-        )
+            self._here, sampler, sampling, finished, self._settings_here, self.failures, self.toolbox, self.report,
+        )  # fmt: skip
 
         async def play() -> None:
             try:
@@ -521,34 +515,34 @@ class TrajectoryCollector(Closing):
 
         run_here(play())
 
-    def _play_on_hosts(self, begun: Rollout, driver: Driver, finished: Callable[[int, Ended], None]) -> None:
+    def _play_on_hosts(
+        self, begun: Rollout, playing: Future[None], finished: Callable[[int, Ended], None]
+    ) -> None:
         """Keep in this thread what the driver's has played."""
-        assert begun.playing is not None and self._hosts is not None  # noqa: PT018
-        loop, hosts = self.inference.loop, self._hosts
         try:
-            while (item := self._next(begun)) is not None:
+            while (item := begun.news.get()) is not None:
                 finished(*item)
-            begun.playing.result()
-            loop.run(hosts.rest(keep_envs=self.settings.keep_envs))
+            playing.result()
+            if self._hosts is not None:
+                self.inference.loop.run(self._hosts.rest(keep_envs=self.settings.keep_envs))
         except HostsFailedError as error:
             left = len(begun.left())
             logger.warning("%s; the %d episodes that are left are played here, in sequence", error, left)
             self._end_hosts()
-        except BaseException:
-            if self._hosts is not None:  # else the manager is closed
-                self._hosts = None
-                with contextlib.suppress(TimeoutError):
-                    loop.run(driver.stop(), INTERRUPTED_SECONDS)
-                    loop.run(hosts.close(), INTERRUPTED_SECONDS)
+        except BaseException as error:
+            self._end_hosts(INTERRUPTED_SECONDS)
+            if isinstance(error, CancelledError):
+                raise WorkerError(CLOSED) from None
             raise
 
-    def _next(self, begun: Rollout) -> tuple[int, Ended] | None:
-        while True:
-            try:
-                return begun.news.get(timeout=0.5)
-            except queue.Empty:
-                if self._closed.is_set():
-                    raise WorkerError(CLOSED) from None
+    def _end_hosts(self, seconds: float | None = None) -> None:
+        """Break off what hosts play, and end them."""
+        begun, hosts, self._hosts = self._begun, self._hosts, None
+        with contextlib.suppress(TimeoutError):
+            if begun is not None and begun.driver is not None:
+                self.inference.loop.run(begun.driver.stop(), seconds)
+            if hosts is not None:
+                self.inference.loop.run(hosts.close(), seconds)
 
     @property
     def inference(self) -> SharedLLMInferenceManager:
@@ -568,9 +562,13 @@ class TrajectoryCollector(Closing):
         A rollout that another thread plays ends with a `WorkerError`.
         """
         self._closed.set()
+        begun = self._begun
+        if begun is not None and begun.driver is not None:
+            self.inference.loop.run(begun.driver.stop())
         alone = self._lock.acquire(timeout=OTHER_ROLLOUT_SECONDS)
         try:
             self._end_hosts()
+            self._begun = None
             run_here(self._here.close())
             if self._inference is not None:
                 self._inference.close()
@@ -580,14 +578,6 @@ class TrajectoryCollector(Closing):
             self._closed = threading.Event()
             if alone:
                 self._lock.release()
-
-    def _end_hosts(self) -> None:
-        begun, self._begun = self._begun, None
-        if begun is not None and begun.driver is not None:
-            self.inference.loop.run(begun.driver.stop())
-        hosts, self._hosts = self._hosts, None
-        if hosts is not None:
-            self.inference.loop.run(hosts.close())
 
 
 class ParallelRolloutManager(TrajectoryCollector):
