@@ -37,30 +37,12 @@ def calm():
     return play("serial")[0]
 
 
-def test_the_serial_rollout_is_that_of_the_lockstep_collector(calm):
-    train, _ = make_environments(config() | {"vector": {"backend": "serial"}})
-    engine = HashEngine()
-    from shoal.rollout.prompts import PromptConfig
-
-    prompt = PromptConfig(**config()["agent_proxy"]["prompt"])
-    playing = TrajectoryCollector(train.pool, train.tags, train.roles, train.group_size, engine, prompt, 7)
-    assert playing.collect(4, SAMPLING) == calm
-    assert len({t.turns[0].observation for t in calm}) > 4  # not all alike
-    assert all(
-        t.status == "ok" and len(t.turns) == 6 and {c.weights_version for c in t.calls} == {3} for t in calm
-    )
-
-
 @pytest.mark.parametrize("schedule", ["adaptive", "greedy", "barrier"])
 @pytest.mark.parametrize(("backend", "n_jobs"), [("threads", 1), ("threads", 8), ("processes", 3)])
 def test_trajectories_are_equal_on_every_backend_schedule_and_number_of_workers(
     calm, backend, n_jobs, schedule
 ):
     assert play(backend, n_jobs=n_jobs, parallel={"schedule": schedule})[0] == calm
-
-
-def test_trajectories_are_equal_on_loky(calm):
-    assert play("loky", n_jobs=2)[0] == calm
 
 
 def test_a_serial_rollout_tells_how_busy_its_engine_was(calm):

@@ -112,7 +112,7 @@ class Driver:
         Raises:
             HostsFailedError: there can be no hosts; what has finished is reported.
         """
-        before = self._sampler.statistics
+        began, before = time.perf_counter(), self._sampler.statistics
         seconds, batches = before.engine_seconds, before.batches
         for assignment in assignments:
             self._todo.put_nowait(_Job(assignment))
@@ -135,6 +135,7 @@ class Driver:
                 await asyncio.wait(tasks)
             self._sampler.playing = 0
             after = self._sampler.statistics
+            self.report.seconds += time.perf_counter() - began
             self.report.engine_seconds += after.engine_seconds - seconds
             self.report.batches += after.batches - batches
 
@@ -383,7 +384,7 @@ class TrajectoryCollector(Closing):
         return self.roles[tag]
 
     def _plan(self, iteration: int, first_group: int, n_groups: int | None) -> list[Assignment]:
-        """The episodes; the index of each is its env's, modulo their number."""
+        """The episodes; in a vector env the index of each is its env's, modulo their number."""
         n, size = len(self.tags), self.group_size
         plan = assignments_of(self.seed, iteration, self.tags, size, first_group, n_groups)
         groups = [slot_of(a.place.group, self.tags) + a.place.group // n * n for a in plan]
@@ -473,7 +474,7 @@ class TrajectoryCollector(Closing):
         with self._lock:
             if self._begun is not begun:
                 raise WorkerError("this rollout is over: it was waited for, or its manager was closed")
-            began, results, report = time.perf_counter(), begun.results, self.report
+            results = begun.results
 
             def finished(index: int, ended: Ended) -> None:
                 results[index] = ended.trajectory
@@ -495,7 +496,6 @@ class TrajectoryCollector(Closing):
             finally:
                 self._begun = None
             self.failures.sum_up()
-            report.seconds = time.perf_counter() - began
             return [results[one.index] for one in begun.assignments]
 
     def _play_here(
@@ -654,9 +654,6 @@ class ParallelRolloutManager(TrajectoryCollector):
         )  # fmt: skip
         self._here, self._settings_here = LocalHosts(partial(InlineHost, self._setup)), ONE_AT_ONCE
         self._workers = 1 if self.backend == "serial" else self.n_jobs
-
-    def _plan(self, iteration: int, first_group: int, n_groups: int | None) -> list[Assignment]:
-        return assignments_of(self.seed, iteration, self.tags, self.group_size, first_group, n_groups)
 
     def _sampling(self) -> Sampling:
         return self.config.agent_proxy.sampling()
