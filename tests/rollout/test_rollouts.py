@@ -98,7 +98,7 @@ def check_failures(calm, played, status, cause):
         if now.env_seed % 4:
             assert now == before
         else:
-            assert now.status == status
+            assert (now.status, now.ended) == (status, "time" if status == "timeout" else "fault")
             assert re.search(cause, now.error)
             assert now.turns == (() if status == "timeout" else before.turns[:2])
             assert not now.success

@@ -20,9 +20,9 @@ from shoal.samplers.sampler import Sampling
 from shoal.samplers.scripted import ScriptedEngine
 
 KNOWN = {
-    "envs": "785a7f0d2b705a3d82d90c18107daff76c00dbda3dbe9eaf52c766acf993a3af",
-    "tools": "d4a02f34e31027e70d97f70e09c433d0a01bf2c195811be4898b897089973e5f",
-    "program": "1552c7cfca779142881b8598508609dfafd16b70cb48e645317eff257dd7a803",
+    "envs": "a9fccd889c1c9613cd33467a19af488f360751818ce36dc66c12e366bd0dcd8c",
+    "tools": "286da81d638c46f42645ea7ea7aec4f0936c66d2051f15776e8f3cd8aec5704e",
+    "program": "8f934a45670927cf7de5889f1fc1c5f5f64cc23d96b7315653ebabdca20c4a4f",
 }
 PLACES = [
     ("serial", 1),

@@ -21,7 +21,7 @@ from shoal.cli.grammar import count_of, duration, print_json, refuse_below
 from shoal.cli.output import harmless, program
 from shoal.cli.runs import describe, is_run
 from shoal.core.configuration import read_settings
-from shoal.core.data import Judged, Trajectory
+from shoal.core.data import ENDINGS, Judged, Trajectory
 from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import UNFINISHED, command_of, read_summary, whole_rows
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
@@ -264,9 +264,10 @@ def outcome(trajectory: Trajectory) -> str:
         return "success"
     if trajectory.program_failed:
         return f"the program failed: {trajectory.error}"
-    if trajectory.finish == "context":
-        return "the prompt filled the context"
-    return "failed" if trajectory.terminated else "cut off before it was solved"
+    if trajectory.terminated:
+        return "failed"
+    why = f": {ENDINGS[trajectory.ended]}" if trajectory.ended else ""
+    return f"cut off before it was solved{why}"
 
 
 def print_episode(

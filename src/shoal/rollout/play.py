@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
-from shoal.core.data import Status, Trajectory
+from shoal.core.data import Status, Trajectory, ending_of
 from shoal.core.errors import ConfigError, EngineError, WorkerError, did_you_mean
 from shoal.core.executors import Closing, available_cpus
 from shoal.envs.catalogue import resolve_text
@@ -301,7 +301,7 @@ def without_turns(assignment: Assignment, status: Status, why: str) -> Trajector
     return Trajectory(
         env=assignment.tag, iteration=place.iteration, group=place.group, member=place.member,
         env_seed=place.env_seed, calls=(), turns=(), success=False, terminated=False, truncated=False, status=status,
-        error=why,
+        error=why, ended=ending_of(status),
     )  # fmt: skip
 
 

@@ -20,11 +20,11 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from shoal.core.data import Call, Requests, Status, Trajectory, Turn
+from shoal.core.data import Call, Ending, Requests, Status, Trajectory, Turn, ending_of
 from shoal.core.errors import ConfigError, EngineError, EnvError, whole_characters
 from shoal.core.workers import kill_descendants
 from shoal.envs.program import ProgramEnv
@@ -60,7 +60,7 @@ class ProgramSession(Protocol):
     def requests(self) -> Requests | None:
         """Those that were not answered as the program asked; None if there are none."""
 
-    def spent(self, *, parallel: bool) -> str | None:
+    def spent(self, *, parallel: bool) -> Literal["calls", "context"] | None:
         """The budget that ended it, "calls" or "context": a request was refused for it, and none was answered after.
 
         Args:
@@ -161,19 +161,20 @@ class Result:
 
 
 class End(NamedTuple):
-    """How an episode of a program ends."""
+    """How an episode of a program ends; `ended` says why, where its status does not."""
 
     status: Status
     why: str | None = None
     result: Result = Result(0.0)
     truncated: bool = False
+    ended: Ending = "env"
 
 
 def ended(
     came: Result | ProgramFailedError,
     *,
     answered: bool,
-    budget: str | None,
+    budget: Literal["calls", "context"] | None,
     refused: Requests | None,
     on_error: float,
 ) -> End:
@@ -188,11 +189,12 @@ def ended(
     """
     failed = came if isinstance(came, ProgramFailedError) else None
     if budget is not None and (failed is None or failed.how != "fault"):
-        return End("ok", None, came if answered and isinstance(came, Result) else Result(0.0), truncated=True)
+        result = came if answered and isinstance(came, Result) else Result(0.0)
+        return End("ok", None, result, truncated=True, ended=budget)
     if answered and isinstance(came, Result):
         return End("ok", None, came)
     if answered and failed is not None and failed.how == "raised":
-        return End("ok", str(failed), Result(on_error))
+        return End("ok", str(failed), Result(on_error), ended="fault")
     reasons = refused.refused if refused is not None else ()
     why = str(failed) if failed is not None else "the program ended without asking the model"
     if reasons and failed is None:
@@ -268,7 +270,7 @@ class ProgramHost(Host):
             assignment.tag, place.iteration, place.group, place.member, place.env_seed,
             tuple(one.call for one in exchanged), tuple(turns), success=end.result.success,
             terminated=end.status == "ok" and not end.truncated, truncated=end.truncated,
-            status=end.status, error=end.why, finish="context" if end.truncated and budget == "context" else None,
+            status=end.status, error=end.why, ended=ending_of(end.status) or end.ended,
             requests=msgspec.UNSET if requests is None else requests,
         )  # fmt: skip
 

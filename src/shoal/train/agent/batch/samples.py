@@ -97,7 +97,7 @@ def turns_in_samples(trajectory: Trajectory) -> list[int]:
 
 def was_cut(trajectory: Trajectory) -> bool:
     """Whether a response of this episode ended because its tokens were used up, or the episode with the context."""
-    return trajectory.finish == "context" or any(call.finish == "length" for call in trajectory.calls)
+    return trajectory.ended == "context" or any(call.finish == "length" for call in trajectory.calls)
 
 
 def _sample(ids: tuple[int, ...], places: list[int], logprobs: list[float]) -> Sample:
