@@ -26,13 +26,14 @@ from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.config import AgentProxy, Algorithm, Critic, KLPenalty, Lora, RolloutCorrection
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters
 from shoal.train.agent.policies.loading import policy_of
 from shoal.train.agent.policies.lora import LoraPolicy
+from shoal.train.agent.policies.reference import make_networks
 from shoal.train.agent.policies.sync import WeightSync
 from shoal.train.agent.processes.distributed import ALONE, Processes
 from shoal.train.agent.processes.weights import gather, optimizer_tensors, whole
 from shoal.train.agent.run.checkpoint import Progress, load_checkpoint, save_checkpoint
-from shoal.train.agent.trainer import make_networks, make_optimizer
 from shoal.train.agent.update import Learner, prepare_samples, update
 
 PLAIN = Algorithm(
@@ -141,7 +142,8 @@ class Trained:
         policy, self.sampler = make()
         self.engine, self.critic, self.reference = make_networks(settings, policy, folder, processes)
         self.sync = WeightSync(self.engine, self.sampler)
-        self.optimizer = make_optimizer(settings, self.engine, self.critic)
+        rates = (*self.algorithm.rates, self.algorithm.weight_decay)
+        self.optimizer = split_optimizer(trained_parameters(self.engine.module), self.critic, *rates)
         self.held = self.between = 0
         self.optimizer.register_step_pre_hook(self._weigh)
         self._logits, self.engine.logits = self.engine.logits, self._scores

@@ -32,7 +32,7 @@ from shoal.rollout.hosts.host import Host, Hosts, HostsFailedError, LocalHosts, 
 
 logger = logging.getLogger(__name__)
 START_SECONDS = 120.0
-"""Seconds within which a host must be there, or its `make_timeout` if that is more."""
+"""Seconds within which a process must have imported what its envs need, whatever their limits."""
 _HEAD = struct.Struct("!i")
 """What multiprocessing sends before each message: its length."""
 
@@ -199,7 +199,6 @@ class ProcessHosts(Hosts):
     def __init__(self, setup: Setup, count: int) -> None:
         super().__init__(count, setup.close_seconds)
         self._setup, self._data = setup, pickled(setup)
-        self._limit = max(START_SECONDS, setup.make_timeout or 0.0)
 
     async def _start(self, number: int) -> Host:
         """A host in a new process."""
@@ -210,12 +209,12 @@ class ProcessHosts(Hosts):
         host = PipeHost(self._setup, process)
         host.name = "a worker process"
         try:
-            async with asyncio.timeout(self._limit):
+            async with asyncio.timeout(START_SECONDS):
                 await host.pipe.open(process.pipe)
                 await host.here
         except TimeoutError as error:
             host.end()
-            raise HostsFailedError(f"a worker process did not start within {self._limit:g} s") from error
+            raise HostsFailedError(f"a worker process did not start within {START_SECONDS:g} s") from error
         except BaseException:
             host.end()
             raise
@@ -250,12 +249,14 @@ class JoblibHosts(ProcessHosts):
         self._wanted.discard(number)
         came = asyncio.ensure_future(self._came.get())
         waiting: list[asyncio.Future[Any]] = [came, tasks]
-        await asyncio.wait(waiting, timeout=self._limit, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waiting, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if came.done():
             return came.result()
         came.cancel()
         broke = tasks.exception() if tasks.done() else None
-        why = f"did not start within {self._limit:g} s" if broke is None else f"broke: {format_error(broke)}"
+        why = (
+            f"did not start within {START_SECONDS:g} s" if broke is None else f"broke: {format_error(broke)}"
+        )
         logger.warning("a worker of joblib's %s %s; a process takes its place", self._backend, why)
         return await super()._start(number)
 
@@ -362,7 +363,7 @@ def serve(pipe: Any, data: bytes) -> None:
 
     threads = SlotThreads(unpickled(data), send)
     sys.setswitchinterval(5e-4)  # many short turns of many threads: none may hold the others up for 5 ms
-    send(Here(os.getpid()))
+    send(Here(os.getpid()))  # from here on limits of envs count, imports of their modules do not
     with contextlib.suppress(EOFError, OSError):
         while True:
             message = _to_host.decode(pipe.recv_bytes())

@@ -94,7 +94,8 @@ def heldout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics = rollout_metrics(trajectories)
     kinds = [key for key in metrics if key.startswith(("success/", "score"))]
     of_programs = program_metrics(trajectories)
-    wanted = ("success", "reward", "turns", "valid_actions", "failed_episodes", *kinds, *of_programs)
+    means = ("success", "reward", "turns", "valid_actions", "truncated")
+    wanted = (*means, "failed_episodes", *kinds, *of_programs)
     return {f"heldout_{key}": metrics[key] for key in wanted}
 
 
