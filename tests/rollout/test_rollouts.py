@@ -378,16 +378,6 @@ def test_numbers_of_numpy_name_the_same_episodes(backend):
     assert list(map(encode_trajectory, played)) == list(map(encode_trajectory, expected))
 
 
-def test_no_process_is_left_behind():
-    with ParallelRolloutManager(config(), HashEngine()) as manager:
-        manager.collect(0)
-        pids = manager.worker_pids()
-        assert len(pids) == 2
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
 def test_an_episode_that_kills_its_worker_is_given_up_after_as_many_deaths_as_allowed():
     settings = config(groups=2, members=1, n_jobs=1, fault="kill", every=1, parallel={"max_deaths": 2})
     played, report = play("processes", settings)
