@@ -12,7 +12,7 @@ from shoal.core.data import decode_trajectory, encode_trajectory
 from shoal.gateway.programs import sessions_of
 from shoal.gateway.server import Gateway
 from shoal.rollout.journal import Journal
-from shoal.samplers.batching import as_sampler
+from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Key, Sampling
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.run.metrics import heldout_metrics, rollout_metrics
@@ -165,7 +165,7 @@ def test_the_sampling_of_the_run_holds_whatever_a_program_sends_and_what_is_not_
         )
         return session.calls[0].call.response_ids, overridden
 
-    gateway = Gateway(as_sampler(engine), engine.tokenizer, max_tokens=8, by_asking=False)
+    gateway = Gateway(SamplerClient(engine), engine.tokenizer, max_tokens=8, by_asking=False)
     go = [{"role": "user", "content": "go"}]
     answers = [
         asyncio.run(asked(number, "chat/completions", {"messages": go, **sent}))

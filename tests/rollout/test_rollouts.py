@@ -37,7 +37,7 @@ def calm():
     return play("serial")[0]
 
 
-@pytest.mark.parametrize("schedule", ["adaptive", "greedy", "barrier"])
+@pytest.mark.parametrize("schedule", ["adaptive", "barrier"])
 @pytest.mark.parametrize(("backend", "n_jobs"), [("threads", 1), ("threads", 8), ("processes", 3)])
 def test_trajectories_are_equal_on_every_backend_schedule_and_number_of_workers(
     calm, backend, n_jobs, schedule
@@ -58,7 +58,7 @@ def test_the_barrier_runs_one_batch_a_turn_and_the_lock_one_request():
     play("threads", parallel={"schedule": "barrier"}, engine=engine)
     assert engine.batches == [16] * 6
     engine = HashEngine()
-    play("threads", parallel={"schedule": "greedy", "max_batch": 1}, engine=engine)
+    play("threads", parallel={"max_batch": 1}, engine=engine)
     assert engine.batches == [1] * 96
 
 

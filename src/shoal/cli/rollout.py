@@ -139,7 +139,7 @@ def prepare(
     from shoal.rollout.tools.toolbox import Toolbox
     from shoal.train.agent.policies.loading import policy_of
     from shoal.train.agent.run.answers import with_room
-    from shoal.train.agent.run.checkpoint import read_checkpoint
+    from shoal.train.records.checkpoints import read_checkpoint
 
     toolbox = ending.enter_context(Toolbox(config.agent_proxy.tools, config.agent_proxy.max_tool_turns))
 

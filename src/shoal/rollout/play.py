@@ -40,8 +40,7 @@ from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.settings import Backend, ParallelConfig, check_jobs, rollout_config
 from shoal.rollout.tools.mcp import ToolsFailedError
 from shoal.rollout.tools.toolbox import Toolbox
-from shoal.samplers.batching import Asked, Asking, SharedLLMInferenceManager, as_sampler, within
-from shoal.samplers.loops import run_here
+from shoal.samplers.asking import SamplerClient, run_here
 from shoal.samplers.sampler import ChatTokenizer, Request, Sampler, Sampling
 
 logger = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class Driver:
     def __init__(
         self,
         hosts: Hosts,
-        sampler: Asked,
+        sampler: SamplerClient,
         sampling: Sampling,
         finished: Callable[[int, Ended], None],
         limits: ParallelConfig = NO_LIMITS,
@@ -256,7 +255,7 @@ class Driver:
                     reply = Refused(slot, "timeout", f"the episode did not end within {limit:g} s")
                 else:
                     try:
-                        completion = await within(self._limits.request_timeout, self._sampler, request)
+                        completion = await self._sampler.sample(request)
                         context, version = prompt + completion.token_ids, completion.weights_version
                         reply = Answer(slot, completion)
                     except (EngineError, TimeoutError) as error:
@@ -372,7 +371,7 @@ class TrajectoryCollector(Closing):
         self._here: Hosts = LocalHosts(lambda: VectorHost(envs, n, self._role_of, self.prompter, env_retries))
         self._hosts: Hosts | None = None  # beside the caller's thread
         self._workers = 0
-        self._inference: SharedLLMInferenceManager | None = None
+        self._inference: SamplerClient | None = None
         self._lock, self._closed = threading.RLock(), threading.Event()
         self._begun: Rollout | None = None  # until it has been waited for
         self.report = RolloutReport()
@@ -462,7 +461,7 @@ class TrajectoryCollector(Closing):
         if left and self._hosts is not None:
             put = begun.news.put
             begun.driver = Driver(
-                self._hosts, self.inference.sampler, begun.sampling, lambda *item: put(item), self.settings,
+                self._hosts, self.inference, begun.sampling, lambda *item: put(item), self.settings,
                 self.failures, self.toolbox, self.report,
             )  # fmt: skip
             begun.playing = self.inference.loop.submit(begun.driver.play(left))
@@ -502,7 +501,7 @@ class TrajectoryCollector(Closing):
         self, left: Sequence[Assignment], sampling: Sampling, finished: Callable[[int, Ended], None]
     ) -> None:
         """Play in the caller's thread: one episode after another, or one env step abreast."""
-        sampler = as_sampler(self.engine, Asking(retries=self.settings.engine_retries), inline=True)
+        sampler = SamplerClient(self.engine, retries=self.settings.engine_retries, inline=True)
         driver = Driver(
             self._here, sampler, sampling, finished, self._settings_here, self.failures, self.toolbox, self.report,
         )  # fmt: skip
@@ -545,13 +544,13 @@ class TrajectoryCollector(Closing):
                 self.inference.loop.run(hosts.close(), seconds)
 
     @property
-    def inference(self) -> SharedLLMInferenceManager:
+    def inference(self) -> SamplerClient:
         """The engine for a driver beside the caller's thread, started when first needed."""
         if self._inference is None:
             own = self.settings
-            self._inference = SharedLLMInferenceManager(
+            self._inference = SamplerClient(
                 self.engine, schedule=own.schedule, max_batch=own.max_batch, engine_timeout=own.engine_timeout,
-                request_timeout=own.request_timeout, retries=own.engine_retries, max_restarts=own.engine_restarts,
+                retries=own.engine_retries, max_restarts=own.engine_restarts,
             )  # fmt: skip
         return self._inference
 
@@ -612,7 +611,7 @@ class ParallelRolloutManager(TrajectoryCollector):
         backend: Backend | None = None,
         journal: Journal | None = None,
         failures: FailureLog | None = None,
-        sessions: Callable[[Asked, ChatTokenizer], Sessions] | None = None,
+        sessions: Callable[[SamplerClient, ChatTokenizer], Sessions] | None = None,
         judge: Judge | None = None,
         tools: Sequence[Any] | Toolbox | None = None,
     ) -> None:
@@ -664,7 +663,7 @@ class ParallelRolloutManager(TrajectoryCollector):
 
     def _make_hosts(self) -> Hosts | None:
         if self._programs and self._sessions is not None:
-            sessions = self._sessions(self.inference.sampler, self.engine.tokenizer)
+            sessions = self._sessions(self.inference, self.engine.tokenizer)
             return ProgramHosts(self._programs, sessions, self._workers, self.settings.env_retries)
         return make_hosts(self.backend, self._setup, self.n_jobs, self.settings.ray_options)
 

@@ -15,7 +15,7 @@ from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.rewards.settings import RewardConfig
 from shoal.rollout.tools.chat import MAX_TURNS
 from shoal.rollout.tools.toolbox import ToolConfig
-from shoal.samplers.batching import Schedule
+from shoal.samplers.asking import Schedule
 from shoal.samplers.sampler import Sampling
 
 MOST_AT_ONCE, ENV_MEMORY = 64, 64 << 20
@@ -31,8 +31,8 @@ class ParallelConfig:
     backend: Backend = "auto"
     """Where episodes are played; "auto" is "processes"."""
     schedule: Schedule = "adaptive"
-    """When an engine that works in batches runs: "adaptive" or "greedy", whenever it is free and something waits, or
-    "barrier", when all episodes at play have asked (lockstep)."""
+    """When an engine that works in batches runs: "adaptive", whenever it is free and something waits, or "barrier",
+    when all episodes at play have asked (lockstep)."""
     episodes_at_once: int | None = None
     """Episodes that one host plays at once: so many live envs and threads (of each kind of env that is played). If not
     given, at most 64, and fewer where the hosts together would have less than 64 MiB of free memory for each; so 128
@@ -46,12 +46,11 @@ class ParallelConfig:
     """Seconds that the constructor of an env may take; `step_timeout` if not given."""
     episode_timeout: float | None = None
     """Seconds after which an episode ends as "timeout"."""
-    request_timeout: float | None = None
-    """Seconds within which the engine must answer a request."""
     engine_timeout: float | None = None
-    """Seconds of one call of the engine, after which it counts as hung."""
+    """Seconds of one call of an engine in this process, after which it counts as hung."""
     engine_retries: int = 1
-    """Further attempts for a request that the engine failed to answer."""
+    """Further attempts for a request that an engine in this process failed to answer; servers and replicas have
+    `retries` of their own."""
     engine_restarts: int = 3
     """Times that an engine which crashed or hangs begins anew, where it can (vllm, ray)."""
     env_retries: int = 1
@@ -64,7 +63,7 @@ class ParallelConfig:
     """Keep envs for the next rollout instead of making new ones, until the manager is closed (not with joblib)."""
 
     def __post_init__(self) -> None:
-        limits = ("step_timeout", "make_timeout", "episode_timeout", "request_timeout", "engine_timeout")
+        limits = ("step_timeout", "make_timeout", "episode_timeout", "engine_timeout")
         retries = dict.fromkeys(("engine_retries", "engine_restarts", "env_retries"), 0)
         check_settings(self, limits, **retries, max_batch=1, max_deaths=1, episodes_at_once=1)
 

@@ -86,7 +86,7 @@ def test_every_number_of_a_run_is_defined_and_its_times_add_up(kind, tmp_path):
 
 
 def test_the_loss_of_the_warm_up_is_that_of_its_last_step(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.train.agent.trainer.warmed_up", lambda *_: iter([3.0, 2.0, 1.0]))
+    monkeypatch.setattr("shoal.train.agent.trainer.warm_up", lambda *_, **__: iter([3.0, 2.0, 1.0]))
     rows = run(tmp_path / "run", "demo", "trainer.iterations=1")
     assert [row.get("warmup_loss") for row in rows] == [1.0, None]
 
@@ -278,7 +278,7 @@ def test_a_parallel_rollout_is_reported_whole_with_its_refills_and_from_all_proc
     class Two(Processes):
         """The other one plays for 2 seconds when it has a share, of which its engine works 0.5."""
 
-        def together(self, work):
+        def all_gather(self, work):
             other = RolloutReport(2.0, 3, 0.5, 6, 0, 2)
             return [work(), ([], None if refill else other)]
 

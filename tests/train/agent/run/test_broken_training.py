@@ -55,7 +55,7 @@ class NoDisplay(Lake):
 
 
 def lake(kind):
-    return f"custom_envs.FrozenLakeEnv.env_type=tests.train.agent.test_broken_training:{kind}"
+    return f"custom_envs.FrozenLakeEnv.env_type=tests.train.agent.run.test_broken_training:{kind}"
 
 
 HERE = ("vector.backend=serial", "trainer.check_envs=false", "warmup.steps=0")

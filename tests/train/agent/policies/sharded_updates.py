@@ -212,14 +212,14 @@ def alone(cut, twin):
 
 def watch(case, processes, folder):
     idle = [0]
-    in_step = Processes.in_step.__get__(processes)
+    even_out = Processes.even_out.__get__(processes)
 
     def counted(items):
-        for item in in_step(items):
+        for item in even_out(items):
             idle[0] += item is None
             yield item
 
-    processes.in_step = counted
+    processes.even_out = counted
     cut = Trained(case, processes, folder / case / "reference")
     twin = Trained(case, ALONE, folder / f"{case}-{processes.rank}" / "reference")
     for one in (cut, twin):
@@ -239,7 +239,7 @@ def watch(case, processes, folder):
 
     cut.save(folder / case, 1)
     twin.save(folder / f"{case}-{processes.rank}", 1)
-    processes.together(lambda: None)
+    processes.all_gather(lambda: None)
     saved, other = folder / case / "step-000001", folder / f"{case}-0" / "step-000001"
     told["file_gap"] = gap(tensors_of(saved), tensors_of(other))
     told["files"] = [sorted(str(file.relative_to(of)) for file in of.rglob("*")) for of in (saved, other)]
@@ -260,7 +260,7 @@ def main():
     folder = Path(sys.argv[1])
     processes = Processes.join("cpu", sharded=True)
     told = {case: watch(case, processes, folder) for case in sys.argv[2:]}
-    everyone = processes.together(lambda: told)
+    everyone = processes.all_gather(lambda: told)
     if processes.first:
         (folder / "told.json").write_text(json.dumps(everyone))
 

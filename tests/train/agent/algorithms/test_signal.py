@@ -17,7 +17,7 @@ from shoal.train.agent.update import Learner, scaled, update
 
 
 def learner(network=None, **settings):
-    engine = ENGINE.twin()
+    engine = ENGINE.copy()
     optimizer = split_optimizer(trained_parameters(engine.module), network, 0.01, 0.01, 0.0)
     algorithm = Algorithm(**{"kl": KLPenalty(0.0), "loss_aggregation": "token_mean"} | settings)
     return Learner(engine, optimizer, algorithm, AgentProxy(), network)
@@ -53,7 +53,7 @@ def test_minibatches_are_nearly_equal_and_the_tokens_of_each_share_a_weight_of_1
 def single_tokens(n):
     """Samples of one trained token each."""
     names = "rollout_logprobs", "old_logprobs", "advantages"
-    return [Sample(s.ids, s.places[:1], {k: s.columns[k][:1] for k in names}) for s in random_samples(n, 7)]
+    return [Sample(s.ids, s.trained[:1], {k: s.columns[k][:1] for k in names}) for s in random_samples(n, 7)]
 
 
 # --- the share of groups that differ
