@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps bot
     from shoal.envs.frozen_lake import FrozenLakeEnv as FrozenLakeEnv
     from shoal.envs.sokoban.env import SokobanEnv as SokobanEnv
     from shoal.envs.text import TextEnv as TextEnv
-    from shoal.rollout.collector import TrajectoryCollector as TrajectoryCollector
     from shoal.rollout.compat.managers import BanditEnvironmentManager as BanditEnvironmentManager
     from shoal.rollout.compat.managers import CountdownEnvironmentManager as CountdownEnvironmentManager
     from shoal.rollout.compat.managers import EnvironmentManager as EnvironmentManager
@@ -30,7 +29,8 @@ if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps bot
     from shoal.rollout.compat.projections import create_projection_function as create_projection_function
     from shoal.rollout.factory import make_environments as make_environments
     from shoal.rollout.factory import validate_environment_config as validate_environment_config
-    from shoal.rollout.rollouts import ParallelRolloutManager as ParallelRolloutManager
+    from shoal.rollout.play import ParallelRolloutManager as ParallelRolloutManager
+    from shoal.rollout.play import TrajectoryCollector as TrajectoryCollector
     from shoal.samplers.asking import SharedLLMInferenceManager as SharedLLMInferenceManager
     from shoal.skills.learning.merge import process_completed_training as process_completed_training
     from shoal.skills.learning.network import build_remapping as build_remapping
@@ -63,9 +63,8 @@ _NAMES = {
     "envs.bandit": "BanditEnv",
     "train.agent.trainer": "AgentTrainer",
     "train.agent.config": "AgentConfig",
-    "rollout.collector": "TrajectoryCollector",
     "rollout.factory": "make_environments validate_environment_config",
-    "rollout.rollouts": "ParallelRolloutManager",
+    "rollout.play": "ParallelRolloutManager TrajectoryCollector",
     "samplers.asking": "SharedLLMInferenceManager",
     "rollout.compat.projections": "create_projection_function",
     "vector.compat": "MultiProcessEnvironmentContainer ParallelEnv",

@@ -355,7 +355,7 @@ class _Writer:
 
     def _recorded(self, number: int) -> Completion | None:
         if number > len(self.record.turns):
-            if self.record.finish != "context":
+            if self.record.ended != "context":
                 return None
             return Completion((), (), "context")
         turn = self.record.turns[number - 1]

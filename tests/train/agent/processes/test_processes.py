@@ -173,7 +173,7 @@ def test_an_error_in_one_process_ends_all_with_its_reason(tmp_path, monkeypatch)
     """An env that fails while it is made for the second process alone."""
     (tmp_path / "failing.py").write_text(
         "import os, runpy, sys\n"
-        "from shoal.rollout.collector import TrajectoryCollector\n"
+        "from shoal.rollout.play import TrajectoryCollector\n"
         "play = TrajectoryCollector.collect\n"
         "def collect(self, *a, **k):\n"
         "    if os.environ.get('RANK') == '1':\n"
