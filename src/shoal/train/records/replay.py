@@ -217,8 +217,8 @@ class Replay(Closing):
         level = "L2" if self.config.engine.name == "tiny" and self.device == "cpu" else "L1"
         one, other = _without_versions(record), _without_versions(again)
         found = difference_of(one, other, tokens_only=level != "L2")
-        if record.status != "ok" and found is not None and found.what in ("status", "error", "truncated", "terminated",
-                                                                       "the number of turns"):  # fmt: skip
+        if record.status != "ok" and found is not None and found.what in ("status", "error", "truncated", "terminated", "ended",
+                                                                       "last", "the number of turns"):  # fmt: skip
             return None  # what ended it was no part of the episode
         return found
 
