@@ -191,13 +191,8 @@ class TmuxLauncher(LocalLauncher):
 
     def _tmux(self, *arguments: str, check: bool = True, server: str | None = None) -> str:
         for _ in range(TMUX_TRIES):
-            done = subprocess.run(
-                ["tmux", "-L", server or self.server, *arguments],
-                capture_output=True,
-                text=True,
-                timeout=30,
-                check=False,
-            )
+            words = ["tmux", "-L", server or self.server, *arguments]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
             if "server exited" not in done.stderr:
                 break
         if check and done.returncode:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shoal.core.errors import ConfigError, DataError
 from shoal.skills.graph.process import DONE
@@ -25,6 +25,7 @@ def process_completed_training(
     base_dir: Path | str,
     total_timesteps: int | None = None,
     *,
+    merge: Literal["most-frames"] = "most-frames",
     attempt: int | None = None,
     store: Store | None = None,
     keep_run: bool = False,
@@ -41,6 +42,7 @@ def process_completed_training(
         global_expert_idx: that skill's expert.
         base_dir: the folder of the whole run.
         total_timesteps: credits every loaded expert with this many env steps instead of those it acted in.
+        merge: the rule above; there is no other.
         attempt: the launch that is waited for; by default the latest of this skill.
         store: an open store of `base_dir`, if there is one.
         keep_run: leave the run folder in place; else its logs and metrics move to the skill's folder.
@@ -53,6 +55,8 @@ def process_completed_training(
         DataError: the training is not finished, or its result is broken.
         ConfigError: the folder is that of another skill or expert.
     """
+    if merge != "most-frames":
+        raise ValueError(f"merge must be 'most-frames', the only rule, got {merge!r}")
     base_dir, run_folder = Path(base_dir), Path(run_folder)
     with (
         contextlib.nullcontext(store) if store else contextlib.closing(Store(base_dir, create=True)) as opened
