@@ -8,11 +8,12 @@ import os
 from typing import Any
 
 from shoal.core.errors import WorkerDiedError
-from shoal.core.workers import WorkerProcess, describe_exit
+from shoal.core.workers import PRELOAD, WorkerProcess, describe_exit
 from shoal.rollout.hosts.episodes import Setup
 from shoal.rollout.hosts.host import Host, Hosts, HostsFailedError
 from shoal.rollout.hosts.sockets import Listener, SocketHost, serve
 
+PRELOAD.append(__name__)
 START_SECONDS = 120.0
 """Seconds within which a process must connect, without a `make_timeout`."""
 
