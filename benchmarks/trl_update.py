@@ -43,13 +43,15 @@ from tests.records import Exchange, trajectory_of  # noqa: E402
 from shoal.core.data import Trajectory  # noqa: E402
 from shoal.core.errors import EngineError  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
-from shoal.samplers.huggingface import HuggingFaceEngine  # noqa: E402
+from shoal.samplers.huggingface.engine import HuggingFaceEngine  # noqa: E402
 from shoal.samplers.models import resolve_model  # noqa: E402
-from shoal.train.agent.advantages import group_relative  # noqa: E402
-from shoal.train.agent.batch import Sample, make_samples, token_values  # noqa: E402
+from shoal.train.agent.algorithms.advantages import group_relative  # noqa: E402
+from shoal.train.agent.batch.packing import token_values  # noqa: E402
+from shoal.train.agent.batch.samples import Sample, make_samples  # noqa: E402
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty  # noqa: E402
-from shoal.train.agent.networks import split_optimizer  # noqa: E402
-from shoal.train.agent.policy import Policy, policy_of, score, trained_parameters  # noqa: E402
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters  # noqa: E402
+from shoal.train.agent.policies.loading import policy_of  # noqa: E402
+from shoal.train.agent.policies.policy import Policy, score  # noqa: E402
 from shoal.train.agent.update import Learner, update  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_update.json"

@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from shoal.train.agent.advantages import Array, Played, advantage, gae, group_relative, normalize_rewards
+from shoal.train.agent.algorithms.advantages import (
+    Array,
+    Played,
+    advantage,
+    gae,
+    group_relative,
+    normalize_rewards,
+)
 from shoal.train.agent.config import Algorithm
 
 DISCOUNT = 0.1

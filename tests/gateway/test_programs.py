@@ -19,8 +19,8 @@ from shoal.envs.check import quick_check
 from shoal.gateway.programs import sessions_of
 from shoal.rollout.rewards.judge import Judge
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.advantages import turn_advantages
-from shoal.train.agent.batch import make_samples
+from shoal.train.agent.algorithms.advantages import turn_advantages
+from shoal.train.agent.batch.samples import make_samples
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.records.replay import Replay, find_episode

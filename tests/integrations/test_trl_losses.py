@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
-from shoal.train.agent.advantages import turn_advantages
+from shoal.train.agent.algorithms.advantages import turn_advantages
 from shoal.train.agent.config import compose_config
 
 pytestmark = [

@@ -471,7 +471,7 @@ def llama_engine(tokenizer=None, context=200, **settings):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from shoal.samplers.huggingface import HuggingFaceEngine
+    from shoal.samplers.huggingface.engine import HuggingFaceEngine
 
     tokenizer = tokenizer or byte_tokenizer()
     shape = LlamaConfig(

@@ -16,9 +16,9 @@ from shoal.rollout.factory import (
 )
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.settings import ParallelConfig, RolloutSettings, rollout_config
-from shoal.samplers.http import RetryPolicy
 from shoal.samplers.registry import EngineConfig, ReplicaConfig, ServerConfig
 from shoal.samplers.sampler import Sampling
+from shoal.samplers.servers.http import RetryPolicy
 
 NAN, INF = float("nan"), float("inf")
 

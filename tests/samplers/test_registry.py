@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.rollout.doubles import TEMPLATE, CounterEnv, FakeServer, HashEngine, byte_tokenizer, config
 from tests.rollout.doubles import llama_engine as make_llama
-from tests.samplers import fake_vllm
+from tests.samplers.vllm import fake_vllm
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
@@ -28,7 +28,8 @@ from shoal.samplers.sampler import Key, Request, Sampling, capabilities_of
 from shoal.samplers.tiny import TinyEngine
 from shoal.testing import check_engine
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.policy import TinyPolicy, load_engine, make_policy, policy_of
+from shoal.train.agent.policies.loading import load_engine, make_policy, policy_of
+from shoal.train.agent.policies.policy import TinyPolicy
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from tests.rollout.doubles import llama_engine as make_engine
 from shoal.core.errors import EngineError
 from shoal.samplers.batching import SharedLLMInferenceManager
 from shoal.samplers.noise import Noise
-from shoal.samplers.openai import DIALECTS, OpenAIEngine
 from shoal.samplers.sampler import (
     NO_NUMBERS,
     Key,
@@ -22,6 +21,7 @@ from shoal.samplers.sampler import (
     Sampling,
     restricted,
 )
+from shoal.samplers.servers.openai import DIALECTS, OpenAIEngine
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.samplers.tokenizers import TinyTokenizer
 

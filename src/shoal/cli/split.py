@@ -214,7 +214,7 @@ def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None
     from shoal.splitting.splitters import SPLITTERS
 
     if options.imports:
-        from shoal.train.agent.config import import_extensions
+        from shoal.core.extensions import import_extensions
 
         import_extensions(options.imports)
     reader = reader_of(options.root, options.reader, recorded_tokens=options.use_vllm_logp)

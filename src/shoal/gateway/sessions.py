@@ -32,7 +32,7 @@ Turns = tuple[tuple[str, str], ...]
 Budget = Literal["calls", "context"]
 MOST_REASONS = 20
 """Different refusals of a session that are recorded in full."""
-MOST_BEYOND = 1000
+MOST_BEYOND = 50
 """Requests beyond its budget after which a program is taken to ask for ever."""
 
 

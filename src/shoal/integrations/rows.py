@@ -1,7 +1,7 @@
 """What other trainers train on: prompt, response and a mask of what the model wrote, as plain numbers.
 
-A row is a stretch of context in which every prompt extends the tokens before it (`shoal.train.agent.batch`): a whole
-episode when prompts grow (`prompt.mode: append`), a turn when each is a fresh chat (`window`).
+A row is a stretch of context in which every prompt extends the tokens before it (`shoal.train.agent.batch.samples`): a
+whole episode when prompts grow (`prompt.mode: append`), a turn when each is a fresh chat (`window`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
 from shoal.rollout.settings import RolloutConfig, rollout_config
-from shoal.train.agent.batch import make_samples
+from shoal.train.agent.batch.samples import make_samples
 
 
 @dataclass(frozen=True, slots=True)

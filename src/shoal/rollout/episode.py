@@ -27,8 +27,8 @@ from shoal.core.data import (
 )
 from shoal.core.errors import EngineError, EnvError, format_error, whole_characters
 from shoal.envs.actions import Projected, Projection, ToolCall
+from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene
-from shoal.samplers.images import picture_url
 from shoal.samplers.sampler import Completion, Key, Message, Request, Sampling
 from shoal.samplers.tokenizers import first_difference
 

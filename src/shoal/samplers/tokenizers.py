@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from shoal.core.errors import ConfigError, DataError, EngineError, needs_extra, reading
 from shoal.core.files import read_json
 from shoal.envs.actions import ToolCall
-from shoal.samplers.calls import Grammar, read_calls, written_result
+from shoal.envs.calls import Grammar, read_calls, written_result
 from shoal.samplers.sampler import Message
 
 _MARK = re.compile("\ue000(\\d+)\ue001")

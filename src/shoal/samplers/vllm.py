@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.core.errors import DataError, EngineError, format_error, needs_extra
-from shoal.samplers.huggingface import as_in_files
+from shoal.samplers.huggingface.engine import as_in_files
 from shoal.samplers.sampler import (
     Capabilities,
     ChatTokenizer,

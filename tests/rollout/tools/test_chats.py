@@ -14,7 +14,7 @@ from shoal.rollout.tools.chat import ToolChat
 from shoal.rollout.tools.functions import function_tool
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tokenizers import TemplateTokenizer
-from shoal.train.agent.batch import make_samples
+from shoal.train.agent.batch.samples import make_samples
 
 HEAD = "{% set ns = namespace(tool=false) %}"
 ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -22,17 +22,19 @@ from tests.rollout.doubles import byte_tokenizer
 from tests.rollout.doubles import llama_engine as make_llama
 from tests.train.agent.checkpoints import tensors_of
 
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.checkpoint import Progress, load_checkpoint, save_checkpoint
 from shoal.train.agent.config import AgentProxy, Algorithm, Critic, KLPenalty, Lora, RolloutCorrection
-from shoal.train.agent.distributed import ALONE, Processes
-from shoal.train.agent.lora import LoraPolicy
-from shoal.train.agent.policy import policy_of
-from shoal.train.agent.trainer import make_networks, make_optimizer
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters
+from shoal.train.agent.policies.loading import policy_of
+from shoal.train.agent.policies.lora import LoraPolicy
+from shoal.train.agent.policies.reference import make_networks
+from shoal.train.agent.policies.sync import WeightSync
+from shoal.train.agent.processes.distributed import ALONE, Processes
+from shoal.train.agent.processes.weights import gather, optimizer_tensors, whole
+from shoal.train.agent.run.checkpoint import Progress, load_checkpoint, save_checkpoint
 from shoal.train.agent.update import Learner, prepare_samples, update
-from shoal.train.agent.weights import WeightSync, gather, optimizer_tensors, whole
 
 PLAIN = Algorithm(
     adv_estimator="grpo", minibatch_size=4, micro_batch_tokens=40, weight_decay=0.01, kl=KLPenalty(0.05),
@@ -140,7 +142,8 @@ class Trained:
         policy, self.sampler = make()
         self.engine, self.critic, self.reference = make_networks(settings, policy, folder, processes)
         self.sync = WeightSync(self.engine, self.sampler)
-        self.optimizer = make_optimizer(settings, self.engine, self.critic)
+        rates = (*self.algorithm.rates, self.algorithm.weight_decay)
+        self.optimizer = split_optimizer(trained_parameters(self.engine.module), self.critic, *rates)
         self.held = self.between = 0
         self.optimizer.register_step_pre_hook(self._weigh)
         self._logits, self.engine.logits = self.engine.logits, self._scores
@@ -196,7 +199,7 @@ def gap(one, two):
 def answers(engine):
     wanted = Sampling(max_tokens=6, temperature=1.0)
     asked = [Request((7, 8, 9, 6 + i), Key(0, (0, 0, i, 0)), wanted) for i in range(5)]
-    return [done.token_ids for done in engine.generate(asked)]
+    return [(done.token_ids, done.logprobs) for done in engine.generate(asked)]
 
 
 def alone(cut, twin):
@@ -230,6 +233,8 @@ def watch(case, processes, folder):
     told["idle"] = idle[0]
     told["state_gap"] = gap(cut.moments(), twin.moments())
 
+    for one in (cut, twin):  # as the trainer does after an update
+        one.engine.weights_version = 3
     told["answers"] += [alone(cut, twin)]
 
     cut.save(folder / case, 1)
@@ -243,6 +248,9 @@ def watch(case, processes, folder):
     cut.reference.load()
     cut.train(3), twin.train(3)
     told["resumed_gap"] = gap(cut.state(), twin.state())
+    for one in (cut, twin):  # as after a warm-up: other weights, and the version is what it was
+        one.sync.changed()
+    told["answers"] += [alone(cut, twin)]
     return told
 
 

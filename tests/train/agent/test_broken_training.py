@@ -3,14 +3,14 @@
 import math
 
 import pytest
-from tests.train.agent.test_crash_points import train
+from tests.train.agent.run.test_crash_points import train
 
 from shoal.core.errors import DivergedError, EngineError, EnvError
 from shoal.envs import make
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tiny import TinyEngine
 from shoal.train.agent import update
-from shoal.train.agent.checkpoint import list_checkpoints, newest_checkpoint
+from shoal.train.agent.run.checkpoint import list_checkpoints, newest_checkpoint
 
 
 @pytest.mark.parametrize("parallel", ["false", "true"])

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.core.files import read_json
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.evaluation import success_rate
+from shoal.train.agent.run.metrics import success_rate
 from shoal.train.agent.trainer import AgentTrainer
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ from tests.train.agent.test_trainer import SMALL, results
 
 from shoal import derive_seed, envs
 from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.train.agent.algorithms.losses import LOSSES, policy_loss
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.losses import LOSSES, policy_loss
 from shoal.train.agent.trainer import AgentTrainer
 
 PATIENCE = 60

@@ -22,5 +22,9 @@ def test_an_update_passes_at_most_seven_files(tmp_path):
             row = update(trainer._learner, prepare_samples(episodes, trainer._learner), 0)
     assert row["gradient_steps"] >= 1
     files = passed.files(leave_out=("core/",))
-    assert {"train/agent/update.py", "train/agent/batch.py", "train/agent/losses.py"} <= files
+    assert {
+        "train/agent/update.py",
+        "train/agent/batch/samples.py",
+        "train/agent/algorithms/losses.py",
+    } <= files
     assert len(files) <= 7, sorted(files)

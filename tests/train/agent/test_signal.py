@@ -6,13 +6,13 @@ import torch
 from tests.records import Exchange, trajectory_of
 from tests.train.agent.test_update import ENGINE, contrast, random_samples
 
-from shoal.train.agent.advantages import turn_advantages
-from shoal.train.agent.batch import Sample
+from shoal.train.agent.algorithms.advantages import turn_advantages
+from shoal.train.agent.algorithms.losses import PolicyLoss, policy_loss
+from shoal.train.agent.batch.samples import Sample
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
 from shoal.train.agent.config import Critic as Settings
-from shoal.train.agent.losses import PolicyLoss, policy_loss
-from shoal.train.agent.networks import split_optimizer
-from shoal.train.agent.policy import Critic, trained_parameters
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters
+from shoal.train.agent.policies.policy import Critic
 from shoal.train.agent.update import Learner, scaled, update
 
 

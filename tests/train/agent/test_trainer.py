@@ -13,10 +13,9 @@ from shoal.core.data import read_advantages, read_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.envs.text import Outcome
-from shoal.train.agent import records
-from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import AgentConfig, compose_config
-from shoal.train.agent.evaluation import checkpoint_of
+from shoal.train.agent.run import records
+from shoal.train.agent.run.checkpoint import checkpoint_of, list_checkpoints
 from shoal.train.agent.trainer import AgentTrainer, warmed_up
 
 CLOCKS = (

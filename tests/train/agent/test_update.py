@@ -9,20 +9,15 @@ from hypothesis import strategies as st
 from tests.records import Exchange, trajectory_of
 
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.batch import Sample, make_samples, micro_batches, token_values
+from shoal.train.agent.algorithms.losses import aggregation_weights
+from shoal.train.agent.batch.packing import micro_batches, token_values
+from shoal.train.agent.batch.samples import Sample, make_samples
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, RolloutCorrection
 from shoal.train.agent.config import Critic as Settings
-from shoal.train.agent.losses import aggregation_weights
-from shoal.train.agent.policy import Critic, policy_of, score, trained_parameters
-from shoal.train.agent.update import (
-    Learner,
-    MasterAdamW,
-    Totals,
-    critic_loss,
-    gradient_step,
-    token_loss,
-    update,
-)
+from shoal.train.agent.optimizer import MasterAdamW, trained_parameters
+from shoal.train.agent.policies.loading import policy_of
+from shoal.train.agent.policies.policy import Critic, score
+from shoal.train.agent.update import Learner, Totals, critic_loss, gradient_step, token_loss, update
 
 ENGINE = policy_of(TinyEngine(["Up"], TinyShape(width=16, layers=1, heads=2, context=64), seed=1))
 CRITIC = Critic(ENGINE)

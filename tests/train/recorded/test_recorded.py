@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.train.agent.test_packing_check import MIXING, OWN_WAYS, engine_of
+from tests.train.agent.policies.test_packing_check import MIXING, OWN_WAYS, engine_of
 from transformers import LlamaConfig
 
 from shoal.core.errors import ConfigError, DataError
@@ -21,8 +21,10 @@ from shoal.splitting import (
     load_processor,
 )
 from shoal.splitting.synthetic import write_button_recordings, write_gui_recordings
-from shoal.train.agent.batch import Sample, micro_batches, token_values
-from shoal.train.agent.policy import HuggingFacePolicy, score
+from shoal.train.agent.batch.packing import micro_batches, token_values
+from shoal.train.agent.batch.samples import Sample
+from shoal.train.agent.policies.huggingface import HuggingFacePolicy
+from shoal.train.agent.policies.policy import score
 from shoal.train.recorded.run import RecordedConfig, tiny_model, train_recorded
 from shoal.train.recorded.training import RecordedTrainer, RecordedTraining, likeliest, recorded_samples
 

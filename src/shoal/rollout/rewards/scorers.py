@@ -34,8 +34,8 @@ from shoal.envs.catalogue import function_named
 from shoal.rollout.functions import FunctionFailedError, FunctionProcesses
 from shoal.rollout.prompts import fill
 from shoal.rollout.rewards.settings import PROMPT, REWARDS, JudgeConfig, RewardConfig
-from shoal.samplers.http import HttpClient, RetryPolicy
 from shoal.samplers.loops import LoopThread
+from shoal.samplers.servers.http import HttpClient, RetryPolicy
 
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 MOST_OUTPUT = 1 << 20

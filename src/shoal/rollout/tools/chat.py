@@ -13,8 +13,8 @@ from typing import Any
 
 from shoal.core.data import ToolUse
 from shoal.envs.actions import Projected, Reader, ToolCall
+from shoal.envs.calls import Grammar, read_calls, with_tools, written_call, written_result
 from shoal.rollout.tools.functions import Tool
-from shoal.samplers.calls import Grammar, read_calls, with_tools, written_call, written_result
 from shoal.samplers.sampler import ChatTokenizer, Message
 
 MAX_TURNS = 8

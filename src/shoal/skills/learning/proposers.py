@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from shoal.core.errors import ConfigError, EngineError
 from shoal.core.files import append_line
 from shoal.core.run_folder import whole_rows
-from shoal.samplers.http import HttpClient, RetryPolicy
 from shoal.samplers.loops import LoopThread
+from shoal.samplers.servers.http import HttpClient, RetryPolicy
 from shoal.skills.learning.plan import covering_plan, dependencies, plan_for
 from shoal.skills.learning.spec import (
     Features,

@@ -5,44 +5,36 @@ Unknown keys are errors, and so are settings that would have no effect beside ea
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import json
 import math
-import os
 import shlex
-import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import partial
 from importlib import resources
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 from shoal.core.configuration import check_fields, from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, UnknownNameError, unknown_name
+from shoal.core.extensions import import_extensions
 from shoal.core.registry import Registry
-from shoal.envs.catalogue import package_of
 from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
-from shoal.rollout.filters import FilterType
 from shoal.rollout.rewards.settings import ENV, FORMAT, RewardConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.samplers.registry import EngineConfig as EngineConfig
-from shoal.train.agent.advantages import ESTIMATORS, Method
-from shoal.train.agent.batch import Batching
-from shoal.train.agent.conflicts import conflicts_of
-from shoal.train.agent.losses import LOSSES, Aggregation, KLEstimator
-from shoal.train.agent.presets import preset_words, settle, settled_mapping
+from shoal.train.agent.algorithms.advantages import ESTIMATORS, Method
+from shoal.train.agent.algorithms.conflicts import conflicts_of
+from shoal.train.agent.algorithms.losses import LOSSES, Aggregation, KLEstimator
+from shoal.train.agent.algorithms.presets import preset_words, settle, settled_mapping
+from shoal.train.agent.batch.packing import Batching
 
 T = TypeVar("T")
-GROUP = "shoal.extensions"
-"""The group of entry points in which installed packages name modules that register what is theirs."""
-_IMPORTS, _COMPOSING = threading.RLock(), threading.Lock()
+FilterType = Literal["std", "max_mean"]
+_COMPOSING = threading.Lock()
 
 
 def refuse_not_positive(settings: Any, *names: str) -> None:
@@ -175,7 +167,7 @@ class Algorithm:
     """How trajectories change the weights."""
 
     adv_estimator: str = "grpo"
-    """A registered estimator, see `shoal.train.agent.advantages`."""
+    """A registered estimator, see `shoal.train.agent.algorithms.advantages`."""
     gamma: float = 1.0
     """Discount per turn; below 1, shorter solutions are worth more."""
     step_advantage_weight: float = 1.0
@@ -184,7 +176,7 @@ class Algorithm:
     teacher: str | None = None
     """Distillation: the folder of a model, or of a checkpoint's engine, that scores the tokens (same vocabulary)."""
     policy_loss: str = "clip"
-    """A registered loss, see `shoal.train.agent.losses`."""
+    """A registered loss, see `shoal.train.agent.algorithms.losses`."""
     loss_aggregation: Aggregation = "sequence_mean"
     """`token_mean`: every token counts the same; `sequence_mean`: every sample, and its tokens share; `constant`: the
     sum over tokens, divided by the number of samples and by `loss_constant`."""
@@ -530,57 +522,6 @@ _FREE_OF_REWARDS = {
     "timeout", "retries", "concurrency", "model.base_url", "model.api_key_env", "model.patience",
 }  # fmt: skip
 """Where a judge runs, and how long it is waited for."""
-
-
-def import_extensions(names: Sequence[str]) -> None:
-    """Import modules and files of the user (`imports:`), and what installed packages name, so that they register.
-
-    One that fails can be imported again, and registers its names again. Threads import one after the other.
-
-    Raises:
-        ConfigError: there is no such module or file, or it fails.
-    """
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"imports must be a list of modules and files, got {names!r}")
-    with _IMPORTS:
-        for entry in importlib.metadata.entry_points(group=GROUP):
-            source = f"the entry point {entry.name!r} of {package_of(entry)}"
-            _import(source, entry.load)
-        for name in names:
-            if is_folder(name):
-                if os.path.isdir(name) and (folder := os.path.abspath(name)) not in sys.path:
-                    sys.path.append(folder)
-            elif name.endswith(".py"):
-                _import(f"imports: {name}", partial(_import_file, Path(name).resolve()))
-            else:
-                _import(f"imports: {name}", partial(importlib.import_module, name))
-
-
-def is_folder(name: str) -> bool:
-    """Whether a name of `imports:` is that of a folder to find modules in."""
-    return "/" in name.replace(os.sep, "/") and not name.endswith(".py")
-
-
-def _import(source: str, work: Callable[[], Any]) -> None:
-    try:
-        work()
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{source} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def _import_file(path: Path) -> None:
-    """Run a file once in this process, and again when it says something else."""
-    source = path.read_bytes()
-    name = f"shoal_imports.{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules and sys.modules[name].__dict__["source"] == source:
-        return
-    sys.modules[name] = module = ModuleType(name)
-    module.__dict__.update(__file__=str(path), source=source)
-    try:
-        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
-    except BaseException:
-        del sys.modules[name]
-        raise
 
 
 # --- from YAML and the command line

@@ -23,7 +23,6 @@ from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import resolve_text
 from shoal.gateway.programs import sessions_of
-from shoal.rollout.answers import with_room
 from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import Role
 from shoal.rollout.factory import host_of, make_environments, make_roles
@@ -37,43 +36,32 @@ from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.registry import close_engine
 from shoal.samplers.sampler import Sampler
 from shoal.train.advice import Rejected
-from shoal.train.agent.batch import Sample
-from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
+from shoal.train.agent.algorithms.conflicts import refuse_without_signal
+from shoal.train.agent.batch.samples import Sample
 from shoal.train.agent.config import AgentConfig
-from shoal.train.agent.conflicts import refuse_without_signal
-from shoal.train.agent.determinism import applies, deterministic, threads
-from shoal.train.agent.distributed import Processes
-from shoal.train.agent.evaluation import (
+from shoal.train.agent.optimizer import set_rates, split_optimizer, trained_parameters
+from shoal.train.agent.policies.loading import load_teacher, make_networked, policy_of, refuse_stranger
+from shoal.train.agent.policies.packable import safe_batching
+from shoal.train.agent.policies.policy import Policy, checkpointed_layers, weights_sha256
+from shoal.train.agent.policies.reference import make_networks
+from shoal.train.agent.policies.sharding import ShardedPolicy
+from shoal.train.agent.policies.sync import WeightSync
+from shoal.train.agent.processes.determinism import applies, deterministic, threads
+from shoal.train.agent.processes.distributed import Processes
+from shoal.train.agent.run.answers import with_room
+from shoal.train.agent.run.checkpoint import Progress, load_checkpoint, newest_checkpoint
+from shoal.train.agent.run.metrics import (
     heldout_metrics,
     iteration_times,
     rejected_answer,
     rollout_metrics,
     signal_metrics,
 )
-from shoal.train.agent.networks import make_networked, make_networks, make_optimizer, set_rates
-from shoal.train.agent.playing import SharedCollector, play_groups, refuse_all_failed
-from shoal.train.agent.policy import (
-    Policy,
-    checkpointed_layers,
-    load_teacher,
-    policy_of,
-    refuse_stranger,
-    safe_batching,
-    weights_sha256,
-)
-from shoal.train.agent.records import Records, refuse_taken
-from shoal.train.agent.rehearsal import rehearse
-from shoal.train.agent.sharding import ShardedPolicy
-from shoal.train.agent.update import (
-    Learner,
-    advantages_of,
-    prepare_samples,
-    sampled_entropy,
-    scaled,
-    update,
-)
-from shoal.train.agent.warmup import refuse_without_actions, warm_up, warmup_steps
-from shoal.train.agent.weights import WeightSync
+from shoal.train.agent.run.playing import SharedCollector, play_groups, refuse_all_failed
+from shoal.train.agent.run.records import Records, refuse_taken
+from shoal.train.agent.supervised.rehearsal import rehearse
+from shoal.train.agent.supervised.warmup import refuse_without_actions, warm_up, warmup_steps
+from shoal.train.agent.update import Learner, advantages_of, prepare_samples, sampled_entropy, scaled, update
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +141,7 @@ class AgentTrainer(Closing):
         if config.model.lora.rank and not hasattr(policy, "without_adapters"):
             raise ConfigError(
                 f"model.lora.rank={config.model.lora.rank} has no effect on a policy that is given without adapters: "
-                f"give shoal.train.agent.lora.add_lora(policy, ...), or set it to 0"
+                f"give shoal.train.agent.policies.lora.add_lora(policy, ...), or set it to 0"
             )
         if algorithm.gradient_checkpointing and not checkpointed_layers(policy.module):
             raise ConfigError(
@@ -176,7 +164,8 @@ class AgentTrainer(Closing):
         begun.callback(self.records.close)
         kept = self.records.folder.path / "reference"
         self.policy, self.critic, self._reference = make_networks(config, policy, kept, self.processes)
-        self.optimizer = make_optimizer(config, self.policy, self.critic)
+        trained, weight_decay = trained_parameters(self.policy.module), algorithm.weight_decay
+        self.optimizer = split_optimizer(trained, self.critic, *algorithm.rates, weight_decay)
         self._sync = WeightSync(self.policy, sampler)
         reference, budget = (
             self._reference,

@@ -15,26 +15,18 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.core.data import Trajectory
-from shoal.core.errors import ConfigError, DivergedError
+from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed, stream
-from shoal.train.agent.advantages import Array, critic_advantages, teacher_advantages, turn_advantages
-from shoal.train.agent.batch import (
-    Column,
-    MicroBatch,
-    Sample,
-    make_samples,
-    micro_batches,
-    split_tokens,
-    token_values,
-    turns_in_samples,
-    was_cut,
+from shoal.train.agent.algorithms.advantages import (
+    Array,
+    critic_advantages,
+    teacher_advantages,
+    turn_advantages,
 )
-from shoal.train.agent.config import AgentProxy, Algorithm
-from shoal.train.agent.distributed import ALONE, Processes
-from shoal.train.agent.losses import (
+from shoal.train.agent.algorithms.losses import (
     Tokens,
     aggregation_weights,
     entropy_bonus,
@@ -44,89 +36,19 @@ from shoal.train.agent.losses import (
     rollout_correction,
     value_loss,
 )
-from shoal.train.agent.policy import Critic, Policy, autocast, score, training_mode
-from shoal.train.optimizers import AdamW
-
-LOWER = (
-    "Go on from the last checkpoint with a lower learning rate (resume=true algorithm.learning_rate=…), or begin anew "
-    "in another run_dir"
+from shoal.train.agent.batch.packing import MicroBatch, micro_batches, token_values
+from shoal.train.agent.batch.samples import (
+    Column,
+    Sample,
+    make_samples,
+    split_tokens,
+    turns_in_samples,
+    was_cut,
 )
-"""The remedy for a run that diverged."""
-
-
-class MasterAdamW(AdamW):
-    """AdamW that steps float32 masters of parameters with fewer bits, and rounds them into the network after.
-
-    A small step is lost when it is added to a bfloat16 weight; in the master it adds up with the next ones. Float32
-    parameters are their own masters.
-
-    Args:
-        groups: as of `torch.optim.AdamW`, each with `params` and `lr`.
-        weight_decay: of all groups.
-    """
-
-    def __init__(self, groups: Sequence[dict[str, Any]], weight_decay: float = 0.0) -> None:
-        self._rounded: list[tuple[Tensor, nn.Parameter]] = []  # parameter of the network, its master
-        mastered = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
-        super().__init__(mastered, weight_decay=weight_decay, fused=True)
-
-    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter.dtype in (torch.float32, torch.float64):
-            return parameter
-        master = nn.Parameter(parameter.detach().float())
-        self._rounded.append((parameter, master))
-        return master
-
-    @torch.no_grad()
-    def take_weights(self) -> None:
-        """Begin anew from the network's weights, which something else has set."""
-        for parameter, master in self._rounded:
-            master.copy_(parameter)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
-        super().zero_grad(set_to_none)
-        for parameter, _ in self._rounded:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Add the network's gradients to the masters', in float32: call it after each backward pass.
-
-        Left in the network, those of several passes would be summed, and rounded, in as few bits as its weights have.
-        """
-        for parameter, master in self._rounded:
-            if parameter.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad += parameter.grad
-            parameter.grad = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Step the masters by the network's gradients, and round them into the network."""
-        self.take_gradients()
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        result = super().step(closure)
-        # the fused kernel leaves versions as they are, by which samplers know that what they kept is out of date
-        torch.autograd.graph.increment_version([p for p in stepped if not hasattr(p, "full_tensor")])
-        for parameter, master in self._rounded:
-            parameter.copy_(master)
-            master.grad = None
-        return result
-
-    @property
-    def stepped(self) -> list[list[nn.Parameter]]:
-        """By group, what is stepped and has the gradients: masters, and parameters that need none."""
-        return [group["params"] for group in self.param_groups]
-
-    def masters(self) -> dict[str, Tensor]:
-        """Those that are no parameters of the network themselves, as `<number of the parameter>.master`."""
-        own = {id(master) for _, master in self._rounded}
-        every = [parameter for group in self.param_groups for parameter in group["params"]]
-        return {f"{i}.master": master.detach() for i, master in enumerate(every) if id(master) in own}
+from shoal.train.agent.config import AgentProxy, Algorithm
+from shoal.train.agent.optimizer import MasterAdamW, shorten
+from shoal.train.agent.policies.policy import Critic, Policy, autocast, score, training_mode
+from shoal.train.agent.processes.distributed import ALONE, Processes
 
 
 @dataclass
@@ -332,22 +254,6 @@ def gradient_step(
         shorten(group, config.max_grad_norm, "critic")
     totals.steps += 1
     learner.optimizer.step()
-
-
-def shorten(parameters: Sequence[nn.Parameter], limit: float | None, of: str) -> float:
-    """The norm of a gradient, which is no longer than `limit` after; 0 and None are no limit.
-
-    Raises:
-        DivergedError: it is NaN or infinite; no step was made with it.
-    """
-    norm = nn.utils.clip_grad_norm_(parameters, limit or math.inf)
-    size = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # the former of shards
-    if not math.isfinite(size):
-        raise DivergedError(
-            f"the gradient of the {of} is {size} (its norm): training diverged, and the weights are those from before "
-            f"it. {LOWER}"
-        )
-    return size
 
 
 def token_loss(

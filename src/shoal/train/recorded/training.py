@@ -25,13 +25,16 @@ from shoal.core.files import read_json, verify_folder, write_folder, write_json
 from shoal.core.seeding import stream
 from shoal.samplers.models import looks_back
 from shoal.samplers.sampler import ROUNDING
-from shoal.train.agent.advantages import group_relative
-from shoal.train.agent.batch import Batching, Column, Floats, MicroBatch, Sample, token_values
+from shoal.train.agent.algorithms.advantages import group_relative
+from shoal.train.agent.algorithms.losses import LOSSES, Aggregation
+from shoal.train.agent.batch.packing import Batching, MicroBatch, token_values
+from shoal.train.agent.batch.samples import Column, Floats, Sample
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, refuse_negative, refuse_not_positive
-from shoal.train.agent.losses import LOSSES, Aggregation
-from shoal.train.agent.policy import HuggingFacePolicy, safe_batching, trained_parameters
-from shoal.train.agent.update import Learner, MasterAdamW, Totals, gradient_step, minibatches
-from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
+from shoal.train.agent.optimizer import MasterAdamW, trained_parameters
+from shoal.train.agent.policies.huggingface import HuggingFacePolicy
+from shoal.train.agent.policies.packable import safe_batching
+from shoal.train.agent.processes.weights import fill_optimizer, optimizer_tensors
+from shoal.train.agent.update import Learner, Totals, gradient_step, minibatches
 
 Objective = Literal["supervised", "grpo"]
 

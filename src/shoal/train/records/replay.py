@@ -286,7 +286,7 @@ class Replay(Closing):
         import torch
 
         from shoal.core.files import read_json, verify_folder
-        from shoal.train.agent.policy import load_engine
+        from shoal.train.agent.policies.loading import load_engine
 
         if folder not in self._loaded:
             torch.set_num_threads(self.config.engine.threads)
