@@ -26,8 +26,10 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 
 from shoal.core.errors import ConfigError, EnvError, WorkerTimeoutError
+from shoal.core.executors import available_cpus
 from shoal.vector import AsyncVectorEnv, MultiProcessEnvironmentContainer, ParallelEnv, make_vec
-from shoal.vector.make import Plan
+from shoal.vector.loop import Patience
+from shoal.vector.make import Plan, StepCost, choose, free_cpus
 from tests.vector.faulty import CountEnv, Faulty
 from tests.vector.living import alive
 from tests.vector.scripted import SlowEnv, same
@@ -617,3 +619,42 @@ def test_programs_of_a_worker_that_is_killed_end_with_it(tmp_path: Path, monkeyp
         with pytest.raises(WorkerTimeoutError):
             envs.step(np.ones(1, np.int64))
         assert not alive(int(pid.read_text()))
+
+
+# --- looking before sleeping
+def looks(patience: Patience, clock: list[float], ticks: list[float], free_at: int) -> tuple[bool, int]:
+    """Whether a semaphore was taken that is free at the n-th try, and after how many tries; each tries take `ticks`."""
+    tries = 0
+
+    def acquire(block: bool) -> bool:
+        nonlocal tries
+        assert not block
+        clock[0] += ticks[min(tries, len(ticks) - 1)]
+        tries += 1
+        return tries > free_at
+
+    return patience.take(acquire), tries
+
+
+def test_a_worker_looks_before_it_sleeps_only_while_that_pays_and_nobody_wants_its_core() -> None:
+    clock = [0.0]
+    patience = Patience(lambda: clock[0])
+    assert looks(patience, clock, [1e-6], 0) == (True, 1)
+    assert looks(patience, clock, [1e-6], 50) == (True, 51)
+    taken, tries = looks(patience, clock, [1e-6], 10**6)  # in vain: for 100 us
+    assert not taken
+    assert 95 < tries < 110
+    assert looks(patience, clock, [1e-6], 5) == (False, 1)  # the next time it sleeps at once
+    assert looks(patience, clock, [1e-6], 5) == (True, 6)  # and looks again
+    clock[0] += 1.0
+    assert looks(patience, clock, [1e-6, 1e-6, 2e-4], 50) == (False, 4)  # somebody had the core for 200 us
+    assert looks(patience, clock, [1e-6], 5) == (False, 1)
+    clock[0] += 0.6
+    assert looks(patience, clock, [1e-6], 5) == (True, 6)
+
+
+def test_auto_takes_the_cores_that_are_free_now_and_stays_with_the_caller_where_none_is() -> None:
+    assert 1 <= free_cpus() <= available_cpus()
+    step = StepCost(2e-4, 2e-4)
+    assert choose(step, 32, cpus=1) == Plan("serial", caller_share=32)
+    assert choose(step, 32, cpus=4) == Plan("process", workers=3, caller_share=8)

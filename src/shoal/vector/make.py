@@ -6,11 +6,13 @@ import contextlib
 import copy as copying
 import functools
 import logging
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -375,7 +377,13 @@ def planned(env_fns: Sequence[EnvFn], options: Options) -> Plan:
         if n_envs == 1:
             return Plan("serial", caller_share=1)
         if (cost := try_env(env_fns[0])) is not None:
-            return choose(cost, n_envs)
+            free = free_cpus()
+            plan = choose(cost, n_envs, free)
+            logger.debug(
+                "backend='auto' is %r for %d environments of %.0f us a step, %d of %d cores free",
+                plan.backend, n_envs, cost.wall * 1e6, free, available_cpus(),
+            )  # fmt: skip
+            return plan
     default = n_envs if limited else available_cpus()
     return Plan("process", workers=min(workers or default, n_envs))
 
@@ -411,12 +419,27 @@ def try_env(fn: EnvFn) -> StepCost | None:
     return StepCost(*sorted(times)[len(times) // 2]) if times else None
 
 
+LOAD_SAMPLES, LOAD_PAUSE = 10, 2e-3
+
+
+def free_cpus() -> int:
+    """Cores that this process may use and nobody else keeps busy now; at least 1."""
+    others: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):  # only Linux says how many threads want a core
+        for _ in range(LOAD_SAMPLES):
+            running = Path("/proc/loadavg").read_text().split()[3].partition("/")[0]
+            others.append(int(running) - 1)  # without this one
+            time.sleep(LOAD_PAUSE)
+    busy = round(sum(others) / len(others)) if others else 0
+    return max(1, min(available_cpus(), (os.cpu_count() or 1) - busy))
+
+
 def choose(cost: StepCost, n_envs: int, cpus: int | None = None) -> Plan:
     """The plan for `n_envs` environments of this cost.
 
     Environments that mostly wait are stepped side by side in threads. Others stay with the caller where the steps that
-    workers would take over cost less than `WORTH_WORKERS`; else the caller steps its part, one of as many as there are
-    cores, and a worker on each other core the rest.
+    workers would take over cost less than `WORTH_WORKERS`, or no other core is free; else the caller steps its part,
+    one of as many as there are free cores, and a worker on each other one the rest.
 
     >>> choose(StepCost(1e-6, 1e-6), n_envs=4, cpus=2)
     Plan(backend='serial', workers=0, caller_share=4)

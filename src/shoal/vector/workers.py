@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import platform
 import queue
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shoal.core.errors import ConfigError, safe_repr
+from shoal.core.executors import available_cpus
 from shoal.core.workers import (
     PRELOAD,
     StartMethod,
@@ -39,6 +41,7 @@ from shoal.vector.loop import (
     TO_CALLER,
     TO_WORKER,
     WORDS,
+    Patience,
     serve,
     unpacked,
 )
@@ -58,6 +61,8 @@ from shoal.vector.messages import (
 )
 
 PRELOAD.append("shoal.vector.loop")
+ORDERED = platform.machine() in ("x86_64", "i686")
+"""Whether who sees a word in shared memory sees all that was written ahead of it; elsewhere pipes carry the answers."""
 LOADING_SECONDS = 60.0
 """Time for a worker with a time limit to start and import what it needs, before its first constructor begins."""
 END_SECONDS = 2.0
@@ -442,7 +447,10 @@ class Signals:
         self.context: Any = multiprocessing.get_context(self.method)
         self.words = self.context.RawArray("I", n_workers * WORDS)
         self.view = memoryview(self.words).cast("B").cast("I")
-        self.done = None if portable() else self.context.Semaphore(0)
+        self.done = self.context.Semaphore(0) if ORDERED and not portable() else None
+        cores = available_cpus()
+        self.lookers = cores - 1  # workers that look before they sleep: a core is left for the caller
+        self.patience = Patience() if n_workers < cores else None
 
 
 class ProcessWorker(Worker):
@@ -469,7 +477,8 @@ class ProcessWorker(Worker):
         if signals.done is not None:
             self._begin = signals.context.Semaphore(0)
             semaphores = self._begin, signals.done
-        args = (signals.words, self.number, semaphores, self.first)
+        looks = self.number < signals.lookers
+        args = (signals.words, self.number, semaphores, looks, self.first)
         self._state = self._state or process_state()  # relative names mean the same when it is started anew
         self.process = WorkerProcess(serve, args, signals.method, self._state)
 
@@ -505,8 +514,10 @@ class ProcessWorker(Worker):
 
     def wait(self, workers: Sequence[Any], seconds: float) -> None:
         """Sleep until one of these may have answered, or so many seconds."""
-        if self._signals.done is not None:
-            self._signals.done.acquire(True, seconds)
+        if (done := self._signals.done) is not None:
+            patience = self._signals.patience
+            if patience is None or not patience.take(done.acquire):
+                done.acquire(True, seconds)
         else:
             connection.wait([worker.process.pipe for worker in workers], seconds)
 
