@@ -493,7 +493,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of every environment, or read an attribute; one result per environment."""
         self._begin_call(name, args, kwargs)
-        return self._end_call(None)
+        return tuple(self._answers(None).values())
 
     @one_at_a_time
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
@@ -503,17 +503,13 @@ class VectorPool(VectorEnv[Any, Any, Any]):
     @one_at_a_time
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`, in the order of the environments."""
-        return self._end_call(timeout)
+        return tuple(self._answers(timeout).values())
 
     def _begin_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name in ("reset", "step", "close"):
             raise ValueError(f"{name!r} has a method of its own on the vector environment; use that")
         given: dict[int, Any] = dict.fromkeys(range(self.num_envs), (name, args, kwargs))
         self._begin_apply("call", f"call {name}", call_attribute, given)
-
-    def _end_call(self, timeout: float | None) -> tuple[Any, ...]:
-        answers = self._answers(timeout)
-        return tuple(answers[i] for i in range(self.num_envs))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of every environment."""
@@ -559,7 +555,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._begin("call", commands)
 
     def _answers(self, timeout: float | None) -> dict[int, Any]:
-        """The result of a call for each env; one that raises leaves episodes as they are, but for lost workers."""
+        """The result of a call for each env, in order; one that raises leaves episodes as they are, but for lost workers."""
         failures: list[Failure] = []
 
         def take(replies: list[Reply], pending: Pending) -> dict[int, Any]:
