@@ -237,9 +237,9 @@ def run_trl(case: Case, samples: list[Sample], tokenizer: Any, micro_batch: int)
     def recorded(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         masks, texts = [], []
         for sample in samples:
-            start = int(sample.places[0])
+            start = int(sample.trained[0])
             mask = np.zeros(len(sample.ids) - start, dtype=np.int64)
-            mask[sample.places - start] = 1
+            mask[sample.trained - start] = 1
             masks.append(mask.tolist())
             texts.append((list(sample.ids[:start]), list(sample.ids[start:])))
         return {
@@ -330,7 +330,7 @@ def measure(case: Case) -> None:
         make_episodes(case, 0), policy_of(HuggingFaceEngine(make_model(case.model), tokenizer))
     )
     add_row(case.name, "tokens of the batch", sum(len(s.ids) for s in samples), "tokens")
-    add_row(case.name, "written by the model", sum(len(s.places) for s in samples), "tokens")
+    add_row(case.name, "written by the model", sum(len(s.trained) for s in samples), "tokens")
     best: dict[str, float] = {}
     first: Result | None = None
     for size in case.shoal_tokens:

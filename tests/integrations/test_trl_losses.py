@@ -178,7 +178,7 @@ def test_the_reference_and_the_masks_are_those_of_trl(models, tokenizer, tmp_pat
             np.testing.assert_allclose(found, sample.columns["reference_logprobs"], rtol=1e-6)
     _, _, kept = shoals("dapo", model, reference, tokenizer, answers)
     trained = [answer for answer in answers[:-GROUP] if not answer.cut]
-    assert [len(sample.places) for sample in kept] == [len(answer.response) for answer in trained]
+    assert [len(sample.trained) for sample in kept] == [len(answer.response) for answer in trained]
     assert [int(n) for n in batch["completion_mask"].sum(1)] == [
         0 if answer.cut else len(answer.response) for answer in answers
     ]

@@ -1,5 +1,4 @@
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,10 +9,9 @@ from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed
 from shoal.envs.actions import Projected, Projection
 from shoal.envs.frozen_lake import FrozenLakeEnv
-from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.factory import make_environments, make_set, validate_environment_config
+from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
 from shoal.rollout.prompts import PromptConfig
-from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.scripted import RandomEngine, ScriptedEngine
 
@@ -213,20 +211,3 @@ def test_a_kind_of_env_with_prefill_is_refused_in_append_mode_before_anything_is
         ConfigError, match=r"custom_envs\.Lake\.prompt with agent_proxy\.prompt: prompt\.prefill"
     ):
         ParallelRolloutManager(config() | appending, RandomEngine(WORDS))
-
-
-class Slow(RandomEngine):
-    """Lets other threads go on before it answers."""
-
-    def generate(self, requests):
-        time.sleep(0.001)
-        return super().generate(requests)
-
-
-def test_what_several_threads_ask_one_collector_for_is_played_one_after_another():
-    envs = collector(Slow(WORDS))
-    alone = [envs.collect(iteration, SAMPLING) for iteration in range(6)]
-    with ThreadPoolExecutor(3) as threads:
-        together = list(threads.map(lambda iteration: envs.collect(iteration, SAMPLING), range(6)))
-    envs.close()
-    assert together == alone

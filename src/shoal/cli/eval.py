@@ -250,7 +250,7 @@ def _ppo_checkpoint(run: Path, wanted: str) -> Path:
 
 def _lacks_play(model: str) -> bool:
     """Whether a model is one that nobody says how to prompt: no run, no export of one, and no server's."""
-    from shoal.train.agent.run.exported import FILE
+    from shoal.train.records.exported import FILE
 
     folder = Path(model)
     return not (model.startswith(SERVER) or (folder / "checkpoints").is_dir() or (folder / FILE).is_file())
@@ -301,10 +301,11 @@ def _warn_of_invalid(options: EvalOptions, trajectories: list[Any], run: Any, pl
 
 def _result(trajectories: list[Any]) -> dict[str, Any]:
     """What is said of episodes; failed ones are told and left out."""
-    from shoal.train.agent.run.metrics import mean_interval, program_metrics, success_by_kind, success_rate
+    from shoal.maths.statistics import mean_interval, wilson
+    from shoal.train.agent.run.metrics import program_metrics, success_by_kind
 
     whole = came_to_an_end(trajectories)
-    rate = success_rate(trajectories)
+    rate = wilson(sum(t.success for t in whole), len(whole))
     reward, half = mean_interval([t.reward for t in whole])
     turns, _ = mean_interval([float(len(t.turns)) for t in whole])
     valid = [turn.action_is_valid for t in whole for turn in t.turns]
@@ -502,9 +503,8 @@ def _collector(
 ) -> Any:
     """What plays episodes of the plan: programs on the run's hosts with a gateway, envs in this process."""
     from shoal.gateway.programs import sessions_of
-    from shoal.rollout.collector import TrajectoryCollector
     from shoal.rollout.factory import make_roles, make_set, program_tags
-    from shoal.rollout.rollouts import ParallelRolloutManager
+    from shoal.rollout.play import ParallelRolloutManager, TrajectoryCollector
     from shoal.rollout.tools.toolbox import Toolbox
 
     proxy, kinds, side = run.agent_proxy, plan.envs.custom_envs, plan.envs.es_manager.val
@@ -538,8 +538,8 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any, str]:
     from shoal.samplers.registry import make_engine
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
     from shoal.train.agent.policies.loading import load_engine
-    from shoal.train.agent.run.checkpoint import read_checkpoint
-    from shoal.train.agent.run.exported import read_play
+    from shoal.train.records.checkpoints import read_checkpoint
+    from shoal.train.records.exported import read_play
     from shoal.train.records.read import agent_config_of
 
     if options.model.startswith(SERVER):

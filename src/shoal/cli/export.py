@@ -44,9 +44,9 @@ class ExportOptions:
 
 def export(options: ExportOptions) -> None:
     """Copy the engine of a checkpoint out of its run."""
-    from shoal.train.agent.run.checkpoint import read_checkpoint
-    from shoal.train.agent.run.exported import FILE, play_of
     from shoal.train.ppo.checkpoint import holds_policy
+    from shoal.train.records.checkpoints import read_checkpoint
+    from shoal.train.records.exported import FILE, play_of
     from shoal.train.records.read import agent_config_of, settings_of
 
     if options.out.exists():

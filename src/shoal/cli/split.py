@@ -202,7 +202,7 @@ def _write_page(place: Path, tokenizer: Any) -> None:
     from shoal.viewer.runs import Run
 
     run = Run(place)
-    run.spell = lambda ids: [tokenizer.decode([token]) for token in ids]
+    run.spell = lambda ids: [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in ids]
     write_text(place / "samples.html", export([run], SHOWN))
     print(f"look at {place / 'samples.html'}")
 

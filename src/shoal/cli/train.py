@@ -125,9 +125,9 @@ def train(options: TrainOptions) -> int:
     from shoal.train.agent.trainer import AgentTrainer
 
     processes = Processes.join(config.engine.device)
-    run_dir = processes.together(lambda: str(run_folder(config.run_dir, options.config_name, config.resume)))[
-        0
-    ]
+    run_dir = processes.all_gather(
+        lambda: str(run_folder(config.run_dir, options.config_name, config.resume))
+    )[0]
     config = replace(config, run_dir=run_dir)
     if config.resume and (done := _finished(Path(run_dir))) is not None and done >= config.trainer.iterations:
         _refuse_other_settings(Path(run_dir), config)
@@ -141,7 +141,7 @@ def train(options: TrainOptions) -> int:
         return 0
     refuse_taken(config)
     if config.trainer.check_envs:
-        processes.together(lambda: _check_envs(config) if processes.first else None)
+        processes.all_gather(lambda: _check_envs(config) if processes.first else None)
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":
         hide_loading()
@@ -181,13 +181,13 @@ COMMAND = Command(TrainOptions, train, MORE, MOST_USED)
 
 
 def _list_configs() -> int:
-    from shoal.train.agent.algorithms.presets import preset_purposes
-    from shoal.train.agent.config import config_purposes
+    from shoal.train.agent.algorithms.presets import GROUP, purposes
 
-    rows = [list(row) for row in config_purposes().items()]
+    rows = [list(row) for row in purposes().items()]
     table("", ["config", "what it is for"], rows, text=(0, 1))
     print("shoal train --config-name CONFIG trains by one; with --cfg it prints all settings and stops.\n")
-    table("", ["algorithm", "what it is"], [list(row) for row in preset_purposes().items()], text=(0, 1))
+    presets = [[name, purpose.partition(": ")[0]] for name, purpose in purposes(GROUP).items()]
+    table("", ["algorithm", "what it is"], presets, text=(0, 1))
     print(
         "algorithm=NAME sets what the algorithm's paper sets; docs/algorithms.md says what depends on your sizes."
     )

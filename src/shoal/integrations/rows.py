@@ -39,18 +39,18 @@ def token_rows(trajectory: Trajectory) -> Iterator[TokenRow]:
     """The rows of a trajectory; every token that the model wrote is in exactly one of them."""
     taken = 0
     for sample in make_samples(trajectory):
-        start = int(sample.places[0])
+        start = int(sample.trained[0])
         rest = len(sample.ids) - start
         mask, logprobs, rewards = [0] * rest, [0.0] * rest, [0.0] * rest
-        for place, logprob in zip(sample.places, sample.columns["rollout_logprobs"], strict=True):
+        for place, logprob in zip(sample.trained, sample.columns["rollout_logprobs"], strict=True):
             mask[place - start], logprobs[place - start] = 1, float(logprob)
         first, written = taken, 0
         for turn in trajectory.turns[first:]:
             length = len(trajectory.call_of(turn).response_ids)
-            if written == len(sample.places) and length:
+            if written == len(sample.trained) and length:
                 break
             written += length
-            rewards[int(sample.places[max(written - 1, 0)]) - start] += turn.reward
+            rewards[int(sample.trained[max(written - 1, 0)]) - start] += turn.reward
             taken += 1
         lengths = tuple(trajectory.response_lengths[first:taken])
         ids = list(sample.ids)

@@ -219,7 +219,7 @@ def _replica(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
 
 @sampler("openai")
 def _openai(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
-    from shoal.samplers.servers.http import RetryPolicy
+    from shoal.samplers.asking import RetryPolicy
     from shoal.samplers.servers.openai import OpenAIEngine
 
     server = config.server

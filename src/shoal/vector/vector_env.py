@@ -555,7 +555,7 @@ class VectorPool(VectorEnv[Any, Any, Any]):
         self._begin("call", commands)
 
     def _answers(self, timeout: float | None) -> dict[int, Any]:
-        """The result of a call for each env, in order; one that raises leaves episodes as they are, but for lost workers."""
+        """The result of a call for each env; one that raises leaves episodes as they are, but for lost workers."""
         failures: list[Failure] = []
 
         def take(replies: list[Reply], pending: Pending) -> dict[int, Any]:

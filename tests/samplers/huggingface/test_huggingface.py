@@ -239,10 +239,8 @@ def test_what_is_kept_of_contexts_and_scores_has_a_limit(monkeypatch):
         assert 0 < len(engine.prefixes._scores) <= 40
 
 
-@pytest.mark.parametrize("picks_here", [True, False])
-def test_contexts_that_were_computed_for_others_are_not_computed_again(picks_here):
+def test_contexts_that_were_computed_for_others_are_not_computed_again():
     engine = make_engine(max_batch=5)
-    engine.picks_here = picks_here
     prompts = [request.prompt_ids for request in requests(engine, 12)]
 
     def asked(member, max_tokens, temperature=1.0, **more):

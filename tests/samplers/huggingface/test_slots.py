@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from shoal import ParallelRolloutManager
 from shoal.core.errors import EngineError
 from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.huggingface.invariant import make_invariant
-from shoal.samplers.sampler import Sampling
+from shoal.samplers.huggingface.slots import Draw, Row, within_limits
+from shoal.samplers.sampler import Key, Request, Sampling, restricted
 from shoal.train.agent.config import compose_config
 
 ROOMY = 8192
@@ -59,6 +61,25 @@ def test_answers_of_any_length_share_slots_that_grow_close_up_and_are_taken_agai
     same(slots.generate(longer(slots, lengths)), rows.generate(longer(rows, lengths)))
 
 
+# --- limits of what may be sampled
+LIMITS = [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.02}, {"top_p": 0.9, "top_k": 9, "min_p": 0.001}, {}]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_device_limits_what_is_sampled_as_the_arrays_do(seed):
+    rng = np.random.default_rng(seed)
+    samplings = [Sampling(4, **LIMITS[n % len(LIMITS)]) for n in range(10)] + [Sampling(4, 0.0, top_k=3)]
+    scores = rng.normal(size=(len(samplings), 50)).astype(np.float32) * 3
+    scores[:, 7] = scores[:, 3] = scores.max(1)  # who is as likely as the last that stays stays too
+    logprobs = torch.from_numpy(scores).log_softmax(-1)
+    rows = [Row(Request((1,), Key(0, (n,)), sampling), None, 4) for n, sampling in enumerate(samplings)]
+    found = within_limits(logprobs, Draw.of(rows, "cpu").limits).numpy()
+    for one, array, sampling in zip(found, logprobs.numpy(), samplings, strict=True):
+        expected = restricted(array, sampling)
+        assert np.array_equal(np.isinf(one), np.isinf(expected))
+        np.testing.assert_allclose(one, expected, rtol=0, atol=1e-12)
+
+
 def test_what_fits_no_cache_is_refused_by_name_and_others_are_answered():
     engine = llama_engine(max_batch=4, cache_tokens=64)
     short, long = longer(engine, [3, 120])
@@ -85,9 +106,12 @@ def test_limits_of_sampling_and_texts_that_end_an_answer_hold_in_slots():
     assert any(answer.finish == "stop" for answer in found)
 
 
-def test_a_request_enters_while_others_are_under_way_and_no_long_answer_holds_it_up():
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.99}])
+def test_a_request_enters_while_others_are_under_way_and_no_long_answer_holds_it_up(limits):
+    """Within limits an answer was decoded by rows, up to its end, while all others waited."""
     rows, slots = llama_engine(), llama_engine(cache_tokens=ROOMY)
-    long, *short = longer(slots, [120] + [2] * 12)
+    asked = longer(slots, [120] + [2] * 12)
+    long, *short = (structs.replace(r, sampling=replace(r.sampling, **limits)) for r in asked)
     ended = []
 
     async def play():

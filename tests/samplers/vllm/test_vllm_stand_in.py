@@ -10,11 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.rollout.doubles import each
 from tests.samplers.vllm import fake_vllm
 from tests.samplers.vllm.fake_vllm import AsyncLLM
 
 from shoal.core.errors import DataError, EngineError
-from shoal.samplers.batching import SharedLLMInferenceManager
+from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Completion, Key, Request, Sampling
 from shoal.samplers.tokenizers import TinyTokenizer
 
@@ -91,6 +92,7 @@ def test_vllm_is_asked_for_what_was_requested_within_the_context(engine):
     few = Request((5,) * 60, Key(0, (0, 0, 0, 1)), Sampling(9, 0.0, top_k=3))
     full = Request((6,) * 64, Key(0, (0, 0, 0, 2)), Sampling(9))
     engine.tokenizer.end_ids = (7, 8)
+    engine.llm.output = lambda ids: AsyncLLM.output(engine.llm, ids[:2])
     answers = engine.generate([words, full, few])
     prompts, params, names, loras = zip(*engine.llm.asked, strict=True)
     assert prompts == (
@@ -119,7 +121,7 @@ def test_vllm_is_asked_for_what_was_requested_within_the_context(engine):
     assert len(set(names)) == 2
     assert loras == (None, None)
     assert [(a.token_ids, a.logprobs, a.finish, a.weights_version) for a in answers] == [
-        ((2, 3), (-1.0, -1.0), "length", 0), ((), (), "context", 0), ((6,) * 60, (-1.0,) * 60, "length", 0),
+        ((2, 3), (-1.0, -1.0), "length", 0), ((), (), "context", 0), ((6, 6), (-1.0, -1.0), "length", 0),
     ]  # fmt: skip
     assert (engine.context, engine.vocabulary) == (64, 70)
 
@@ -165,14 +167,14 @@ def test_what_vllm_refuses_fails_alone(engine):
         return AsyncLLM.output(engine.llm, ids)
 
     engine.llm.output = output
-    first, second = engine.generate_each([ask(1), ask(2)])
+    first, second = each(engine, [ask(1), ask(2)])
     assert "vLLM refused a request: ValueError: too long" in str(first)
     assert second.token_ids == (3,)
 
 
 def test_a_vllm_that_died_is_restarted_once_and_its_requests_are_asked_again(engine):
     engine.llm.dead = True
-    with SharedLLMInferenceManager(engine) as shared:
+    with SamplerClient(engine) as shared:
         answers = shared.generate([ask(number) for number in range(1, 5)])
         assert [answer.token_ids for answer in answers] == [(2,), (3,), (4,), (5,)]
         assert shared.statistics.restarts == 1
@@ -183,13 +185,13 @@ def test_a_vllm_that_hangs_is_restarted_and_one_that_answers_others_is_not(make)
     engine = make()
 
     engine.llm.gate = lambda prompt: asyncio.sleep(60)
-    with SharedLLMInferenceManager(engine, engine_timeout=0.2) as shared:
+    with SamplerClient(engine, engine_timeout=0.2) as shared:
         assert [answer.token_ids for answer in shared.generate([ask(1), ask(2)])] == [(2,), (3,)]
         assert shared.statistics.restarts == 1
     assert len(AsyncLLM.made) == 2
     tries = itertools.count()
     engine.llm.gate = lambda prompt: asyncio.sleep(60 if prompt == [1] and not next(tries) else 0)
-    with SharedLLMInferenceManager(engine, engine_timeout=2.0) as shared:
+    with SamplerClient(engine, engine_timeout=2.0) as shared:
         assert [answer.token_ids for answer in shared.generate([ask(1), ask(2)])] == [(2,), (3,)]
         assert shared.statistics.restarts == 0
 

@@ -68,7 +68,7 @@ def main(model: Path, target: Path, adapter: Path) -> None:
     import fake_vllm
     from safetensors.torch import load_file
 
-    from shoal.samplers.batching import SharedLLMInferenceManager
+    from shoal.samplers.asking import SamplerClient
     from shoal.samplers.vllm import AsyncLLM, VllmEngine
 
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512}
@@ -85,7 +85,7 @@ def main(model: Path, target: Path, adapter: Path) -> None:
     engine.load_weights(weights, 3)
     said["weights"] = engine.generate(asked)
     kill_processes()
-    with SharedLLMInferenceManager(engine) as shared:
+    with SamplerClient(engine) as shared:
         said["died"] = shared.generate(asked)
     engine.close()
     engine.close()

@@ -82,9 +82,10 @@ from shoal.train.agent.algorithms.losses import PolicyLoss, policy_loss
 @advantage("best_of", grouped=True)
 def best_of(played):
     best = {}
-    for group, value in zip(played.cells, played.episode_returns, strict=True):
+    for group, value in zip(played.baseline_groups, played.episode_returns, strict=True):
         best[group] = max(best.get(group, -np.inf), value)
-    return np.array([float(value == best[group]) for group, value in zip(played.cells, played.episode_returns)])
+    pairs = zip(played.baseline_groups, played.episode_returns)
+    return np.array([float(value == best[group]) for group, value in pairs])
 
 @policy_loss("plain")
 def plain(tokens, config):
@@ -290,7 +291,7 @@ def test_a_file_that_was_changed_is_run_again(tmp_path):
     try:
         for number in (1, 2):
             code = f'@advantage("mine")\ndef mine(played):\n    return {number}\n'
-            file.write_text(f"from shoal.train.agent.advantages import advantage\n{code}\n")
+            file.write_text(f"from shoal.train.agent.algorithms.advantages import advantage\n{code}\n")
             import_extensions([str(file)])
             assert ESTIMATORS["mine"].compute(0) == number
     finally:

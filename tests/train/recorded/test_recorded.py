@@ -78,7 +78,7 @@ def test_log_probs_in_packed_rows_are_those_of_the_models_own_forward(processor,
                 **sample.inputs,
             )
         scores = made.logits[0].log_softmax(-1)
-        own = [float(scores[place - 1, sample.ids[place]]) for place in sample.places.tolist()]
+        own = [float(scores[place - 1, sample.ids[place]]) for place in sample.trained.tolist()]
         np.testing.assert_allclose(found, own, atol=2e-6, rtol=1e-5)
         count += len(own)
     assert count > 40
@@ -214,10 +214,10 @@ def test_a_sample_without_a_prompt_is_trained_from_its_second_token_on(batch):
     [sample] = batch.samples()[:1]
     sample.logprobs = np.linspace(-2, -1, len(sample.response_ids), dtype=np.float32)
     [before], border = recorded_samples([sample], "supervised"), len(sample.prompt_ids)
-    assert before.places[0] == border
+    assert before.trained[0] == border
     sample.prompt_ids, sample.prompt_positions = sample.prompt_ids[:0], sample.prompt_positions[:, :0]
     [found] = recorded_samples([sample], "supervised")
-    assert found.places.tolist() == (before.places[1:] - border).tolist()
+    assert found.trained.tolist() == (before.trained[1:] - border).tolist()
     assert found.columns["old_logprobs"].tolist() == before.columns["old_logprobs"][1:].tolist()
 
 

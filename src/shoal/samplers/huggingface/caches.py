@@ -176,38 +176,38 @@ class RoomyLayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
         length = layer.keys.shape[-2]
         self._room = room
-        self._places = [self._roomy(old.index_select(0, rows), length) for old in (layer.keys, layer.values)]
+        self._memory = [self._roomy(old.index_select(0, rows), length) for old in (layer.keys, layer.values)]
         self._show(len(rows), length)
 
     def _roomy(self, old: Tensor, length: int) -> Tensor:
         rows, heads, _, width = old.shape
-        place = old.new_empty(self._room, heads, length + max(SPARE, length // 4), width)
-        place[:rows, :, :length] = old[:, :, :length]
-        return place
+        memory = old.new_empty(self._room, heads, length + max(SPARE, length // 4), width)
+        memory[:rows, :, :length] = old[:, :, :length]
+        return memory
 
     def _show(self, rows: int, length: int) -> None:
-        self.keys, self.values = (place[:rows, :, :length] for place in self._places)
+        self.keys, self.values = (memory[:rows, :, :length] for memory in self._memory)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Write further tokens; all keys and values so far."""
         rows, _, before, _ = self.keys.shape
         length = before + key_states.shape[-2]
-        if length > self._places[0].shape[-2]:
-            self._places = [self._roomy(old[:rows], before) for old in self._places]
-            if length > self._places[0].shape[-2]:
+        if length > self._memory[0].shape[-2]:
+            self._memory = [self._roomy(old[:rows], before) for old in self._memory]
+            if length > self._memory[0].shape[-2]:
                 raise ValueError(f"{key_states.shape[-2]} tokens at once are more than one answer's next")
-        for place, states in zip(self._places, (key_states, value_states), strict=True):
-            place[:rows, :, before:length] = states
+        for memory, states in zip(self._memory, (key_states, value_states), strict=True):
+            memory[:rows, :, before:length] = states
         self._show(rows, length)
         return self.keys, self.values
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows, in an order of `with_few_moves`; one that is there twice is copied."""
         length = self.keys.shape[-2]
-        for place in self._places:
+        for memory in self._memory:
             for here, there in enumerate(rows):
                 if here != there:
-                    place[here, :, :length] = place[there, :, :length]
+                    memory[here, :, :length] = memory[there, :, :length]
         self._show(len(rows), length)
 
 

@@ -2,8 +2,8 @@
 
 What is equal is computed once: prompts, what all prompts of a batch begin with, and (on a CPU) answers until they part.
 A context that was computed before, by whichever episode, goes on from its scores, and one that begins like another
-from its keys and values. Tokens are picked by keyed Gumbel noise over log-probabilities (level L1), made where the
-network is: a GPU sends tokens, not scores. There `decoding` writes the answers, one CUDA graph a step.
+from its keys and values. Tokens are picked by keyed Gumbel noise over log-probabilities (level L1). Answers are rows of
+a batch; on a GPU `slots` writes them, one CUDA graph a step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ with needs_extra("the Hugging Face sampler", "llm"):
         with_few_moves,
     )
     from shoal.samplers.huggingface.slots import Decoder, Row, Slots
-    from shoal.samplers.noise import gumbel
 
 logger = logging.getLogger(__name__)
 ADAPTERS = {"shoal", "shoal-next"}
@@ -92,8 +91,6 @@ class HuggingFaceEngine:
         self.weights_version = 0
         self.prefixes = PrefixStore(prefix_tokens)
         self.device: torch.device = next(self.model.parameters()).device
-        self.picks_here = self.device.type != "cuda"
-        """Whether tokens are picked from arrays in memory, or on the device of the network."""
         # what is known of episodes is found, used and replaced by one call at a time
         self._alone = threading.Lock()
         self.prompt_tokens = self.computed_tokens = self.decoded_tokens = 0
@@ -189,39 +186,39 @@ class HuggingFaceEngine:
         self.prompt_tokens += sum(map(len, {row.request.prompt_ids for row in rows}))
         while True:
             known = [(self.prefixes.scores(tokens), members) for (tokens, _), members in alike(rows).items()]
-            places = [(scores, members) for scores, members in known if scores is not None]
-            if not places:
+            groups = [(scores, members) for scores, members in known if scores is not None]
+            if not groups:
                 return
-            self.pick(torch.stack([scores for scores, _ in places]), [members for _, members in places])
-            rows = [row for _, members in places for row in members if not row.ended]
+            self.pick(torch.stack([scores for scores, _ in groups]), [members for _, members in groups])
+            rows = [row for _, members in groups for row in members if not row.ended]
 
     def _complete(self, rows: list[Row]) -> None:
-        """Rows whose prompts and answers are the same so far have one place in the cache, until they differ."""
-        places = list(alike(rows).values())
-        contexts = [members[0].context for members in places]
+        """Rows whose prompts and answers are the same so far have one row of the cache, until they differ."""
+        groups = list(alike(rows).values())
+        contexts = [members[0].context for members in groups]
         cache, scores, mask, select = self.compute(contexts)
         keep_rows(cache, select, room=len(rows))
         scores, mask, keeps = scores[select], mask[select], self.keeps_prefixes
         while True:
             self.prefixes.remember(contexts, scores)
-            self.pick(scores, places)
+            self.pick(scores, groups)
             going: dict[tuple[int, int], list[Row]] = {}
-            for place, members in enumerate(places):
+            for group, members in enumerate(groups):
                 for row in members:
                     if not row.ended:
-                        going.setdefault((place, row.written[-1]), []).append(row)
+                        going.setdefault((group, row.written[-1]), []).append(row)
                 if keeps and any(row.ended for row in members):  # the last token was picked and never fed
-                    self.prefixes.keep(take_row(cache, place, mask[place], contexts[place]))
+                    self.prefixes.keep(take_row(cache, group, mask[group], contexts[group]))
             if not going:
                 return
             branches = list(going)
-            branches = [branches[number] for number in with_few_moves([place for place, _ in branches])]
-            if (stay := [place for place, _ in branches]) != list(range(len(mask))):
+            branches = [branches[number] for number in with_few_moves([group for group, _ in branches])]
+            if (stay := [group for group, _ in branches]) != list(range(len(mask))):
                 chosen = torch.tensor(stay, device=mask.device)
                 keep_rows(cache, chosen)
                 mask = mask[chosen]
-            places = [going[branch] for branch in branches]
-            contexts = [members[0].context for members in places]
+            groups = [going[branch] for branch in branches]
+            contexts = [members[0].context for members in groups]
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
             fed = torch.tensor([token for _, token in branches], device=mask.device)
             self.decoded_tokens += len(branches)
@@ -240,7 +237,7 @@ class HuggingFaceEngine:
             cache = DynamicCache()
             mask = torch.cat([fill_cache(cache, prefixes), mask], 1)
         out = self._forward(ids, mask, cache)
-        index = {context: place for place, context in enumerate(distinct)}
+        index = {context: group for group, context in enumerate(distinct)}
         select = torch.tensor([index[context] for context in contexts], device=ids.device)
         return out.past_key_values, out.logits[:, -1], mask, select
 
@@ -282,28 +279,14 @@ class HuggingFaceEngine:
         gap = (scores - torch.cat([out.logits[:, -1] for out in alone])).abs().max()
         return bool(gap <= (1e-3 if scores.dtype == torch.float32 else 0.02) * scores.abs().max())
 
-    def pick(self, scores: Tensor, places: Sequence[Sequence[Row]]) -> None:
-        """Sample or choose the next token of each row, from the scores of its place, and note it."""
-        heats = [members[0].request.sampling.temperature or 1.0 for members in places]
-        logprobs = (scores.float() / torch.tensor(heats, device=scores.device)[:, None]).log_softmax(-1)
-        rows = [(place, row) for place, members in enumerate(places) for row in members]
-        if self.picks_here or any(row.request.sampling.restricted for _, row in rows):
-            arrays = logprobs.cpu().numpy()
-            for place, row in rows:
-                row.take(arrays[place])
-            return
-        logprobs = logprobs[torch.tensor([place for place, _ in rows], device=logprobs.device)]
-        chosen = logprobs.argmax(1)
-        noisy = [number for number, (_, row) in enumerate(rows) if row.noise is not None]
-        if noisy:
-            keys = np.stack([row.noise.words for _, row in rows if row.noise is not None]).astype(np.int64)
-            written = torch.tensor([len(rows[number][1].written) for number in noisy])
-            at = torch.tensor(noisy, device=logprobs.device)
-            noise = gumbel(torch.from_numpy(keys).to(at.device), written.to(at.device), logprobs.shape[1])
-            chosen[at] = (logprobs[at] + noise).argmax(1)
-        values = logprobs.gather(1, chosen[:, None])[:, 0]
-        for (_, row), token, value in zip(rows, chosen.tolist(), values.tolist(), strict=True):
-            row.note(token, value)
+    def pick(self, scores: Tensor, groups: Sequence[Sequence[Row]]) -> None:
+        """Sample or choose the next token of each row, from the scores of its group, and note it."""
+        heats = [members[0].request.sampling.temperature or 1.0 for members in groups]
+        heat = torch.tensor(heats, device=scores.device)[:, None]
+        logprobs = (scores.float() / heat).log_softmax(-1).cpu().numpy()
+        for array, members in zip(logprobs, groups, strict=True):
+            for row in members:
+                row.take(array)
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Any:
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]

@@ -233,7 +233,7 @@ _REPLACED: dict[Any, Callable[..., Tensor]] = {
 
 
 # --- attention
-class Places(NamedTuple):
+class Layout(NamedTuple):
     """Where the `S` sequences of a batch stand in its rows, each without gaps."""
 
     rows: Tensor  # [S] of the batch
@@ -244,7 +244,7 @@ class Places(NamedTuple):
     most: tuple[int, ...] | None  # by column, how many keys a query sees in any sequence; None: all
 
 
-def find_places(allowed: Tensor) -> Places:
+def find_layout(allowed: Tensor) -> Layout:
     """The sequences in a mask `[B, Q, K]`: each is what a query sees, of those that no other query sees more than.
 
     Raises:
@@ -254,7 +254,7 @@ def find_places(allowed: Tensor) -> Places:
     counts, own = allowed.sum(2), keys - 1 - allowed.flip(2).byte().argmax(2)
     if queries == 1:  # nothing is asked of the device: a decoding step may be recorded as a graph
         order = (~allowed[:, 0]).byte().argsort(dim=1, stable=True)
-        return Places(torch.arange(rows, device=own.device), torch.zeros_like(own), order, counts, own, None)
+        return Layout(torch.arange(rows, device=own.device), torch.zeros_like(own), order, counts, own, None)
     sees = allowed.gather(
         2, own[:, None].expand(-1, queries, -1)
     )  # [B, Q, Q'] query Q the last key of query Q'
@@ -271,7 +271,7 @@ def find_places(allowed: Tensor) -> Places:
     order = (~mine).byte().argsort(dim=1, stable=True)[:, : int(mine.sum(1).max()) if len(row) else 0]
     columns = (~allowed[row, place]).byte().argsort(dim=1, stable=True)
     seen = torch.where(mine, counts[row], 0).gather(1, order)
-    return Places(row, order, columns, seen, own, tuple(seen.amax(0).tolist()) if len(row) else ())
+    return Layout(row, order, columns, seen, own, tuple(seen.amax(0).tolist()) if len(row) else ())
 
 
 def attention(
@@ -285,7 +285,7 @@ def attention(
     """Attention for `AttentionInterface`, in float32 and in an order that counts from the first token of a sequence.
 
     Args:
-        module: the layer; those after the first use the places that the first one found in their mask.
+        module: the layer; those after the first use the layout that the first one found in their mask.
         query: `[B, heads, Q, width]`.
         key: `[B, heads of keys, K, width]`; what no query sees must be finite.
         value: `[B, heads of keys, K, width]`.
@@ -304,40 +304,40 @@ def attention(
         )
     allowed = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
     scale = settings.get("scaling") or query.shape[-1] ** -0.5
-    places = getattr(attention_mask, "_shoal_places", None)
-    if places is None or getattr(module, "layer_idx", 0) == 0:
-        places = find_places(allowed[:, 0].expand(len(query), -1, -1))
-        attention_mask._shoal_places = places  # type: ignore[attr-defined]
+    layout = getattr(attention_mask, "_shoal_layout", None)
+    if layout is None or getattr(module, "layer_idx", 0) == 0:
+        layout = find_layout(allowed[:, 0].expand(len(query), -1, -1))
+        attention_mask._shoal_layout = layout  # type: ignore[attr-defined]
 
     def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
         return F.scaled_dot_product_attention(query, key, value, allowed, scale=scale).transpose(1, 2)
 
-    return _replace(partial(_attend, places, scale), plain, query, key, value), None
+    return _replace(partial(_attend, layout, scale), plain, query, key, value), None
 
 
-def _attend(places: Places, scale: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attend(layout: Layout, scale: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     heads, width, blocks = key.shape[1], value.shape[-1], -(-key.shape[2] // BLOCK)
     group = query.shape[1] // heads
     taken = max(1, tiles_of(query).queries // group)  # tokens of a tile
-    (sequences, queries), rows = places.queries.shape, places.rows[:, None]
+    (sequences, queries), rows = layout.queries.shape, layout.rows[:, None]
     every = torch.arange(len(query), device=query.device)[:, None]
-    found = value.transpose(1, 2)[every, places.own].repeat_interleave(
+    found = value.transpose(1, 2)[every, layout.own].repeat_interleave(
         group, 2
     )  # a first token sees itself alone
     if not sequences:
         return found
     behind = -queries % taken
-    asked = F.pad(query.float().transpose(1, 2)[rows, places.queries], (0, 0, 0, 0, 0, behind))
+    asked = F.pad(query.float().transpose(1, 2)[rows, layout.queries], (0, 0, 0, 0, 0, behind))
     asked = asked.unflatten(2, (heads, group)).permute(0, 2, 3, 1, 4)  # [S, heads, group, Q, width]
-    seen = F.pad(places.seen, (0, behind))[:, None, None, :, None]
-    keys, values = (_in_blocks(each, places, blocks) for each in (key, value))
+    seen = F.pad(layout.seen, (0, behind))[:, None, None, :, None]
+    keys, values = (_in_blocks(each, layout, blocks) for each in (key, value))
     values = F.pad(values, (0, 1), value=1.0)  # a column of ones: the sum of the weights
     values = F.pad(values, (0, -(width + 1) % 8))  # on some CPUs a row of an odd length depends on its place
     slots = torch.arange(blocks * BLOCK, device=query.device).view(blocks, 1, 1, 1, 1, BLOCK)
     answers = []
     for tile in (slice(first, first + taken) for first in range(0, queries, taken)):
-        needed = blocks if places.most is None else max(1, -(-max(places.most[tile]) // BLOCK))
+        needed = blocks if layout.most is None else max(1, -(-max(layout.most[tile]) // BLOCK))
         each = (
             asked[:, :, :, tile].reshape(1, sequences * heads, group * taken, -1).expand(needed, -1, -1, -1)
         )
@@ -356,16 +356,16 @@ def _attend(places: Places, scale: float, query: Tensor, key: Tensor, value: Ten
         answer = total[..., :width] / total[..., width : width + 1].clamp(min=torch.finfo(torch.float32).tiny)
         answers.append(answer.view(sequences, heads, group, taken, width))
     joined = torch.cat(answers, 3)[:, :, :, :queries].permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
-    if places.most is None:
+    if layout.most is None:
         return joined
-    real = places.seen > 0
-    found[rows.expand_as(real)[real], places.queries[real]] = joined[real]
+    real = layout.seen > 0
+    found[rows.expand_as(real)[real], layout.queries[real]] = joined[real]
     return found
 
 
-def _in_blocks(values: Tensor, places: Places, blocks: int) -> Tensor:
+def _in_blocks(values: Tensor, layout: Layout, blocks: int) -> Tensor:
     """Keys or values `[B, heads, K, width]` of the sequences, as `[blocks, S * heads, BLOCK, width]`."""
-    gathered = values.transpose(1, 2)[places.rows[:, None], places.keys].float()
+    gathered = values.transpose(1, 2)[layout.rows[:, None], layout.keys].float()
     filled: Tensor = F.pad(gathered, (0, 0, 0, 0, 0, blocks * BLOCK - values.shape[2])).unflatten(
         1, (blocks, BLOCK)
     )

@@ -9,13 +9,14 @@ is how it is tested.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from transformers.cache_utils import DynamicLayer
 from shoal.core.errors import EngineError, format_error
 from shoal.samplers.huggingface.caches import Context, Prefix
 from shoal.samplers.noise import Noise, gumbel
-from shoal.samplers.sampler import Completion, Request, restricted, room_left
+from shoal.samplers.sampler import Completion, Request, Sampling, restricted, room_left
 from shoal.samplers.tokenizers import TemplateTokenizer
 
 if TYPE_CHECKING:
@@ -70,11 +71,6 @@ class Row:
         return token
 
     @property
-    def temperature(self) -> float:
-        """By which scores are divided; 0 is greedy."""
-        return self.request.sampling.temperature
-
-    @property
     def written(self) -> tuple[int, ...]:
         """The tokens so far."""
         return tuple(self._ids)
@@ -100,18 +96,18 @@ class Row:
 class SlotLayer(DynamicLayer):
     """Keys and values of one layer, `[slots, heads, columns, width]` each: a step writes one column of each slot."""
 
-    def __init__(self, places: Tensor, shown: Shown) -> None:
+    def __init__(self, memory: Tensor, shown: Shown) -> None:
         super().__init__()
-        self.is_initialized, self.dtype, self.device = True, places.dtype, places.device
-        self._places, self._shown = places, shown
+        self.is_initialized, self.dtype, self.device = True, memory.dtype, memory.device
+        self._memory, self._shown = memory, shown
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Write the token of each slot where it stands; the keys and values of all tokens."""
         rows, columns = self._shown.rows, self._shown.columns
         index = self._shown.length[:rows, None, None, None].expand_as(key_states)
-        for place, states in zip(self._places, (key_states, value_states), strict=True):
-            place[:rows].scatter_(2, index, states)
-        keys, values = self._places[:, :rows, :, :columns]
+        for memory, states in zip(self._memory, (key_states, value_states), strict=True):
+            memory[:rows].scatter_(2, index, states)
+        keys, values = self._memory[:, :rows, :, :columns]
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -128,6 +124,61 @@ class Shown:
     columns: int = FEWEST_COLUMNS
 
 
+class Draw(NamedTuple):
+    """How the next token of each of `B` answers is drawn; on the device of the network."""
+
+    heat: Tensor  # [B, 1] float32: scores are divided by it
+    keys: Tensor  # [B, 4] int64: the words of the noise
+    noisy: Tensor  # [B, 1] bool: False is greedy
+    limits: Tensor  # [B, 3] float64: min_p, top_k and top_p, which may be off
+    drawn: Tensor  # [B] int64: tokens so far
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], device: Any) -> Draw:
+        """How these draw."""
+        samplings, noises = [row.request.sampling for row in rows], [row.noise for row in rows]
+        words = np.stack([np.zeros(4) if noise is None else noise.words for noise in noises]).astype(np.int64)
+        heat = torch.tensor([[sampling.temperature or 1.0] for sampling in samplings])
+        noisy = torch.tensor([[noise is not None] for noise in noises])
+        limits = torch.tensor([_limits(sampling) for sampling in samplings], dtype=torch.float64)
+        drawn = torch.tensor([len(row.written) for row in rows])
+        return cls(*(part.to(device) for part in (heat, torch.from_numpy(words), noisy, limits, drawn)))
+
+    def pick(self, scores: Tensor, *, limited: bool) -> tuple[Tensor, Tensor]:
+        """The tokens `[B]` that are drawn from scores `[B, V]`, and their log-probabilities.
+
+        Args:
+            scores: of the next token.
+            limited: whether some answers have limits.
+        """
+        logprobs = (scores.float() / self.heat).log_softmax(-1)
+        if limited:
+            logprobs = within_limits(logprobs, self.limits)
+        noise = gumbel(self.keys, self.drawn, logprobs.shape[1])
+        picked = (logprobs + noise * self.noisy).argmax(1)
+        return picked, logprobs.gather(1, picked[:, None])[:, 0]
+
+
+def _limits(sampling: Sampling) -> tuple[float, float, float]:
+    if not sampling.restricted:
+        return 0.0, math.inf, 1.0
+    return sampling.min_p, sampling.top_k if sampling.top_k > 0 else math.inf, sampling.top_p
+
+
+def within_limits(logprobs: Tensor, limits: Tensor) -> Tensor:
+    """`[B, V]` float64: what `restricted` makes of each row, of another shape at no time, so that a graph may do it."""
+    values, (min_p, top_k, top_p) = logprobs.double(), limits.split(1, 1)
+    ranked = values.sort(-1, descending=True).values
+    last = top_k.clamp(max=values.shape[1]).long() - 1
+    least = torch.maximum(ranked[:, :1] + min_p.log(), ranked.gather(1, last))
+    mass = torch.where(ranked >= least, (ranked - ranked[:, :1]).exp(), 0.0).cumsum(-1)
+    last = (mass < top_p * mass[:, -1:]).sum(-1, keepdim=True)
+    least = torch.where(top_p < 1, torch.maximum(least, ranked.gather(1, last)), least)
+    left = values.masked_fill(values < least, -torch.inf).log_softmax(-1)
+    off = (min_p <= 0) & top_k.isinf() & (top_p >= 1)
+    return torch.where(off, values, left)
+
+
 class Slots:
     """A static cache for the answers under way, and the step that writes the next token of each.
 
@@ -142,18 +193,21 @@ class Slots:
         self.answers: list[Row | None] = []
         """Who is in each slot."""
         self.columns = 0
-        self._places: Tensor | None = None  # [layers, 2, slots, heads, columns, width]
-        self._graphs: dict[tuple[int, int], Any] = {}
+        self._memory: Tensor | None = None  # [layers, 2, slots, heads, columns, width]
+        self._graphs: dict[Any, Any] = {}  # by slots, columns, and whether some answers have limits
         self._pool: Any = None
         device = next(model.parameters()).device
         self._captures = device.type == "cuda"
         with torch.inference_mode():
             self._shown = Shown(torch.zeros(most, dtype=torch.int64, device=device))
             self._fed = torch.zeros(most, dtype=torch.int64, device=device)
-            self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
-            self._keys = torch.zeros(most, 4, dtype=torch.int64, device=device)
-            self._heat = torch.ones(most, 1, device=device)
-            self._noisy = torch.zeros(most, 1, dtype=torch.bool, device=device)
+            self._draw = Draw(
+                torch.ones(most, 1, device=device),
+                torch.zeros(most, 4, dtype=torch.int64, device=device),
+                torch.zeros(most, 1, dtype=torch.bool, device=device),
+                torch.ones(most, 3, dtype=torch.float64, device=device),
+                torch.zeros(most, dtype=torch.int64, device=device),
+            )
             self._out = torch.zeros(2, most, dtype=torch.float64, device=device)
 
     # --- who is in
@@ -183,68 +237,63 @@ class Slots:
             return 0
         return self.fit(max(tokens, self.columns if self.under_way else 0)) - self.under_way
 
-    def enter(self, answers: Sequence[Row], cache: Any, mask: Tensor, places: list[int]) -> None:
+    def enter(self, answers: Sequence[Row], cache: Any, mask: Tensor, sources: list[int]) -> None:
         """Put answers into free slots.
 
         Args:
             answers: whose first token was picked and not fed.
             cache: of their prompts.
             mask: `[B, P]` of what is real in it.
-            places: the row of each answer's prompt in the cache.
+            sources: the row of each answer's prompt in the cache.
         """
         self._reserve(cache, max(answer.most_tokens for answer in answers))
-        assert self._places is not None
+        assert self._memory is not None
         device = mask.device
         slots = [number for number in range(len(self.answers)) if self.answers[number] is None][
             : len(answers)
         ]
         for slot, answer in zip(slots, answers, strict=True):
             self.answers[slot] = answer
-        there, place = torch.tensor(slots, device=device), torch.tensor(places, device=device)
-        rows, columns = mask[place].nonzero(as_tuple=True)
-        target = (mask.cumsum(1) - 1)[place][rows, columns]
+        there, source = torch.tensor(slots, device=device), torch.tensor(sources, device=device)
+        rows, columns = mask[source].nonzero(as_tuple=True)
+        target = (mask.cumsum(1) - 1)[source][rows, columns]
         for number, layer in enumerate(cache.layers):
             for side, states in enumerate((layer.keys, layer.values)):
-                self._places[number, side][there[rows], :, target] = states[place[rows], :, columns]
-        noises = [answer.noise for answer in answers]
-        keys = np.stack([np.zeros(4) if noise is None else noise.words for noise in noises]).astype(np.int64)
-        heat = torch.tensor([[answer.temperature or 1.0] for answer in answers])
+                self._memory[number, side][there[rows], :, target] = states[source[rows], :, columns]
         self._fed[there] = torch.tensor([answer.context[-1] for answer in answers], device=device)
-        self._shown.length[there] = mask.sum(1)[place]
-        self._drawn[there] = torch.tensor([len(answer.written) for answer in answers], device=device)
-        self._keys[there] = torch.from_numpy(keys).to(device)
-        self._heat[there] = heat.to(device)
-        self._noisy[there] = torch.tensor([[noise is not None] for noise in noises], device=device)
+        self._shown.length[there] = mask.sum(1)[source]
+        for own, new in zip(self._draw, Draw.of(answers, device), strict=True):
+            own[there] = new
 
     def _reserve(self, cache: Any, tokens: int) -> None:
         """Have room for answers of so many tokens; an empty cache is made anew where it is too narrow."""
         columns = columns_for(tokens)
-        if columns <= self.columns and self._places is not None:
+        if columns <= self.columns and self._memory is not None:
             return
         assert not self.under_way
         self.clear()
         slots, (_, heads, _, width) = self.fit(tokens), cache.layers[0].keys.shape
         size = (len(cache.layers), 2, slots, heads, columns, width)
-        self._places = cache.layers[0].keys.new_zeros(size)
+        self._memory = cache.layers[0].keys.new_zeros(size)
         self.columns, self.answers = columns, [None] * slots
         self._cache = DynamicCache()
-        self._cache.layers = [SlotLayer(places, self._shown) for places in self._places]
+        self._cache.layers = [SlotLayer(memory, self._shown) for memory in self._memory]
 
     def leave(self, slot: int, *, copied: bool) -> Prefix | None:
         """Take an answer that has ended out; if asked for, a copy of the keys and values of what was fed of it."""
         answer = self.answers[slot]
         assert answer is not None
-        assert self._places is not None
+        assert self._memory is not None
         self.answers[slot] = None
         if not copied:
             return None
         tokens = answer.context[:-1]  # the last token was picked and never fed
-        kept = self._places[:, :, slot, :, : len(tokens)].clone()
+        kept = self._memory[:, :, slot, :, : len(tokens)].clone()
         return Prefix(tokens, tuple((keys, values) for keys, values in kept))
 
     def clear(self) -> None:
         """Give the memory back, and let everybody go."""
-        self.answers, self.columns, self._places, self._pool = [], 0, None, None
+        self.answers, self.columns, self._memory, self._pool = [], 0, None, None
         self._graphs.clear()
 
     def forget_graphs(self) -> None:
@@ -260,7 +309,7 @@ class Slots:
             taken = self._closed_up(taken)
         rows, columns = rows_for(taken[-1] + 1, len(self.answers)), min(columns_for(longest), self.columns)
         self._shown.rows, self._shown.columns = rows, columns
-        self._play(rows, columns)
+        self._play(rows, columns, any(self.answers[slot].request.sampling.restricted for slot in taken))  # type: ignore[union-attr]
         tokens, logprobs = self._out[:, :rows].cpu().numpy()
         ended = []
         for slot in taken:
@@ -271,18 +320,17 @@ class Slots:
                 ended.append(slot)
         return ended
 
-    def _play(self, rows: int, columns: int) -> None:
+    def _play(self, *step: Any) -> None:
         """Compute a step, by its graph where there are graphs."""
         if not self._captures:
-            return self._compute(rows, columns)
-        graph = self._graphs.get((rows, columns))
-        if graph is None:
-            graph = self._graphs[rows, columns] = self._captured(lambda: self._compute(rows, columns))
-        graph.replay()
+            return self._compute(*step)
+        if step not in self._graphs:
+            self._graphs[step] = self._captured(lambda: self._compute(*step))
+        self._graphs[step].replay()
 
     def _captured(self, work: Callable[[], None]) -> Any:
         """The graph of some work, which is done once before, as capturing asks for; it leaves no trace."""
-        state = (self._shown.length, self._fed, self._drawn)
+        state = (self._shown.length, self._fed, self._draw.drawn)
         before = [tensor.clone() for tensor in state]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -298,33 +346,32 @@ class Slots:
         self._pool = self._pool or graph.pool()
         return graph
 
-    def _compute(self, rows: int, columns: int) -> None:
+    def _compute(self, rows: int, columns: int, limited: bool) -> None:
         """Feed a token to each of the first slots, and pick the next one."""
         length = self._shown.length[:rows]
         seen = torch.arange(columns, device=length.device) <= length[:, None]
-        kind = self._places.dtype if self._places is not None else torch.float32
+        kind = self._memory.dtype if self._memory is not None else torch.float32
         mask = torch.zeros(seen.shape, dtype=kind, device=length.device)
         mask = mask.masked_fill(~seen, torch.finfo(kind).min)[:, None, None]
         out = self.model(
             input_ids=self._fed[:rows, None], attention_mask=mask, position_ids=length[:, None],
             past_key_values=self._cache, use_cache=True, logits_to_keep=1,
         )  # fmt: skip
-        logprobs = (out.logits[:, -1].float() / self._heat[:rows]).log_softmax(-1)
-        noise = gumbel(self._keys[:rows], self._drawn[:rows], logprobs.shape[1])
-        picked = (logprobs + noise * self._noisy[:rows]).argmax(1)
+        draw = Draw(*(part[:rows] for part in self._draw))
+        picked, logprobs = draw.pick(out.logits[:, -1], limited=limited)
         self._out[0, :rows].copy_(picked)
-        self._out[1, :rows].copy_(logprobs.gather(1, picked[:, None])[:, 0])
+        self._out[1, :rows].copy_(logprobs)
         self._fed[:rows].copy_(picked)
-        self._drawn[:rows].add_(1)
+        draw.drawn.add_(1)
         length.add_(1).clamp_(max=self.columns - 1)  # a free slot steps in place
 
     def _closed_up(self, taken: list[int]) -> list[int]:
         """Move the answers to the first slots."""
-        assert self._places is not None
+        assert self._memory is not None
         there = torch.tensor(taken, device=self._fed.device)
         kept = len(taken)
-        self._places[:, :, :kept] = self._places[:, :, there]
-        for state in (self._shown.length, self._fed, self._drawn, self._keys, self._heat, self._noisy):
+        self._memory[:, :, :kept] = self._memory[:, :, there]
+        for state in (self._shown.length, self._fed, *self._draw):
             state[:kept] = state[there]
         self.answers = [self.answers[slot] for slot in taken] + [None] * (len(self.answers) - kept)
         return list(range(kept))
@@ -455,32 +502,31 @@ class Decoder:
         alone = len(self._under_way) == len(entering)  # then the network may be another one than before
         if alone and engine.weights_changed():
             self.slots.forget_graphs()
-        limited = [row for row in entering if row.request.sampling.restricted]
-        for row, answer in zip(limited, engine.decode_rows([row.request for row in limited]), strict=True):
-            self._answer(row, answer)
-        rows = [row for row in entering if not row.request.sampling.restricted]
-        engine.follow(rows)
-        going = [row for row in rows if not row.ended]
+        engine.follow(entering)
+        going = [row for row in entering if not row.ended]
         if going:
             self._enter(going)
-        for row in rows:
+        for row in entering:
             if row.ended:
                 self._answer(row)
 
     def _enter(self, rows: list[Row]) -> None:
         """Compute what comes before the next token of each answer, pick that, and put the answer into a slot."""
         cache, scores, mask, select = self.engine.compute([row.context for row in rows])
-        self.engine.pick(scores[select], [[row] for row in rows])
-        stay = [(row, place) for row, place in zip(rows, select.tolist(), strict=True) if not row.ended]
+        limited = any(row.request.sampling.restricted for row in rows)
+        picked, logprobs = Draw.of(rows, scores.device).pick(scores[select], limited=limited)
+        for row, token, logprob in zip(rows, picked.tolist(), logprobs.tolist(), strict=True):
+            row.note(token, logprob)
+        stay = [(row, source) for row, source in zip(rows, select.tolist(), strict=True) if not row.ended]
         if stay:
-            self.slots.enter([row for row, _ in stay], cache, mask, [place for _, place in stay])
+            self.slots.enter([row for row, _ in stay], cache, mask, [source for _, source in stay])
 
-    def _answer(self, row: Row, answer: Completion | None = None) -> None:
+    def _answer(self, row: Row) -> None:
         with self._news:
             self._under_way.remove(row)
             self._news.notify_all()
         if not row.answer.done():
-            row.answer.set_result(answer or row.completion(self.engine.weights_version))
+            row.answer.set_result(row.completion(self.engine.weights_version))
 
     def _fail(self, error: BaseException) -> None:
         """Everybody under way hears of an error, and begins anew if asked again."""

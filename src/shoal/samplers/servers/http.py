@@ -7,23 +7,19 @@ does meanwhile.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
-import itertools
 import json
-import logging
 import os
-import time
 import urllib.parse
-from dataclasses import dataclass
+import weakref
+from functools import partial
 from typing import Any
 
-from shoal.core.configuration import check_settings
 from shoal.core.errors import EngineError, needs_extra
+from shoal.core.executors import Closing
 from shoal.core.ports import proxy_for
-from shoal.core.seeding import stream
-from shoal.samplers.loops import LoopThread
-
-logger = logging.getLogger(__name__)
+from shoal.samplers.asking import END_SECONDS, Loop, RejectedError, RetryPolicy, retried
 
 RETRIED = frozenset((408, 425, 429, 500, 502, 503, 504))
 """Statuses that say nothing about the request itself."""
@@ -31,69 +27,60 @@ MAX_REPLY = 64 * 2**20
 """Bytes of an answer; a longer one is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """How long a server is waited for."""
+class NoAnswerError(EngineError):
+    """The server gave no answer to one attempt.
 
-    timeout: float = 120.0  # seconds of one attempt
-    retries: int = 4  # attempts after the first
-    backoff: float = 0.25  # seconds before the first retry; doubled for each further one
-    max_backoff: float = 8.0  # seconds between two attempts at most, also where the server asks for more
-    patience: float | None = None  # seconds in which further attempts begin, in the place of `retries`
+    Args:
+        message: what happened.
+        retry_after: the seconds that it asks for before another one.
+    """
 
-    def __post_init__(self) -> None:
-        check_settings(self, ["timeout", "patience"], retries=0, backoff=0, max_backoff=self.backoff)
-
-
-class RefusedError(EngineError):
-    """The server understood the request and will not answer it: the same request would be refused again."""
-
-    def __init__(self, message: str, code: str = "") -> None:
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
-        self.code = code
-        """What the server calls it, such as "context_length_exceeded"; empty if it does not say."""
+        self.retry_after = retry_after
 
 
-class HttpClient:
+class HttpClient(Closing):
     """Posts JSON to one server, through the proxy that the environment names for it.
 
     Args:
         url: base address, such as `http://127.0.0.1:8000`.
-        loop: where requests run; the connections end with it.
         retry_policy: timeouts and retries.
         api_key: sent as a bearer token; never shown.
+
+    Use it as a context manager, or call `close`, so that connections and requests under way end.
     """
 
-    def __init__(
-        self,
-        url: str,
-        loop: LoopThread,
-        retry_policy: RetryPolicy = RetryPolicy(),
-        api_key: str | None = None,
-    ) -> None:
+    def __init__(self, url: str, retry_policy: RetryPolicy | None = None, api_key: str | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the server's address must begin with http:// or https://, got {url!r}")
-        self.url = url.rstrip("/")
+        self.url, self.loop = url.rstrip("/"), Loop()
+        self.retry_policy = retry_policy or RetryPolicy()
         self._proxy = proxy_for(url)
-        self.retry_policy = retry_policy
         # A packed answer could unpack to any size, so none is asked for.
         kind = "application/json"
         headers = {"Content-Type": kind, "Accept": kind, "Accept-Encoding": "identity"}
         self._headers = headers | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self._loop = loop
-        self._session, self._closing = loop.run(_opened(retry_policy.timeout))
+        with needs_extra("samplers on a server", "llm"):
+            import aiohttp  # noqa: F401
+        self._opened: list[Any] = []  # the session of its connections, when there is one
+        self._end = weakref.finalize(self, _end, self.loop, self._opened)
 
     def post(self, path: str, body: Any) -> Any:
         """The reply to a JSON body; raises like `request`."""
-        return self._loop.run(self.request("POST", path, body))
+        return self.loop.run(self.request("POST", path, body))
 
     def get(self, path: str) -> Any:
         """The reply to a GET; raises like `request`."""
-        return self._loop.run(self.request("GET", path))
+        return self.loop.run(self.request("GET", path))
+
+    def close(self) -> None:
+        """Give up requests that are under way; nothing is answered any more."""
+        self._end()
 
     async def request(self, method: str, path: str, body: Any = None, name: str = "") -> Any:
-        """The reply to a request, in the client's event loop.
+        """The reply to a request, in the event loop of this process.
 
         Args:
             method: GET or POST.
@@ -103,60 +90,54 @@ class HttpClient:
 
         Raises:
             EngineError: the server gave no answer in all attempts, or a broken one.
-            RefusedError: it refused the request.
+            RejectedError: it rejected the request.
         """
+        return await retried(partial(self.attempt, method, path, body), self.retry_policy, name or path)
+
+    async def attempt(self, method: str, path: str, body: Any = None) -> Any:
+        """The reply to a request that is made once; raises like `request`."""
         import aiohttp
 
-        data = None if body is None else json.dumps(body).encode()
-        retry_policy, trouble, asked_for, begin = self.retry_policy, "", 0.0, time.monotonic()
-        patience, attempts = retry_policy.patience, 0
-        for attempt in itertools.count() if patience is not None else range(retry_policy.retries + 1):
-            if attempt:
-                pause = max(asked_for, self._pause(attempt, name or path, trouble))
-                if patience is not None and time.monotonic() + pause - begin > patience:
-                    break
-                await asyncio.sleep(pause)
-                asked_for = 0.0
-            attempts += 1
-            try:
-                status, retry_after, reply = await self._once(method, path, data)
-            except TimeoutError:
-                trouble = f"it timed out after {retry_policy.timeout:g} s"
-                continue
-            except aiohttp.ClientConnectorError as error:
-                number = error.os_error.errno or 0
-                # it has numbers of its own
-                plain = number > 0 and not isinstance(error, aiohttp.ClientSSLError)
-                trouble = f"no connection: {os.strerror(number) if plain else error.os_error}"
-                continue
-            except (aiohttp.ClientError, OSError, ValueError, EOFError) as error:
-                trouble = f"{type(error).__name__}: {error}"
-                continue
-            if status < 300:
-                return self._parsed(path, reply)
-            message, code = _message(reply)
-            trouble = f"HTTP {status}: {message}"
-            if status not in RETRIED:
-                raise RefusedError(f"{self.url}{path} refused the request: {trouble}", code)
-            if retry_after.isdecimal():  # a date asks for nothing
-                asked_for = min(float(retry_after), retry_policy.max_backoff)
-        seconds = time.monotonic() - begin
-        raise EngineError(
-            f"{self.url}{path} gave no answer in {attempts} attempts over {seconds:.1f} s; "
-            f"the last: {trouble}"
-        )
+        data, where = None if body is None else json.dumps(body).encode(), f"{self.url}{path}"
+        try:
+            status, retry_after, reply = await self._once(method, path, data)
+        except TimeoutError:
+            raise NoAnswerError(f"{where} timed out after {self.retry_policy.timeout:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            number = error.os_error.errno or 0
+            plain = number > 0 and not isinstance(
+                error, aiohttp.ClientSSLError
+            )  # which has numbers of its own
+            trouble = os.strerror(number) if plain else error.os_error
+            raise NoAnswerError(f"{where}: no connection: {trouble}") from error
+        except (aiohttp.ClientError, OSError, ValueError, EOFError) as error:
+            raise NoAnswerError(f"{where}: {type(error).__name__}: {error}") from error
+        if status < 300:
+            return _parsed(where, reply)
+        message, code = _message(reply)
+        if status not in RETRIED:
+            raise RejectedError(f"{where} refused the request: HTTP {status}: {message}", code)
+        pause = float(retry_after) if retry_after.isdecimal() else 0.0  # a date asks for nothing
+        raise NoAnswerError(f"{where}: HTTP {status}: {message}", pause)
 
-    def _pause(self, attempt: int, name: str, trouble: str) -> float:
-        """Seconds before an attempt: doubled each time, and spread so that clients do not come back together."""
-        base = min(self.retry_policy.backoff * 2.0 ** min(attempt - 1, 99), self.retry_policy.max_backoff)
-        pause = base * (0.5 + 0.5 * float(stream(0, "http", name, attempt).random()))
-        logger.warning("%s: %s; attempt %d in %.2f s", self.url, trouble, attempt + 1, pause)
-        return pause
+    def _session(self) -> Any:
+        """The connections, which belong to the event loop."""
+        import aiohttp
+
+        if not self._opened:
+            session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=self.retry_policy.timeout),
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+            self._opened.append(session)
+        return self._opened[0]
 
     async def _once(self, method: str, path: str, body: bytes | None) -> tuple[int, str, bytes]:
         """Status, Retry-After and body of one attempt."""
         settings = {"data": body, "headers": self._headers, "allow_redirects": False, "proxy": self._proxy}
-        async with self._session.request(method, self.url + path, **settings) as reply:
+        async with self._session().request(method, self.url + path, **settings) as reply:
             data = bytearray()
             async for part in reply.content.iter_chunked(65_536):
                 data += part
@@ -164,35 +145,25 @@ class HttpClient:
                     raise ValueError(f"the reply is longer than {MAX_REPLY} bytes")
             return reply.status, reply.headers.get("Retry-After", ""), bytes(data)
 
-    def _parsed(self, path: str, data: bytes) -> Any:
-        if not data.strip():
-            return {}
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            if not data.lstrip().startswith((b"{", b"[")):
-                return {"text": data.decode("utf-8", "replace")}
-            raise EngineError(f"{self.url}{path} answered broken JSON: {data[:80]!r}") from error
+
+def _end(loop: Loop, opened: list[Any]) -> None:
+    loop.close()
+    while opened:
+        ended = asyncio.run_coroutine_threadsafe(opened.pop().close(), loop.loop)
+        if asyncio._get_running_loop() is not loop.loop:
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                ended.result(END_SECONDS)
 
 
-async def _opened(timeout: float) -> tuple[Any, asyncio.Task[None]]:
-    """A session of connections, and a task that closes them when its event loop ends."""
-    with needs_extra("samplers on a server", "llm"):
-        import aiohttp
-    session = aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=timeout),
-        connector=aiohttp.TCPConnector(limit=0),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-    )
-
-    async def until_the_loop_ends() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await session.close()
-
-    return session, asyncio.create_task(until_the_loop_ends())
+def _parsed(where: str, data: bytes) -> Any:
+    if not data.strip():
+        return {}
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        if not data.lstrip().startswith((b"{", b"[")):
+            return {"text": data.decode("utf-8", "replace")}
+        raise EngineError(f"{where} answered broken JSON: {data[:80]!r}") from error
 
 
 def _message(data: bytes) -> tuple[str, str]:

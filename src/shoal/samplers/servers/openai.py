@@ -24,19 +24,20 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.core.errors import DataError, EngineError, did_you_mean
+from shoal.core.executors import Closing
 from shoal.core.registry import check_name
+from shoal.samplers.asking import RejectedError, RetryPolicy, generate
 from shoal.samplers.registry import LogprobsMode, Server
 from shoal.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
     Completion,
-    ContinuousSampler,
     Level,
     Request,
     Sampling,
     room_left,
 )
-from shoal.samplers.servers.http import HttpClient, RefusedError, RetryPolicy
+from shoal.samplers.servers.http import HttpClient
 from shoal.samplers.tokenizers import ChatCodec
 
 logger = logging.getLogger(__name__)
@@ -51,16 +52,14 @@ FULL_IN_WORDS = (
 """How servers say it that have no name for it."""
 
 
-class InUse(NamedTuple):
-    """What a request is answered with."""
+class Adapter(NamedTuple):
+    """What a server answers with: an adapter by its name there, or its own weights."""
 
     version: int = 0
-    adapter: str = ""  # its name on the server
-    weights: str | None = ""
-    """What the server was told to call its weights; "" for its first ones, None where nobody knows which it has."""
+    name: str = ""
 
 
-class OpenAIEngine(ContinuousSampler):
+class OpenAIEngine(Closing):
     """Completes prompts on a server.
 
     Args:
@@ -98,10 +97,9 @@ class OpenAIEngine(ContinuousSampler):
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
         if context is not None and context < 1:
             raise ValueError(f"context must be at least 1, or None, got {context}")
-        super().__init__("shoal-http")
         self.tokenizer: ChatTokenizer = tokenizer if tokenizer is not None else ChatCodec()
+        self.client = HttpClient(url, retry_policy, api_key)
         try:
-            self.client = HttpClient(url, self._loop, retry_policy or RetryPolicy(), api_key)
             self._kind, self.model, known = self._identify(server, model)
             self.dialect = self._kind if tokenizer is not None else DIALECTS["openai"]
             if tokenizer is not None and not self.dialect.by_tokens:
@@ -115,13 +113,18 @@ class OpenAIEngine(ContinuousSampler):
             raise
         self.context = context if context is not None else known
         self.logprobs = logprobs or self.dialect.logprobs
-        self._in_use = InUse()
+        self._adapter = Adapter()
         self._free = asyncio.Semaphore(concurrency)
 
     @property
     def weights_version(self) -> int:
         """The version of what answers are made with."""
-        return self._in_use.version
+        return self._adapter.version
+
+    @property
+    def retry_policy(self) -> RetryPolicy:
+        """Timeouts and retries of each request."""
+        return self.client.retry_policy
 
     @property
     def server(self) -> str:
@@ -135,26 +138,34 @@ class OpenAIEngine(ContinuousSampler):
         return Capabilities(self.level, by_tokens, by_tokens, adapters=adapters, images=not by_tokens)
 
     # --- rollouts
+    generate = generate
+
+    async def sample(self, request: Request) -> Completion:
+        """The answer of the server to a request that is made once, from any event loop.
+
+        Raises:
+            RejectedError: it rejected the request, or would.
+            EngineError: it did not answer, or with what is no completion.
+        """
+        return await self.client.loop.within(self._answer(request))
+
     async def _answer(self, request: Request) -> Completion:
-        """The story of a request."""
-        in_use = self._in_use
-        if in_use.weights is None:
-            raise EngineError(
-                f"{self.client.url} is loading weights, or did not say that it took them: call load_folder again"
-            )
-        room = room_left(self, request)
+        adapter, room = self._adapter, room_left(self, request)
         if not room:
-            return Completion((), (), "context", in_use.version)
-        body = self._body(request, room, in_use.adapter)
-        name = "/".join(map(str, (request.key.seed, *request.key.path, "request")))
+            return Completion((), (), "context", adapter.version)
+        body = self._body(request, room, adapter.name)
         async with self._free:
             try:
-                reply = await self.client.request("POST", self.dialect.path, body, name)
-            except RefusedError as error:
+                reply = await self.client.attempt("POST", self.dialect.path, body)
+            except RejectedError as error:
                 if error.code == FULL or any(words in str(error) for words in FULL_IN_WORDS):
-                    return Completion((), (), "context", in_use.version)
+                    return Completion((), (), "context", adapter.version)
                 raise
-        return self._completion(request, reply, in_use)
+        return self._completion(request, reply, adapter.version)
+
+    def close(self) -> None:
+        """Give up requests that are under way; nothing is answered any more."""
+        self.client.close()
 
     def _body(self, request: Request, room: int, adapter: str) -> dict[str, Any]:
         """What to post for a request."""
@@ -164,38 +175,32 @@ class OpenAIEngine(ContinuousSampler):
         try:
             body = self.dialect.body(asked, self.model, self.tokenizer)
         except (OSError, ValueError) as error:
-            raise EngineError(f"a picture cannot be sent ({type(error).__name__}): {error}") from error
+            raise RejectedError(f"a picture cannot be sent ({type(error).__name__}): {error}") from error
         return body | {self._kind.adapter: adapter} if adapter else body
 
     def _check_tokens(self, request: Request) -> None:
         """Refuse what a server that is asked in tokens cannot answer with the right log-probabilities."""
         sampling = request.sampling
         if request.images:
-            raise EngineError("a server that is asked in tokens takes no images: leave the tokenizer out")
+            raise RejectedError("a server that is asked in tokens takes no images: leave the tokenizer out")
         if self.logprobs == "raw" and sampling.temperature not in (0.0, 1.0):
-            raise EngineError(
+            raise RejectedError(
                 f"this {self.server} server gives log-probabilities of temperature 1, not of "
                 f"{sampling.temperature}: sample at 1 (or 0), or start it so that it gives those of the sampling "
                 f"(vLLM: --logprobs-mode processed_logprobs) and say logprobs='processed'"
             )
         if sampling.restricted and not (self.logprobs == "processed" and self.dialect.knows_limits):
-            raise EngineError(
+            raise RejectedError(
                 f"this {self.server} server gives log-probabilities of all tokens, not of those that top_p, top_k and "
                 f"min_p leave: leave them out, or use vLLM with --logprobs-mode processed_logprobs and say "
                 f"logprobs='processed'"
             )
 
-    def _completion(self, request: Request, reply: Any, in_use: InUse) -> Completion:
+    def _completion(self, request: Request, reply: Any, version: int) -> Completion:
         """What a reply says."""
         try:
             said = self.dialect.read(reply, self.tokenizer)
-            if in_use.weights and said.weights not in (None, in_use.weights):
-                raise EngineError(
-                    f"the server answered with weights that it calls {str(said.weights)[:80]!r}, and not with those it "
-                    f"was given last, {in_use.weights!r}: it was restarted, or others give it some; call load_folder "
-                    f"again"
-                )
-            completion = said.completion(request, in_use.version, with_logprobs=self.dialect.by_tokens)
+            completion = said.completion(request, version, with_logprobs=self.dialect.by_tokens)
             return completion if self.dialect.keeps_stop else _ended(completion, request, self.tokenizer)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             kind = f"{self.server}'s" if self.dialect.by_tokens else "a chat completion"
@@ -213,44 +218,17 @@ class OpenAIEngine(ContinuousSampler):
         where = {"lora_name": name, "lora_path": str(Path(folder).resolve())}
         try:
             self.client.post(f"{self._kind.adapter_routes}/load_lora_adapter", where)
-        except RefusedError as error:
+        except RejectedError as error:
             if "already" not in str(error):
                 # an attempt whose answer was lost has loaded it: the name is of this call
                 raise
-        before, self._in_use = self._in_use, InUse(version, name, self._in_use.weights)
-        self._let_go(before.adapter)
-
-    def _let_go(self, adapter: str) -> None:
-        """Unload an adapter that is no longer in use, if there was one."""
-        if adapter:
+        before, self._adapter = self._adapter, Adapter(version, name)
+        if before.name:
             try:
-                self.client.post(f"{self._kind.adapter_routes}/unload_lora_adapter", {"lora_name": adapter})
+                unused = {"lora_name": before.name}
+                self.client.post(f"{self._kind.adapter_routes}/unload_lora_adapter", unused)
             except EngineError as error:  # nothing depends on it
                 logger.warning("the server keeps the adapter before: %s", error)
-
-    def load_folder(self, folder: Path, version: int) -> None:
-        """Have the server read whole weights from a folder that it can see (SGLang), and use no adapter any more.
-
-        It is told what to call them, and an answer of other weights, such as the first ones of a server that was
-        restarted, is refused. Servers that do not say what they answered with (older SGLang) cannot be checked. While
-        weights are loaded, and after they were not taken, nothing is asked.
-        """
-        if not self._kind.reload:
-            raise EngineError(
-                f"a {self.server} server cannot reload its weights: use an adapter, or vLLM in process"
-            )
-        name = f"shoal-{version}-{time.time_ns()}"
-        where = {"model_path": str(Path(folder).resolve()), "weight_version": name}
-        before, self._in_use = (
-            self._in_use,
-            self._in_use._replace(weights=None),
-        )  # until it says that it has them
-        reply = self.client.post(self._kind.reload, where)
-        if not isinstance(reply, Mapping) or reply.get("success") is not True:
-            answer = reply.get("message", reply) if isinstance(reply, Mapping) else reply
-            raise EngineError(f"the server did not take the weights: {answer!s:.200}")
-        self._in_use = InUse(version, weights=name)
-        self._let_go(before.adapter)
 
     def _identify(self, server: Server, model: str | None) -> tuple[Dialect, str, int | None]:
         """The kind of server, the name of the model and its context, asked for where they were not said."""
@@ -284,7 +262,7 @@ class OpenAIEngine(ContinuousSampler):
         if kind.context:
             try:
                 found = self.client.get(kind.context)["default_generation_settings"]["n_ctx"]
-            except RefusedError:  # an older one
+            except RejectedError:  # an older one
                 return None
             except (LookupError, TypeError) as error:
                 raise EngineError(f"{self.client.url}{kind.context} says nothing of the context") from error
@@ -292,14 +270,13 @@ class OpenAIEngine(ContinuousSampler):
 
 
 # --- what differs from one kind of server to another
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """What a server wrote, as it said it: nothing is checked yet."""
 
     token_ids: Any
     logprobs: Any
     finish: Any
     prompt: Any = None  # the ids that it read, or how many; None where it does not say
-    weights: Any = None  # what it calls those it wrote with, as it was told; None where it does not say
 
     def completion(self, request: Request, version: int, *, with_logprobs: bool) -> Completion:
         """The completion of a request; an `EngineError` says what is missing or wrong."""
@@ -349,7 +326,7 @@ def as_url(image: str) -> str:
 
 Body = Callable[[Request, str, ChatTokenizer], dict[str, Any]]
 """What to post for a request to a model, by the name it has on the server."""
-Read = Callable[[Mapping[str, Any], ChatTokenizer], Answer]
+Read = Callable[[Mapping[str, Any], ChatTokenizer], Reply]
 """What came back."""
 
 
@@ -369,7 +346,6 @@ class Dialect:
     knows_limits: bool = False  # processed ones are of the tokens that top_p, top_k and min_p leave
     adapter: str = ""  # the field of a request that names an adapter; "" where the server takes none
     adapter_routes: str = ""  # what stands before /load_lora_adapter
-    reload: str = ""  # where whole weights are read again from a folder
     context: str = ""  # where it tells its context, if not with the list of its models
 
 
@@ -409,10 +385,10 @@ def _vllm_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[s
     }
 
 
-def _vllm_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
+def _vllm_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Reply:
     choice = _only(reply.get("choices"), "choices")
     ids, why, prompt = map(choice.get, ("token_ids", "finish_reason", "prompt_token_ids"))
-    return Answer(ids, (choice.get("logprobs") or {}).get("token_logprobs"), why, prompt)
+    return Reply(ids, (choice.get("logprobs") or {}).get("token_logprobs"), why, prompt)
 
 
 def _sglang_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[str, Any]:
@@ -426,16 +402,15 @@ def _sglang_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict
     return {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": -1}
 
 
-def _sglang_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
+def _sglang_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Reply:
     """`[log-probability, id, …]` for each token of the output."""
     meta = reply.get("meta_info") or {}
     pairs, used = meta.get("output_token_logprobs"), meta.get("prompt_tokens")
     if pairs is None:
-        return Answer(reply.get("output_ids"), None, None, used)
+        return Reply(reply.get("output_ids"), None, None, used)
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, Mapping) else reason
-    weights = meta.get("weight_version")
-    return Answer([pair[1] for pair in pairs], [pair[0] for pair in pairs], kind, used, weights)
+    return Reply([pair[1] for pair in pairs], [pair[0] for pair in pairs], kind, used)
 
 
 def _llama_cpp_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[str, Any]:
@@ -455,18 +430,18 @@ def _llama_cpp_body(request: Request, model: str, tokenizer: ChatTokenizer) -> d
     }
 
 
-def _llama_cpp_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
+def _llama_cpp_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Reply:
     """The chosen token of each entry of `completion_probabilities`, which has none for parts of a character."""
     chosen, used, ids = map(reply.get, ("completion_probabilities", "tokens_evaluated", "tokens"))
     if not isinstance(chosen, list) or any("id" not in c or "logprob" not in c for c in chosen):
-        return Answer(ids, None, None, used)
+        return Reply(ids, None, None, used)
     if ids and ids != [c["id"] for c in chosen]:
         raise EngineError(
             f"llama.cpp returned {len(chosen)} log-probabilities of the {len(ids)} tokens that it wrote: it leaves out "
             f"those that end amid a character"
         )
     kind = {"limit": "length", "eos": "stop", "word": "stop"}.get(str(reply.get("stop_type")))
-    return Answer([c["id"] for c in chosen], [c["logprob"] for c in chosen], kind, used)
+    return Reply([c["id"] for c in chosen], [c["logprob"] for c in chosen], kind, used)
 
 
 def _chat_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[str, Any]:
@@ -484,13 +459,12 @@ def _chat_body(request: Request, model: str, tokenizer: ChatTokenizer) -> dict[s
     return body
 
 
-def _chat_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Answer:
+def _chat_read(reply: Mapping[str, Any], tokenizer: ChatTokenizer) -> Reply:
     choice = _only(reply.get("choices"), "choices")
     text = choice["message"]["content"]
     if not isinstance(text, str | None):
         raise TypeError("the content of the message is no text")
-    weights = (reply.get("metadata") or {}).get("weight_version")  # SGLang's
-    return Answer(tokenizer.encode(text or ""), (), choice["finish_reason"], weights=weights)
+    return Reply(tokenizer.encode(text or ""), (), choice["finish_reason"])
 
 
 DIALECTS: dict[str, Dialect] = {
@@ -499,7 +473,7 @@ DIALECTS: dict[str, Dialect] = {
         Dialect("vllm", "vllm", "/v1/completions", _vllm_body, _vllm_read, knows_limits=True,
                 adapter="model", adapter_routes="/v1"),
         Dialect("sglang", "sglang", "/generate", _sglang_body, _sglang_read, logprobs="processed",
-                adapter="lora_path", reload="/update_weights_from_disk"),  # its OpenAI routes give no token ids
+                adapter="lora_path"),  # its OpenAI routes give no token ids
         Dialect("llama.cpp", "llamacpp", "/completion", _llama_cpp_body, _llama_cpp_read,
                 keeps_stop=False, context="/props"),
         Dialect("openai", "", "/v1/chat/completions", _chat_body, _chat_read, by_tokens=False,

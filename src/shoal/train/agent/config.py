@@ -12,8 +12,6 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
-from importlib import resources
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +27,7 @@ from shoal.samplers.registry import EngineConfig as EngineConfig
 from shoal.train.agent.algorithms.advantages import ESTIMATORS, Method
 from shoal.train.agent.algorithms.conflicts import conflicts_of
 from shoal.train.agent.algorithms.losses import LOSSES, Aggregation, KLEstimator
-from shoal.train.agent.algorithms.presets import preset_words, settle, settled_mapping
+from shoal.train.agent.algorithms.presets import free_answers, preset_words, purposes, settle
 from shoal.train.agent.batch.packing import Batching
 
 T = TypeVar("T")
@@ -280,8 +278,8 @@ class Lora:
     target_modules: str | list[str] = "all-linear"
     """Names of layers, such as `[q_proj, v_proj]`, or `all-linear`."""
     dropout: float = 0.0
-    """Share of the adapters' inputs that is set to 0 in supervised steps: the warm-up, `policy_loss: likelihood`. Other
-    losses compare log-probabilities with those of the rollout, and nothing is dropped there."""
+    """Share of the adapters' inputs that is set to 0 in updates by `policy_loss: likelihood`. Other losses compare
+    log-probabilities with those of the rollout, and nothing is dropped there."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -463,7 +461,7 @@ class AgentConfig:
             ConfigError: an unknown key, a value that does not fit, or an import that fails.
         """
         import_extensions(values.get("imports") or ())
-        return from_mapping(cls, settled_mapping(values))
+        return from_mapping(cls, free_answers(values))
 
     @property
     def paid(self) -> tuple[str | RewardConfig, ...]:
@@ -503,7 +501,7 @@ def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     known["engine"]["replicas"] = {"engine": replicas["engine"]}
     if (
         values["algorithm"]["lr_schedule"] != "constant"
-    ):  # the rate of an iteration depends on how many there are
+    ):  # by which a rate depends on how many iterations there are
         known["trainer"] = {"iterations": values["trainer"]["iterations"]}
     rewards = known.pop("rewards", [])
     known_rewards = [_without(one, _FREE_OF_REWARDS) if isinstance(one, Mapping) else one for one in rewards]
@@ -527,20 +525,7 @@ _FREE_OF_REWARDS = {
 # --- from YAML and the command line
 def config_names() -> list[str]:
     """The configs that come with shoal."""
-    folder = resources.files("shoal.configs")
-    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
-
-
-def config_purposes() -> dict[str, str]:
-    """What each of `config_names()` is for: the first sentence of its file."""
-    purposes = {}
-    for name in config_names():
-        lines = (resources.files("shoal.configs") / f"{name}.yaml").read_text("utf-8").splitlines()
-        comment = " ".join(
-            line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("#"), lines)
-        )
-        purposes[name] = comment.partition(". ")[0].rstrip(".")
-    return purposes
+    return list(purposes())
 
 
 def refuse_unknown_config(name: str, folder: Path | None = None, further: Sequence[str] = ()) -> None:

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.core.errors import DivergedError
-from shoal.maths.updates import decayed
-from shoal.train.agent.config import Algorithm
 from shoal.train.optimizers import AdamW
 
 LOWER = (
     "Go on from the last checkpoint with a lower learning rate (resume=true algorithm.learning_rate=…), or begin anew "
-    "in another run_dir"
+    "in another run_dir (at the start with a lower warmup.learning_rate)"
 )
 """The remedy for a run that diverged."""
 
@@ -125,9 +123,3 @@ def split_optimizer(
     if critic is not None:
         groups.append({"params": trained_parameters(critic), "lr": critic_rate})
     return MasterAdamW(groups, weight_decay=weight_decay)
-
-
-def set_rates(optimizer: MasterAdamW, algorithm: Algorithm, iteration: int, iterations: int) -> None:
-    """Learning rates by the schedule, from the finished share of the run alone."""
-    for group, rate in zip(optimizer.param_groups, algorithm.rates, strict=False):
-        group["lr"] = decayed(rate, algorithm.lr_schedule, iteration / iterations)

@@ -31,8 +31,7 @@ from shoal.train.agent.batch.packing import Batching, MicroBatch, token_values
 from shoal.train.agent.batch.samples import Column, Floats, Sample
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, refuse_negative, refuse_not_positive
 from shoal.train.agent.optimizer import MasterAdamW, trained_parameters
-from shoal.train.agent.policies.huggingface import HuggingFacePolicy
-from shoal.train.agent.policies.packable import safe_batching
+from shoal.train.agent.policies.huggingface import HuggingFacePolicy, safe_batching
 from shoal.train.agent.processes.weights import fill_optimizer, optimizer_tensors
 from shoal.train.agent.update import Learner, Totals, gradient_step, minibatches
 
@@ -274,7 +273,7 @@ class RecordedTrainer:
         """What must be equal for a run to go on; of the samples a sum, in their order, but for their images."""
         found = hashlib.sha256()
         for sample in self.samples:
-            for array in (np.array(sample.ids), sample.places, sample.positions, *sample.columns.values()):
+            for array in (np.array(sample.ids), sample.trained, sample.positions, *sample.columns.values()):
                 found.update(b"-" if array is None else repr(array.shape).encode() + array.tobytes())
         return {**self.config.comparable(), "seed": self.seed, "samples": found.hexdigest()}
 

@@ -27,6 +27,7 @@ from shoal.rollout.factory import make_roles, words_of
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.tools.chat import ToolChat
 from shoal.rollout.tools.toolbox import recorded_tools
+from shoal.samplers.asking import generate
 from shoal.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
 from shoal.train.records.compare import Difference, difference_of, same_turn
 from shoal.train.records.read import Recording, agent_config_of, recordings_of
@@ -347,14 +348,14 @@ class _Writer:
             return self._recorded(number)
         if self.sampler is None:
             return self._recorded(number)
-        answer = self.sampler.generate([request])[0]
+        answer = generate(self.sampler, [request])[0]
         if not isinstance(answer, Completion):
             raise EngineError(f"the sampler answered with {answer!r}")
         return answer
 
     def _recorded(self, number: int) -> Completion | None:
         if number > len(self.record.turns):
-            if self.record.finish != "context":
+            if self.record.ended != "context":
                 return None
             return Completion((), (), "context")
         turn = self.record.turns[number - 1]

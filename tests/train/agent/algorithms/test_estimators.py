@@ -68,15 +68,15 @@ def returns_of(trajectory, gamma):
     return [math.fsum(gamma ** (k - t) * paid[k] for k in range(t, len(paid))) for t in range(len(paid))]
 
 
-def mates(values, cells, i):
-    return [v for v, cell in zip(values, cells, strict=True) if cell == cells[i]]
+def mates(values, baseline_groups, i):
+    return [v for v, cell in zip(values, baseline_groups, strict=True) if cell == baseline_groups[i]]
 
 
-def compared(values, cells, method):
+def compared(values, baseline_groups, method):
     """`method` of `reward_normalization`, episode by episode."""
     found = []
     for i, value in enumerate(values):
-        group = mates(values, cells, i)
+        group = mates(values, baseline_groups, i)
         spread = deviation(group)
         if method == "identity":
             found.append(value)
@@ -117,31 +117,31 @@ def added(episodes, steps, weight):
 def expected_turns(name, trajectories, algorithm, proxy):
     settings = proxy.reward_normalization
     method, gamma = settings.method, algorithm.gamma
-    cells = cells_of(trajectories, settings.grouping)
+    baseline_groups = cells_of(trajectories, settings.grouping)
     all_returns = [returns_of(t, gamma) for t in trajectories]
     first = [r[0] if r else 0.0 for r in all_returns]
     if name == "grpo":
-        return per_turn(trajectories, compared(first, cells, method))
+        return per_turn(trajectories, compared(first, baseline_groups, method))
     if name == "dr_grpo":
-        return per_turn(trajectories, compared(first, cells, "mean"))
+        return per_turn(trajectories, compared(first, baseline_groups, "mean"))
     if name == "rloo":
         found = []
         for i, value in enumerate(first):
-            group = mates(first, cells, i)
+            group = mates(first, baseline_groups, i)
             others = len(group) - 1
             found.append(value - (math.fsum(group) - value) / others if others else 0.0)
         return per_turn(trajectories, found)
     if name == "maxrl":
         found = []
         for i, value in enumerate(first):
-            group = mates(first, cells, i)
+            group = mates(first, baseline_groups, i)
             mean = mean_of(group)
             found.append((value - mean) / mean if deviation(group) else 0.0)
         return per_turn(trajectories, found)
     if name == "reinforce":
         return per_turn(trajectories, [value - mean_of(first) for value in first])
     if name == "reinforce_pp_baseline":
-        first = [value - mean_of(mates(first, cells, i)) for i, value in enumerate(first)]
+        first = [value - mean_of(mates(first, baseline_groups, i)) for i, value in enumerate(first)]
         return per_turn(trajectories, compared(first, [0] * len(first), "mean_std"))
     if name == "reinforce_pp":
         tokens = [r for t, own in zip(trajectories, all_returns, strict=True)
@@ -153,10 +153,10 @@ def expected_turns(name, trajectories, algorithm, proxy):
     if algorithm.gigpo.episode_reward == "sum":
         first = [math.fsum(turn.reward for turn in t.turns) for t in trajectories]
     if algorithm.gigpo.statistics == "episodes":
-        episodes = compared(first, cells, method)
+        episodes = compared(first, baseline_groups, method)
     else:  # as over a list in which each episode stands once a turn
         copies = [(i, v) for i, v in enumerate(first) for _ in trajectories[i].turns]
-        flat = compared([v for _, v in copies], [cells[i] for i, _ in copies], method)
+        flat = compared([v for _, v in copies], [baseline_groups[i] for i, _ in copies], method)
         of = {i: a for (i, _), a in zip(copies, flat, strict=True)}
         episodes = [of.get(i, 0.0) for i in range(len(first))]
     return added(episodes, steps, algorithm.step_advantage_weight)

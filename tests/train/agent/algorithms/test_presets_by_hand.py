@@ -79,7 +79,7 @@ def shoals(name, append):
     """The loss and the gradients of shoal, and what they are of."""
     torch.manual_seed(3)
     policy = policy_of(TinyEngine(["Up"], TinyShape(width=16, layers=1, heads=2, context=64), seed=1))
-    reference = policy.twin()
+    reference = policy.copy()
     with torch.no_grad():
         for parameter in reference.module.parameters():
             parameter += 0.05 * torch.randn_like(parameter)

@@ -25,7 +25,7 @@ def episode(member, reward, finishes, group=0):
 
 
 def learner(**settings):
-    engine = ENGINE.twin()
+    engine = ENGINE.copy()
     optimizer = split_optimizer(trained_parameters(engine.module), None, 0.01, 0.01, 0.0)
     return Learner(engine, optimizer, Algorithm(kl=KLPenalty(0.0), **settings), AgentProxy())
 

@@ -8,7 +8,7 @@ from tests.samplers.huggingface.test_huggingface import make_engine
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch.packing import (
     ROW,
-    Piece,
+    Segment,
     length_of,
     micro_batches,
     plan_rows,
@@ -37,7 +37,7 @@ def numbers_of(lengths, max_tokens, batching):
     """The rows of samples that have nothing in common, as numbers."""
     ids = [tuple(range(1000 * i, 1000 * i + n)) for i, n in enumerate(lengths)]
     plan = plan_rows(ids, [1] * len(ids), max_tokens, batching, True)
-    return [[[i for piece in row for i in piece.members] for row in batch] for batch in plan]
+    return [[[i for segment in row for i in segment.members] for row in batch] for batch in plan]
 
 
 @given(lengths_of, st.integers(1, 400), st.sampled_from(BATCHINGS))
@@ -80,17 +80,17 @@ def test_packed_samples_do_not_see_each_other(engine):
     vocabulary = engine.logits(
         torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
     ).shape[1]
-    samples = [Sample(tuple(i % vocabulary for i in s.ids), s.places, s.columns) for s in samples]
+    samples = [Sample(tuple(i % vocabulary for i in s.ids), s.trained, s.columns) for s in samples]
 
     def ask(chosen, batching):
         return token_values(chosen, lambda m: score(engine, m, 1.0).logprobs, 1000, 0, "cpu", batching)
 
     packed = ask(samples, "packed")
-    begins = [m.begins for m in micro_batches(samples, 1000, 0, "cpu", "packed", prefixes=True)]
-    assert all(b is not None and b.ndim == 2 for b in begins)
+    starts = [m.starts for m in micro_batches(samples, 1000, 0, "cpu", "packed", prefixes=True)]
+    assert all(b is not None and b.ndim == 2 for b in starts)
     for sample, found in zip(samples, packed, strict=True):
         np.testing.assert_allclose(found, ask([sample], "padded")[0], atol=1e-5)
-    changed = [Sample(tuple(7 for _ in samples[0].ids), samples[0].places, samples[0].columns), *samples[1:]]
+    changed = [Sample(tuple(7 for _ in samples[0].ids), samples[0].trained, samples[0].columns), *samples[1:]]
     for before, after in zip(packed[1:], ask(changed, "packed")[1:], strict=True):
         np.testing.assert_allclose(after, before, atol=1e-6)
 
@@ -117,40 +117,40 @@ families = st.lists(
 @given(families, st.integers(1, 200), st.integers(0, 9))
 def test_pieces_share_only_what_stands_before_the_first_trained_token(families, max_tokens, seed):
     samples = make_families(families, seed)
-    ids, firsts = [s.ids for s in samples], [int(s.places[0]) for s in samples]
+    ids, firsts = [s.ids for s in samples], [int(s.trained[0]) for s in samples]
     lengths = [len(i) for i in ids]
-    pieces = share_prefixes(ids, firsts, max_tokens)
-    assert sorted(i for piece in pieces for i in piece.members) == list(range(len(samples)))
-    for piece in pieces:
-        assert (piece.prefix > 0) == (len(piece.members) > 1)
-        assert len({ids[i][: piece.prefix] for i in piece.members}) == 1
-        assert all(piece.prefix < firsts[i] for i in piece.members)
-        assert len(piece.members) == 1 or length_of(piece, lengths) <= min(max_tokens, max(ROW, *lengths))
-        assert len(piece.members) == 1 or all(2 * piece.prefix >= lengths[i] for i in piece.members)
+    segments = share_prefixes(ids, firsts, max_tokens)
+    assert sorted(i for segment in segments for i in segment.members) == list(range(len(samples)))
+    for segment in segments:
+        assert (segment.prefix > 0) == (len(segment.members) > 1)
+        assert len({ids[i][: segment.prefix] for i in segment.members}) == 1
+        assert all(segment.prefix < firsts[i] for i in segment.members)
+        assert len(segment.members) == 1 or length_of(segment, lengths) <= min(max_tokens, max(ROW, *lengths))
+        assert len(segment.members) == 1 or all(2 * segment.prefix >= lengths[i] for i in segment.members)
     plan = plan_rows(ids, firsts, max_tokens, "packed", True)
     assert sorted(i for b in plan for row in b for p in row for i in p.members) == list(range(len(samples)))
     for batching, prefixes in (("padded", True), ("packed", False)):
         rows = [row for batch in plan_rows(ids, firsts, max_tokens, batching, prefixes) for row in batch]
-        assert not any(piece.prefix for row in rows for piece in row)
+        assert not any(segment.prefix for row in rows for segment in row)
 
 
 def test_members_of_a_group_are_one_piece_of_half_the_tokens():
     prompt = tuple(range(10, 60))
     ids = [(*prompt, 100 + i, 7, 8) for i in range(4)] + [(1, 2, 3)]
-    pieces = share_prefixes(ids, [50, 50, 50, 50, 1], 1000)
-    assert pieces == [Piece((4,)), Piece((0, 1, 2, 3), 49)]
-    assert length_of(pieces[1], [53, 53, 53, 53, 3]) == 49 + 4 * 4
+    segments = share_prefixes(ids, [50, 50, 50, 50, 1], 1000)
+    assert segments == [Segment((4,)), Segment((0, 1, 2, 3), 49)]
+    assert length_of(segments[1], [53, 53, 53, 53, 3]) == 49 + 4 * 4
 
 
 def test_a_prefix_of_less_than_half_of_a_sample_is_not_shared_and_few_tokens_are_not_worth_a_mask():
     short = [(*range(10, 50), *range(i, i + 50)) for i in (200, 400)]
-    assert share_prefixes(short, [41] * 2, 1000) == [Piece((0,)), Piece((1,))]
+    assert share_prefixes(short, [41] * 2, 1000) == [Segment((0,)), Segment((1,))]
     rest = [tuple(range(1000 * i, 1000 * i + 90)) for i in range(2, 9)]
     pair = [(*range(10, 60), *range(i, i + 40)) for i in (200, 400)]
     firsts = [51] * 9
-    assert share_prefixes(pair + rest, firsts, 1000)[0] == Piece((0, 1), 50)
+    assert share_prefixes(pair + rest, firsts, 1000)[0] == Segment((0, 1), 50)
     rows = [row for batch in plan_rows(pair + rest, firsts, 1000, "packed", True) for row in batch]
-    assert not any(piece.prefix for row in rows for piece in row)  # 50 of 810 tokens would be saved
+    assert not any(segment.prefix for row in rows for segment in row)  # 50 of 810 tokens would be saved
 
 
 def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engine):
@@ -159,16 +159,16 @@ def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engi
     vocabulary = engine.logits(
         torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
     ).shape[1]
-    samples = [Sample(tuple(i % vocabulary for i in s.ids), s.places, s.columns) for s in samples]
+    samples = [Sample(tuple(i % vocabulary for i in s.ids), s.trained, s.columns) for s in samples]
     samples += [
         s.with_column("advantages", -0.3 * s.columns["advantages"]) for s in samples[::2]
     ]  # written twice
     again = samples[3]  # the same tokens, others of them trained
-    samples.append(Sample(again.ids, again.places[-1:], {"advantages": np.ones(1, np.float32)}))
+    samples.append(Sample(again.ids, again.trained[-1:], {"advantages": np.ones(1, np.float32)}))
     micros = list(micro_batches(samples, 1000, 0, "cpu", "packed", prefixes=True))
-    assert any(m.begins is not None and m.begins.ndim == 3 for m in micros)
+    assert any(m.starts is not None and m.starts.ndim == 3 for m in micros)
     assert sum(m.ids.numel() for m in micros) < sum(len(s.ids) for s in samples)
-    assert sum(len(m.samples) for m in micros) == sum(len(s.places) for s in samples)
+    assert sum(len(m.samples) for m in micros) == sum(len(s.trained) for s in samples)
     assert sorted({int(n) for m in micros for n in m.samples}) == list(range(len(samples))), "one micro-batch"
 
     def ask(batching, max_tokens, prefixes):

@@ -23,7 +23,7 @@ from shoal.train.agent.policies import policy as policies
 from shoal.train.agent.policies.loading import policy_of
 from shoal.train.agent.policies.lora import LoraPolicy, add_lora, load_lora, merge_lora, weights_sha256
 from shoal.train.agent.policies.policy import score
-from shoal.train.agent.policies.reference import BasePolicy
+from shoal.train.agent.policies.reference import HeldAdapters
 from shoal.train.agent.policies.sync import WeightSync
 from shoal.train.agent.run.checkpoint import list_checkpoints
 from shoal.train.agent.trainer import AgentTrainer
@@ -233,13 +233,14 @@ def test_the_penalty_holds_on_to_the_base_also_where_scores_are_made_in_parts(mo
     (micro,) = micro_batches(random_samples(9, 4), 10**6, policy.pad_id, "cpu")
     of_base = score(policy, micro, 1.0).logprobs.detach()
     adapted = add_lora(policy, Lora(2, target_modules=modules), "base", 0)
+    held = HeldAdapters(adapted)
     with torch.no_grad():
         for parameter in adapted.own_weights().values():
             parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
     for scores in (policies.SCORES, 3 * policy.head.weight.shape[0]):
         monkeypatch.setattr(policies, "SCORES", scores)
         assert not torch.allclose(score(adapted, micro, 1.0).logprobs, of_base, atol=0.01)
-        torch.testing.assert_close(score(BasePolicy(adapted), micro, 1.0).logprobs.detach(), of_base)
+        torch.testing.assert_close(score(held, micro, 1.0).logprobs.detach(), of_base)
 
 
 def test_adapters_that_a_given_policy_lacks_are_refused(base, tmp_path):
@@ -256,7 +257,7 @@ def test_the_base_of_a_given_policy_with_adapters_is_what_the_penalty_holds_on_t
     sampler = HuggingFaceEngine.load(base)
     policy = add_lora(policy_of(sampler), Lora(2), str(base), 0)
     with AgentTrainer(config, policy=policy, sampler=sampler) as trainer:
-        assert isinstance(trainer._learner.reference, BasePolicy)
+        assert isinstance(trainer._learner.reference, HeldAdapters)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.train.agent.batch.packing import token_values
 from shoal.train.agent.batch.samples import Sample
+from shoal.train.agent.policies.huggingface import packing_fault, safe_batching
 from shoal.train.agent.policies.loading import policy_of
-from shoal.train.agent.policies.packable import packing_fault, safe_batching
 from shoal.train.agent.policies.policy import score
 
 SHAPE = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 2}
@@ -45,7 +45,7 @@ MIXING = {
 def test_a_model_that_mixes_the_samples_of_a_row_is_caught(kind, caplog):
     engine = engine_of(MIXING[kind]())
     assert "change by" in packing_fault(engine)
-    with caplog.at_level(logging.WARNING, "shoal.train.agent.policies.packable"):
+    with caplog.at_level(logging.WARNING, "shoal.train.agent.policies.huggingface"):
         assert safe_batching(engine, "packed") == "padded"
     assert "samples are not packed" in caplog.text
     assert safe_batching(engine, "padded") == "padded"
@@ -77,11 +77,11 @@ def test_positions_that_run_on_through_a_row_are_caught():
         def __init__(self, engine):
             self.module, self.pad_id, self._engine = engine.module, engine.pad_id, engine
 
-        def logits(self, ids, lengths, where, begins=None):
-            if begins is None:
+        def logits(self, ids, lengths, where, starts=None):
+            if starts is None:
                 return self._engine.logits(ids, lengths, where)
             places = torch.arange(ids.shape[1] - 1)[None]
-            apart = begins[:, :-1, None] == begins[:, None, :-1]
+            apart = starts[:, :-1, None] == starts[:, None, :-1]
             mask = (apart & (places[0][:, None] >= places[0][None, :]))[:, None]
             out = self.module(input_ids=ids[:, :-1], attention_mask=mask, position_ids=places)
             return out.logits[where[:, 1:]]
@@ -95,8 +95,8 @@ def test_a_model_that_refuses_packed_rows_is_caught():
         def __init__(self, engine):
             self.module, self.pad_id, self._engine = engine.module, engine.pad_id, engine
 
-        def logits(self, ids, lengths, where, begins=None):
-            if begins is not None:
+        def logits(self, ids, lengths, where, starts=None):
+            if starts is not None:
                 raise TypeError("forward() got an unexpected keyword argument 'position_ids'")
             return self._engine.logits(ids, lengths, where)
 
@@ -138,5 +138,5 @@ def test_samples_of_a_group_have_the_log_probs_that_the_model_itself_gives_each(
         )
         for sample, logprobs in zip(samples, found, strict=True):
             said = engine.module(torch.tensor([sample.ids])).logits[0].log_softmax(-1)
-            own = [said[place - 1, sample.ids[place]].item() for place in sample.places]
+            own = [said[place - 1, sample.ids[place]].item() for place in sample.trained]
             np.testing.assert_allclose(logprobs, own, atol=1e-4)

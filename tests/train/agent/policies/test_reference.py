@@ -17,7 +17,7 @@ def test_the_reference_keeps_its_output_layer_while_the_policy_is_trained(tmp_pa
     where[0, 5:] = True
     with torch.no_grad():
         before = engine.logits(ids, lengths, where)
-        reference = Reference(engine.twin(), tmp_path / "reference")
+        reference = Reference(engine.copy(), tmp_path / "reference")
         reference.keep(engine)
         engine.module.lm_head.weight.mul_(2)
         assert torch.equal(reference.policy.logits(ids, lengths, where), before)

@@ -25,7 +25,7 @@ def scored(policy, micro, how, temperature=0.7):
 
 
 @pytest.mark.parametrize("how", ["none", "told", "trained"])
-@pytest.mark.parametrize("make", [lambda: ENGINE.twin(), lambda: policy_of(make_engine())])
+@pytest.mark.parametrize("make", [lambda: ENGINE.copy(), lambda: policy_of(make_engine())])
 def test_parts_of_scores_give_what_all_of_them_give(monkeypatch, make, how):
     policy = make()
     (micro,) = micro_batches(random_samples(9, 4), 10**6, policy.pad_id, "cpu")
@@ -42,21 +42,21 @@ def test_parts_of_scores_give_what_all_of_them_give(monkeypatch, make, how):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("begins", ["none", "packed", "prefixes"])
-def test_the_last_layer_of_the_places_that_are_scored_is_that_of_all_places(begins, checkpointing):
+@pytest.mark.parametrize("starts", ["none", "packed", "prefixes"])
+def test_the_last_layer_of_the_places_that_are_scored_is_that_of_all_places(starts, checkpointing):
     """Few places a row, one of them none, beside all hidden states; and the gradients of both."""
-    policy, draw = ENGINE.twin(), torch.Generator().manual_seed(3)
+    policy, draw = ENGINE.copy(), torch.Generator().manual_seed(3)
     policy.module.train(checkpointing)
     ids = torch.randint(0, policy.module.vocabulary, (5, 24), generator=draw)
     where = torch.rand(5, 24, generator=draw) < 0.2
     where[:, 0] = where[2] = False
     assert 0 < int(where.sum(1).max()) * 2 <= 24
     start = torch.zeros(5, 1, dtype=torch.int64)
-    if begins != "none":
+    if starts != "none":
         start = torch.where(torch.arange(24) < 9, 0, 9).expand(5, 24)
-    if begins == "prefixes":  # the second branch goes on from places 2 to 5 of the row
+    if starts == "prefixes":  # the second branch goes on from places 2 to 5 of the row
         start = torch.stack([start, torch.where(start == 9, 2, 0), torch.where(start == 9, 5, 0)])
-    given = None if begins == "none" else start
+    given = None if starts == "none" else start
     found, gradients = [], []
     for hidden in (
         policy.hidden(ids, torch.full((5,), 24), where, given),
@@ -74,7 +74,7 @@ def test_the_last_layer_of_the_places_that_are_scored_is_that_of_all_places(begi
 def test_log_probabilities_and_entropy_are_those_of_a_float64_softmax():
     (micro,) = micro_batches(random_samples(4, 2), 10**6, ENGINE.pad_id, "cpu")
     logits = (
-        ENGINE.logits(micro.ids, micro.lengths, micro.where, micro.begins).detach().double().numpy() / 0.7
+        ENGINE.logits(micro.ids, micro.lengths, micro.where, micro.starts).detach().double().numpy() / 0.7
     )
     odds = np.exp(logits - logits.max(1, keepdims=True))
     odds /= odds.sum(1, keepdims=True)
@@ -89,7 +89,7 @@ def test_log_probabilities_and_entropy_are_those_of_a_float64_softmax():
 def test_a_policy_that_names_no_layer_for_scores_makes_them_at_once(monkeypatch):
     monkeypatch.setattr(policies, "SCORES", 10)
     (micro,) = micro_batches(random_samples(9, 4), 10**6, ENGINE.pad_id, "cpu")
-    twin, made = ENGINE.twin(), []
+    twin, made = ENGINE.copy(), []
     twin.module.head.register_forward_hook(lambda *call: made.append(call[2].numel()))
     monkeypatch.setattr(type(twin), "head", Policy.head)
     monkeypatch.setattr(type(twin), "logits", lambda self, *a: self.module.head(self.hidden(*a)))
@@ -99,7 +99,7 @@ def test_a_policy_that_names_no_layer_for_scores_makes_them_at_once(monkeypatch)
 
 @pytest.mark.parametrize(("coefficient", "asked"), [(0.0, True), (0.0, False), (0.02, False)])
 def test_the_entropy_is_computed_only_when_it_is_trained_or_told(monkeypatch, coefficient, asked):
-    engine, computed = ENGINE.twin(), []
+    engine, computed = ENGINE.copy(), []
     monkeypatch.setattr(policies, "entropy_of", lambda s: computed.append(1) or s.sum(-1))
     learner = Learner(
         engine,
@@ -134,11 +134,11 @@ def test_gradients_of_micro_batches_are_summed_in_float32():
     )
     gradient_step(Learner(policy, optimizer, config, AgentProxy()), samples, Totals())
     own = half_policy()
-    tokens = sum(len(sample.places) for sample in samples)
+    tokens = sum(len(sample.trained) for sample in samples)
     sums = [np.zeros(p.shape) for p in trained_parameters(own.module)]
     for sample in samples:
         own.module.zero_grad()
-        weighted = sample.with_column("weights", np.full(len(sample.places), 1 / tokens))
+        weighted = sample.with_column("weights", np.full(len(sample.trained), 1 / tokens))
         (micro,) = micro_batches([weighted], 1, own.pad_id, "cpu")
         token_loss(own, micro, config, 1.0, Totals()).backward()
         for total, parameter in zip(sums, trained_parameters(own.module), strict=True):

@@ -17,7 +17,7 @@ from torch import nn
 from shoal.core.errors import DataError
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.policies.policy import TinyPolicy
-from shoal.train.agent.processes.weights import fill, without_twins
+from shoal.train.agent.processes.weights import fill, without_tied
 from shoal.train.agent.run.checkpoint import list_checkpoints
 from shoal.train.agent.trainer import AgentTrainer
 
@@ -70,7 +70,7 @@ torch.distributed.destroy_process_group()
 
 def two_processes(folder, *cases):
     """What each of two processes saw of its network in shards and of its whole twin."""
-    script = Path(__file__).parents[1] / "sharded_updates.py"
+    script = Path(__file__).with_name("sharded_updates.py")
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     start.append(f"--log-dir={folder / 'logs'}")
     returned = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # memory that is let go is seen to be so
@@ -206,8 +206,8 @@ def test_weights_of_another_network_are_not_put_in_place():
     own = one.state_dict(keep_vars=True)
     weights = {name: value + 1 for name, value in own.items()}
     weights["1.weight"] = weights["0.weight"]
-    single, twins = without_twins(weights)
-    assert twins == {"1.weight": "0.weight"}
+    single, tied = without_tied(weights)
+    assert tied == {"1.weight": "0.weight"}
     before = {name: value.clone() for name, value in one.state_dict().items()}
     for wrong in ({**single, "2.bias": torch.ones(3)}, {**single, "0.weight": torch.ones(2, 3)}):
         with pytest.raises(DataError, match="another network"):

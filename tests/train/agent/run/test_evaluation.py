@@ -1,83 +1,17 @@
 import errno
 import json
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.records import exchanges
 
 from shoal.cli import eval as evaluation
 from shoal.cli.main import main
 from shoal.core.data import read_trajectories
-from shoal.core.errors import DataError
-from shoal.core.files import write_folder
 from shoal.core.run_folder import FolderLock
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.run.checkpoint import read_checkpoint
-from shoal.train.agent.run.metrics import mean_interval, wilson
 from shoal.train.agent.trainer import AgentTrainer
-
-
-def test_the_interval_is_wilsons():
-    rate = wilson(8, 10)  # Newcombe (1998) table: 0.4902 to 0.9433
-    assert (round(rate.low, 4), round(rate.high, 4)) == (0.4902, 0.9433)
-    assert (wilson(0, 0).low, wilson(0, 0).high) == (0.0, 1.0)
-
-
-@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_the_interval_holds_the_rate_and_stays_in_range(pair):
-    rate = wilson(*pair)
-    assert 0.0 <= rate.low <= rate.value + 1e-12
-    assert rate.value - 1e-12 <= rate.high <= 1.0
-
-
-def test_the_mean_by_hand():
-    # 1, 2, 3: mean 2, variance 1, standard error 1/sqrt(3)
-    mean, half = mean_interval([1.0, 2.0, 3.0])
-    assert (mean, round(half, 4)) == (2.0, round(1.959964 / 3**0.5, 4))
-
-
-def commit(folder, text):
-    with write_folder(folder) as new:
-        (new / "engine").write_text(text)
-
-
-@pytest.mark.parametrize("which", ["newest", "best"])
-def test_a_checkpoint_that_its_run_replaces_or_drops_while_it_is_read_is_read_once_more(tmp_path, which):
-    folder, read = tmp_path / "checkpoints", []
-    for name in ("best", "step-000001"):
-        commit(folder / name, "one")
-
-    def reading(checkpoint):
-        read.append((checkpoint / "engine").read_text())
-        if len(read) == 1:
-            commit(folder / "best", "two")
-            commit(folder / "step-000002", "two")
-            shutil.rmtree(folder / "step-000001")
-            raise FileNotFoundError("half of it")
-        return read[-1]
-
-    assert read_checkpoint(tmp_path, which, reading) == "two"
-    assert read == ["one", "two"]
-
-
-def test_a_checkpoint_that_is_damaged_is_told_at_once(tmp_path):
-    commit(tmp_path / "checkpoints" / "best", "one")
-    (tmp_path / "checkpoints" / "best" / "engine").write_text("two")
-    with pytest.raises(DataError, match="engine was altered"):
-        read_checkpoint(tmp_path, "best", Path.read_text)
-
-
-def test_the_newest_checkpoint_that_is_damaged_names_the_one_to_go_on_from(tmp_path):
-    for number in (1, 2):
-        commit(tmp_path / "checkpoints" / f"step-00000{number}", "one")
-    (tmp_path / "checkpoints" / "step-000002" / "engine").write_text("two")
-    with pytest.raises(DataError, match="engine was altered.* to go on from step-000001"):
-        read_checkpoint(tmp_path, "newest", Path.read_text)
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 from tests.records import Exchange, trajectory_of
 
 from shoal.core.data import Call, ToolUse, read_trajectories
-from shoal.rollout.driver import RolloutReport
 from shoal.rollout.factory import EnvTag
-from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.play import ParallelRolloutManager
+from shoal.rollout.report import RolloutReport
 from shoal.samplers.sampler import Sampling
 from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, compose_config
 from shoal.train.agent.processes.distributed import Processes
@@ -86,7 +86,7 @@ def test_every_number_of_a_run_is_defined_and_its_times_add_up(kind, tmp_path):
 
 
 def test_the_loss_of_the_warm_up_is_that_of_its_last_step(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.train.agent.trainer.warmed_up", lambda *_: iter([3.0, 2.0, 1.0]))
+    monkeypatch.setattr("shoal.train.agent.trainer.warm_up", lambda *_, **__: iter([3.0, 2.0, 1.0]))
     rows = run(tmp_path / "run", "demo", "trainer.iterations=1")
     assert [row.get("warmup_loss") for row in rows] == [1.0, None]
 
@@ -218,7 +218,7 @@ def test_the_groups_that_differ_most_are_learned_from_and_the_others_dropped(tmp
         learned.append(sorted({t.group for t in trajectories}))
         return prepare(trajectories, learner)
 
-    from shoal.rollout.collector import TrajectoryCollector
+    from shoal.rollout.play import TrajectoryCollector
     from shoal.train.agent import trainer as agent
 
     prepare = agent.prepare_samples
@@ -278,7 +278,7 @@ def test_a_parallel_rollout_is_reported_whole_with_its_refills_and_from_all_proc
     class Two(Processes):
         """The other one plays for 2 seconds when it has a share, of which its engine works 0.5."""
 
-        def together(self, work):
+        def all_gather(self, work):
             other = RolloutReport(2.0, 3, 0.5, 6, 0, 2)
             return [work(), ([], None if refill else other)]
 

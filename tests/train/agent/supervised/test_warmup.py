@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.train.agent.lakes import Bad, Endless, FrozenLake, Told
+from tests.train.agent.supervised.lakes import Bad, Endless, FrozenLake, Told
 
 from shoal.core.errors import ConfigError, DivergedError, EnvError
 from shoal.envs import make
@@ -114,7 +114,7 @@ def test_play_that_fills_the_context_is_cut_before_the_turn_that_does_not_fit():
     for whole, cut in zip(roomy, plays(limit), strict=True):
         assert len(cut.ids) <= limit < len(whole.ids)
         assert cut.ids == whole.ids[: len(cut.ids)]
-        ends = [p + 1 for p, q in zip(whole.places, [*whole.places[1:], -1], strict=True) if q != p + 1]
+        ends = [p + 1 for p, q in zip(whole.trained, [*whole.trained[1:], -1], strict=True) if q != p + 1]
         assert len(cut.ids) == max(end for end in ends if end <= limit)
 
 
@@ -125,7 +125,7 @@ def test_an_answer_is_what_the_prompt_of_its_kind_of_env_leaves_to_write():
     policy = policy_of(TinyEngine(env.projection.words()))
     prompter = Prompter(PromptConfig(), policy.tokenizer)
     for sample in samples_of(FrozenLake, 5, policy, prompter, role, seed=0):
-        before, word = sample.ids[: sample.places[0]], sample.ids[sample.places[0] :]
+        before, word = sample.ids[: sample.trained[0]], sample.ids[sample.trained[0] :]
         assert policy.tokenizer.decode(before) == "go<action>"
         assert policy.tokenizer.decode(word) in env.projection.words()
 
@@ -137,7 +137,7 @@ def played(env, n, vector=HERE, failures=None, **settings):
     prompter = Prompter(PromptConfig(first="go", later="{history}", prefill="<action>"), policy.tokenizer)
     role = Role("Lake", "", projection, 8)
     samples = samples_of(env, n, policy, prompter, role, Warmup(**settings), vector=vector, failures=failures)
-    ids = [(sample.ids, sample.places[0]) for sample in samples]
+    ids = [(sample.ids, sample.trained[0]) for sample in samples]
     return [(policy.tokenizer.decode(row[:at]), policy.tokenizer.decode(row[at:])) for row, at in ids]
 
 
@@ -155,7 +155,7 @@ def test_where_a_prompt_goes_on_the_moves_by_lot_are_read_and_not_learned():
     prompter = Prompter(PromptConfig(mode="append"), policy.tokenizer)
     settings = Warmup(expert=1.0, only_expert=True)
     (sample,) = samples_of(Told, 1, policy, prompter, Role("Lake", "", projection, 6), settings)
-    learned = policy.tokenizer.decode(tuple(sample.ids[place] for place in sample.places))
+    learned = policy.tokenizer.decode(tuple(sample.ids[place] for place in sample.trained))
     assert (learned.count("Up"), learned.count("Left")) == (3, 0)
     assert (
         policy.tokenizer.decode(sample.ids).count("<action>Left</action>") == 2

@@ -6,7 +6,7 @@ An estimator is given rewards from which all penalties are taken already: of lon
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -35,7 +35,7 @@ class Played(NamedTuple):
 
     trajectories: Sequence[Trajectory]
     returns: list[list[float]]  # [B][turns] the discounted return from each turn on, less its penalties
-    cells: list[int]  # [B] episodes of one cell are compared (`reward_normalization.grouping`)
+    baseline_groups: list[int]  # [B] those with one number are compared
     algorithm: Algorithm
     proxy: AgentProxy
     penalties: Sequence[Sequence[Array]] | None = None
@@ -52,8 +52,6 @@ class Estimator:
     """An estimator of advantages, and what is known of it."""
 
     compute: Callable[..., Any]
-    conflicts: Callable[[Algorithm], Iterator[str]] | None = None
-    """Gives a sentence for each setting that would have no effect."""
     grouped: bool = False
     """Whether it compares rewards within `reward_normalization.grouping`."""
     normalized: bool = False
@@ -70,7 +68,7 @@ def advantage(name: str, *, replace: bool = False, **about: Any) -> Callable[[F]
     Args:
         name: in the YAML.
         replace: an estimator of that name.
-        about: fields of `Estimator`: `conflicts`, `grouped`, `normalized`, `needs`.
+        about: fields of `Estimator`: `grouped`, `normalized`, `needs`.
 
     The function gets `Played` and gives one number an episode (`[B]`), or per episode one a turn, or per episode and
     turn one a token. With
@@ -106,13 +104,13 @@ def turn_advantages(
     rewards = _rewards(trajectories, proxy)
     if penalties is not None:
         rewards = [
-            [reward - float(np.sum(tokens)) for reward, tokens in zip(own, costs, strict=True)]
-            for own, costs in zip(rewards, penalties, strict=True)
+            [reward - float(np.sum(tokens)) for reward, tokens in zip(own, penalty, strict=True)]
+            for own, penalty in zip(rewards, penalties, strict=True)
         ]
     returns = [discounted_returns(own, algorithm.gamma) for own in rewards]
-    cells = _cells(trajectories, proxy.reward_normalization.grouping)
+    baseline_groups = _baseline_groups(trajectories, proxy.reward_normalization.grouping)
     played = Played(
-        tuple(trajectories), returns, cells, algorithm, proxy, penalties
+        tuple(trajectories), returns, baseline_groups, algorithm, proxy, penalties
     )  # nobody can change their order
     found: list[Any] = []
     for t, given in zip(trajectories, ESTIMATORS[algorithm.adv_estimator].compute(played), strict=True):
@@ -150,8 +148,10 @@ def critic_advantages(
     bessel = algorithm.critic.whitening == "sample" and len(every) > 1
     size = np.sqrt(np.square(np.concatenate([tokens for _, turns in pairs for tokens in turns])).mean())
     least = algorithm.critic.least_spread * size
-    mean, spread = every.mean(), max(every.std(ddof=int(bessel)), least) + 1e-8
-    return [[(one - mean) / spread for one in turns] for turns, _ in pairs], [targets for _, targets in pairs]
+    mean, deviation = every.mean(), max(every.std(ddof=int(bessel)), least) + 1e-8
+    return [[(one - mean) / deviation for one in turns] for turns, _ in pairs], [
+        targets for _, targets in pairs
+    ]
 
 
 def teacher_advantages(
@@ -203,22 +203,24 @@ def overlong(lengths: ArrayLike, limit: int, buffer: int) -> Array:
 # --- estimators that compare episodes
 @advantage("grpo", grouped=True, normalized=True)
 def _grpo(played: Played) -> Array:
-    return normalize_rewards(played.episode_returns, played.cells, played.proxy.reward_normalization.method)
+    return normalize_rewards(
+        played.episode_returns, played.baseline_groups, played.proxy.reward_normalization.method
+    )
 
 
 @advantage("dr_grpo", grouped=True)
 def _dr_grpo(played: Played) -> Array:
-    return group_relative(played.episode_returns, played.cells, scale=False)
+    return group_relative(played.episode_returns, played.baseline_groups, scale=False)
 
 
 @advantage("rloo", grouped=True)
 def _rloo(played: Played) -> Array:
-    return leave_one_out(played.episode_returns, played.cells)
+    return leave_one_out(played.episode_returns, played.baseline_groups)
 
 
 @advantage("maxrl", grouped=True)
 def _maxrl(played: Played) -> Array:
-    return mean_relative(played.episode_returns, played.cells)
+    return mean_relative(played.episode_returns, played.baseline_groups)
 
 
 @advantage("reinforce")
@@ -241,14 +243,14 @@ def _reinforce_pp(played: Played) -> list[Any]:
     ]
 
 
-def _to_go(paid: float, costs: Array) -> Array:
+def _to_go(paid: float, penalty: Array) -> Array:
     """`[tokens]` the return from each token of a turn on, of which that from its first token on is known."""
-    return paid + np.cumsum(costs) - costs
+    return paid + np.cumsum(penalty) - penalty
 
 
 @advantage("reinforce_pp_baseline", grouped=True)
 def _reinforce_pp_baseline(played: Played) -> Array:
-    return batch_normalized(played.episode_returns, played.cells)
+    return batch_normalized(played.episode_returns, played.baseline_groups)
 
 
 @advantage("gigpo", grouped=True, normalized=True)
@@ -259,7 +261,7 @@ def _gigpo(played: Played) -> list[Array]:
     rewards = [t.reward for t in played.trajectories] if sums else played.episode_returns
     n_turns = [len(t.turns) for t in played.trajectories]
     counts = n_turns if settings.statistics == "steps" else None
-    episodes = normalize_rewards(rewards, played.cells, method, counts)
+    episodes = normalize_rewards(rewards, played.baseline_groups, method, counts)
     anchors = [[turn.anchor for turn in t.turns] for t in played.trajectories]
     groups = [t.group for t in played.trajectories]
     steps = anchored_step_advantages(played.returns, anchors, groups, scale=method != "mean")
@@ -267,8 +269,8 @@ def _gigpo(played: Played) -> list[Array]:
     return [episode + weight * own for episode, own in zip(episodes, steps, strict=True)]
 
 
-def _cells(trajectories: Sequence[Trajectory], grouping: str) -> list[int]:
-    """The cell of each trajectory within which rewards are compared."""
+def _baseline_groups(trajectories: Sequence[Trajectory], grouping: str) -> list[int]:
+    """`[B]` episodes with the same number are compared."""
     if grouping == "state":
         return [t.group for t in trajectories]
     if grouping == "inductive":
@@ -293,9 +295,9 @@ def group_relative(
     Returns:
         `[B]`, zero for every member of a group whose rewards are all equal, and for groups of one.
     """
-    centred, spread = _centre(rewards, groups, counts)
-    with_signal = spread > EPSILON
-    return np.where(with_signal, centred / np.where(with_signal & scale, spread, 1.0), 0.0)
+    centred, deviation = _centre(rewards, groups, counts)
+    with_signal = deviation > EPSILON
+    return np.where(with_signal, centred / np.where(with_signal & scale, deviation, 1.0), 0.0)
 
 
 def leave_one_out(rewards: ArrayLike, groups: ArrayLike) -> Array:
@@ -355,8 +357,8 @@ def mean_relative(rewards: ArrayLike, groups: ArrayLike) -> Array:
         raise ValueError(
             f"maxrl divides by the mean reward of a group, so none may be below 0, got {values.min()}"
         )
-    centred, spread = _centre(values, groups)
-    with_signal = spread > EPSILON
+    centred, deviation = _centre(values, groups)
+    with_signal = deviation > EPSILON
     return np.where(with_signal, centred / np.where(with_signal, values - centred, 1.0), 0.0)
 
 
@@ -425,9 +427,9 @@ def _centre(rewards: ArrayLike, groups: ArrayLike, counts: ArrayLike | None = No
     weights = np.ones(len(values)) if counts is None else np.asarray(counts, dtype=np.float64)
     total = np.bincount(index, weights)
     centred = values - (np.bincount(index, weights * values) / np.maximum(total, 1))[index]
-    spread = np.sqrt(np.bincount(index, weights * centred**2) / np.maximum(total - 1, 1))[index]
-    rounding = spread <= ROUNDING * np.abs(values - centred)
-    return np.where(rounding, 0.0, centred), np.where(rounding, 0.0, spread)
+    deviation = np.sqrt(np.bincount(index, weights * centred**2) / np.maximum(total - 1, 1))[index]
+    rounding = deviation <= ROUNDING * np.abs(values - centred)
+    return np.where(rounding, 0.0, centred), np.where(rounding, 0.0, deviation)
 
 
 # --- estimators with a critic or a teacher
@@ -469,8 +471,8 @@ def token_gae(
     steps = [max(len(known), 1) for known in values]
     paid = [reward for n, r in zip(steps, rewards, strict=True) for reward in (*[0.0] * (n - 1), r)]
     if penalties is not None:
-        costs = [cost for own in penalties for cost in (own if len(own) else [0.0])]
-        paid = [reward - cost for reward, cost in zip(paid, costs, strict=True)]
+        penalty = [cost for own in penalties for cost in (own if len(own) else [0.0])]
+        paid = [reward - cost for reward, cost in zip(paid, penalty, strict=True)]
     valued = [value for known in values for value in (known if len(known) else [None])]
     discounts = [discount for n in steps for discount in (*[1.0] * (n - 1), gamma)]
     found = iter(gae(paid, valued, discounts, gae_lambda))

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from shoal.train.agent.config import AgentConfig
 
 
-_PLAIN_READERS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-    ("step_advantage_weight", 1.0, ("gigpo",)),
-    ("gigpo.episode_reward", "return", ("gigpo",)),
-    ("gigpo.statistics", "episodes", ("gigpo",)),
+_OF_GIGPO: tuple[tuple[str, Any], ...] = (
+    ("step_advantage_weight", 1.0),
+    ("gigpo.episode_reward", "return"),
+    ("gigpo.statistics", "episodes"),
 )
-"""Settings of the algorithm that some estimators alone read, and their defaults."""
+"""Settings of the algorithm that `gigpo` alone reads, and their defaults."""
 _OF_TRANSFORMERS = (("model", None), ("train_last_layers", None), ("dtype", "float32"))
 """Settings of the engine that a tiny one does not read, and their defaults."""
 
@@ -30,14 +30,13 @@ def conflicts_of(config: AgentConfig) -> Iterator[str]:
     algorithm, engine, rank = config.algorithm, config.engine, config.model.lora.rank
     rewards, tiny = config.agent_proxy.reward_normalization, config.engine.played_by == "tiny"
     estimator = ESTIMATORS[algorithm.adv_estimator]
-    for registered in (estimator, LOSSES[algorithm.policy_loss]):
-        if registered.conflicts is not None:
-            yield from registered.conflicts(algorithm)
-    for name, plain, readers in _PLAIN_READERS:
+    if (conflicts := LOSSES[algorithm.policy_loss].conflicts) is not None:
+        yield from conflicts(algorithm)
+    for name, plain in _OF_GIGPO:
         value = reduce(getattr, name.split("."), algorithm)
-        if value != plain and algorithm.adv_estimator not in readers:
+        if value != plain and algorithm.adv_estimator != "gigpo":
             yield (
-                f"algorithm.{name}={value} is read by {' and '.join(readers)} alone, and has no effect with "
+                f"algorithm.{name}={value} is read by gigpo alone, and has no effect with "
                 f"adv_estimator={algorithm.adv_estimator}: leave it out"
             )
     if rank and (tiny or engine.name == "openai"):

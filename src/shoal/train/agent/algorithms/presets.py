@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import reduce
 from importlib import resources
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.core.errors import ConfigError, unknown_name
 
+if TYPE_CHECKING:
+    from shoal.train.agent.config import AgentConfig
+
 GROUP = "algorithm"
 """The folder of presets among the configs, and the word that names one: `algorithm=dapo`."""
-Read = Callable[[str], Any]
-"""Gives the setting at a path such as `engine.name`, None where it is not said."""
 
 
 class Follows(NamedTuple):
@@ -25,37 +27,34 @@ class Follows(NamedTuple):
     path: str
     value: Any
     replaces: Callable[[Any], bool]  # what may stand there instead
-    when: Callable[[Read], bool]
+    when: Callable[[AgentConfig], bool]
     reason: str
 
 
-def is_pretrained(read: Read) -> bool:
+def _pretrained(config: AgentConfig) -> bool:
     """Whether the model has weights of its own before the run: any but the tiny one, and those of a server."""
-    name = read("engine.name") or "tiny"
-    if name == "ray":
-        name = read("engine.replicas.engine") or "huggingface"
-    return name not in ("tiny", "openai")
+    return config.engine.played_by not in ("tiny", "openai")
 
 
-def _answers_freely(read: Read) -> bool:
-    return read("agent_proxy.prompt.mode") == "append" or bool(read("agent_proxy.tools"))
+def _fresh(config: AgentConfig) -> bool:
+    return not _pretrained(config)
 
 
-def _repeats_the_first(read: Read) -> bool:
-    shown = read("agent_proxy.prompt.first"), read("agent_proxy.prompt.later")
-    return bool(read("agent_proxy.prompt.mode") == "append" and shown[0] == shown[1])
+def _answers_freely(config: AgentConfig) -> bool:
+    return config.agent_proxy.prompt.mode == "append" or bool(config.agent_proxy.tools)
 
 
-def _plays_further_groups(read: Read) -> bool:
-    return (read("algorithm.filter_groups.max_num_gen_batches") or 1) > 1
+def _repeats_the_first(config: AgentConfig) -> bool:
+    prompt = config.agent_proxy.prompt
+    return prompt.mode == "append" and prompt.first == prompt.later
 
 
-def _plays_once(read: Read) -> bool:
-    return not _plays_further_groups(read)
+def _plays_further_groups(config: AgentConfig) -> bool:
+    return config.algorithm.filter_groups.max_num_gen_batches > 1
 
 
-def _fresh(read: Read) -> bool:
-    return not is_pretrained(read)
+def _plays_once(config: AgentConfig) -> bool:
+    return not _plays_further_groups(config)
 
 
 def _auto(value: Any) -> bool:
@@ -66,12 +65,12 @@ _some_text = bool
 FOLLOWS = (
     Follows("algorithm.learning_rate", 1e-3, _auto, _fresh, "auto: 0.001 for a fresh tiny model"),
     Follows(
-        "algorithm.learning_rate", 3e-5, _auto, is_pretrained,
+        "algorithm.learning_rate", 3e-5, _auto, _pretrained,
         "auto: 0.00003 for a pretrained model, found with SmolLM2-135M; papers train 7B by 0.000001",
     ),
     Follows("algorithm.critic.learning_rate", 1e-3, _auto, _fresh, "auto: 0.001 for a fresh tiny model"),
     Follows(
-        "algorithm.critic.learning_rate", 1e-5, _auto, is_pretrained,
+        "algorithm.critic.learning_rate", 1e-5, _auto, _pretrained,
         "auto: 0.00001 for a pretrained body, as in verl",
     ),
     Follows(
@@ -97,40 +96,31 @@ FOLLOWS = (
 """All settings that the engine or the prompt decides; what no line names here has the value that the config says."""
 
 
-def settled_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested settings in which those of `FOLLOWS` that are said have their value."""
-    settled = dict(values)
+def settle(config: AgentConfig) -> None:
+    """Give those settings of `FOLLOWS` their value in a config that is being made."""
     for follows in FOLLOWS:
-        read = partial(_at, settled)
-        if follows.replaces(read(follows.path)) and follows.when(read):
-            settled = _with_entry(settled, follows.path.split("."), follows.value)
-    return settled
-
-
-def settle(config: Any) -> None:
-    """Give those settings of `FOLLOWS` their value in a config that is being made, a frozen dataclass."""
-    read = partial(_at, config)
-    for follows in FOLLOWS:
-        if follows.replaces(read(follows.path)) and follows.when(read):
-            section, *path = follows.path.split(".")
+        section, *path = follows.path.split(".")
+        if follows.replaces(_at(config, follows.path)) and follows.when(config):
             object.__setattr__(config, section, _with_field(getattr(config, section), path, follows.value))
 
 
-def reasons(config: Any) -> dict[str, str]:
+def free_answers(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Nested settings without the texts around an answer, where `FOLLOWS` drops them: a `PromptConfig` refuses them."""
+    proxy = values.get("agent_proxy") or {}
+    prompt = proxy.get("prompt") or {}
+    if prompt.get("mode") != "append":
+        return values
+    kept = {name: value for name, value in prompt.items() if name not in ("prefill", "closing")}
+    return {**values, "agent_proxy": {**proxy, "prompt": kept}}
+
+
+def reasons(config: AgentConfig) -> dict[str, str]:
     """Why settings of a config have their value, by path, of those that `FOLLOWS` decided."""
-    read = partial(_at, config)
-    return {f.path: f.reason for f in FOLLOWS if f.when(read) and read(f.path) == f.value}
+    return {f.path: f.reason for f in FOLLOWS if f.when(config) and _at(config, f.path) == f.value}
 
 
-def _at(settings: Any, path: str) -> Any:
-    for name in path.split("."):
-        settings = settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
-    return settings
-
-
-def _with_entry(values: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
-    name, *rest = path
-    return {**values, name: _with_entry(values[name], rest, value) if rest else value}
+def _at(config: AgentConfig, path: str) -> Any:
+    return reduce(getattr, path.split("."), config)
 
 
 def _with_field(config: Any, path: list[str], value: Any) -> Any:
@@ -142,19 +132,21 @@ def _with_field(config: Any, path: list[str], value: Any) -> Any:
 # --- files
 def preset_names(folder: Path | None = None) -> list[str]:
     """The presets that come with shoal, and those in `folder/algorithm`."""
-    shipped = resources.files("shoal.configs").joinpath(GROUP).iterdir()
     own = (folder / GROUP).glob("*.yaml") if folder is not None else ()
-    return sorted({Path(item.name).stem for item in (*shipped, *own) if item.name.endswith(".yaml")})
+    return sorted({*purposes(GROUP), *(path.stem for path in own)})
 
 
-def preset_purposes() -> dict[str, str]:
-    """What each preset that comes with shoal is: the first sentence of its file."""
-    purposes = {}
-    for name in preset_names():
-        text = resources.files("shoal.configs").joinpath(GROUP, f"{name}.yaml").read_text("utf-8")
-        lines = [line[2:] for line in takewhile(lambda line: line.startswith("# "), text.splitlines()[1:])]
-        purposes[name] = " ".join(lines).partition(". ")[0].partition(": ")[0]
-    return purposes
+def purposes(group: str = "") -> dict[str, str]:
+    """What each YAML file that comes with shoal is for, of this group: the first sentence of its first comment."""
+    found = {}
+    for item in resources.files("shoal.configs").joinpath(group).iterdir():
+        if item.name.endswith(".yaml"):
+            lines = [
+                line for line in item.read_text("utf-8").splitlines() if not line.startswith("# @package")
+            ]
+            comment = " ".join(line[2:] for line in takewhile(lambda line: line.startswith("#"), lines))
+            found[Path(item.name).stem] = re.split(r"(?<!Dr)\. ", comment)[0].rstrip(".")
+    return dict(sorted(found.items()))
 
 
 def preset_words(words: list[str], folder: Path | None, compose: Callable[[str], Any]) -> list[str]:
@@ -179,7 +171,8 @@ def preset_words(words: list[str], folder: Path | None, compose: Callable[[str],
     if name not in known:
         raise ConfigError(str(unknown_name("algorithm preset", name, known)))
     rest = [word for word in words if word != named[0]]
-    return [f"++{path}={_literal(value)}" for path, value in leaves(compose(f"+{GROUP}={name}"))] + rest
+    settings = leaves(compose(f"+{GROUP}={name}"))
+    return [f"++{path}={json.dumps(value, ensure_ascii=False)}" for path, value in settings] + rest
 
 
 def _names_preset(word: str) -> bool:
@@ -195,8 +188,3 @@ def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
             yield from leaves(value, here)
         else:
             yield here, value
-
-
-def _literal(value: Any) -> str:
-    """A value in Hydra's grammar."""
-    return json.dumps(value, ensure_ascii=False)

@@ -25,75 +25,75 @@ WORTH = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """Samples, by number, that share their first `prefix` tokens; a sample of its own has no prefix."""
 
     members: tuple[int, ...]
     prefix: int = 0
 
 
-Row = list[Piece]
-"""What stands behind each other in one row."""
+Row = list[Segment]
+"""What stands behind each other in one row; a list of rows is a micro-batch."""
 
 
 def plan_rows(
     ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int, batching: Batching, prefixes: bool
 ) -> list[list[Row]]:
-    """Micro-batches of rows of pieces; each sample is in exactly one piece.
+    """Micro-batches of rows of segments; each sample is in exactly one segment.
 
     Args:
         ids: the tokens of each sample.
         firsts: where the first trained token of each sample stands.
-        max_tokens: of a micro-batch, padding included; a piece that is longer is alone in its micro-batch.
+        max_tokens: of a micro-batch, padding included; a segment that is longer is alone in its micro-batch.
         batching: `padded` takes one sample a row, rows of like length together; `packed` as many a row as fit into
-            the length of the longest piece.
+            the length of the longest segment.
         prefixes: whether the network can read samples that go on from what they share. They are shared where `packed`
             saves a quarter of the tokens by it.
     """
     lengths = [len(sample) for sample in ids]
-    alone = [Piece((i,)) for i in range(len(ids))]
+    alone = [Segment((i,)) for i in range(len(ids))]
     if batching == "padded":
-        by_length = sorted(alone, key=lambda piece: lengths[piece.members[0]])
-        return _cut([[piece] for piece in by_length], lengths, max_tokens)
-    pieces = share_prefixes(ids, firsts, max_tokens) if prefixes else alone
-    if sum(length_of(piece, lengths) for piece in pieces) > WORTH * sum(lengths):
-        pieces = alone
-    return _cut(_fill_rows(pieces, lengths), lengths, max_tokens)
+        by_length = sorted(alone, key=lambda segment: lengths[segment.members[0]])
+        return _cut([[segment] for segment in by_length], lengths, max_tokens)
+    segments = share_prefixes(ids, firsts, max_tokens) if prefixes else alone
+    if sum(length_of(segment, lengths) for segment in segments) > WORTH * sum(lengths):
+        segments = alone
+    return _cut(_fill_rows(segments, lengths), lengths, max_tokens)
 
 
-def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int) -> list[Piece]:
+def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int) -> list[Segment]:
     """Pieces of neighbours in the order of the tokens that have half of their tokens in common, or more."""
     lengths = [len(sample) for sample in ids]
     most = min(max_tokens, max(ROW, *lengths)) if lengths else 0
-    pieces: list[Piece] = []
+    segments: list[Segment] = []
     for i in sorted(range(len(ids)), key=lambda i: tuple(ids[i])):
-        if pieces:
-            last = pieces[-1]
-            joined = Piece((*last.members, i), _prefix(last, i, ids, firsts))
+        if segments:
+            last = segments[-1]
+            joined = Segment((*last.members, i), _prefix(last, i, ids, firsts))
             half = 2 * joined.prefix >= max(lengths[member] for member in joined.members)
             if joined.prefix and half and length_of(joined, lengths) <= most:
-                pieces[-1] = joined
+                segments[-1] = joined
                 continue
-        pieces.append(Piece((i,)))
-    return pieces
+        segments.append(Segment((i,)))
+    return segments
 
 
-def length_of(piece: Piece, lengths: Sequence[int]) -> int:
-    """Tokens that go through the network for a piece.
+def length_of(segment: Segment, lengths: Sequence[int]) -> int:
+    """Tokens that go through the network for a segment.
 
-    >>> length_of(Piece((0, 2), prefix=3), [5, 9, 4])
+    >>> length_of(Segment((0, 2), prefix=3), [5, 9, 4])
     6
     """
-    return piece.prefix + sum(lengths[i] - piece.prefix for i in piece.members)
+    return segment.prefix + sum(lengths[i] - segment.prefix for i in segment.members)
 
 
-def _prefix(piece: Piece, i: int, ids: Sequence[Sequence[int]], firsts: Sequence[int]) -> int:
-    """How many tokens `i` has in common with a piece, up to the token before its first trained one.
+def _prefix(segment: Segment, i: int, ids: Sequence[Sequence[int]], firsts: Sequence[int]) -> int:
+    """How many tokens `i` has in common with a segment, up to the token before its first trained one.
 
     That token stands in the branch itself, because what it predicts must stand behind it in the row.
     """
-    first = piece.members[0]
-    known = piece.prefix if len(piece.members) > 1 else firsts[first] - 1
+    first = segment.members[0]
+    known = segment.prefix if len(segment.members) > 1 else firsts[first] - 1
     limit = max(0, min(known, firsts[i] - 1))
     ours, theirs = ids[i], ids[first]
     if ours[:limit] == theirs[:limit]:
@@ -101,20 +101,20 @@ def _prefix(piece: Piece, i: int, ids: Sequence[Sequence[int]], firsts: Sequence
     return next(place for place in range(limit) if ours[place] != theirs[place])
 
 
-def _fill_rows(pieces: Sequence[Piece], lengths: Sequence[int]) -> list[Row]:
-    """Best-fit decreasing: each piece goes to the fullest row that has room for it."""
-    order = sorted(pieces, key=lambda piece: -length_of(piece, lengths))
+def _fill_rows(segments: Sequence[Segment], lengths: Sequence[int]) -> list[Row]:
+    """Best-fit decreasing: each segment goes to the fullest row that has room for it."""
+    order = sorted(segments, key=lambda segment: -length_of(segment, lengths))
     rows: list[Row] = []
     room: list[tuple[int, int]] = []  # what is left in each row, ascending, with its number
-    for piece in order:
-        length = length_of(piece, lengths)
+    for segment in order:
+        length = length_of(segment, lengths)
         place = bisect_left(room, (length, -1))
         if place == len(room):
-            rows.append([piece])
+            rows.append([segment])
             insort(room, (length_of(order[0], lengths) - length, len(rows) - 1))
         else:
             left, number = room.pop(place)
-            rows[number].append(piece)
+            rows[number].append(segment)
             insort(room, (left - length, number))
     return rows
 
@@ -124,7 +124,7 @@ def _cut(rows: Sequence[Row], lengths: Sequence[int], max_tokens: int) -> list[l
     batches: list[list[Row]] = []
     widest = 0
     for row in rows:
-        length = sum(length_of(piece, lengths) for piece in row)
+        length = sum(length_of(segment, lengths) for segment in row)
         widest = max(widest, length)
         if batches and (len(batches[-1]) + 1) * widest <= max_tokens:
             batches[-1].append(row)
@@ -132,9 +132,6 @@ def _cut(rows: Sequence[Row], lengths: Sequence[int], max_tokens: int) -> list[l
             batches.append([row])
             widest = length
     return batches
-
-
-Plan = list[Row]  # what goes into the rows of a micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +144,9 @@ class MicroBatch:
     targets: Tensor  # [N] int64
     samples: Tensor  # [N] int64, which sample each trained token is of
     columns: Mapping[Column, Tensor]  # [N] float32 each
-    begins: Tensor | None = None
-    """Where the sample of each token begins, `[B, T]` int64; None: each row is one sample. With prefixes `[3, B, T]`:
-    where the branch of each token begins, and the first place and end of the prefix that it continues (equal: none)."""
+    starts: Tensor | None = None
+    """Where the sample of each token starts, `[B, T]` int64; None: each row is one sample. With prefixes `[3, B, T]`:
+    where the branch of each token starts, and the first place and end of the prefix that it continues (equal: none)."""
     inputs: Mapping[str, Tensor] | None = None
     """What the network reads besides, where samples have positions of their own: `position_ids [rows, B, T]` (`[B, T]`
     of one row) and what it knows of images."""
@@ -158,7 +155,7 @@ class MicroBatch:
     def read(self) -> tuple[Any, ...]:
         """What `Policy.logits` takes."""
         rest = () if self.inputs is None else (self.inputs,)
-        return (self.ids, self.lengths, self.where, self.begins, *rest)
+        return (self.ids, self.lengths, self.where, self.starts, *rest)
 
 
 def micro_batches(
@@ -169,14 +166,14 @@ def micro_batches(
     batching: Batching = "padded",
     prefixes: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Samples in rows, see `plan_rows`; each batch at most `max_tokens` with padding (or one piece)."""
+    """Samples in rows, see `plan_rows`; each batch at most `max_tokens` with padding (or one segment)."""
     for plan in _plan(samples, max_tokens, batching, prefixes):
         yield _fill(plan, samples, pad, device)
 
 
-def _plan(samples: Sequence[Sample], max_tokens: int, batching: Batching, prefixes: bool) -> list[Plan]:
+def _plan(samples: Sequence[Sample], max_tokens: int, batching: Batching, prefixes: bool) -> list[list[Row]]:
     plain = all(sample.positions is None for sample in samples)  # else ids do not say all
-    firsts = [int(sample.places[0]) for sample in samples]
+    firsts = [int(sample.trained[0]) for sample in samples]
     return plan_rows([sample.ids for sample in samples], firsts, max_tokens, batching, prefixes and plain)
 
 
@@ -188,58 +185,58 @@ def token_values(
     device: str,
     batching: Batching = "padded",
     prefixes: bool = False,
-    in_step: Callable[[list[Plan]], Iterable[Plan | None]] = list,
+    even_out: Callable[[list[list[Row]]], Iterable[list[Row] | None]] = list,
     idle: Sample | None = None,
 ) -> list[Floats]:
     """`compute` over all samples without gradients: per sample one number a trained token.
 
-    Where `in_step` gives None (see `Processes.in_step`), the pass is one over `idle`, and its result is dropped.
+    Where `even_out` gives None (see `Processes.even_out`), the pass is one over `idle`, and its result is dropped.
     """
     found: list[Floats] = [np.empty(0, dtype=np.float32)] * len(samples)
     with torch.no_grad():
-        for plan in in_step(_plan(samples, max_tokens, batching, prefixes)):
+        for plan in even_out(_plan(samples, max_tokens, batching, prefixes)):
             if plan is None:
                 if idle is not None:
-                    compute(_fill([[Piece((0,))]], [idle], pad, device))
+                    compute(_fill([[Segment((0,))]], [idle], pad, device))
                 continue
             flat = compute(_fill(plan, samples, pad, device))
-            members = [i for row in plan for piece in row for i in piece.members]
+            members = [i for row in plan for segment in row for i in segment.members]
             parts = split_tokens([samples[i] for i in members], flat.float().cpu().numpy())
             for i, part in zip(members, parts, strict=True):
                 found[i] = part
     return found
 
 
-def _fill(rows: Plan, samples: Sequence[Sample], pad: int, device: str) -> MicroBatch:
-    """Lay pieces out behind each other in their rows: prefixes, and behind each its branches."""
+def _fill(rows: list[Row], samples: Sequence[Sample], pad: int, device: str) -> MicroBatch:
+    """Lay segments out behind each other in their rows: prefixes, and behind each its branches."""
     sizes = [len(sample.ids) for sample in samples]
-    lengths = [sum(length_of(piece, sizes) for piece in row) for row in rows]
+    lengths = [sum(length_of(segment, sizes) for segment in row) for row in rows]
     ids = np.full((len(rows), max(lengths)), pad, dtype=np.int64)
-    begins = np.tile(np.arange(max(lengths)), (len(rows), 1))  # padding sees itself alone
+    starts = np.tile(np.arange(max(lengths)), (len(rows), 1))  # padding sees itself alone
     prefixes = np.zeros((2, *ids.shape), dtype=np.int64)
     where = np.zeros(ids.shape, dtype=bool)
     members: list[Sample] = []
     for place, row in enumerate(rows):
         end = 0
-        for piece in row:
-            prefix, first = end, end + piece.prefix
-            ids[place, prefix:first] = samples[piece.members[0]].ids[: piece.prefix]
-            begins[place, prefix:first] = prefix
+        for segment in row:
+            prefix, first = end, end + segment.prefix
+            ids[place, prefix:first] = samples[segment.members[0]].ids[: segment.prefix]
+            starts[place, prefix:first] = prefix
             end = first
-            for sample in (samples[i] for i in piece.members):
-                first, end = end, end + len(sample.ids) - piece.prefix
-                ids[place, first:end] = sample.ids[piece.prefix :]
-                begins[place, first:end] = first
-                prefixes[0, place, first:end], prefixes[1, place, first:end] = prefix, prefix + piece.prefix
-                where[place, first - piece.prefix + sample.places] = True
+            for sample in (samples[i] for i in segment.members):
+                first, end = end, end + len(sample.ids) - segment.prefix
+                ids[place, first:end] = sample.ids[segment.prefix :]
+                starts[place, first:end] = first
+                prefixes[0, place, first:end], prefixes[1, place, first:end] = prefix, prefix + segment.prefix
+                where[place, first - segment.prefix + sample.trained] = True
                 members.append(sample)
     columns = {
         name: torch.from_numpy(np.concatenate([sample.columns[name] for sample in members])).to(device)
         for name in members[0].columns
     }
-    tokens = [len(sample.places) for sample in members]
+    tokens = [len(sample.trained) for sample in members]
     if (prefixes[1] > prefixes[0]).any():
-        begins = np.concatenate([begins[None], prefixes])
+        starts = np.concatenate([starts[None], prefixes])
     return MicroBatch(
         ids=torch.from_numpy(ids).to(device),
         lengths=torch.tensor(lengths, device=device),
@@ -247,14 +244,14 @@ def _fill(rows: Plan, samples: Sequence[Sample], pad: int, device: str) -> Micro
         targets=torch.from_numpy(ids[where]).to(device),
         samples=torch.from_numpy(np.repeat(np.arange(len(members)), tokens)).to(device),
         columns=columns,
-        begins=torch.from_numpy(begins).to(device) if len(members) > len(rows) else None,
+        starts=torch.from_numpy(starts).to(device) if len(members) > len(rows) else None,
         inputs=None if members[0].positions is None else _inputs(rows, samples, max(lengths), device),
     )
 
 
-def _inputs(rows: Plan, samples: Sequence[Sample], width: int, device: str) -> dict[str, Tensor]:
+def _inputs(rows: list[Row], samples: Sequence[Sample], width: int, device: str) -> dict[str, Tensor]:
     """Positions of samples in rows, and what belongs to their images, in the same order."""
-    placed = [[samples[i] for piece in row for i in piece.members] for row in rows]
+    placed = [[samples[i] for segment in row for i in segment.members] for row in rows]
     positions = []
     for row in placed:
         joined = np.concatenate([sample.positions for sample in row if sample.positions is not None], axis=1)

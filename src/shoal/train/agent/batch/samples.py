@@ -1,16 +1,14 @@
-"""From trajectories to what a gradient step sees: samples of tokens, and micro-batches of them.
+"""From trajectories to samples, in which every prompt extends the tokens before it.
 
-A sample is a walk of an episode's tree of calls, in which every prompt extends the tokens before it: one turn in
-`window` mode, a whole episode in `append` mode. What is known of its trained tokens stands in columns, one number each.
-How samples share rows decides speed and memory, never results: attention stays within a sample, and every token's
-weight in the loss is fixed before.
+A sample is one turn in `window` mode and a whole episode in `append` mode. What is known of its trained tokens stands
+in columns, one number each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +34,10 @@ class Sample:
     """Context and responses as one row of tokens."""
 
     ids: tuple[int, ...]
-    places: NDArray[np.int64]  # [K] where the tokens stand that the model wrote, ascending
+    trained: NDArray[np.int64]  # [K] the index of each token that the model wrote, ascending
     columns: Mapping[Column, Floats]  # [K] each
     positions: NDArray[np.int64] | None = None  # [rows, T] of each token, where they are not simply counted
-    inputs: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # what the network reads of images, by its names
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # what the network reads of images
 
     def with_column(self, name: Column, values: Floats) -> Sample:
         """This sample with one more column."""
@@ -56,55 +52,81 @@ def make_samples(trajectory: Trajectory, learned: Container[int] | None = None) 
         learned: the numbers of the calls whose responses are trained; all if not given.
     """
     samples: list[Sample] = []
-    for walk in walks(trajectory.calls):
-        ids, places, logprobs = list(trajectory.prompt_ids(walk[0])), list[int](), list[float]()
-        for number in walk:
+    for chain in call_chains(trajectory.calls):
+        ids, trained, logprobs = list(trajectory.prompt_ids(chain[0])), list[int](), list[float]()
+        for number in chain:
             call = trajectory.calls[number]
-            if number != walk[0]:
+            if number != chain[0]:
                 ids += call.new_prompt_ids
             if learned is None or number in learned:
-                places += range(len(ids), len(ids) + len(call.response_ids))
+                trained += range(len(ids), len(ids) + len(call.response_ids))
                 logprobs += call.logprobs
             ids += call.response_ids
-        if places:
-            samples.append(_sample(tuple(ids[: places[-1] + 1]), places, logprobs))
+        if trained:
+            column = np.array(logprobs, dtype=np.float32)
+            read = tuple(ids[: trained[-1] + 1])
+            samples.append(Sample(read, np.array(trained), {"rollout_logprobs": column}))
     return samples
 
 
-def walks(calls: Sequence[Call]) -> list[list[int]]:
+def call_chains(calls: Sequence[Call]) -> list[list[int]]:
     """The calls that make each sample, by number: a call goes on from its parent unless another one does already.
 
     >>> first, answer, other = Call((1,), None, (2,), (0.0,)), Call((3,), 0, (4,), (0.0,)), Call((5,), 0, (6,), (0.0,))
-    >>> walks([first, answer, other])
+    >>> call_chains([first, answer, other])
     [[0, 1], [2]]
     """
     found: list[list[int]] = []
-    ends: dict[int | None, list[int]] = {}  # a walk by its last call
+    ends: dict[int | None, list[int]] = {}  # a chain by its last call
     for number, call in enumerate(calls):
-        walk = ends.pop(call.parent, None)
-        if walk is None:
-            found.append(walk := [])
-        walk.append(number)
-        ends[number] = walk
+        chain = ends.pop(call.parent, None)
+        if chain is None:
+            found.append(chain := [])
+        chain.append(number)
+        ends[number] = chain
     return found
-
-
-def turns_in_samples(trajectory: Trajectory) -> list[int]:
-    """The turns, by number, in the order in which samples hold the tokens of their calls."""
-    of_call = {turn.call: number for number, turn in enumerate(trajectory.turns)}
-    return [of_call[call] for walk in walks(trajectory.calls) for call in walk]
 
 
 def was_cut(trajectory: Trajectory) -> bool:
     """Whether a response of this episode ended because its tokens were used up, or the episode with the context."""
-    return trajectory.finish == "context" or any(call.finish == "length" for call in trajectory.calls)
+    return trajectory.ended == "context" or any(call.finish == "length" for call in trajectory.calls)
 
 
-def _sample(ids: tuple[int, ...], places: list[int], logprobs: list[float]) -> Sample:
-    return Sample(ids, np.array(places), {"rollout_logprobs": np.array(logprobs, dtype=np.float32)})
-
-
+# --- values of tokens, by sample and by turn
 def split_tokens(samples: Sequence[Sample], flat: NDArray[np.floating]) -> list[Floats]:
     """Cut `[tokens]` values of the trained tokens of `samples`, in order, into one array a sample."""
-    cuts = np.cumsum([len(sample.places) for sample in samples])[:-1]
+    cuts = np.cumsum([len(sample.trained) for sample in samples])[:-1]
     return np.split(np.asarray(flat, dtype=np.float32), cuts)
+
+
+def by_turn(
+    trajectories: Sequence[Trajectory], of_samples: Sequence[Floats]
+) -> list[list[NDArray[np.float64]]]:
+    """Values of the tokens of samples, in the order of the trajectories, per trajectory and turn."""
+    if not of_samples:
+        return []
+    orders = [_turns_in_samples(t) for t in trajectories]
+    lengths = [
+        t.response_lengths[turn] for t, order in zip(trajectories, orders, strict=True) for turn in order
+    ]
+    parts = iter(np.split(np.concatenate(of_samples).astype(np.float64), np.cumsum(lengths)[:-1]))
+    found = [{turn: next(parts) for turn in order} for order in orders]
+    return [[of_turns[turn] for turn in range(len(of_turns))] for of_turns in found]
+
+
+def by_sample(
+    trajectories: Sequence[Trajectory], samples: Sequence[Sample], nested: Sequence[Sequence[Any]]
+) -> list[Floats]:
+    """Values per trajectory and turn, one a token or one for all tokens of a turn, as one array a sample."""
+    flat = [
+        np.broadcast_to(of_turns[turn], (t.response_lengths[turn],))
+        for t, of_turns in zip(trajectories, nested, strict=True)
+        for turn in _turns_in_samples(t)
+    ]
+    return split_tokens(samples, np.concatenate(flat))
+
+
+def _turns_in_samples(trajectory: Trajectory) -> list[int]:
+    """The turns, by number, in the order in which samples hold the tokens of their calls."""
+    of_call = {turn.call: number for number, turn in enumerate(trajectory.turns)}
+    return [of_call[call] for chain in call_chains(trajectory.calls) for call in chain]

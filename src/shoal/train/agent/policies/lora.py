@@ -74,7 +74,7 @@ class LoraPolicy(HuggingFacePolicy):
             if parameter.requires_grad
         }
 
-    def twin(self) -> HuggingFacePolicy:
+    def copy(self) -> HuggingFacePolicy:
         """A policy with a network of its own, of equal weights and adapters, all of them its own."""
         return HuggingFacePolicy(copy.deepcopy(self.module), self.tokenizer, self.pad_id)
 

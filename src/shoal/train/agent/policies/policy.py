@@ -49,20 +49,20 @@ class Policy(ABC):
         """The iterations that these weights have behind them, whether or not they changed."""
 
     @abstractmethod
-    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, starts: Tensor | None = None) -> Tensor:
         """Scores `[N, V]` of the tokens at the true places of `where [B, T]`, in row-major order.
 
         Args:
             ids: `[B, T]` whole samples, padded on the right.
             lengths: `[B]` true lengths.
             where: `[B, T]` bool; the first column must be False, since nothing predicts the first token.
-            begins: `[B, T]` where the sample of each token begins, if rows hold several: attention stays within them,
+            starts: `[B, T]` where the sample of each token starts, if rows hold several: attention stays within them,
                 and positions start anew. `[3, B, T]` with the first place and the end of the shared prefix before it in
                 the row that it continues, see `shoal.train.agent.batch.packing.MicroBatch`.
         """
 
     @abstractmethod
-    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, starts: Tensor | None = None) -> Tensor:
         """Hidden states `[N, width]` that predict the tokens at the true places of `where`; see `logits`."""
 
     @property
@@ -85,7 +85,7 @@ class Policy(ABC):
         """Tokens of the longest prompt and response together; None where the network does not say."""
         return None
 
-    def twin(self) -> Policy:
+    def copy(self) -> Policy:
         """The same policy with a network of its own, of equal weights."""
         return type(self)(copy.deepcopy(self.module), self.tokenizer, self.pad_id)
 
@@ -112,7 +112,7 @@ class Policy(ABC):
         self.weights_version = version
 
 
-class Around(Policy):
+class WrappedPolicy(Policy):
     """A policy around another one, whose network and files it shares: what it does not do itself, that one does."""
 
     def __init__(self, inner: Policy) -> None:
@@ -138,23 +138,23 @@ class TinyPolicy(Policy):
     module: Any
     shares_prefixes = True
 
-    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+    def logits(self, ids: Tensor, lengths: Tensor, where: Tensor, starts: Tensor | None = None) -> Tensor:
         """See `Policy.logits`."""
-        return self.module.head(self.hidden(ids, lengths, where, begins))  # type: ignore[no-any-return]
+        return self.module.head(self.hidden(ids, lengths, where, starts))  # type: ignore[no-any-return]
 
-    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+    def hidden(self, ids: Tensor, lengths: Tensor, where: Tensor, starts: Tensor | None = None) -> Tensor:
         """See `Policy.hidden`."""
         del lengths  # padding is on the right, where nothing that counts looks
-        if begins is None:
-            begins = torch.zeros(len(ids), 1, dtype=torch.int64, device=ids.device)
+        if starts is None:
+            starts = torch.zeros(len(ids), 1, dtype=torch.int64, device=ids.device)
         predicting = where.roll(-1, 1)  # the first column is False
         counts = predicting.sum(1)
         most = int(counts.max())
         if 2 * most > where.shape[1]:
-            hidden: Tensor = self.module.hidden(ids, begins)
+            hidden: Tensor = self.module.hidden(ids, starts)
             return hidden[predicting]
         wanted = predicting.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-        hidden = self.module.hidden(ids, begins, wanted=wanted)
+        hidden = self.module.hidden(ids, starts, wanted=wanted)
         return hidden[torch.arange(most, device=ids.device) < counts[:, None]]
 
     @property
@@ -317,7 +317,7 @@ class Critic(nn.Module):
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
-        self._body = policy.twin()
+        self._body = policy.copy()
         self.model = self._body.module
         device = next(self.model.parameters()).device
         with torch_noise():  # the weights are set below
@@ -330,7 +330,7 @@ class Critic(nn.Module):
         every = self.state_dict(keep_vars=True)
         return {name: v for name, v in every.items() if v.requires_grad or not isinstance(v, nn.Parameter)}
 
-    def forward(self, ids: Tensor, lengths: Tensor, where: Tensor, begins: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, lengths: Tensor, where: Tensor, starts: Tensor | None = None) -> Tensor:
         """Values `[N]` of the contexts before the true places of `where [B, T]`, in row-major order."""
-        hidden = self._body.hidden(ids, lengths, where, begins)
+        hidden = self._body.hidden(ids, lengths, where, starts)
         return cast(Tensor, self.output(hidden.float())[:, 0].clone())  # hooks on the result want no view

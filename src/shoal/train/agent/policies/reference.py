@@ -1,9 +1,9 @@
-"""The networks of a run: what is trained, its critic, what a KL penalty holds on to, and their optimizer."""
+"""The networks beside the policy: a critic, and what a KL penalty holds on to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +13,32 @@ from torch import Tensor, nn
 from shoal.core.files import verify_folder, write_folder
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.optimizer import trained_parameters
-from shoal.train.agent.policies.policy import Around, Critic, Policy
+from shoal.train.agent.policies.policy import Critic, Policy, WrappedPolicy
 from shoal.train.agent.policies.sharding import ShardedPolicy, shard
 from shoal.train.agent.processes.distributed import ALONE, Processes
 from shoal.train.agent.processes.weights import fill, gather
 
 
 def make_networks(
-    config: AgentConfig, policy: Policy, kept: Path, processes: Processes
+    config: AgentConfig, policy: Policy, folder: Path, processes: Processes
 ) -> tuple[Policy, Critic | None, Reference | None]:
-    """The policy as it is trained, and the networks beside it: a critic, and what a KL penalty holds on to.
+    """The policy as it is trained, its critic, and what a KL penalty holds on to, which is kept in `folder`.
 
     Each is cut into shards once it is made, where they are to be, so that no more than two are whole at a time.
     """
     critic = Critic(policy) if config.algorithm.needs == "critic" else None
     if critic is not None and processes.sharded:
         shard(critic, policy, processes, [critic.output])
-    kl, lora = config.algorithm.kl, hasattr(policy, "without_adapters")
-    reference = None
-    if kl.coef and not lora:
-        frozen = policy.twin()
-        frozen.module.requires_grad_(False)
-        cut = ShardedPolicy(frozen, processes) if processes.sharded else frozen
-        reference = Reference(cut, kept, processes)
+    penalized, lora = config.algorithm.kl.coef, hasattr(policy, "without_adapters")
+    held: Policy | None = None
+    if penalized and not lora:
+        held = policy.copy()
+        held.module.requires_grad_(False)
+        held = ShardedPolicy(held, processes) if processes.sharded else held
     trained: Policy = ShardedPolicy(policy, processes) if processes.sharded else policy
-    if kl.coef and lora:
-        warmed = kl.anchor == "warmup"
-        reference = (
-            Reference(KeptAdapters(trained), kept, processes) if warmed else Reference(BasePolicy(trained))
-        )
-    return trained, critic, reference
+    if penalized and lora:
+        held = HeldAdapters(trained)
+    return trained, critic, None if held is None else Reference(held, folder, processes)
 
 
 class Reference:
@@ -50,19 +46,17 @@ class Reference:
 
     Args:
         policy: with these weights.
-        folder: where they are kept for a run that is resumed; None where they never change.
+        folder: where they are kept for a run that is resumed.
         processes: who takes part in the run.
     """
 
-    def __init__(self, policy: Policy, folder: Path | None = None, processes: Processes = ALONE) -> None:
+    def __init__(self, policy: Policy, folder: Path, processes: Processes = ALONE) -> None:
         self.policy = policy
         self._folder, self._processes = folder, processes
 
     def keep(self, policy: Policy) -> None:
         """Take over the present weights of `policy`, in memory and on disk."""
-        if self._folder is None:
-            return
-        if isinstance(self.policy, KeptAdapters):
+        if isinstance(self.policy, HeldAdapters):
             self.policy.keep()
         else:
             self.policy.module.load_state_dict(policy.module.state_dict())
@@ -73,65 +67,57 @@ class Reference:
 
     def load(self) -> None:
         """Read back what `keep` wrote."""
-        if self._folder is not None:
-            weights = self.policy.read(verify_folder(self._folder))
-            self.policy.load_weights(weights, self.policy.weights_version)
+        weights = self.policy.read(verify_folder(self._folder))
+        self.policy.load_weights(weights, self.policy.weights_version)
 
 
-class BasePolicy(Around):
-    """The base model under LoRA adapters: the same network with them switched off."""
+class HeldAdapters(WrappedPolicy):
+    """The model with the LoRA adapters of an earlier moment, in the place of the present ones while it reads.
 
-    inner: Any
+    At the start adapters change nothing: then it is the base model.
+    """
 
-    def _reading(self) -> AbstractContextManager[None]:
-        """The network is the one that is asked, for as long as this lasts."""
-        return self.inner.without_adapters()  # type: ignore[no-any-return]
+    def __init__(self, inner: Policy) -> None:
+        super().__init__(inner)
+        self._held = {name: weight.detach().clone() for name, weight in inner.own_weights().items()}
+
+    def keep(self) -> None:
+        """Take over the present adapters."""
+        _copy(self.inner.own_weights(), self._held)
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take over adapters by name, which every process has whole."""
+        fill(self._held, weights)
+        self.weights_version = version
 
     @property
     def head(self) -> nn.Module | None:
-        """The inner one's, unless it has adapters itself: then scores are made at once, without them."""
+        """The inner one's, unless it has adapters itself: then scores are made at once, with those that are held."""
         head: nn.Module | None = self.inner.head
         return None if head is None or trained_parameters(head) else head
 
     def logits(self, *read: Any) -> Tensor:
-        """The inner one's, as `_reading` makes it."""
-        with self._reading():
-            return self.inner.logits(*read)  # type: ignore[no-any-return]
+        """The inner one's, with the adapters that are held."""
+        with self._in_place():
+            return self.inner.logits(*read)
 
     def hidden(self, *read: Any) -> Tensor:
-        """The inner one's, as `_reading` makes it."""
-        with self._reading():
-            return self.inner.hidden(*read)  # type: ignore[no-any-return]
-
-
-class KeptAdapters(BasePolicy):
-    """The model with the LoRA adapters of an earlier moment, in the place of the present ones while it reads."""
-
-    def __init__(self, inner: Policy) -> None:
-        super().__init__(inner)
-        self._kept = {name: weight.detach().clone() for name, weight in inner.own_weights().items()}
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """Take over the present adapters."""
-        for name, weight in self.inner.own_weights().items():
-            self._kept[name].copy_(weight)
-
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take over adapters by name, which every process has whole."""
-        fill(self._kept, weights)
-        self.weights_version = version
+        """The inner one's, with the adapters that are held."""
+        with self._in_place():
+            return self.inner.hidden(*read)
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
+    def _in_place(self) -> Iterator[None]:
         own = self.inner.own_weights()
         present = {name: weight.detach().clone() for name, weight in own.items()}
-        with torch.no_grad():
-            for name, weight in own.items():
-                weight.copy_(self._kept[name])
+        _copy(self._held, own)
         try:
             yield
         finally:
-            with torch.no_grad():
-                for name, weight in own.items():
-                    weight.copy_(present[name])
+            _copy(present, own)
+
+
+@torch.no_grad()
+def _copy(weights: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        target[name].copy_(weight)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.core.errors import ConfigError
 from shoal.samplers.sampler import of_inner
-from shoal.train.agent.policies.policy import Around, Policy
+from shoal.train.agent.policies.policy import Policy, WrappedPolicy
 from shoal.train.agent.processes.distributed import Processes
 
 if TYPE_CHECKING:  # FSDP takes a second to import, and few runs need it
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # FSDP takes a second to import, and few runs need it
     from torch.distributed.fsdp import FSDPModule
 
 
-class ShardedPolicy(Around):
+class ShardedPolicy(WrappedPolicy):
     """A policy whose network lies in shards (`fully_shard`); it computes scores with all processes.
 
     What samples from the network itself can do so for as long as `whole` lasts.

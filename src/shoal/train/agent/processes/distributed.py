@@ -75,7 +75,7 @@ class Processes:
         return f"cuda:{self.local_rank}" if wanted == "cuda" and self.count > 1 else wanted
 
     # --- sharing out
-    def parts(self, sizes: Sequence[int]) -> list[list[int]]:
+    def partition(self, sizes: Sequence[int]) -> list[list[int]]:
         """The items of every process, by their sizes: largest first, each to who has least; ascending."""
         filled = [(0, rank) for rank in range(self.count)]
         found: list[list[int]] = [[] for _ in range(self.count)]
@@ -85,23 +85,23 @@ class Processes:
             heapq.heappush(filled, (size + sizes[i], rank))
         return [sorted(items) for items in found]
 
-    def spread(self, sizes: Sequence[int], compute: Callable[[list[int]], list[Any]]) -> list[Any]:
+    def share_out(self, sizes: Sequence[int], compute: Callable[[list[int]], list[Any]]) -> list[Any]:
         """One result an item, each computed by one process: `compute` gets the numbers of this one's items."""
-        parts = self.parts(sizes)
+        parts = self.partition(sizes)
         work = partial(compute, parts[self.rank])
         if (
             self.sharded
         ):  # an error amid passes of all ends this process: the others wait for the rest of the pass
             done = work()
-            shares = self.together(lambda: done)
+            shares = self.all_gather(lambda: done)
         else:
-            shares = self.together(work)
+            shares = self.all_gather(work)
         placed: dict[int, Any] = {}
         for numbers, values in zip(parts, shares, strict=True):
             placed |= zip(numbers, values, strict=True)
         return [placed[number] for number in range(len(sizes))]
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def all_gather(self, work: Callable[[], T]) -> list[T]:
         """What each process's `work` gave, by rank; an error in one is an error in all.
 
         Raises:
@@ -126,10 +126,10 @@ class Processes:
                 raise EngineError(f"process {rank} of {self.count} failed: {error_there}")
         return [there for _, there in found]
 
-    def in_step(self, items: Sequence[T]) -> Iterator[T | None]:
+    def even_out(self, items: Sequence[T]) -> Iterator[T | None]:
         """The items, and where passes are those of all processes, None for as long as another one still has items."""
         n_items = len(items)
-        most = max(self.together(lambda: n_items)) if self.sharded else n_items
+        most = max(self.all_gather(lambda: n_items)) if self.sharded else n_items
         yield from items
         yield from [None] * (most - n_items)
 

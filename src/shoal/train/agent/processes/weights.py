@@ -63,15 +63,15 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return held | getattr(optimizer, "masters", dict)()  # type: ignore[no-any-return]
 
 
-def without_twins(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def without_tied(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """One name of each object, the first in the alphabet, as files of tensors want it; and for the others, which."""
     first: dict[int, str] = {}
-    twins: dict[str, str] = {}
+    tied: dict[str, str] = {}
     for name in sorted(weights):
         known = first.setdefault(id(weights[name]), name)
         if known != name:
-            twins[name] = known
-    return {name: value.detach() for name, value in weights.items() if name not in twins}, twins
+            tied[name] = known
+    return {name: value.detach() for name, value in weights.items() if name not in tied}, tied
 
 
 @torch.no_grad()

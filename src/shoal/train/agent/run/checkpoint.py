@@ -10,10 +10,10 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,10 +24,9 @@ from shoal.core.files import MANIFEST, is_whole, read_json, restore_folders, ver
 from shoal.train.agent.config import AgentConfig
 from shoal.train.agent.policies.policy import Critic, Policy
 from shoal.train.agent.processes.distributed import ALONE, Processes
-from shoal.train.agent.processes.weights import fill, fill_optimizer, gather, optimizer_tensors, without_twins
+from shoal.train.agent.processes.weights import fill, fill_optimizer, gather, optimizer_tensors, without_tied
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -75,8 +74,8 @@ def save_checkpoint(
         (temporary / "state.json").write_text(json.dumps(state, indent=2))
         save_file(moments, temporary / "optimizer.safetensors")
         if critic is not None:
-            single, twins = without_twins(values)
-            save_file(single, temporary / "critic.safetensors", twins)
+            single, tied = without_tied(values)
+            save_file(single, temporary / "critic.safetensors", tied)
 
     if best:
         with write_folder(folder / "best") as temporary:
@@ -179,43 +178,3 @@ def load_checkpoint(
             message = "going on with %s=%g, which was %g: no longer the run that it would have been"
             logger.warning(message, name, rate, before[name])
     return progress
-
-
-def checkpoint_of(run: Path, which: str) -> Path:
-    """A checkpoint of a run folder: "newest", "best", or the number of an iteration."""
-    folder = run / "checkpoints"
-    restore_folders(folder)
-    if which == "best":
-        if not (folder / "best").is_dir():
-            raise DataError(f"{run} has no best checkpoint: it was never evaluated after a save")
-        return folder / "best"
-    found = list_checkpoints(folder)
-    if not found:
-        raise DataError(f"{run} has no checkpoint in {folder}")
-    if which == "newest":
-        return found[-1]
-    numbers = {path.name.removeprefix("step-").lstrip("0") or "0": path for path in found}
-    wanted = which.removeprefix("step-").lstrip("0") or "0"
-    if wanted not in numbers:
-        kept = f"newest, best, {', '.join(numbers)} (trainer.keep_checkpoints says how many are kept)"
-        raise DataError(f"{run} has no checkpoint {which!r}; it has {kept}")
-    return numbers[wanted]
-
-
-def read_checkpoint(run: Path, which: str, read: Callable[[Path], T]) -> T:
-    """What `read` makes of a whole checkpoint; once more where its run, which goes on, replaces or drops it meanwhile.
-
-    Args:
-        run: the run folder.
-        which: see `checkpoint_of`.
-        read: is given the folder, whose files are those of its manifest.
-
-    Raises:
-        DataError: there is none, or it is damaged.
-    """
-    try:
-        return read(verify_folder(checkpoint_of(run, which)))
-    except (DataError, OSError):
-        if which == "newest" and list_checkpoints(run / "checkpoints"):
-            newest_checkpoint(run / "checkpoints")  # names what to go on from, if this one is damaged
-        return read(verify_folder(checkpoint_of(run, which)))

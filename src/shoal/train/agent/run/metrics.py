@@ -1,4 +1,4 @@
-"""How good an agent is: numbers that describe a set of trajectories, and rates with confidence intervals.
+"""How good an agent is: numbers that describe a set of trajectories.
 
 Each metric is defined in `docs/metrics.md`.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from shoal.core.data import Trajectory
@@ -32,11 +31,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "response_tokens": sum(t.n_tokens for t in whole) / n,
         "valid_actions": sum(turn.action_is_valid for turn in turns) / n_turns,
         "truncated": sum(t.truncated for t in whole) / n,
-        "context_full": sum(t.finish == "context" for t in whole) / n,
         "failed_episodes": float(len(trajectories) - len(whole)),
     }
     failures = Counter(t.status for t in trajectories if t.status != "ok")
     row |= {f"failed/{status}": float(count) for status, count in sorted(failures.items())}
+    endings = Counter(t.ended for t in trajectories if t.ended is not None)
+    row |= {f"ended/{why}": count / len(trajectories) for why, count in sorted(endings.items())}
     if uses := [use for turn in turns for use in turn.tools]:
         row["tool_calls"] = len(uses) / n
         row["tool_errors"] = sum(use.error is not None for use in uses) / len(uses)
@@ -140,65 +140,14 @@ def shaping_only(whole: Sequence[Trajectory], gamma: float = 1.0) -> float:
     """Share of groups whose members were paid the same by the env and differ by turns without a valid action."""
     if not whole:
         return 0.0
-    rewarded = _differing([_of_env(t, gamma) for t in whole], whole)
+    rewarded = _differing(
+        [discounted(t.as_played, gamma) for t in whole], whole
+    )  # by what the env itself paid
     invalid = [float(sum(not turn.action_is_valid for turn in t.turns)) for t in whole]
     return len(_differing(invalid, whole) - rewarded) / len({t.group for t in whole})
-
-
-def _of_env(trajectory: Trajectory, gamma: float) -> float:
-    """The discounted return of what the env itself paid."""
-    return discounted(trajectory.as_played, gamma)
 
 
 def _differing(values: Sequence[float], whole: Sequence[Trajectory]) -> set[int]:
     """The groups whose episodes have different values."""
     groups = [t.group for t in whole]
     return {group for group, kept in zip(groups, has_signal(values, groups), strict=True) if kept}
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A share of successes, with the 95% interval of Wilson (1927)."""
-
-    successes: int
-    trials: int
-    low: float
-    high: float
-
-    @property
-    def value(self) -> float:
-        """The share itself."""
-        return self.successes / max(1, self.trials)
-
-
-def success_rate(trajectories: Sequence[Trajectory]) -> Rate:
-    """The success rate of whole episodes; those that failed for a technical reason do not count."""
-    whole = [t for t in trajectories if t.status == "ok"]
-    return wilson(sum(t.success for t in whole), len(whole))
-
-
-def wilson(successes: int, trials: int, z: float = 1.959964) -> Rate:
-    """Wilson's score interval, which holds for few trials and for rates near 0 and 1 too.
-
-    >>> rate = wilson(0, 10)
-    >>> round(rate.low, 3), round(rate.high, 3)
-    (0.0, 0.278)
-    """
-    if trials == 0:
-        return Rate(0, 0, 0.0, 1.0)
-    share = successes / trials
-    middle = share + z * z / (2 * trials)
-    spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    scale = 1 + z * z / trials
-    return Rate(successes, trials, max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale))
-
-
-def mean_interval(values: Sequence[float], z: float = 1.959964) -> tuple[float, float]:
-    """The mean, and half the width of its 95% interval by the normal approximation."""
-    n = len(values)
-    if n == 0:
-        return 0.0, math.inf
-    mean = sum(values) / n
-    if n == 1:
-        return mean, math.inf
-    return mean, z * math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)

@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 from shoal.core.data import Trajectory
 from shoal.core.errors import DivergedError, EngineError, EnvError
-from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
-from shoal.rollout.driver import RolloutReport
+from shoal.rollout.collector import collect_with_signal
 from shoal.rollout.filters import discounted
-from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.rollout.play import TrajectoryCollector
+from shoal.rollout.report import RolloutReport
 from shoal.samplers.sampler import NO_NUMBERS, Sampling
 from shoal.train.agent.config import AgentConfig, FilterType
+from shoal.train.agent.optimizer import LOWER
 from shoal.train.agent.processes.distributed import Processes
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class SharedCollector:
 
     def __init__(
         self,
-        collector: TrajectoryCollector | ParallelRolloutManager,
+        collector: TrajectoryCollector,
         processes: Processes,
         ready: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -126,24 +127,15 @@ class SharedCollector:
             return played, self.collector.report
 
         with self._ready():
-            everyone = processes.together(play)
+            everyone = processes.all_gather(play)
         self._reports.append([report for _, report in everyone if report is not None])
         return [trajectory for part, _ in everyone for trajectory in part]
 
-    def prepare(self, iteration: int, sampling: Sampling) -> None:
-        """Let this process's hosts begin its share of an iteration that is played next; none others have any."""
-        own = self._own_groups()
-        if own and isinstance(self.collector, ParallelRolloutManager):
-            self.collector.prepare(iteration, sampling, first_group=own.start, n_groups=len(own))
-
-    def _own_groups(self, first: int = 0, count: int | None = None) -> range:
+    def _own_groups(self, first: int, count: int | None) -> range:
         """The groups of `count` from `first` on that this process plays."""
-        count, rank, processes = (
-            len(self.tags) if count is None else count,
-            self._processes.rank,
-            self._processes,
-        )
-        return range(first + count * rank // processes.count, first + count * (rank + 1) // processes.count)
+        count = len(self.tags) if count is None else count
+        rank, n = self._processes.rank, self._processes.count
+        return range(first + count * rank // n, first + count * (rank + 1) // n)
 
     def take_metrics(self) -> dict[str, float]:
         """How parallel rollouts went since the last call, all calls and processes together; nothing for others."""
@@ -191,7 +183,5 @@ def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
 def _spoiled(trajectory: Trajectory) -> DivergedError:
     return DivergedError(
         f"the engine gave log-probabilities that are no numbers (group {trajectory.group}, member "
-        f"{trajectory.member}): its weights are spoiled. Go on from the last checkpoint with a lower learning rate "
-        f"(resume=true algorithm.learning_rate=…), or begin anew in another run_dir (at the start with a lower "
-        f"warmup.learning_rate)"
+        f"{trajectory.member}): its weights are spoiled. {LOWER}"
     )

@@ -177,16 +177,9 @@ class Records:
     ) -> None:
         """Commit a checkpoint with all `processes`, as the best one too if it is the best so far."""
         networks, keep = (policy, critic, optimizer), self._config.trainer.keep_checkpoints
-        path = save_checkpoint(
-            self._checkpoints,
-            *networks,
-            progress,
-            settings,
-            keep,
-            rates=self._config.rates,
-            best=best,
-            processes=processes,
-        )
+        given = *networks, progress, settings, keep
+        rates = self._config.rates
+        path = save_checkpoint(self._checkpoints, *given, rates=rates, best=best, processes=processes)
         if self._writes:
             self.folder.event("checkpoint", step=progress.iteration, path=str(path))
 

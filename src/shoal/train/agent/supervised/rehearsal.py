@@ -19,9 +19,8 @@ from shoal.rollout.filters import filter_groups
 from shoal.rollout.prompts import Prompter
 from shoal.samplers.sampler import Sampling
 from shoal.train.agent.batch.samples import Sample, make_samples
-from shoal.train.agent.optimizer import shorten
 from shoal.train.agent.run.answers import answer_ids
-from shoal.train.agent.supervised.warmup import imitation_gradient
+from shoal.train.agent.supervised.warmup import imitate, imitator
 from shoal.train.agent.update import Learner
 
 RANDOM = 0.8
@@ -84,16 +83,8 @@ def rehearse(
         tokens = answer_ids(word, role, prompter.variant(role.prompt).config, sampling, prompter.tokenizer)
         answered = Call(trajectory.prompt_ids(turn.call), None, tokens, (0.0,) * len(tokens))
         samples += make_samples(replace(trajectory, calls=(answered,), turns=()))
-    return {"rehearsal_loss": _step(learner, samples, scale), "episodes_stuck": share}
-
-
-def _step(learner: Learner, samples: Sequence[Sample], scale: float) -> float:
-    """A step of the optimizer on the cross-entropy times `scale`, which every process takes; the mean a token."""
-    algorithm, processes, optimizer = learner.algorithm, learner.processes, learner.optimizer
-    part = scale / processes.count if processes.sharded else scale
-    total = imitation_gradient(
-        learner.policy, optimizer, samples, algorithm.micro_batch_tokens, algorithm.batching, part
-    )
-    shorten(optimizer.stepped[0], algorithm.max_grad_norm, "policy in its rehearsal")
-    optimizer.step()
-    return total
+    algorithm, optimizer = learner.algorithm, learner.optimizer
+    limits = algorithm.micro_batch_tokens, algorithm.batching, algorithm.max_grad_norm
+    imitating = imitator(learner.policy, optimizer, *limits, learner.processes)
+    loss = imitate(imitating, samples, " in its rehearsal", scale)
+    return {"rehearsal_loss": loss, "episodes_stuck": share}

@@ -8,32 +8,36 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from shoal.core.data import Trajectory
-from shoal.core.errors import ConfigError, DivergedError, EnvError
+from shoal.core.errors import ConfigError, EnvError
 from shoal.core.seeding import derive_seed
 from shoal.envs import TextEnv
 from shoal.maths.updates import decayed
-from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.episode import EpisodeId, Role
 from shoal.rollout.factory import VectorConfig, make_pool
-from shoal.rollout.failures import FailureLog
+from shoal.rollout.plan import Assignment
+from shoal.rollout.play import TrajectoryCollector
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.report import FailureLog
 from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.sampler import Sampling
-from shoal.train.agent.batch.packing import Batching, micro_batches
+from shoal.train.agent.batch.packing import Batching
 from shoal.train.agent.batch.samples import Sample, make_samples
-from shoal.train.agent.config import AgentConfig, Warmup
-from shoal.train.agent.optimizer import MasterAdamW, shorten, trained_parameters
-from shoal.train.agent.policies.policy import Policy, score
+from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, KLPenalty, Warmup
+from shoal.train.agent.optimizer import MasterAdamW, split_optimizer, trained_parameters
+from shoal.train.agent.policies.policy import Policy
+from shoal.train.agent.processes.distributed import ALONE, Processes
 from shoal.train.agent.run.playing import SharedCollector, refuse_all_failed
 from shoal.train.agent.supervised.coach import Coach, CoachedEnv, no_random_action
+from shoal.train.agent.update import Learner, Totals, gradient_step
 
 logger = logging.getLogger(__name__)
 PLAIN = Sampling()
@@ -112,63 +116,64 @@ def warm_up(
     config: Warmup,
     micro_batch_tokens: int,
     seed: int,
-    share: float = 1.0,
+    *,
     vector: VectorConfig | None = None,
     failures: FailureLog | None = None,
     sampling: Sampling = PLAIN,
     toolbox: Toolbox | None = None,
     batching: Batching = "padded",
+    processes: Processes = ALONE,
 ) -> Iterator[float]:
     """Train `policy` on random or expert play of the envs; yields the loss of each step (nats a token).
 
-    `share` is this process's part of a gradient that several compute alike and sum; `vector` says where the envs
-    live, worker processes if not given; `failures` warns of episodes that fail; `sampling` says how answers end;
-    `toolbox` has the tools that the envs' answers call; `batching` says how samples share rows.
+    `vector` says where the envs live, worker processes if not given; `failures` warns of episodes that fail; `sampling`
+    says how answers end; `toolbox` has the tools that the envs' answers call; all `processes` play the same episodes.
     """
     steps = config.steps
     if steps == "auto":
         raise ConfigError("warmup.steps=auto must be a number by now: see warmup_steps")
-    plays_of = warmup_samples(
-        policy, makers, roles, prompter, config, seed, vector, failures, sampling, toolbox
-    )
-    with plays_of as plays:
-        parameters = trained_parameters(policy.module)
-        optimizer = MasterAdamW([{"params": parameters, "lr": config.learning_rate}])
+    optimizer = split_optimizer(trained_parameters(policy.module), None, config.learning_rate, 0.0, 0.0)
+    learner = imitator(policy, optimizer, micro_batch_tokens, batching, config.max_grad_norm, processes)
+    given = policy, makers, roles, prompter, config, seed, vector, failures, sampling, toolbox
+    with warmup_samples(*given) as plays:
         for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = decayed(config.learning_rate, config.lr_schedule, step / steps)
+            optimizer.param_groups[0]["lr"] = decayed(config.learning_rate, config.lr_schedule, step / steps)
             samples = [next(plays[(step + i) % len(plays)]) for i in range(config.batch_size)]
-            total = imitation_gradient(policy, optimizer, samples, micro_batch_tokens, batching, share)
-            if not math.isfinite(total):
-                raise DivergedError(
-                    f"the loss of warm-up step {step + 1} is {total}: lower warmup.learning_rate"
-                )
-            shorten(optimizer.stepped[0], config.max_grad_norm, f"policy in warm-up step {step + 1}")
-            optimizer.step()
-            yield total
+            yield imitate(learner, samples, f" in warm-up step {step + 1}")
 
 
-def imitation_gradient(
+def imitator(
     policy: Policy,
     optimizer: MasterAdamW,
-    samples: Sequence[Sample],
     micro_batch_tokens: int,
     batching: Batching,
-    scale: float,
-) -> float:
-    """Put the gradient of the cross-entropy times `scale` in place of any other; gives the mean in nats a token."""
-    device = str(next(policy.module.parameters()).device)
-    n_tokens = sum(len(sample.places) for sample in samples)
-    optimizer.zero_grad(set_to_none=True)
-    total = 0.0
-    for micro in micro_batches(
-        samples, micro_batch_tokens, policy.pad_id, device, batching, policy.shares_prefixes
-    ):
-        loss = -score(policy, micro, 1.0).logprobs.sum() / n_tokens
-        (scale * loss).backward()  # type: ignore[no-untyped-call]
-        optimizer.take_gradients()
-        total += float(loss.detach())
-    return total
+    max_grad_norm: float | None,
+    processes: Processes,
+) -> Learner:
+    """Who learns what was answered, by the cross-entropy."""
+    algorithm = Algorithm(
+        policy_loss="likelihood",
+        loss_aggregation="token_mean",
+        kl=KLPenalty(0.0),
+        micro_batch_tokens=micro_batch_tokens,
+        batching=batching,
+        max_grad_norm=max_grad_norm,
+    )
+    proxy = AgentProxy(temperature=1.0)
+    return Learner(policy, optimizer, algorithm, proxy, processes=processes, log_entropy=False)
+
+
+def imitate(learner: Learner, samples: Sequence[Sample], what: str, weight: float = 1.0) -> float:
+    """One step on the cross-entropy times a weight; gives its mean, in nats a token."""
+    totals, weighted = Totals(), []
+    for sample in samples:
+        known = sample.columns["rollout_logprobs"]
+        weighted.append(
+            sample.with_column("advantages", np.full_like(known, weight)).with_column("old_logprobs", known)
+        )
+    gradient_step(learner, weighted, totals, what=what)
+    summed = totals.over(learner.processes)
+    return -summed.logprob / summed.tokens
 
 
 @contextmanager
@@ -209,12 +214,7 @@ def warmup_samples(
 
 
 def _play(
-    collector: TrajectoryCollector,
-    coach: Coach,
-    role: Role,
-    envs: range,
-    seed: int,
-    policy: Policy,
+    collector: TrajectoryCollector, coach: Coach, role: Role, envs: range, seed: int, policy: Policy
 ) -> Iterator[Sample]:
     """Samples of the episodes of one kind, which these envs play a few at a time."""
     tag, lost = role.tag, 0
@@ -224,7 +224,8 @@ def _play(
             env_seed = derive_seed(seed, "warmup-env", tag, number)
             places[i] = EpisodeId(seed, 0, number, envs.start, env_seed), tag
         coach.expect(places)
-        played = dict(zip(envs, collector.play(places, ANY_LENGTH), strict=True))
+        assignments = [Assignment(i, place, tag) for i, (place, tag) in places.items()]
+        played = dict(zip(envs, collector.play(assignments, ANY_LENGTH), strict=True))
         for i, trajectory in played.items():
             lost = 0 if trajectory.status == "ok" else lost + 1
             if lost == MOST_LOST:
