@@ -46,10 +46,12 @@ if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps bot
     from shoal.train.ppo.ppo import PPO as PPO
     from shoal.train.ppo.sb3 import load_sb3_policy as load_sb3_policy
     from shoal.train.ppo.trainer import PPOTrainer as PPOTrainer
-    from shoal.vector.arguments import groups as groups
-    from shoal.vector.compat import MultiProcessEnvironmentContainer as MultiProcessEnvironmentContainer
-    from shoal.vector.compat import ParallelEnv as ParallelEnv
+    from shoal.vector.faces.container import (
+        MultiProcessEnvironmentContainer as MultiProcessEnvironmentContainer,
+    )
+    from shoal.vector.faces.container import ParallelEnv as ParallelEnv
     from shoal.vector.make import make_vec as make_vec
+    from shoal.vector.spaces import groups as groups
 
 __version__ = "0.2.0"
 
@@ -67,7 +69,7 @@ _NAMES = {
     "rollout.play": "ParallelRolloutManager TrajectoryCollector",
     "samplers.asking": "SharedLLMInferenceManager",
     "rollout.compat.projections": "create_projection_function",
-    "vector.compat": "MultiProcessEnvironmentContainer ParallelEnv",
+    "vector.faces.container": "MultiProcessEnvironmentContainer ParallelEnv",
     "train.ppo.ppo": "PPO",
     "train.ppo.config": "PPOConfig",
     "train.ppo.trainer": "PPOTrainer",
@@ -82,7 +84,7 @@ _NAMES = {
     "rollout.compat.managers": "EnvironmentManager SokobanEnvironmentManager FrozenLakeEnvironmentManager "
     "BanditEnvironmentManager CountdownEnvironmentManager MetaMathQAEnvironmentManager WebShopEnvironmentManager "
     "make_manager",
-    "vector.arguments": "groups",
+    "vector.spaces": "groups",
 }
 _HOME = {name: f"shoal.{module}" for module, names in _NAMES.items() for name in names.split()}
 

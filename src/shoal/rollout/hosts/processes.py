@@ -26,11 +26,12 @@ import msgspec
 
 from shoal.core.errors import ConfigError, WorkerDiedError, format_error, needs_extra
 from shoal.core.executors import OwnThread
-from shoal.core.workers import WorkerProcess, describe_exit, dumps
+from shoal.core.workers import PRELOAD, WorkerProcess, describe_exit, dumps
 from shoal.rollout.hosts.episodes import Begin, Event, Reply, Setup, SlotThreads
 from shoal.rollout.hosts.host import Host, Hosts, HostsFailedError, LocalHosts, ThreadHost, WorkerHost
 
 logger = logging.getLogger(__name__)
+PRELOAD.append(__name__)
 START_SECONDS = 120.0
 """Seconds within which a process must have imported what its envs need, whatever their limits."""
 _HEAD = struct.Struct("!i")

@@ -14,18 +14,27 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import gymnasium
 import numpy as np
+from gymnasium import Space, spaces
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
 
 from shoal.core.data import check_step_result, deep_copy, info_of
 from shoal.core.errors import ConfigError, EnvError, ShoalError
 from shoal.core.executors import Closing
 from shoal.envs.catalogue import find, named
-from shoal.vector.arguments import check_mask, check_options, check_whole, plain_seed, seeds_per_env
-from shoal.vector.envpool import EnvPoolBatch, int32_seed
-from shoal.vector.jax import JaxVectorEnv, gymnax_batch
-from shoal.vector.spaces import Layout, check_actions, final_observations, refuse_loss
+from shoal.vector.backends.envpool import int32_seed
+from shoal.vector.spaces import (
+    FIXED,
+    Layout,
+    check_mask,
+    check_options,
+    check_whole,
+    plain_seed,
+    refuse_loss,
+    seeds_per_env,
+)
 from shoal.vector.vector_env import one_at_a_time
 
 if TYPE_CHECKING:
@@ -51,8 +60,7 @@ def make_native(
         num_envs: how many (default: 1).
         env_kwargs: passed to what makes the batch.
         wrappers: of `make_vec`; refused.
-        options: those of shoal's workers are refused. Autoreset is what the batch does by itself; "same_step"
-            too where a masked reset gives exactly that.
+        options: those of shoal's workers are refused. Autoreset is what the batch does by itself.
 
     Raises:
         ConfigError: for what this batch does not do, and for environments without a batch.
@@ -80,12 +88,7 @@ def make_native(
     if not isinstance(batch, VectorEnv):
         raise TypeError(f"{name}(num_envs={num_envs}) must give a VectorEnv, got {type(batch).__name__}")
     own = batch.metadata.get("autoreset_mode")
-    adapts = (
-        mode is AutoresetMode.SAME_STEP
-        and own in (AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED)
-        and _abilities(batch)["reset_mask"]
-    )
-    if batch.num_envs != num_envs or not (own is mode or adapts):
+    if batch.num_envs != num_envs or own is not mode:
         batch.close()
         ours = own.name.lower() if isinstance(own, AutoresetMode) else own
         raise ConfigError(
@@ -93,17 +96,18 @@ def make_native(
             f"autoreset={ours!r} (its metadata['autoreset_mode']), got num_envs={num_envs} and "
             f"autoreset={mode.name.lower()!r}: pass autoreset={ours!r}, or use another backend"
         )
-    envs = NativeVectorEnv(batch, str(name), mode, options.check_nan, options.copy)
-    for call in ("send_reset", "send", "recv") if isinstance(batch, EnvPoolBatch) and not adapts else ():
-        setattr(envs, call, getattr(batch, call))
-    return envs
+    return NativeVectorEnv(batch, str(name), mode, options.check_nan, options.copy)
 
 
 def _maker(env: Any, name: Any, kwargs: dict[str, Any], mode: AutoresetMode) -> Callable[..., Any]:
     """The function that makes the batch, called with `num_envs` and the `kwargs`."""
     if isinstance(env, str) and env.startswith("envpool:"):
+        from shoal.vector.backends.envpool import EnvPoolBatch
+
         return functools.partial(EnvPoolBatch, env.removeprefix("envpool:"))
     if isinstance(env, str) and env.startswith("gymnax:"):
+        from shoal.vector.backends.jax import gymnax_batch
+
         return functools.partial(gymnax_batch, env.removeprefix("gymnax:"))
     env = cast(Any, find(env)) if isinstance(env, str) else env
     make = env
@@ -117,6 +121,8 @@ def _maker(env: Any, name: Any, kwargs: dict[str, Any], mode: AutoresetMode) -> 
         env = load_env_creator(entry) if isinstance(entry, str) else entry
         make = functools.partial(gymnasium.make_vec, make, vectorization_mode="vector_entry_point")
     elif hasattr(env, "default_params"):
+        from shoal.vector.backends.jax import JaxVectorEnv
+
         return functools.partial(JaxVectorEnv, env() if isinstance(env, type) else env)
     elif not callable(env):
         raise TypeError(
@@ -149,10 +155,8 @@ class NativeVectorEnv(VectorWrapper[Any, Any, Any, Any, Any], Closing):
         super().__init__(batch)
         self.name = f"the native batch of {name!r} ({type(batch).__name__}, {self.num_envs} environments)"
         self.metadata = {**batch.metadata, "autoreset_mode": mode}
-        self.active = np.ones(self.num_envs, dtype=np.bool_)
         self._layout = Layout.of(batch.single_observation_space)
         self._atari, self._abilities = _is_atari(batch), _abilities(batch)
-        self._adapts = batch.metadata["autoreset_mode"] is not mode
         self._check_nan = check_nan
         self._copies = copy and not self._atari  # ALE never writes again what it returned
         begin, finish = ("send", "recv") if self._atari else ("step_async", "step_wait")
@@ -227,12 +231,7 @@ class NativeVectorEnv(VectorWrapper[Any, Any, Any, Any, Any], Closing):
         terminated = self._column("terminated", terminated, "biu", np.bool_)
         truncated = self._column("truncated", truncated, "biu", np.bool_)
         obs, infos, ended = self._checked(obs, rewards), info_of(infos), terminated | truncated
-        if self._adapts and ended.any():
-            final = {"final_obs": final_observations(self._layout, obs, ended), "_final_obs": ended.copy()}
-            final |= {"final_info": merged_infos(ended, infos, {}), "_final_info": ended.copy()}
-            obs, begun = self._first(self.env.reset(options={"reset_mask": ended.copy()}))
-            infos = {**merged_infos(ended, begun, infos), **final}
-        elif "final_obs" in infos and "_final_obs" not in infos:  # of all environments, as ALE has them
+        if "final_obs" in infos and "_final_obs" not in infos:  # of all environments, as ALE has them
             last = final_observations(self._layout, infos["final_obs"], ended)
             infos = {**infos, "final_obs": last, "_final_obs": ended.copy()}
         return obs, rewards, terminated, truncated, infos
@@ -300,7 +299,6 @@ class NativeVectorEnv(VectorWrapper[Any, Any, Any, Any, Any], Closing):
             "step_seconds": self._seconds / self._steps if idle else math.nan,
             "restarts": [0] * self.num_envs,
             "failures": [self._failures] * self.num_envs,
-            "active": self.num_envs,
             "workers": [],
         }
 
@@ -310,25 +308,40 @@ class NativeVectorEnv(VectorWrapper[Any, Any, Any, Any, Any], Closing):
         super().close(**kwargs)
 
 
-def merged_infos(ended: Any, theirs: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Infos with the rows of `theirs` where an episode ended and those of `others` elsewhere, with a mask for each.
+def check_actions(space: Space[Any], actions: Any, env_ids: Sequence[int]) -> Any:
+    """A copy of one action for each of these environments, in the dtype of their space.
 
-    A value that has no row for each environment is taken as it is.
+    Raises:
+        ValueError: for another shape, dtype or index, which in a batch of C++ can end the process.
     """
-    out: dict[str, Any] = {}
-    keys = [*theirs, *(key for key in others if key not in theirs)]
-    for key in keys:
-        if key.startswith("_") and key[1:] in keys:
-            continue
-        a, b = theirs.get(key), others.get(key)
-        mask = np.where(ended, theirs.get(f"_{key}", key in theirs), others.get(f"_{key}", key in others))
-        value = b if a is None else a
-        if isinstance(value, dict):
-            value = merged_infos(ended, a or {}, b or {})
-        elif isinstance(value, np.ndarray) and value.shape[:1] == ended.shape:
-            none = np.full_like(value, None) if value.dtype == object else np.zeros_like(value)
-            rows = ended.reshape(-1, *[1] * (value.ndim - 1))
-            value = np.where(rows, none if a is None else a, none if b is None else b)
-        if mask.any():
-            out[key], out[f"_{key}"] = value, mask
-    return out
+    n_envs = len(env_ids)
+    if not isinstance(space, FIXED):
+        if not batch_space(space, n_envs).contains(actions):
+            raise ValueError(f"expected {n_envs} actions of {space}, got {actions!r}")
+        return deep_copy(actions)
+    array, shape = np.asarray(actions), (n_envs, *(space.shape or ()))
+    if array.shape != shape or not np.can_cast(array.dtype, space.dtype, "same_kind"):
+        raise ValueError(f"expected actions {shape} of {space.dtype}, got {array.shape} of {array.dtype}")
+    if not isinstance(space, spaces.Box):  # Boxes clip or scale as they like
+        start, end = _bounds(space)
+        wrong = ((array < start) | (array >= end)).reshape(n_envs, -1).any(axis=1)
+        if wrong.any():
+            raise ValueError(
+                f"expected actions in {space}, got others from environments {np.array(env_ids)[wrong].tolist()}"
+            )
+    return array.astype(space.dtype)
+
+
+def _bounds(space: Any) -> tuple[Any, Any]:
+    """The first index and the one after the last of every part of an action."""
+    if isinstance(space, spaces.Discrete):
+        return space.start, space.start + space.n
+    return (space.start, space.start + space.nvec) if isinstance(space, spaces.MultiDiscrete) else (0, 2)
+
+
+def final_observations(layout: Layout, obs: Any, ended: Any) -> Any:
+    """A copy of the observation of each episode that ended, as Gymnasium has them in `final_obs`; else None."""
+    final = np.full(len(ended), None, dtype=object)
+    for i in np.flatnonzero(ended).tolist():
+        final[i] = layout.map(lambda rows, i=i: np.array(rows[i]), obs)  # type: ignore[misc]
+    return final

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from shoal.core.errors import ConfigError, EnvError
+from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed
 from shoal.envs.adapters.library import library
-from shoal.vector.arguments import check_whole, seeds_per_env
-from shoal.vector.infos import Ready
-from shoal.vector.spaces import Layout, check_actions
+from shoal.vector.spaces import Layout, seeds_per_env
 
 
 def int32_seed(seed: int) -> int:
@@ -30,18 +28,20 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
     Args:
         env_id: one of `envpool.list_all_envs()`.
         num_envs: how many.
-        **settings: of `envpool.make_gymnasium`, such as `num_threads`, `batch_size`, `stack_num`.
+        **settings: of `envpool.make_gymnasium`, such as `num_threads`, `stack_num`; no `batch_size`.
     """
 
     def __init__(self, env_id: str, num_envs: int, **settings: Any) -> None:
         self._envpool = library("envpool")
         self.num_envs, self._id, self._settings = num_envs, env_id, settings
+        if settings.get("batch_size", num_envs) != num_envs:
+            raise ConfigError(
+                "all environments are stepped at once: leave batch_size out, or use EnvPool itself"
+            )
         self._make(settings.pop("seed", int(np.random.SeedSequence().generate_state(1)[0] >> 1)))
         if self._pool.config.get("max_num_players", 1) != 1:
             raise ConfigError(f"expected one player in each environment, 'envpool:{env_id}' has several")
-        self.batch_size = self._pool.config["batch_size"] or num_envs
-        self._whole = self.batch_size == num_envs  # all of them can be stepped, and answer, at once
-        self.metadata = {**self._pool.metadata, "seed_per_env": True, "reset_mask": self._whole}
+        self.metadata = {**self._pool.metadata, "seed_per_env": True, "reset_mask": True}
         self.render_mode = self._pool.render_mode
         self.single_observation_space = self._pool.observation_space
         self.single_action_space = self._pool.action_space
@@ -53,11 +53,7 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
     def _make(self, seed: int | list[int]) -> None:
         make = self._envpool.make_gymnasium
         self._pool = make(self._id, num_envs=self.num_envs, seed=seed, **self._settings)
-        self._in_flight: set[int] = set()
-
-    def _seed(self, seed: Any) -> None:
-        if seed is not None:
-            self._make([int32_seed(one) for one in seeds_per_env(seed, self.num_envs)])  # type: ignore[arg-type]
+        self._at_work = False
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode in all, or in those of `options["reset_mask"]` (without seeds)."""
@@ -65,10 +61,10 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
         mask = given.pop("reset_mask", None)
         if given or (mask is not None and seed is not None):
             raise ValueError(f"expected a reset_mask or a seed, got {options} and seed={seed}")
-        self._check_whole()
-        self._seed(seed)
-        while self._in_flight:  # of a step that was broken off
-            self._receive()
+        if seed is not None:
+            self._make([int32_seed(one) for one in seeds_per_env(seed, self.num_envs)])  # type: ignore[arg-type]
+        if self._at_work:  # a step that was broken off
+            self.step_wait()
         ids = np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
         obs, info = self._pool.reset(ids.astype(np.int32))
         rows = _sorted(info["env_id"], self._layout.flatten(obs))
@@ -87,69 +83,19 @@ class EnvPoolBatch(VectorEnv[Any, Any, Any]):
 
     def step_async(self, actions: Any) -> None:
         """Begin to step all."""
-        self._check_whole()
-        if self._in_flight:
-            raise EnvError(f"environments {sorted(self._in_flight)} are in flight: recv them before a step")
         self._pool.send(actions)
-        self._in_flight = set(range(self.num_envs))
+        self._at_work = True
 
     def step_wait(self) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """The step of all, in the order of the environments."""
-        ids, obs, *paid, infos = self._receive()
-        self._last = _sorted(ids, self._layout.flatten(obs))
-        rewards, terminated, truncated, *columns = _sorted(ids, [*paid, *infos.values()])
-        named = dict(zip(infos, columns, strict=True))
-        return self._layout.rebuild(self._last), rewards, terminated, truncated, named
-
-    def send_reset(self, env_ids: Sequence[int], seeds: Sequence[int] | None = None) -> None:
-        """Begin to reset all environments; `recv` returns their first observations."""
-        if sorted(env_ids) != list(range(self.num_envs)):
-            raise EnvError("EnvPool begins to reset all at once; use send_reset(range(num_envs))")
-        self._seed(seeds)
-        if self._in_flight:
-            raise EnvError(
-                f"environments {sorted(self._in_flight)} are in flight: recv them before send_reset, or give it "
-                "seeds, with which EnvPool is made anew"
-            )
-        self._pool.async_reset()
-        self._in_flight = set(range(self.num_envs))
-
-    def send(self, env_ids: Sequence[int], actions: Any) -> None:
-        """Begin to step these environments; `recv` returns them."""
-        ids = [check_whole(i, "an index", 0) for i in env_ids]
-        free = set(range(self.num_envs)) - self._in_flight
-        if not ids or len(set(ids)) != len(ids) or not free.issuperset(ids):
-            raise ValueError(
-                f"env_ids must be different numbers in [0, {self.num_envs}) that are not in flight, got {ids}"
-            )
-        self._pool.send(check_actions(self.single_action_space, actions, ids), np.array(ids, dtype=np.int32))
-        self._in_flight.update(ids)
-
-    def recv(self) -> Ready:
-        """The next `batch_size` of those in flight; all of them, where that is `num_envs`."""
-        size = max(1, len(self._in_flight)) if self._whole else self.batch_size
-        if len(self._in_flight) < size:
-            raise EnvError(
-                f"recv needs {size} environments in flight, or EnvPool would wait for ever, got "
-                f"{len(self._in_flight)}; send more"
-            )
-        *columns, infos = self._receive()
-        each = [{key: rows[k] for key, rows in infos.items()} for k in range(size)]
-        return Ready(*columns, each)  # type: ignore[call-arg]
-
-    def _receive(self) -> tuple[Any, ...]:
-        """Ids, observations, rewards, terminated, truncated and infos of the next batch that is ready."""
         obs, rewards, terminated, truncated, infos = self._pool.recv()
-        ids = infos["env_id"].astype(np.int64)
-        self._in_flight.difference_update(ids.tolist())
-        return ids, obs, rewards.astype(np.float64), terminated, truncated, _columns(infos)
-
-    def _check_whole(self) -> None:
-        if not self._whole:
-            raise EnvError(
-                f"EnvPool answers {self.batch_size} of {self.num_envs} at a time; "
-                "use send_reset(range(num_envs)), then recv and send"
-            )
+        self._at_work = False
+        ids, named = infos["env_id"], _columns(infos)
+        self._last = _sorted(ids, self._layout.flatten(obs))
+        paid = rewards.astype(np.float64), terminated, truncated
+        rewards, terminated, truncated, *columns = _sorted(ids, [*paid, *named.values()])
+        infos = dict(zip(named, columns, strict=True))
+        return self._layout.rebuild(self._last), rewards, terminated, truncated, infos
 
     def close_extras(self, **kwargs: Any) -> None:
         """End its threads."""

@@ -13,8 +13,8 @@ from gymnasium.vector.utils import batch_space
 from shoal.core.errors import EnvError, missing_extra
 from shoal.core.seeding import derive_seed
 from shoal.envs.adapters.library import library
-from shoal.vector.arguments import check_options, check_whole, seeds_per_env
-from shoal.vector.spaces import Layout, final_observations
+from shoal.vector.backends.native import final_observations
+from shoal.vector.spaces import Layout, check_options, check_whole, seeds_per_env
 
 
 def gymnax_batch(env_id: str, num_envs: int, **settings: Any) -> JaxVectorEnv:

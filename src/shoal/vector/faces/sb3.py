@@ -10,13 +10,14 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from shoal.core.errors import ConfigError, MissingExtraError
-from shoal.vector.arguments import one_each
-from shoal.vector.compat import is_wrapped, needs_same_step, patched
 from shoal.vector.env_group import call_attribute
+from shoal.vector.faces.sb3_workers import is_wrapped, patched
 from shoal.vector.make import make_vec
+from shoal.vector.spaces import one_each
 from shoal.vector.vector_env import VectorPool
 
 try:
@@ -52,7 +53,12 @@ class SB3VecEnv(VecEnv):
                 raise ConfigError(
                     f"{', '.join(given)}: for environments that are made here; give it to make_vec instead"
                 )
-            self.pool = needs_same_step(env_fns, "SB3VecEnv")
+            if env_fns.autoreset_mode is not AutoresetMode.SAME_STEP:
+                raise ConfigError(
+                    "SB3VecEnv needs environments that reset in the step in which an episode ends, got "
+                    f"{env_fns.autoreset_mode.name}: pass autoreset='same_step' to make_vec"
+                )
+            self.pool = env_fns
         else:
             self.pool = make_vec(
                 [functools.partial(patched, fn) for fn in env_fns],
@@ -73,13 +79,11 @@ class SB3VecEnv(VecEnv):
 
     def reset(self) -> Any:
         """First observations everywhere, with the seeds and options set before."""
-        chosen = np.flatnonzero(self.pool.active).tolist()  # without those that were masked out
-        if not chosen:
-            self.pool.reset()  # says so
         # `set_options` with one dict notes that very dict for all.
-        alike = not any(self._options) or all(options is self._options[0] for options in self._options)
-        for ids in [chosen] if alike else [[i] for i in chosen]:
-            seeds, options = [self._seeds[i] for i in ids], self._options[ids[0]] if ids else None
+        alike = all(options is self._options[0] for options in self._options) or not any(self._options)
+        everyone = list(range(self.num_envs))
+        for ids in [everyone] if alike else [[i] for i in everyone]:
+            seeds, options = [self._seeds[i] for i in ids], self._options[ids[0]]
             for i, (_, info) in zip(ids, self.pool.reset_some(ids, seeds, options or None), strict=True):
                 self.reset_infos[i] = info
         self._reset_seeds()

@@ -16,11 +16,10 @@ from shoal.core.errors import ConfigError
 from shoal.core.executors import connect_ray
 from shoal.core.workers import dumps
 from shoal.envs.catalogue import EnvFn
-from shoal.vector.env_group import Attach, EnvGroup, Make, Rebuild, Reply, Reset, Step, even_cuts
-from shoal.vector.failures import Failure, from_exception
-from shoal.vector.threads import copy_rows, rows_of, with_actions
-from shoal.vector.worker_process import is_empty, packed, seed_globals, unpacked
-from shoal.vector.workers import LOADING_SECONDS, Limits, Worker
+from shoal.vector.env_group import EnvGroup, even_cuts
+from shoal.vector.loop import is_empty, packed, seed_globals, unpacked
+from shoal.vector.messages import Attach, Failure, Make, Rebuild, Reply, Reset, Step, from_exception
+from shoal.vector.workers import LOADING_SECONDS, Limits, Worker, copy_rows, rows_of, with_actions
 
 
 class EnvActor:
@@ -59,7 +58,6 @@ class RayWorker(Worker):
     """A group in an actor."""
 
     inline = False
-    side_by_side = True
 
     def __init__(self, ray: Any, kind: Any, first: int, env_fns: Sequence[EnvFn], limits: Limits) -> None:
         super().__init__(first, env_fns, limits)
@@ -119,7 +117,12 @@ class RayWorker(Worker):
                 f"{free.get(name, 0):g} of {total[name]:g} {name}" for name in ("CPU", "GPU") if name in total
             ]
             summary += f"; the cluster has {', '.join(amounts)} free"
-        return super().failure(kind, summary)
+        found = super().failure(kind, summary)
+        if others := [str(i) for i in self.asked() if i != found.env]:  # which of them was at work is unknown
+            found.summary += (
+                f" (or it was the fault of env {', '.join(others[:8])}, at work at the same time)"
+            )
+        return found
 
     def kill(self) -> None:
         """Kill the actor."""

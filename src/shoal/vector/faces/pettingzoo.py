@@ -15,9 +15,8 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 
 from shoal.core.data import check_flags, check_step_result, info_of, reward_of
 from shoal.core.errors import ConfigError, EnvError
-from shoal.vector.arguments import check_options
 from shoal.vector.make import make_vec
-from shoal.vector.spaces import Layout
+from shoal.vector.spaces import Layout, check_options
 
 
 class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
@@ -111,8 +110,8 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
         for c in np.flatnonzero(over).tolist():
             last = copy_infos["final_obs"][c]
             rewards[c], terminated[c], truncated[c] = last["reward"], last["end"], last["cut"]
-        for c in np.flatnonzero(lost | ~self.pool.active & ~over).tolist():
-            rewards[c], terminated[c], truncated[c] = 0.0, False, before[c] & lost[c]
+        for c in np.flatnonzero(lost).tolist():
+            rewards[c], terminated[c], truncated[c] = 0.0, False, before[c]
         ended = (terminated | truncated).reshape(-1)
         for slot in np.flatnonzero(ended).tolist():
             c, a = divmod(slot, self.n_agents)
@@ -132,7 +131,7 @@ class PettingZooVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _slots(self, seen: Any, infos: dict[str, Any]) -> Any:
         """The observation of every slot; `active` is updated and added to the infos."""
-        self.active = (seen["active"].astype(np.bool_) & self.pool.active[:, None]).reshape(-1)
+        self.active = seen["active"].astype(np.bool_).reshape(-1)
         infos["active"] = self.active.copy()
         return self._layout.map(lambda leaf: leaf.reshape(self.num_envs, *leaf.shape[2:]), seen["obs"])
 

@@ -8,7 +8,8 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
@@ -16,33 +17,69 @@ import numpy as np
 
 from shoal.core.seeding import derive_seed
 from shoal.core.workers import dumps
-from shoal.vector.buffers import Buffers, TextBuffer
-from shoal.vector.env_group import (
+from shoal.vector.env_group import EnvGroup
+from shoal.vector.infos import EnvInfo, InfoTable
+from shoal.vector.messages import (
     NOTHING,
     STEP_ALL,
     Attach,
     Close,
-    EnvGroup,
+    Failure,
     Make,
     Reply,
     Reset,
+    from_exception,
     ids_of,
 )
-from shoal.vector.failures import Failure, from_exception
-from shoal.vector.infos import EnvInfo, InfoTable
-from shoal.vector.threads import ThreadedGroup
 
-COMMAND, STARTED, ANSWER, TO_WORKER, TO_CALLER, IN_MEMORY, PROGRESS = range(7)
+COMMAND, STARTED, ANSWER, TO_WORKER, TO_CALLER, PROGRESS = range(6)
 """Words that a worker shares with its caller: numbers of the latest command, and of those started and answered; whether
-a message goes with the command and with the answer; what of the answer is in shared memory; which env is at work."""
-TEXT, INFOS = 1, 2
-"""In shared memory: text, and numbers of infos, with the names and types of the last message that had some."""
+a message goes with the command and with the answer; which env is at work."""
 WORDS = 16
 """Room per worker: a cache line."""
 
 
 SMALL = 16_384
 """Bytes of a message that every pipe takes at once: it is sent before its signal, so that neither side waits twice."""
+
+
+LOOK_SECONDS = 100e-6
+"""How long to look at a semaphore before sleeping, and a pause between two looks in which somebody had the core."""
+QUIET_SECONDS = 0.5
+
+
+class Patience:
+    """Looks at a semaphore for a moment before its owner sleeps: as long as that pays and nobody else wants the core.
+
+    It never yields, which would give a busy neighbour a whole time slice. After a look in vain it sleeps at once the
+    next 1, 3, … 63 times; where somebody else had the core meanwhile, for half a second.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._misses, self._skips, self._not_before = clock, 0, 0, float("-inf")
+
+    def take(self, acquire: Callable[[bool], bool]) -> bool:
+        """Whether the semaphore could be taken without sleeping."""
+        if acquire(False):
+            return True
+        if self._skips:
+            self._skips -= 1
+            return False
+        last = start = self._clock()
+        if start < self._not_before:
+            return False
+        while not acquire(False):
+            now = self._clock()
+            if now - last > LOOK_SECONDS:
+                self._not_before = now + QUIET_SECONDS
+                return acquire(False)
+            if now - start > LOOK_SECONDS:
+                self._misses = min(self._misses + 1, 6)
+                self._skips = (1 << self._misses) - 1
+                return False
+            last = now
+        self._misses = 0
+        return True
 
 
 class Link:
@@ -53,8 +90,11 @@ class Link:
     step.
     """
 
-    def __init__(self, pipe: Any, words: Any, number: int, semaphores: tuple[Any, Any] | None) -> None:
+    def __init__(
+        self, pipe: Any, words: Any, number: int, semaphores: tuple[Any, Any] | None, looks: bool
+    ) -> None:
         self.pipe, self._semaphores = pipe, semaphores
+        self._patience = Patience() if looks else None
         self.words = memoryview(words).cast("B").cast("I")[number * WORDS : (number + 1) * WORDS]
 
     def receive(self) -> bytes:
@@ -65,14 +105,15 @@ class Link:
         """
         if self._semaphores is None:
             return self.pipe.recv_bytes()  # type: ignore[no-any-return]
-        self._semaphores[0].acquire()
+        acquire = self._semaphores[0].acquire
+        if self._patience is None or not self._patience.take(acquire):
+            acquire()
         self.words[STARTED] = self.words[COMMAND]
         return self.pipe.recv_bytes() if self.words[TO_WORKER] else b""
 
-    def send(self, data: bytes, in_memory: int = 0) -> None:
+    def send(self, data: bytes) -> None:
         """Answer the last command."""
         words = self.words
-        words[IN_MEMORY] = in_memory
         if self._semaphores is None:
             self.pipe.send_bytes(data)
             return
@@ -87,13 +128,11 @@ class Link:
 
 
 def serve(
-    pipe: Any, words: Any, number: int, semaphores: tuple[Any, Any] | None, first: int, threads: bool
+    pipe: Any, words: Any, number: int, semaphores: tuple[Any, Any] | None, looks: bool, first: int
 ) -> None:
     """Run a worker process until it receives `close` or its caller is gone."""
-    link = Link(pipe, words, number, semaphores)
-    group: Any = None
-    texts: dict[int, TextBuffer] = {}
-    numbers = InfoNumbers()
+    link = Link(pipe, words, number, semaphores, looks)
+    group: EnvGroup | None = None
     memory: SharedMemory | None = None
     random.seed()  # a fork of the fork server would draw what its siblings draw
     np.random.seed()
@@ -105,20 +144,18 @@ def serve(
                 command = pickle.loads(data) if data else STEP_ALL
                 if isinstance(command, Make):
                     command.env_fns = pickle.loads(command.env_fns)
-                    group = _group(command.env_fns, first, link.words[PROGRESS : PROGRESS + 1], threads)
+                    group = EnvGroup(command.env_fns, first, link.words[PROGRESS : PROGRESS + 1])
             except BaseException as error:
                 doing = "make" if group is None else "reading a command"
                 ids = range(first, first + (1 if group is None else group.count))
                 failures = [from_exception(i, doing, error, os.getpid()) for i in ids]
-                link.send(dumps(Reply(failures=failures)))
+                link.send(packed(Reply(failures=failures), None, None))
                 continue
             if isinstance(command, Attach):
                 assert command.memory is not None
+                assert group is not None
                 memory = SharedMemory(command.memory)
-                found = command.buffers(memory.buf)
-                group.attach(found, command.autoreset, command.check_nan)
-                texts = TextBuffer.of(found, first, group.count)
-                numbers = InfoNumbers(found, first, group.count)
+                group.attach(command.buffers(memory.buf), command.autoreset, command.check_nan)
                 gc.collect()
                 gc.freeze()
                 reply = NOTHING
@@ -126,10 +163,7 @@ def serve(
                 if isinstance(command, Reset) and not seeded:
                     seeded = seed_globals(command.seeds, first)
                 reply = NOTHING if group is None else group.run(command)
-            in_memory = TEXT if reply.columns and texts and _pack_text(reply, texts) else 0
-            if isinstance(reply.env_infos, InfoTable) and numbers.take(reply.env_infos) and not reply.columns:
-                reply, in_memory = NOTHING, in_memory | INFOS
-            link.send(b"" if is_empty(reply) else packed(reply, group, command), in_memory)
+            link.send(b"" if is_empty(reply) else packed(reply, group, command))
             if isinstance(command, Close):
                 break
     if group is not None:
@@ -138,10 +172,6 @@ def serve(
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(0)  # a thread that an environment left running must not hold it up
-
-
-def _group(env_fns: Sequence[Any], first: int, progress: Any, threads: bool) -> Any:
-    return (ThreadedGroup if threads else EnvGroup)(env_fns, first, progress)
 
 
 def seed_globals(seeds: Sequence[int | None], first: int) -> bool:
@@ -155,49 +185,9 @@ def seed_globals(seeds: Sequence[int | None], first: int) -> bool:
     return True
 
 
-class InfoNumbers:
-    """The numbers in the infos of a group: once their names and types were sent, they go through shared memory.
-
-    Both sides have one, and it knows what the last message with such numbers was.
-    """
-
-    def __init__(self, buffers: Buffers | None = None, first: int = 0, count: int = 0) -> None:
-        self._buffers, self._first, self._count = buffers, first, count
-        self._schema: tuple[Any, Any] = (), ()
-        self._columns: list[Any] = []
-
-    def know(self, table: InfoTable) -> None:
-        """Remember the names and types that a message had."""
-        if self._buffers is not None:
-            self._schema = table.keys, table.kinds
-            self._columns = self._buffers.info_columns(self._first, self._count, table.kinds)
-
-    def take(self, table: InfoTable) -> bool:
-        """Write a table into memory; False where it must be sent, as the first one of its kind."""
-        if (table.keys, table.kinds) != self._schema:
-            self.know(table)
-            return False
-        for column, values in zip(self._columns, table.columns, strict=False):
-            column[...] = values
-        return bool(self._columns)
-
-    def table(self) -> InfoTable:
-        """The table that the other side wrote."""
-        return InfoTable(self._first, self._count, *self._schema, [column.copy() for column in self._columns])
-
-
 def is_empty(reply: Reply) -> bool:
     """Whether all of it is in the buffers."""
     return not (reply.columns or reply.env_infos or reply.failures) and reply.value is None
-
-
-def _pack_text(reply: Reply, texts: dict[int, TextBuffer]) -> bool:
-    """Move the text of a reply into shared memory; all of it or none."""
-    if not all(text.pack(reply.columns[leaf]) for leaf, text in texts.items()):
-        return False
-    for leaf in texts:
-        del reply.columns[leaf]
-    return True
 
 
 # --- replies as bytes
