@@ -76,13 +76,18 @@ def test_a_turn_on_worker_processes_passes_few_files_functions_and_threads(engin
 
     settings = config(groups=1, members=1, n_jobs=1, folder=str(tmp_path))
     settings["custom_envs"]["Counter"]["env_type"] = f"{__name__}:NotingEnv"
+
+    async def profile(how):  # in the event loop of the process, which lives on
+        sys.setprofile(how)
+
     threading.setprofile(noted)
     try:
         with ParallelRolloutManager(settings, engine(before), backend="processes") as manager:
+            manager.inference.loop.run(profile(noted))
             (played,) = manager.collect(4)
+            manager.inference.loop.run(profile(None))
     finally:
         threading.setprofile(None)
-        sys.setprofile(None)
     assert played.status == "ok"
     seen = [*noted.seen, *map(tuple, json.loads((tmp_path / "host.json").read_text()))]
     assert len({file for file, _, _ in seen if file.startswith("rollout/")}) <= 6

@@ -366,7 +366,7 @@ class TrajectoryCollector(Closing):
         self.journal, self.failures = journal or Journal(), failures or FailureLog()
         self.toolbox, self._judge = toolbox or Toolbox(()), judge
         self.prompter = Prompter(prompt, self.toolbox.chat(engine.tokenizer))
-        self.settings = self._settings_here = ParallelConfig(engine_retries=0)
+        self.settings = self._settings_here = NO_LIMITS
         n = len(self.tags) * group_size
         self._here: Hosts = LocalHosts(lambda: VectorHost(envs, n, self._role_of, self.prompter, env_retries))
         self._hosts: Hosts | None = None  # beside the caller's thread
