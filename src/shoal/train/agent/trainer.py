@@ -241,9 +241,9 @@ class AgentTrainer(Closing):
             yield start
         settings = self.config.trainer
         enough = np.inf if settings.stop_at_success is None else settings.stop_at_success
-        while self.progress.iteration < settings.iterations and self._success < enough:
+        while self._success < enough and not self._ended():
             row = self.train_iteration()
-            last = self.progress.iteration >= settings.iterations
+            last = self._ended(row)
             improved = False
             if last or self.progress.iteration % settings.eval_every == 0:
                 row |= self._validate()
@@ -299,6 +299,11 @@ class AgentTrainer(Closing):
             return self._val_collector.collect(0, self.config.agent_proxy.sampling(greedy=greedy))
 
     # --- parts of an iteration
+    def _ended(self, row: dict[str, Any] | None = None) -> bool:
+        """Whether all iterations are done, or by the rows so far and `row` the policy has collapsed."""
+        done = self.progress.iteration >= self.config.trainer.iterations
+        return done or self.processes.all_gather(lambda: self.records.collapsed(row))[0]
+
     def _learn(
         self, trajectories: list[Trajectory], learned: list[Trajectory], share: float, iteration: int
     ) -> tuple[dict[str, float], list[Sample]]:
