@@ -133,7 +133,7 @@ bench-gpu:        ## one GPU in eight minutes with $(PYTHON), no network: exactn
 bench-update: .venv-trl/.installed  ## one update of the weights beside TRL's GRPOTrainer, about five minutes
 	.venv-trl/bin/python benchmarks/trl_update.py $(HASTE)
 
-bench-trl-curves: .venv-trl/.installed  ## GRPO learns one task in shoal and in TRL's GRPOTrainer, four seeds, about three CPU minutes
+bench-trl-curves: .venv-trl/.installed  ## GRPO learns one task in shoal and in TRL's GRPOTrainer, six seeds, about four CPU minutes
 	.venv-trl/bin/python benchmarks/trl_curves.py $(HASTE)
 
 bench-stabilisers: setup  ## what settings that no algorithm has do: runs without each and without all, about two hours, goes on where it was
