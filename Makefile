@@ -44,7 +44,7 @@ test-browser: setup  ## the viewer in a headless Chromium (installed from Debian
 	$(BIN)/python -m pytest tests/viewer -m browser --timeout 300
 
 test-gpu:         ## the tests that need a GPU, with $(PYTHON)
-	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/samplers/test_gpu.py tests/samplers/test_invariant.py tests/train/agent/test_determinism.py -p no:cacheprovider
+	PYTHONPATH=src:. $(PYTHON) -m pytest -m gpu tests/samplers/huggingface/test_gpu.py tests/samplers/huggingface/test_invariant.py tests/train/agent/processes/test_determinism.py -p no:cacheprovider
 
 check: setup      ## formatting, lint, types, import arrows
 	$(BIN)/ruff format --check .
@@ -151,7 +151,7 @@ test-integrations: setup .venv-trl/.installed .venv-verl/.installed .venv-vllm/.
 	.venv-trl/bin/python -m pytest tests/integrations --timeout 600
 	.venv-verl/bin/python -m pytest tests/integrations --timeout 600
 	$(BIN)/shoal model get smollm2
-	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/samplers/test_vllm_server.py tests/samplers/test_vllm.py --timeout 900
+	SHOAL_TEST_VLLM=$(CURDIR)/.venv-vllm/bin/python $(BIN)/python -m pytest tests/samplers/vllm/test_vllm_server.py tests/samplers/vllm/test_vllm.py --timeout 900
 
 bench-viewer: setup  ## the viewer and shoal show on a run of 100,000 episodes
 	command -v chromium || command -v google-chrome || apt-get install --yes --no-install-recommends chromium

@@ -33,7 +33,7 @@ from starlette.routing import Route  # noqa: E402
 from shoal import __version__  # noqa: E402
 from shoal.core.ports import listening  # noqa: E402
 from shoal.gateway.server import Gateway, GatewayServer  # noqa: E402
-from shoal.samplers.loops import LoopThread  # noqa: E402
+from shoal.samplers.asking import Loop  # noqa: E402
 from shoal.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
 from shoal.samplers.tokenizers import TinyTokenizer  # noqa: E402
 
@@ -59,7 +59,7 @@ def echo_server() -> tuple[int, Callable[[], None]]:
     listener = listening(0)
     app = Starlette(routes=[Route("/", echo, methods=["POST"])])
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False))
-    loop = LoopThread("echo")
+    loop = Loop("echo")
     serving = loop.submit(server.serve(sockets=[listener]))
 
     def end() -> None:

@@ -40,14 +40,14 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from shoal.core.seeding import stream  # noqa: E402
-from shoal.samplers.huggingface import HuggingFaceEngine  # noqa: E402
+from shoal.samplers.huggingface.engine import HuggingFaceEngine  # noqa: E402
 from shoal.samplers.noise import Noise, gumbel, key_words, words  # noqa: E402
 from shoal.samplers.sampler import Completion, Key, Request, Sampling  # noqa: E402
-from shoal.train.agent.batch import Sample  # noqa: E402
+from shoal.train.agent.batch.samples import Sample  # noqa: E402
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, compose_config  # noqa: E402
-from shoal.train.agent.determinism import applies, deterministic  # noqa: E402
-from shoal.train.agent.networks import split_optimizer  # noqa: E402
-from shoal.train.agent.policy import policy_of, trained_parameters  # noqa: E402
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters  # noqa: E402
+from shoal.train.agent.policies.loading import policy_of  # noqa: E402
+from shoal.train.agent.processes.determinism import applies, deterministic  # noqa: E402
 from shoal.train.agent.trainer import AgentTrainer  # noqa: E402
 from shoal.train.agent.update import Learner, update  # noqa: E402
 

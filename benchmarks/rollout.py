@@ -51,8 +51,7 @@ from shoal.rollout.hosts.sockets import Listener  # noqa: E402
 from shoal.rollout.plan import Assignment, place_of  # noqa: E402
 from shoal.rollout.prompts import PromptConfig  # noqa: E402
 from shoal.rollout.rollouts import ParallelRolloutManager  # noqa: E402
-from shoal.samplers.batching import Statistics  # noqa: E402
-from shoal.samplers.loops import run_here  # noqa: E402
+from shoal.samplers.asking import Statistics, run_here  # noqa: E402
 from shoal.samplers.sampler import Completion, Request, Sampling  # noqa: E402
 from shoal.samplers.tokenizers import TinyTokenizer  # noqa: E402
 

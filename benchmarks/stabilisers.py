@@ -5,7 +5,8 @@
 The settings are those of `STABILISERS`. The last two act beside a critic only, so `grpo` and `rloo` run without the
 other three, one by one, and `ppo` without these two. All else is as in `base`: the tiny model, 32 groups of 8, and a
 warm-up on random actions. Four tasks: the lake of `demo`, a hidden number to find by feedback, doors of which wrong
-ones cost more than leaving (a trap), and a maze with many starts.
+ones cost more than leaving (a trap), and a maze with many starts. `rloo` has the loss of `grpo`, which takes several
+steps a batch; that of its preset has no ratios, and takes one.
 
 A run that is done is one line of `benchmarks/results/stabilisers.jsonl`; those that are there are not run again, so a
 stopped benchmark goes on where it was. With `--minutes` no run begins after that many CPU minutes. `--table` only
@@ -192,6 +193,8 @@ def settings_of(algorithm: str, arm: str) -> dict[str, Any]:
     found: dict[str, Any] = {"algorithm.minibatch_size": 256, "algorithm.kl.coef": 0.0}  # those of `base`
     if algorithm == "ppo":
         found["algorithm.critic.value_clip"] = 0.5
+    if algorithm == "rloo":  # its advantages with the loss of `grpo`, which takes several steps a batch
+        found["algorithm.adv_estimator"] = "rloo"
     for name in STABILISERS:
         if name in WITH_CRITIC and algorithm != "ppo":
             continue
@@ -260,7 +263,7 @@ def run_case(case: Case, iterations: int | None = None) -> Run:
     iterations = iterations or task.iterations
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
-            f"algorithm={case.algorithm}",
+            f"algorithm={'ppo' if case.algorithm == 'ppo' else 'grpo'}",
             *task.overrides,
             *(f"{name}={value}" for name, value in settings_of(case.algorithm, case.arm).items()),
             f"seed={case.seed}",
@@ -371,7 +374,7 @@ def tables(runs: Sequence[Run]) -> str:
         name = "all of them" if arm == NONE else f"`{NAMES[arm]}`"
         verdicts.append([name, gain, collapses, f"{found.pairs} of {found.wanted}"])
     head = ["without", "held-out success lost (95 %)", "collapses with / without", "pairs of runs"]
-    return table(["preset", "arm", *TASKS], arms) + "\n\n" + table(head, verdicts)
+    return table(["estimator", "arm", *TASKS], arms) + "\n\n" + table(head, verdicts)
 
 
 def write_tables(path: Path = RESULTS) -> None:
@@ -384,7 +387,7 @@ def main() -> None:
     )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="of CPU; no run begins later")
     parser.add_argument(
-        "--only", nargs="+", default=[], help="tasks, presets or arms: cases with all of these"
+        "--only", nargs="+", default=[], help="tasks, estimators or arms: cases with all of these"
     )
     parser.add_argument("--quick", action="store_true", help="two iterations of one case, nothing saved")
     parser.add_argument("--table", action="store_true", help="write the table of docs/learning.md alone")

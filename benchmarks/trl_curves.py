@@ -43,7 +43,7 @@ sys.path[:0] = [str(REPO / "src"), str(REPO)]
 from shoal.core.seeding import derive_seed, stream  # noqa: E402
 from shoal.envs.actions import Projected, Projection  # noqa: E402
 from shoal.envs.text import Outcome, TextEnv  # noqa: E402
-from shoal.samplers.huggingface import HuggingFaceEngine  # noqa: E402
+from shoal.samplers.huggingface.engine import HuggingFaceEngine  # noqa: E402
 from shoal.samplers.sampler import Key, Request, Sampling  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_curves.json"

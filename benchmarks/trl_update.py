@@ -43,13 +43,15 @@ from tests.records import Exchange, trajectory_of  # noqa: E402
 from shoal.core.data import Trajectory  # noqa: E402
 from shoal.core.errors import EngineError  # noqa: E402
 from shoal.core.seeding import stream  # noqa: E402
-from shoal.samplers.huggingface import HuggingFaceEngine  # noqa: E402
+from shoal.samplers.huggingface.engine import HuggingFaceEngine  # noqa: E402
 from shoal.samplers.models import resolve_model  # noqa: E402
-from shoal.train.agent.advantages import group_relative  # noqa: E402
-from shoal.train.agent.batch import Sample, make_samples, token_values  # noqa: E402
+from shoal.train.agent.algorithms.advantages import group_relative  # noqa: E402
+from shoal.train.agent.batch.packing import token_values  # noqa: E402
+from shoal.train.agent.batch.samples import Sample, make_samples  # noqa: E402
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty  # noqa: E402
-from shoal.train.agent.networks import split_optimizer  # noqa: E402
-from shoal.train.agent.policy import Policy, policy_of, score, trained_parameters  # noqa: E402
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters  # noqa: E402
+from shoal.train.agent.policies.loading import policy_of  # noqa: E402
+from shoal.train.agent.policies.policy import Policy, score  # noqa: E402
 from shoal.train.agent.update import Learner, update  # noqa: E402
 
 RESULTS = REPO / "benchmarks" / "results" / "trl_update.json"
@@ -235,9 +237,9 @@ def run_trl(case: Case, samples: list[Sample], tokenizer: Any, micro_batch: int)
     def recorded(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         masks, texts = [], []
         for sample in samples:
-            start = int(sample.places[0])
+            start = int(sample.trained[0])
             mask = np.zeros(len(sample.ids) - start, dtype=np.int64)
-            mask[sample.places - start] = 1
+            mask[sample.trained - start] = 1
             masks.append(mask.tolist())
             texts.append((list(sample.ids[:start]), list(sample.ids[start:])))
         return {
@@ -328,7 +330,7 @@ def measure(case: Case) -> None:
         make_episodes(case, 0), policy_of(HuggingFaceEngine(make_model(case.model), tokenizer))
     )
     add_row(case.name, "tokens of the batch", sum(len(s.ids) for s in samples), "tokens")
-    add_row(case.name, "written by the model", sum(len(s.places) for s in samples), "tokens")
+    add_row(case.name, "written by the model", sum(len(s.trained) for s in samples), "tokens")
     best: dict[str, float] = {}
     first: Result | None = None
     for size in case.shoal_tokens:

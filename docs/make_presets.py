@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from library_names import TRL, VERL, Name
 
 from shoal.core.configuration import to_mapping
+from shoal.train.agent.algorithms.presets import leaves, preset_names
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.names import TRL, VERL, Name
-from shoal.train.agent.presets import leaves, preset_names
 
 DOCS = Path(__file__).parent
 SHOWN = (

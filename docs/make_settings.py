@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from shoal.core.configuration import field_notes
+from shoal.train.agent.algorithms.presets import FOLLOWS
 from shoal.train.agent.config import AgentConfig
-from shoal.train.agent.presets import FOLLOWS
 
 PAGE = Path(__file__).with_name("settings.md")
 HEAD = """\

@@ -12,7 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from shoal.train.agent.advantages import Array, Played, advantage, gae, group_relative, normalize_rewards
+from shoal.train.agent.algorithms.advantages import (
+    Array,
+    Played,
+    advantage,
+    gae,
+    group_relative,
+    normalize_rewards,
+)
 from shoal.train.agent.config import Algorithm
 
 DISCOUNT = 0.1
@@ -25,7 +32,7 @@ TOKEN_LAMBDA = 1.0
 def graphgpo(played: Played) -> list[Array]:
     """The advantage of the episode is that of GRPO, each turn's is added."""
     method = played.proxy.reward_normalization.method
-    episodes = normalize_rewards(played.episode_returns, played.cells, method)
+    episodes = normalize_rewards(played.episode_returns, played.baseline_groups, method)
     anchors = [[turn.anchor for turn in t.turns] for t in played.trajectories]
     solved, groups = [t.success for t in played.trajectories], [t.group for t in played.trajectories]
     steps = graph_step_advantages(anchors, solved, groups, discount=DISCOUNT, scale=method != "mean")

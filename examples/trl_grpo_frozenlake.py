@@ -30,10 +30,10 @@ from shoal import envs
 from shoal.integrations.trl import TRLRollout, episode_reward
 from shoal.rollout.factory import make_roles
 from shoal.rollout.prompts import Prompter
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.train.agent.config import Warmup
-from shoal.train.agent.policy import policy_of
-from shoal.train.agent.warmup import warm_up
+from shoal.train.agent.policies.loading import policy_of
+from shoal.train.agent.supervised.warmup import warm_up
 
 TURN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 WORDS = ("<action>", "</action>", "Left", "Down", "Right", "Up")

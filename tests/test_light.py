@@ -20,6 +20,7 @@ ROOMS = [
     "shoal.splitting",
     "shoal.skills",
     "shoal.rollout",
+    "shoal.train.agent.supervised.coach",
     "shoal.cli.main",
 ]
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # what type checkers see of the names below; a test keeps bot
     from shoal.rollout.factory import make_environments as make_environments
     from shoal.rollout.factory import validate_environment_config as validate_environment_config
     from shoal.rollout.rollouts import ParallelRolloutManager as ParallelRolloutManager
-    from shoal.samplers.batching import SharedLLMInferenceManager as SharedLLMInferenceManager
+    from shoal.samplers.asking import SharedLLMInferenceManager as SharedLLMInferenceManager
     from shoal.skills.learning.merge import process_completed_training as process_completed_training
     from shoal.skills.learning.network import build_remapping as build_remapping
     from shoal.skills.learning.scheduler import SkillScheduler as SkillScheduler
@@ -66,7 +66,7 @@ _NAMES = {
     "rollout.collector": "TrajectoryCollector",
     "rollout.factory": "make_environments validate_environment_config",
     "rollout.rollouts": "ParallelRolloutManager",
-    "samplers.batching": "SharedLLMInferenceManager",
+    "samplers.asking": "SharedLLMInferenceManager",
     "rollout.compat.projections": "create_projection_function",
     "vector.compat": "MultiProcessEnvironmentContainer ParallelEnv",
     "train.ppo.ppo": "PPO",

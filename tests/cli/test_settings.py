@@ -9,8 +9,8 @@ import yaml
 
 from shoal.cli.main import main
 from shoal.core.configuration import as_commented_yaml
+from shoal.train.agent.algorithms.presets import reasons
 from shoal.train.agent.config import AgentConfig, compose_config, config_names
-from shoal.train.agent.presets import reasons
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from shoal.cli import main as shoal
-from shoal.cli import train
+from shoal.cli import train, train_ppo
 from shoal.core.errors import EngineError
 from shoal.core.run_folder import read_summary
 from shoal.envs.frozen_lake import FrozenLakeEnv
@@ -35,8 +35,10 @@ def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, mo
     told = capsys.readouterr().out
     for row in (r"status *│ interrupted", r"heldout_success *│ \d", r"iterations *│ 1 "):
         assert re.search(row, told)
-    shown = shlex.split(told.split("go on with: ")[1].splitlines()[0])
-    assert shoal.main([*shown[1:], "trainer.iterations=1"]) == 0  # which is done: it goes on nevertheless
+    [shown] = [line for line in told.splitlines() if "go on with: " in line]
+    assert printed.splitlines()[-1] == f"interrupted; {shown}"
+    again = shlex.split(shown.removeprefix("go on with: "))[1:]
+    assert shoal.main([*again, "trainer.iterations=1"]) == 0  # which is done: it goes on nevertheless
     capsys.readouterr()
     command = shlex.split(printed.split("go on with: ")[1])
     assert command[0] == "shoal"
@@ -48,6 +50,47 @@ def test_an_interrupted_run_goes_on_with_the_command_that_it_prints(tmp_path, mo
     assert iterations == [0, 1, 2]
     assert read_summary(folder)["status"] == "completed"
     assert f"shoal show {shlex.quote(str(folder))}" in capsys.readouterr().out
+
+
+def test_the_lines_of_a_run_say_which_share_of_its_episodes_was_truncated(tmp_path, capsys):
+    words = [
+        "train",
+        "--config-name",
+        "demo",
+        *QUICK,
+        "agent_proxy.max_turn=1",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    assert shoal.main(words) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r" +\d/2 ", line)]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["heldout_truncated"] for row in rows if "heldout_truncated" in row] == [1.0, 1.0]
+    for row, line in zip(rows, lines, strict=True):
+        shares = [row[name] for name in ("truncated", "heldout_truncated") if name in row]
+        assert re.findall(r"truncated (\d\.\d\d)", line) == [
+            f"{share:.2f}" for share in shares if share >= 0.005
+        ]
+
+
+def test_an_interrupted_ppo_goes_on_from_where_its_checkpoints_are(tmp_path, monkeypatch, capsys):
+    def interrupted(rows, *_):
+        for row in rows:
+            if row["steps"] >= 128:
+                raise KeyboardInterrupt
+
+    folder, elsewhere = tmp_path / "run", tmp_path / "on a disk"
+    words = ["--n-steps", "16", "--preset", "none", "--no-tensorboard", "--eval-episodes", "1"]
+    words += ["--checkpoint-every", "64", "--checkpoint-dir", str(elsewhere), "--out", str(folder)]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_ppo, "_watch", interrupted)
+        assert shoal.main(["train-ppo", "--total-timesteps", "4096", *words]) == 130
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert shoal.main(["show", str(folder)]) == 0
+    [shown] = [line for line in capsys.readouterr().out.splitlines() if "go on with: " in line]
+    assert printed == f"interrupted; {shown}"
+    again = shlex.split(shown.removeprefix("go on with: "))[1:]
+    assert shoal.main([*again, "--total-timesteps", "256"]) == 0
+    assert read_summary(folder)["metrics"]["steps"] >= 256
 
 
 def test_a_run_that_an_error_ends_is_told_as_failed_and_goes_on(tmp_path, monkeypatch, capsys):

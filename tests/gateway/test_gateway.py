@@ -18,7 +18,7 @@ from shoal.core.errors import EngineError
 from shoal.gateway.chats import read_answer
 from shoal.gateway.server import MOST_BODY, Gateway, GatewayServer
 from shoal.gateway.sessions import Recorded
-from shoal.samplers.batching import as_sampler
+from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tiny import TinyEngine, TinyShape
 
@@ -77,7 +77,7 @@ def post(server, body, path="a/v1/chat/completions", headers=(), secret=None):
 
 
 def test_a_conversation_reuses_the_exact_tokens_of_the_turns_before(serve, engine):
-    server = serve(as_sampler(engine), engine.tokenizer, max_tokens=12)
+    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=12)
     messages = [{"role": "system", "content": "Play."}, {"role": "user", "content": "begin"}]
     for turn in range(4):
         answer = client(server).chat.completions.create(messages=messages, temperature=1.0, **CHAT)
@@ -119,7 +119,7 @@ def test_sub_agents_in_parallel_say_the_same_in_any_order_of_arrival(serve, engi
     found = set()
     orders = list(itertools.permutations(range(4)))
     for order in random.Random(0).choices(orders, k=50):
-        gateway = Gateway(as_sampler(engine), engine.tokenizer, seed=5)
+        gateway = Gateway(SamplerClient(engine), engine.tokenizer, seed=5)
         found.add(asyncio.run(play(gateway, order)))
     assert len(found) == 1
     (calls,) = found
@@ -162,7 +162,7 @@ def test_a_rewritten_history_begins_a_new_root(serve, engine):
 
 
 def test_several_choices_are_calls_of_their_own(serve, engine):
-    server = serve(as_sampler(engine), engine.tokenizer, max_tokens=8)
+    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=8)
     answer = client(server).chat.completions.create(messages=[{"role": "user", "content": "go"}], n=5, **CHAT)
     calls = [call for _, call in server.gateway.sessions["a"].close()]
     assert len(answer.choices) == len(calls) == 5
@@ -181,7 +181,7 @@ def test_a_retry_of_an_sdk_gets_the_recorded_answer(serve, engine):
 
 
 def test_a_call_after_the_end_is_refused(serve, engine):
-    server = serve(as_sampler(engine), engine.tokenizer, max_tokens=4)
+    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=4)
     client(server).chat.completions.create(messages=[{"role": "user", "content": "go"}], **CHAT)
     server.gateway.sessions["a"].close()
     with pytest.raises(openai.ConflictError, match="session 'a' has ended"):
@@ -246,7 +246,7 @@ REFUSED_ELSEWHERE = [
 
 
 def test_what_is_not_honoured_is_refused_by_name(serve, engine):
-    server = serve(as_sampler(engine), engine.tokenizer, max_tokens=4)
+    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=4)
     asked = [("chat/completions", {"messages": GO, **more}, name) for more, name in REFUSED]
     for path, body, name in asked + REFUSED_ELSEWHERE:
         status, answer = post(server, json.dumps(body).encode(), f"a/v1/{path}")
@@ -255,7 +255,7 @@ def test_what_is_not_honoured_is_refused_by_name(serve, engine):
 
 
 def test_each_call_is_on_disk_before_it_is_answered(serve, engine, tmp_path):
-    server = serve(as_sampler(engine), engine.tokenizer, max_tokens=6, journal=tmp_path / "calls.jsonl")
+    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=6, journal=tmp_path / "calls.jsonl")
     for n in range(3):
         client(server).chat.completions.create(messages=[{"role": "user", "content": f"go {n}"}], **CHAT)
         lines = (tmp_path / "calls.jsonl").read_bytes().splitlines()
@@ -267,7 +267,7 @@ def test_each_call_is_on_disk_before_it_is_answered(serve, engine, tmp_path):
 
 def test_calls_at_once_are_written_together_and_a_disk_that_is_full_refuses_them(serve, engine, tmp_path):
     journal = tmp_path / "calls.jsonl"
-    server = serve(as_sampler(engine), engine.tokenizer, max_tokens=6, journal=journal)
+    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=6, journal=journal)
     body = json.dumps({"messages": [{"role": "user", "content": "go"}]}).encode()
 
     async def ask_many():
@@ -285,7 +285,7 @@ def test_calls_at_once_are_written_together_and_a_disk_that_is_full_refuses_them
 
 
 def test_strangers_are_refused_and_each_refusal_is_counted_in_its_session(serve, engine):
-    server = serve(as_sampler(engine), engine.tokenizer, max_tokens=4)
+    server = serve(SamplerClient(engine), engine.tokenizer, max_tokens=4)
     body = json.dumps({"messages": [{"role": "user", "content": "go"}]}).encode()
     assert post(server, body)[0] == 200
     assert post(server, body, secret="guessed")[0] == 404
@@ -359,7 +359,7 @@ def test_a_failure_of_the_sampler_changes_no_noise_and_is_not_forgotten(serve, e
 
     class FailsOnce:
         def __init__(self):
-            self.inner, self.seen = as_sampler(engine), set()
+            self.inner, self.seen = SamplerClient(engine), set()
 
         async def sample(self, request):
             if request.key not in self.seen:
@@ -368,7 +368,7 @@ def test_a_failure_of_the_sampler_changes_no_noise_and_is_not_forgotten(serve, e
             return await self.inner.sample(request)
 
     bodies = [json.dumps({"messages": [{"role": "user", "content": text}], "n": 2}).encode() for text in "ab"]
-    plain, failing = (serve(s, engine.tokenizer, max_tokens=4) for s in (as_sampler(engine), FailsOnce()))
+    plain, failing = (serve(s, engine.tokenizer, max_tokens=4) for s in (SamplerClient(engine), FailsOnce()))
     assert [post(plain, body)[0] for body in bodies] == [200, 200]
     assert [post(failing, body)[0] for body in bodies] == [503, 503]
     session = failing.gateway.sessions["a"]
@@ -471,7 +471,7 @@ def test_an_answer_that_is_gone_on_with_ends_the_prompt_and_is_a_turn_of_what_fo
     ],
 )
 def test_what_can_be_no_answer_to_go_on_with_is_refused_by_name(serve, engine, messages, body, param):
-    server = serve(as_sampler(engine), engine.tokenizer)
+    server = serve(SamplerClient(engine), engine.tokenizer)
     with client(server) as asking, pytest.raises(openai.BadRequestError) as refused:
         asking.chat.completions.create(messages=messages, extra_body=body, **CHAT)
     assert refused.value.param == param

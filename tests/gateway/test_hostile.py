@@ -16,7 +16,7 @@ from shoal.core.ports import listening
 from shoal.core.seeding import derive_seed
 from shoal.gateway import server as server_module
 from shoal.gateway.server import MOST_BODY, Gateway, GatewayServer
-from shoal.samplers.batching import as_sampler
+from shoal.samplers.asking import SamplerClient
 from shoal.samplers.tiny import TinyEngine, TinyShape
 
 
@@ -27,7 +27,7 @@ def engine():
 
 @pytest.fixture
 def server(engine):
-    with GatewayServer(Gateway(as_sampler(engine), engine.tokenizer, max_tokens=3, seed=5)) as server:
+    with GatewayServer(Gateway(SamplerClient(engine), engine.tokenizer, max_tokens=3, seed=5)) as server:
         yield server
 
 
@@ -128,7 +128,7 @@ def test_a_call_under_way_when_its_session_ends_is_refused_and_not_recorded(engi
     class Waits:
         def __init__(self):
             self.asked, self.go = threading.Event(), threading.Event()
-            self.inner = as_sampler(engine)
+            self.inner = SamplerClient(engine)
 
         async def sample(self, request):
             self.asked.set()
@@ -164,7 +164,7 @@ def test_64_sessions_at_once_lose_no_call_and_share_no_noise(server, engine):
         names = list(pool.map(play, order))
     calls = {name: [call for _, call in server.gateway.sessions[name].close()] for name in names}
     assert all([call.parent for call in found] == [None, 0, 1, 2] for found in calls.values())
-    first = Gateway(as_sampler(engine), engine.tokenizer, max_tokens=3, seed=5)
+    first = Gateway(SamplerClient(engine), engine.tokenizer, max_tokens=3, seed=5)
 
     async def alone():
         await first.handle("chat/completions", "s7", body_of("go"), False)

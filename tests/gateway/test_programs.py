@@ -19,8 +19,8 @@ from shoal.envs.check import quick_check
 from shoal.gateway.programs import sessions_of
 from shoal.rollout.rewards.judge import Judge
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.advantages import turn_advantages
-from shoal.train.agent.batch import make_samples
+from shoal.train.agent.algorithms.advantages import turn_advantages
+from shoal.train.agent.batch.samples import make_samples
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.records.replay import Replay, find_episode
@@ -80,7 +80,7 @@ def test_programs_are_played_in_groups_and_leave_exact_records(tmp_path):
         said = sum("a" in turn.response for turn in trajectory.turns)
         assert trajectory.reward == pytest.approx(said / 3)
         (sample,) = make_samples(trajectory)  # one chain is one sample
-        assert sum(sample.places >= 0) == trajectory.n_tokens
+        assert sum(sample.trained >= 0) == trajectory.n_tokens
     tasks = {(t.group, t.turns[0].observation.split()[0]) for t in played}
     assert len(tasks) == 2  # a group has one task
     assert not left_behind()

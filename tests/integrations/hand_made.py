@@ -12,10 +12,10 @@ import torch
 from tests.records import Exchange, trajectory_of
 
 from shoal.rollout.filters import filter_groups
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.networks import split_optimizer
-from shoal.train.agent.policy import policy_of, trained_parameters
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters
+from shoal.train.agent.policies.loading import policy_of
 from shoal.train.agent.update import Learner, prepare_samples, update
 
 GROUP, BUDGET, END = 4, 6, 1

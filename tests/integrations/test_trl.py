@@ -18,7 +18,7 @@ from shoal import envs
 from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed
 from shoal.integrations.trl import TRLRollout, episode_reward, tool_environment
-from shoal.train.agent.advantages import group_relative
+from shoal.train.agent.algorithms.advantages import group_relative
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -30,11 +30,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
-from shoal.samplers.huggingface import HuggingFaceEngine
-from shoal.train.agent.advantages import turn_advantages
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
+from shoal.train.agent.algorithms.advantages import turn_advantages
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.networks import split_optimizer
-from shoal.train.agent.policy import policy_of, trained_parameters
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters
+from shoal.train.agent.policies.loading import policy_of
 from shoal.train.agent.update import Learner, prepare_samples, update
 
 pytestmark = [
@@ -183,7 +183,7 @@ def test_the_reference_and_the_masks_are_those_of_trl(models, tokenizer, tmp_pat
             np.testing.assert_allclose(found, sample.columns["reference_logprobs"], rtol=1e-6)
     _, _, kept = shoals("dapo", model, reference, tokenizer, answers)
     trained = [answer for answer in answers[:-GROUP] if not answer.cut]
-    assert [len(sample.places) for sample in kept] == [len(answer.response) for answer in trained]
+    assert [len(sample.trained) for sample in kept] == [len(answer.response) for answer in trained]
     assert [int(n) for n in batch["completion_mask"].sum(1)] == [
         0 if answer.cut else len(answer.response) for answer in answers
     ]

@@ -34,11 +34,11 @@ from shoal.core.seeding import derive_seed, stream
 from shoal.integrations.verl import agent_loop_outputs, to_dataproto
 from shoal.rollout.episode import Episode
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.sampler import Key, Request, Sampling
-from shoal.train.agent.advantages import token_gae, turn_advantages
+from shoal.train.agent.algorithms.advantages import token_gae, turn_advantages
+from shoal.train.agent.algorithms.losses import aggregation_weights, clipped_surrogate, ratio_of
 from shoal.train.agent.config import AgentProxy, Algorithm
-from shoal.train.agent.losses import aggregation_weights, clipped_surrogate, ratio_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

@@ -34,8 +34,8 @@ with pytest.MonkeyPatch.context() as patch:
         from verl.trainer.ppo import core_algos
         from verl.workers.config import ActorConfig
 
-from shoal.train.agent.advantages import group_relative
-from shoal.train.agent.losses import kl_penalty, value_loss
+from shoal.train.agent.algorithms.advantages import group_relative
+from shoal.train.agent.algorithms.losses import kl_penalty, value_loss
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

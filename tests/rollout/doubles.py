@@ -23,6 +23,7 @@ from shoal.core.errors import EngineError
 from shoal.envs.actions import Projection
 from shoal.envs.text import Outcome, TextEnv
 from shoal.rollout.journal import Journal
+from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Completion, Key, Request, Sampling
 from shoal.samplers.tokenizers import TinyTokenizer
 
@@ -69,6 +70,16 @@ class InterruptingEngine(HashEngine):
         if len(self.batches) == 3:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
         return super().generate(requests)
+
+
+def each(sampler, requests):
+    """Asks for all at once; a completion or an exception a request."""
+
+    async def ask():
+        return await asyncio.gather(*map(client.sample, requests), return_exceptions=True)
+
+    with SamplerClient(sampler) as client:
+        return client.loop.run(ask())
 
 
 # --- journals
@@ -471,7 +482,7 @@ def llama_engine(tokenizer=None, context=200, **settings):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from shoal.samplers.huggingface import HuggingFaceEngine
+    from shoal.samplers.huggingface.engine import HuggingFaceEngine
 
     tokenizer = tokenizer or byte_tokenizer()
     shape = LlamaConfig(
@@ -567,7 +578,6 @@ class FakeServer(ThreadingHTTPServer):
         self.change = lambda reply: reply
         self.props = {"default_generation_settings": {"n_ctx": None}}
         self.say = lambda said: f"you said {said}"
-        self.weights = "default"  # what SGLang calls those that it began with; None for one too old to say
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -582,10 +592,6 @@ class FakeServer(ThreadingHTTPServer):
             return self.props
         if path.endswith("_lora_adapter"):
             return {"success": True}
-        if path == "/update_weights_from_disk":
-            taken = body["model_path"].endswith("good")
-            self.weights = body["weight_version"] if taken else self.weights
-            return {"success": taken, "message": "no such folder"}
         assert "seed" not in json.dumps(body)
         if self.kind == "vllm" and path == "/v1/completions":
             assert {"top_p", "top_k", "min_p"} <= body.keys()
@@ -604,7 +610,6 @@ class FakeServer(ThreadingHTTPServer):
                 "prompt_tokens": len(body["input_ids"]),
                 "finish_reason": {"type": "length"},
                 "output_token_logprobs": [[logprob_of(i), i, None] for i in ids],
-                **({} if self.weights is None else {"weight_version": self.weights}),
             }
             return {"output_ids": ids, "meta_info": meta}
         if self.kind == "llama.cpp" and path == "/completion":
@@ -619,8 +624,7 @@ class FakeServer(ThreadingHTTPServer):
         assert path == "/v1/chat/completions", path
         said = " / ".join(str(m["content"])[:2000] for m in body["messages"])
         choice = {"message": {"content": self.say(said)}, "finish_reason": "stop"}
-        told = self.kind == "sglang" and self.weights is not None
-        return {"choices": [choice], **({"metadata": {"weight_version": self.weights}} if told else {})}
+        return {"choices": [choice]}
 
 
 class _Handler(BaseHTTPRequestHandler):

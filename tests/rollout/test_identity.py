@@ -11,7 +11,7 @@ from shoal import ParallelRolloutManager, TrajectoryCollector, derive_seed, make
 from shoal.core.data import encode_trajectory
 from shoal.core.errors import EngineError
 from shoal.rollout.prompts import PromptConfig
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.models import get_model
 from shoal.samplers.sampler import Sampling
 from shoal.samplers.tiny import TinyEngine

@@ -29,6 +29,6 @@ def test_a_request_passes_few_files_beside_the_machine_of_the_episode():
         "rollout/driver.py",
         "rollout/hosts/host.py",
         "rollout/hosts/episodes.py",
-        "samplers/batching.py",
+        "samplers/asking.py",
         "samplers/sampler.py",
     }

@@ -11,12 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from tests.records import exchanges
-from tests.rollout.doubles import llama_engine
+from tests.rollout.doubles import FakeServer, llama_engine
+from tests.rollout.tools.test_toolbox import NAMED, PARALLEL, said, scripted
+from tests.rollout.tools.test_toolbox import config as tools
+from tests.rollout.tools.test_toolbox import play as play_with_tools
 
 from shoal import ParallelRolloutManager
 from shoal.core.data import read_trajectories
 from shoal.rollout.factory import words_of
 from shoal.samplers.registry import make_engine
+from shoal.samplers.servers.openai import OpenAIEngine
+from shoal.samplers.tokenizers import TinyTokenizer
 from shoal.train.agent.config import compose_config
 from shoal.train.agent.trainer import AgentTrainer
 
@@ -33,6 +38,9 @@ DEMO = [
     "trainer.tensorboard=false",
 ]
 LLAMA = [*SMALL, "agent_proxy.max_tokens=6", "agent_proxy.prompt.prefill=''", "agent_proxy.prompt.closing=''"]
+LIMITS = ["agent_proxy.top_p=0.9", "agent_proxy.top_k=40", "agent_proxy.min_p=0.001"]
+"""Of tokens that may be sampled."""
+SLOTS = {"cache_tokens": 8192, "max_batch": 4}
 PLACES = [
     ("threads", 2),
     ("processes", 3),
@@ -93,11 +101,34 @@ def of_base_parallel(backend, n_jobs):
         return digest(manager.collect(0) + manager.collect(1))
 
 
-def of_llama(backend, n_jobs):
+def of_llama(backend, n_jobs, *changes, **settings):
     """Tokens and rewards alone: log-probabilities of a transformer differ in the last digits between batches."""
-    config = compose_config("base-parallel", [*LLAMA, "agent_proxy.prompt.mode=append"])
-    with ParallelRolloutManager(config, llama_engine(context=400), n_jobs, backend=backend) as manager:
+    config = compose_config("base-parallel", [*LLAMA, "agent_proxy.prompt.mode=append", *changes])
+    engine = llama_engine(context=400, **settings)
+    with ParallelRolloutManager(config, engine, n_jobs, backend=backend) as manager:
         return digest(manager.collect(0), digits=None)
+
+
+def of_server(backend, n_jobs, kind="vllm"):
+    """What a server wrote, with its log-probabilities."""
+    config = compose_config("base-parallel", [*SMALL, "agent_proxy.max_tokens=6"])
+    with (
+        FakeServer(kind) as server,
+        OpenAIEngine(server.url, tokenizer=TinyTokenizer()) as engine,
+        ParallelRolloutManager(config, engine, n_jobs, backend=backend) as manager,
+    ):
+        return digest(manager.collect(0))
+
+
+def of_tools(backend):
+    """Prompts, answers and rewards of episodes with tools, two of them in one answer."""
+    engine = scripted(PARALLEL, said("look", city="rome"), "<action>left</action>")
+    told = [
+        [[call.new_prompt_ids, call.parent, call.response_ids] for call in t.calls]
+        + [u.reward for u in t.turns]
+        for t in play_with_tools(tools(NAMED), engine, backend)
+    ]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def known(name, found):
@@ -126,6 +157,22 @@ def test_a_transformer_writes_the_known_tokens_everywhere(serial, backend, n_job
     assert known("llama", found)
 
 
+@pytest.mark.parametrize("settings", [{}, SLOTS], ids=["rows", "slots"])
+@pytest.mark.parametrize(("name", "changes"), [("llama", []), ("llama limited", LIMITS)])
+def test_rows_and_slots_write_the_known_tokens(settings, name, changes):
+    assert known(name, of_llama("threads", 2, *changes, **settings))
+
+
+@pytest.mark.parametrize(("backend", "n_jobs"), [("serial", 1), ("threads", 2), ("processes", 2)])
+def test_a_server_writes_the_known_tokens_everywhere(backend, n_jobs):
+    assert known("server", of_server(backend, n_jobs))
+
+
+@pytest.mark.parametrize("backend", ["serial", "threads", "processes"])
+def test_tools_are_shown_and_answered_in_the_known_tokens_everywhere(backend):
+    assert known("tools", of_tools(backend))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -151,5 +198,8 @@ if __name__ == "__main__":
             "demo": of_training(f"{folder}/run"),
             "base-parallel": of_base_parallel("serial", 1),
             "llama": of_llama("serial", 1),
+            "llama limited": of_llama("serial", 1, *LIMITS),
+            "server": of_server("serial", 1),
+            "tools": of_tools("serial"),
         }
     KNOWN.write_text(json.dumps(found, indent=1) + "\n")

@@ -16,7 +16,7 @@ from shoal.rollout.factory import (
 )
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.settings import ParallelConfig, RolloutSettings, rollout_config
-from shoal.samplers.http import RetryPolicy
+from shoal.samplers.asking import RetryPolicy
 from shoal.samplers.registry import EngineConfig, ReplicaConfig, ServerConfig
 from shoal.samplers.sampler import Sampling
 
@@ -27,14 +27,14 @@ NAN, INF = float("nan"), float("inf")
     ("kind", "settings", "message"),
     [
         (ParallelConfig, {"step_timeout": NAN}, "step_timeout must be positive, or null, got nan"),
-        (ParallelConfig, {"request_timeout": INF}, "must be at most 1000000 seconds, or null, got inf"),
+        (ParallelConfig, {"engine_timeout": INF}, "must be at most 1000000 seconds, or null, got inf"),
         (ParallelConfig, {"engine_timeout": 1e12}, "must be at most 1000000 seconds"),
         (
             ParallelConfig,
             {"backend": "thread"},
             "backend must be 'auto', 'serial', .* or 'ray', got 'thread'",
         ),
-        (ParallelConfig, {"schedule": "gready"}, "schedule must be 'adaptive', 'greedy' or 'barrier'"),
+        (ParallelConfig, {"schedule": "gready"}, "schedule must be 'adaptive' or 'barrier', got 'gready'"),
         (ParallelConfig, {"max_batch": 2.5}, "max_batch: Expected `int`"),
         (ParallelConfig, {"max_deaths": True}, "max_deaths: Expected `int`"),
         (RolloutSettings, {"temperature": INF}, "temperature must be a finite number, got inf"),
@@ -209,7 +209,7 @@ def test_a_time_limit_is_above_nothing_and_no_longer_than_can_be_waited_for():
         (0, "must be positive, or null, got 0"),
         (1e6 + 1, "must be at most 1000000 seconds, or"),
     ):
-        for name in ("step_timeout", "make_timeout", "episode_timeout", "request_timeout", "engine_timeout"):
+        for name in ("step_timeout", "make_timeout", "episode_timeout", "engine_timeout"):
             with pytest.raises(ConfigError, match=f"{name} {message}"):
                 ParallelConfig(**{name: wrong})
     with pytest.raises(ConfigError, match="timeout must be positive, got 0"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.rollout.doubles import CounterEnv, HashEngine, config
+from tests.rollout.doubles import CounterEnv, HashEngine, config, each
 
 from shoal import envs
 from shoal.core.errors import EngineError
@@ -15,7 +15,6 @@ from shoal.rollout.collector import TrajectoryCollector
 from shoal.rollout.factory import make_environments
 from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.rollouts import ParallelRolloutManager
-from shoal.samplers.batching import SharedLLMInferenceManager
 from shoal.samplers.sampler import Completion, Key, Request, Sampling, checked
 from shoal.samplers.tokenizers import ChatCodec
 
@@ -160,5 +159,4 @@ def test_fewer_answers_than_requests_fail_all_of_them():
         def generate(self, requests):
             return super().generate(requests)[:-1]
 
-    with SharedLLMInferenceManager(Short()) as engine:
-        assert all(isinstance(answer, EngineError) for answer in engine.generate_each([request(16)] * 3))
+    assert all(isinstance(answer, EngineError) for answer in each(Short(), [request(16)] * 3))

@@ -70,21 +70,10 @@ def test_the_few_tokens_that_noise_is_made_of_hold_the_one_that_wins(seed, sprea
     assert found == (logprobs + Noise(key).rows(3, vocabulary)).argmax(1).tolist()
 
 
-def test_an_engine_that_picks_on_its_device_writes_what_one_in_memory_writes():
-    here, there = make_engine(max_batch=7), make_engine(max_batch=7)
-    there.picks_here = False
-    asked = requests(here, 30)
-    for a, b in zip(here.generate(asked), there.generate(asked), strict=True):
-        assert (a.token_ids, a.finish) == (b.token_ids, b.finish)
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-6)
-
-
 # --- keys and values
-@pytest.mark.parametrize("picks_here", [True, False])
-def test_answers_are_computed_once_until_they_part(picks_here):
+def test_answers_are_computed_once_until_they_part():
     """Groups of one prompt, at two temperatures: each writes what it writes alone, for less."""
     engine, alone = make_engine(max_batch=64), make_engine(max_batch=1, prefix_tokens=0)
-    engine.picks_here = picks_here
     asked = [
         structs.replace(first, key=Key(0, (0, group, member, 0)), sampling=Sampling(8, temperature))
         for group, first in enumerate(requests(engine, 3))

@@ -1,11 +1,15 @@
 """What a sampler of replicas does when they die, with a stand-in for a cluster."""
 
+import asyncio
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from shoal.core.errors import EngineError
+from shoal.gateway.chats import Asked, Turn
+from shoal.gateway.sessions import Session
+from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Key, Request, Sampling
 from shoal.samplers.scripted import RandomEngine
 
@@ -66,8 +70,8 @@ def make(monkeypatch):
     monkeypatch.setattr(module, "ray", cluster)
     made = []
 
-    def engine(inner=lambda: RandomEngine(["Up"]), **options):
-        made.append(module.RayEngine(inner, 2, **options))
+    def engine(inner=lambda: RandomEngine(["Up"]), replicas=2, **options):
+        made.append(module.RayEngine(inner, replicas, **options))
         return made[-1]
 
     yield engine
@@ -83,10 +87,46 @@ def test_a_replica_that_died_is_made_anew_however_often_a_batch_is_asked_again(m
     engine._actors[1].death = getattr(sys.modules[type(engine).__module__], death)("gone")
     engine._actors[1].dead, made = True, Actor.made
     if not retries:
-        with pytest.raises(EngineError, match="replica 1 failed 1 times"):
+        with pytest.raises(EngineError, match="replica 1 failed: RayActorError"):
             engine.generate(ASKED)
     assert engine.generate(ASKED) == expected
     assert Actor.made == made + 1, "the two requests of one replica lost it, and it was replaced once"
+
+
+class Counting(RandomEngine):
+    """Says the one word it knows, and counts what it was asked."""
+
+    asked = 0
+
+    def generate(self, requests):
+        self.asked += len(requests)
+        return super().generate(requests)
+
+
+def replicas_of(engine, chats, turns):
+    """How many calls each replica answered of chats of so many turns that a program has through a gateway."""
+
+    async def play():
+        session = Session("x", Key(0, (3, 1, 2)), engine.tokenizer, client)
+        for number in range(chats):
+            said = ()
+            for turn in range(turns):
+                said = (*said, Turn("user", f"chat {number}, turn {turn}"))
+                (answer,) = await session.answer(Asked(said, Sampling()))
+                said = (*said, Turn("assistant", answer.said.text))
+
+    with SamplerClient(engine) as client:
+        asyncio.run(play())
+    return sorted(actor.replica.inner.asked for actor in engine._actors)
+
+
+def test_all_turns_of_a_chat_ask_the_replica_that_keeps_its_prefix_also_through_a_gateway(make):
+    """Eight turns visited the replicas 3 3 0 1 3 1 0 0: the digest of the prompt chose."""
+    four = {"inner": lambda: Counting(["Up"]), "replicas": 4}
+    assert replicas_of(make(**four), chats=1, turns=8) == [0, 0, 0, 8]
+    spread = replicas_of(make(**four), chats=12, turns=2)
+    assert all(count % 2 == 0 for count in spread)
+    assert spread[-1] < 24
 
 
 def test_a_closed_engine_says_so(make):
@@ -126,7 +166,7 @@ def test_a_replica_that_cannot_take_the_last_weights_answers_with_no_others(make
     engine._actors[1].dead = True
     monkeypatch.setattr(Weighty, "room", False)
     for _ in range(2):
-        with pytest.raises(EngineError, match="replica 1 failed 2 times"):
+        with pytest.raises(EngineError, match="no answer in 2 attempts .* replica 1 failed"):
             engine.generate(ASKED)
     monkeypatch.setattr(Weighty, "room", True)
     assert [c.weights_version for c in engine.generate(ASKED)] == [5, 5, 5, 5]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.rollout.doubles import TEMPLATE, CounterEnv, FakeServer, HashEngine, byte_tokenizer, config
 from tests.rollout.doubles import llama_engine as make_llama
-from tests.samplers import fake_vllm
+from tests.samplers.vllm import fake_vllm
 
 from shoal import envs
 from shoal.core.errors import ConfigError, EngineError
@@ -28,7 +28,8 @@ from shoal.samplers.sampler import Key, Request, Sampling, capabilities_of
 from shoal.samplers.tiny import TinyEngine
 from shoal.testing import check_engine
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.policy import TinyPolicy, load_engine, make_policy, policy_of
+from shoal.train.agent.policies.loading import load_engine, make_policy, policy_of
+from shoal.train.agent.policies.policy import TinyPolicy
 
 
 @pytest.fixture
@@ -239,21 +240,30 @@ def test_an_engine_is_not_restarted_more_often_than_allowed():
         ParallelRolloutManager(config(parallel={"engine_restarts": -1}), engine)
 
 
-def test_a_request_that_a_server_refuses_fails_alone_and_the_others_are_asked_once(server):
+def test_a_request_that_a_server_rejects_ends_its_episode_alone_and_is_asked_once(server):
     envs.register("test_counter", CounterEnv, replace=True)
     server.say = lambda said: "<action>one</action>"
-    engine = make_engine(replace(openai(server), server=ServerConfig(server.url, retries=0)))
+    engine = make_engine(replace(openai(server), server=ServerConfig(server.url)))
     server.faults = [None] * 5 + [400] + [None] * 1000
-    settings = config(n_jobs=1, parallel={"engine_retries": 1})
-    with ParallelRolloutManager(settings, engine, backend="threads") as manager:
+    with ParallelRolloutManager(config(n_jobs=1), engine, backend="threads") as manager:
         played = manager.collect(0)
         assert manager.inference.statistics.failures == 1
-    assert [t.status for t in played] == ["ok"] * 16
+    assert sorted(t.status for t in played) == ["engine_error"] + ["ok"] * 15
     turns = sum(len(t.turns) for t in played)
     assert len([path for path, _, _ in server.seen if path.endswith("completions")]) == turns + 1
-    server.faults = [400]
-    with pytest.raises(EngineError, match="fault 400"):
-        engine.generate(ask(engine, 1))
+    close_engine(engine)
+
+
+def test_a_server_that_is_down_is_asked_as_often_as_its_setting_says_and_no_more(server):
+    """One rule for each request: it was asked by the client, and all that again by the rollout, 10 times by default."""
+    envs.register("test_counter", CounterEnv, replace=True)
+    engine = make_engine(replace(openai(server), server=ServerConfig(server.url, retries=2)))
+    server.faults = [503] * 1000
+    with ParallelRolloutManager(config(groups=1, members=1), engine, backend="threads") as manager:
+        (played,) = manager.collect(0)
+    assert (played.status, played.turns) == ("engine_error", ())
+    assert re.search("no answer in 3 attempts over .* HTTP 503: fault 503", played.error)
+    assert len([path for path, _, _ in server.seen if path.endswith("completions")]) == 3
     close_engine(engine)
 
 

@@ -8,13 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rollout.doubles import FakeServer, next_scores
+from tests.rollout.doubles import FakeServer, each, next_scores
 from tests.rollout.doubles import llama_engine as make_engine
 
 from shoal.core.errors import EngineError
-from shoal.samplers.batching import SharedLLMInferenceManager
+from shoal.samplers.asking import SamplerClient
 from shoal.samplers.noise import Noise
-from shoal.samplers.openai import DIALECTS, OpenAIEngine
 from shoal.samplers.sampler import (
     NO_NUMBERS,
     Key,
@@ -22,6 +21,7 @@ from shoal.samplers.sampler import (
     Sampling,
     restricted,
 )
+from shoal.samplers.servers.openai import DIALECTS, OpenAIEngine
 from shoal.samplers.tiny import TinyEngine, TinyShape
 from shoal.samplers.tokenizers import TinyTokenizer
 
@@ -95,7 +95,7 @@ def test_weights_that_give_no_numbers_are_told_as_such_however_tokens_are_chosen
             next(engine.model.parameters()).fill_(math.nan)
         prompt = engine.tokenizer.start([{"role": "user", "content": "Up"}])
         asked = Request(prompt, Key(0, (0, 0, 0, 0)), Sampling(4, **sampling))
-        with SharedLLMInferenceManager(engine) as shared, pytest.raises(EngineError, match=NO_NUMBERS):
+        with SamplerClient(engine) as shared, pytest.raises(EngineError, match=NO_NUMBERS):
             shared.generate([asked])
 
 
@@ -213,7 +213,7 @@ def test_log_probs_of_all_tokens_are_not_passed_off_as_those_of_what_is_left(kin
         FakeServer(kind) as server,
         OpenAIEngine(server.url, tokenizer=TinyTokenizer(), logprobs=logprobs) as engine,
     ):
-        (found,) = engine.generate_each([LIMITED])
+        (found,) = each(engine, [LIMITED])
         assert isinstance(found, EngineError) != fine
         if fine:
             assert server.seen[-1][1]["top_p"] == 0.9

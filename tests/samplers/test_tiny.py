@@ -18,7 +18,7 @@ from shoal.samplers.tokenizers import (
     USER,
     TinyTokenizer,
 )
-from shoal.train.agent.policy import policy_of
+from shoal.train.agent.policies.loading import policy_of
 
 WORDS = ["Left", "Down", "Right", "Up"]
 

@@ -7,7 +7,7 @@ from msgspec import structs
 from tests.rollout.doubles import byte_tokenizer, llama_engine, llama_requests
 from tests.splitting.test_templates import tokenizer_that_spaces
 
-from shoal.samplers.huggingface import HuggingFaceEngine
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.samplers.sampler import Sampling
 from shoal.samplers.tokenizers import TemplateTokenizer, read_tokenizer
 

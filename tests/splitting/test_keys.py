@@ -417,14 +417,15 @@ def test_a_table_of_tools_has_no_parameters_of_other_tools(tmp_path):
 
 
 def test_a_template_that_shows_no_tools_says_so_once(processor, tmp_path, caplog):
-    rows = [{"messages": chat(), "tools": [{"name": name}]} for name in ("look", "go", "look")]
+    tools = {"lake-7": "look", "lake-8": "go", "lake-9": "look"}
+    rows = [{"id": own, "messages": chat(), "tools": [{"name": name}]} for own, name in tools.items()]
     reader = ChatReader(lines(tmp_path / "a.jsonl", *rows))
     with caplog.at_level(logging.WARNING):
         trained(processor, reader)
     [record] = caplog.records
-    assert (
-        "record 0: the chat template does not write its tools into the prompt (look)" in record.getMessage()
-    )
+    said = record.getMessage()
+    assert said.startswith("trajectory 'lake-7': ")
+    assert "record 0: the chat template does not write its tools into the prompt (look)" in said
 
 
 def test_a_control_token_in_the_words_of_a_tool_is_plain_text(processor, tmp_path):

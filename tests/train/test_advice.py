@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.train.advice import Rejected, advise
-from shoal.train.agent.advantages import advantage
+from shoal.train.agent.algorithms.advantages import advantage
 
 
 def rows(n=8, **columns):

@@ -46,7 +46,7 @@ def test_an_update_begins_without_torchs_compiler():
         import numpy as np, torch
         from gymnasium import spaces
         from shoal.train.ppo.arrays.spaces import ActionRows, ObservationRows
-        from shoal.train.agent.update import MasterAdamW
+        from shoal.train.agent.optimizer import MasterAdamW
         from shoal.train.ppo.config import PPOConfig
         from shoal.train.ppo.learner import TorchLearner
         from shoal.train.ppo.networks import build_network

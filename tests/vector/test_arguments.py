@@ -148,12 +148,12 @@ def test_options_that_do_not_exist_or_mean_nothing_are_refused(
     "options",
     [
         {"num_workers": 1},
-        {"step_timeout": 0.5},
-        {"on_failure": "mask", "make_timeout": 0.9},
+        {"step_timeout": 30.5},
+        {"on_failure": "mask", "make_timeout": 30.5},
     ],
     ids=str,
 )
-def test_the_smallest_options_that_mean_something_are_taken(options: dict[str, Any]) -> None:
+def test_one_worker_and_limits_of_broken_seconds_are_taken(options: dict[str, Any]) -> None:
     envs = make_vec(CountEnv, 2, backend="process", **options)
     envs.reset(seed=0)
     assert envs.step([1, 2])[1].tolist() == [11.0, 21.0]

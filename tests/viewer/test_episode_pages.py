@@ -239,7 +239,7 @@ def test_a_long_episode_has_a_line_of_its_turns_and_folds(run):
 @pytest.mark.parametrize("env", ["frozen_lake", "sokoban"])
 def test_observations_of_shoals_own_worlds_are_drawn(env):
     from shoal.envs.pictures import picture_of
-    from shoal.samplers.images import picture_url
+    from shoal.rollout.images import picture_url
 
     text, _ = make(env).reset(seed=3)
     assert picture_url(picture_of(text, env)) in drawing(text)

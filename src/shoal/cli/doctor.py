@@ -111,7 +111,7 @@ def _unfit(extra: str) -> list[str]:
         if of_it and here != "?" and not asked.specifier.contains(here, prereleases=True):
             problems.append(f"{asked.name} is {here}, and shoal needs {asked.name}{asked.specifier}")
     if extra == "llm" and not problems and all(map(_has, ("torch", "transformers", "peft"))):
-        from shoal.train.agent.lora import refuse_unfit_peft
+        from shoal.train.agent.policies.lora import refuse_unfit_peft
 
         try:
             refuse_unfit_peft()
@@ -198,7 +198,7 @@ def _update() -> Finding:
         return Finding("missing", "torch is not installed", pip_line("train"))
     import torch
 
-    from shoal.train.agent.determinism import updated_twice
+    from shoal.testing.determinism import updated_twice
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gap = max(float((one - other).abs().max()) for one, other in zip(*updated_twice(device), strict=True))

@@ -250,7 +250,7 @@ def _ppo_checkpoint(run: Path, wanted: str) -> Path:
 
 def _lacks_play(model: str) -> bool:
     """Whether a model is one that nobody says how to prompt: no run, no export of one, and no server's."""
-    from shoal.train.agent.exported import FILE
+    from shoal.train.records.exported import FILE
 
     folder = Path(model)
     return not (model.startswith(SERVER) or (folder / "checkpoints").is_dir() or (folder / FILE).is_file())
@@ -301,10 +301,11 @@ def _warn_of_invalid(options: EvalOptions, trajectories: list[Any], run: Any, pl
 
 def _result(trajectories: list[Any]) -> dict[str, Any]:
     """What is said of episodes; failed ones are told and left out."""
-    from shoal.train.agent.evaluation import mean_interval, program_metrics, success_by_kind, success_rate
+    from shoal.maths.statistics import mean_interval, wilson
+    from shoal.train.agent.run.metrics import program_metrics, success_by_kind
 
     whole = came_to_an_end(trajectories)
-    rate = success_rate(trajectories)
+    rate = wilson(sum(t.success for t in whole), len(whole))
     reward, half = mean_interval([t.reward for t in whole])
     turns, _ = mean_interval([float(len(t.turns)) for t in whole])
     valid = [turn.action_is_valid for t in whole for turn in t.turns]
@@ -537,9 +538,9 @@ def engine_of(options: EvalOptions) -> tuple[Any, Any, str]:
     from shoal.samplers.models import KNOWN
     from shoal.samplers.registry import make_engine
     from shoal.train.agent.config import AgentConfig, AgentProxy, EngineConfig
-    from shoal.train.agent.evaluation import read_checkpoint
-    from shoal.train.agent.exported import read_play
-    from shoal.train.agent.policy import load_engine
+    from shoal.train.agent.policies.loading import load_engine
+    from shoal.train.records.checkpoints import read_checkpoint
+    from shoal.train.records.exported import read_play
     from shoal.train.records.read import agent_config_of
 
     if options.model.startswith(SERVER):

@@ -44,9 +44,9 @@ class ExportOptions:
 
 def export(options: ExportOptions) -> None:
     """Copy the engine of a checkpoint out of its run."""
-    from shoal.train.agent.evaluation import read_checkpoint
-    from shoal.train.agent.exported import FILE, play_of
     from shoal.train.ppo.checkpoint import holds_policy
+    from shoal.train.records.checkpoints import read_checkpoint
+    from shoal.train.records.exported import FILE, play_of
     from shoal.train.records.read import agent_config_of, settings_of
 
     if options.out.exists():
@@ -79,7 +79,7 @@ def _copy(options: ExportOptions, folder: Path, checkpoint: Path) -> str:
             f"shoal export {options.run} {options.out} --to shoal"
         )
     if kind == "huggingface-lora" and options.to == "hf" and not options.adapter:
-        from shoal.train.agent.lora import merge_lora
+        from shoal.train.agent.policies.lora import merge_lora
 
         merge_lora(source, folder)
     else:

@@ -56,7 +56,7 @@ examples:
 def gateway(options: GatewayOptions) -> int:
     """Serve until interrupted."""
     from shoal.gateway.server import Gateway, GatewayServer
-    from shoal.samplers.batching import as_sampler
+    from shoal.samplers.asking import SamplerClient
     from shoal.samplers.registry import close_engine
 
     refuse_below(options, max_tokens=1)
@@ -69,8 +69,8 @@ def gateway(options: GatewayOptions) -> int:
         ending.callback(close_engine, engine)
         folder.mkdir(parents=True, exist_ok=True)
         answers = Gateway(
-            as_sampler(engine), engine.tokenizer, max_tokens=options.max_tokens, journal=journal,
-            seed=options.seed, model=Path(options.model).name,
+            ending.enter_context(SamplerClient(engine)), engine.tokenizer, max_tokens=options.max_tokens,
+            journal=journal, seed=options.seed, model=Path(options.model).name,
         )  # fmt: skip
         answers.open(options.session)
         server = ending.enter_context(GatewayServer(answers, options.port))

@@ -133,13 +133,13 @@ def prepare(
     """The config with a number of `max_tokens`, its run folder, the engine, what was played before, and the tools."""
     from shoal.core.configuration import as_yaml, to_mapping
     from shoal.core.files import write_folder, write_text
-    from shoal.rollout.answers import with_room
     from shoal.rollout.factory import make_roles
     from shoal.rollout.journal import Journal
     from shoal.rollout.prompts import Prompter
     from shoal.rollout.tools.toolbox import Toolbox
-    from shoal.train.agent.evaluation import read_checkpoint
-    from shoal.train.agent.policy import policy_of
+    from shoal.train.agent.policies.loading import policy_of
+    from shoal.train.agent.run.answers import with_room
+    from shoal.train.records.checkpoints import read_checkpoint
 
     toolbox = ending.enter_context(Toolbox(config.agent_proxy.tools, config.agent_proxy.max_tool_turns))
 
@@ -179,7 +179,7 @@ def engine_for(config: Any, folder: Path | None, ending: contextlib.ExitStack, t
 
     from shoal.rollout.factory import words_of
     from shoal.samplers.registry import close_engine, make_engine
-    from shoal.train.agent.policy import load_engine
+    from shoal.train.agent.policies.loading import load_engine
 
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":
@@ -195,7 +195,7 @@ def episode_metrics(
     trajectories: Sequence[Trajectory], seconds: float, new: Sequence[Trajectory] | None = None
 ) -> dict[str, Any]:
     """How the episodes went, and how fast those were that took the seconds: the `new` ones, all if not given."""
-    from shoal.train.agent.evaluation import rollout_metrics
+    from shoal.train.agent.run.metrics import rollout_metrics
 
     tokens = sum(t.n_tokens for t in (trajectories if new is None else new))
     return {

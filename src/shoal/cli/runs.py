@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,7 +13,9 @@ from typing import Annotated, Any, Literal
 
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json, table
-from shoal.core.errors import DataError
+from shoal.cli.output import program
+from shoal.core.configuration import read_settings
+from shoal.core.errors import ConfigError, DataError
 from shoal.core.run_folder import UNFINISHED, FolderLock, command_of, read_summary
 
 RESULTS = (
@@ -69,6 +72,62 @@ def list_runs(options: RunsOptions) -> None:
 
 
 COMMAND = Command(RunsOptions, list_runs, MORE)
+
+
+def how_to_go_on(run: Path, *, failed: bool = False) -> str:
+    """What to do with an unfinished run, as far as its files tell which command made it.
+
+    Args:
+        run: its folder.
+        failed: by an error, which going on would meet again where there is no checkpoint yet.
+    """
+    command = command_of(run)
+    if command == "train-ppo" and not failed and not _has_checkpoint(run, command):
+        return "it ended before its first checkpoint: start again"
+    if failed and command in ("train", "train-ppo") and not _has_checkpoint(run, command):
+        return "it failed before its first checkpoint: mend what its error says, and begin it anew in another folder"
+    again = resume_command(run, command)
+    if again is None:
+        if (run / UNFINISHED).exists():
+            return f"go on with: {program()} {command} as before, into {shlex.quote(str(run))}"
+        return f"shoal {command} cannot go on with it: run it again"
+    after = "when its cause is mended, " if failed else ""
+    return f"{after}go on with: {again}"
+
+
+def resume_command(run: Path, command: str) -> str | None:
+    """The command that goes on with a run, as it can be typed anywhere; its settings are those in its folder.
+
+    Args:
+        run: its folder.
+        command: that made it.
+    """
+    place = shlex.quote(str(run))
+    words = {
+        "skills train": f"skills train --resume --out {place}",
+        "train-ppo": f"train-ppo --resume-from {shlex.quote(str(_checkpoint_dir(run) or run))}",
+        "train": f"train --config-name NAME run_dir={place} resume=true",
+        "skills-training": "skills train --resume --out GRAPH",
+    }
+    if (run / "config.yaml").is_file():  # which training on recordings does not write
+        words["train"] = f"train --config-dir {place} --config-name config run_dir={place} resume=true"
+    if (run / "shards").is_dir():
+        words["split"] = f"split ROOT --shard-size N --resume --out {place}"
+    return f"{program()} {words[command]}" if command in words else None
+
+
+def _has_checkpoint(run: Path, command: str) -> bool:
+    """Whether there is something that a run can go on from, in its folder or in one of its `--checkpoint-dir`."""
+    folder = _checkpoint_dir(run) or run / "checkpoints"
+    return any(folder.glob("step_*" if command == "train-ppo" else "*"))
+
+
+def _checkpoint_dir(run: Path) -> Path | None:
+    """Where a run of `train-ppo` has its checkpoints, if elsewhere than in its folder."""
+    elsewhere = None
+    with contextlib.suppress(OSError, ValueError, ConfigError, DataError):
+        elsewhere = read_settings(run / "config.yaml").get("checkpoint_dir")
+    return None if elsewhere is None else Path(elsewhere)
 
 
 def _result(about: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,10 @@ from rich.text import Text
 from shoal.cli.command import Command, Positional
 from shoal.cli.grammar import count_of, duration, print_json, refuse_below
 from shoal.cli.output import harmless, program
-from shoal.cli.runs import describe, is_run
-from shoal.core.configuration import read_settings
+from shoal.cli.runs import describe, how_to_go_on, is_run
 from shoal.core.data import Judged, Trajectory
 from shoal.core.errors import ConfigError, DataError
-from shoal.core.run_folder import UNFINISHED, command_of, read_summary, whole_rows
+from shoal.core.run_folder import read_summary, whole_rows
 from shoal.viewer.index import Episode, EpisodeIndex, Filter, Order
 from shoal.viewer.markup import ACTION, number
 
@@ -166,44 +164,6 @@ def latest_metrics(run: Path) -> dict[str, Any]:
     if "iteration" in found:
         found["iterations"] = found.pop("iteration")
     return found
-
-
-def how_to_go_on(run: Path, *, failed: bool = False) -> str:
-    """The command that goes on with an unfinished run, as far as its files tell which one made it.
-
-    Args:
-        run: its folder.
-        failed: by an error, which going on would meet again where there is no checkpoint yet.
-    """
-    place, command = shlex.quote(str(run)), command_of(run)
-    words = {
-        "skills train": f"skills train --resume --out {place}",
-        "train-ppo": f"train-ppo --resume-from {place}",
-        "train": f"train --config-name NAME run_dir={place} resume=true",
-        "skills-training": "skills train --resume --out GRAPH",
-    }
-    if (run / "config.yaml").is_file():  # which training on recordings does not write
-        words["train"] = f"train --config-dir {place} --config-name config run_dir={place} resume=true"
-    if command == "train-ppo" and not failed and not _has_checkpoint(run, command):
-        return "it ended before its first checkpoint: start again"
-    if (run / "shards").is_dir():
-        words["split"] = f"split ROOT --shard-size N --resume --out {place}"
-    if failed and command in ("train", "train-ppo") and not _has_checkpoint(run, command):
-        return "it failed before its first checkpoint: mend what its error says, and begin it anew in another folder"
-    if command not in words and (run / UNFINISHED).exists():
-        return f"go on with: {program()} {command} as before, into {place}"
-    if command not in words:
-        return f"shoal {command} cannot go on with it: run it again"
-    after = "when its cause is mended, " if failed else ""
-    return f"{after}go on with: {program()} {words[command]}"
-
-
-def _has_checkpoint(run: Path, command: str) -> bool:
-    """Whether there is something that a run can go on from, in its folder or in one of its `--checkpoint-dir`."""
-    elsewhere = None
-    with contextlib.suppress(OSError, ValueError, ConfigError, DataError):
-        elsewhere = read_settings(run / "config.yaml").get("checkpoint_dir")
-    return any(Path(elsewhere or run / "checkpoints").glob("step_*" if command == "train-ppo" else "*"))
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from shoal.cli.command import Command, Group, Positional
 from shoal.cli.grammar import refuse_below, wide_console
 from shoal.cli.output import harmless, json_stream, program
+from shoal.cli.runs import resume_command
 from shoal.core.errors import ConfigError, WorkerError
 from shoal.core.run_folder import RunFolder, finite, whole_rows
 from shoal.skills.jobs.requests import ask_to_cancel, ask_to_stop, condition, is_held, reopen
@@ -180,12 +181,7 @@ def status(options: StatusOptions, store: Store) -> None:
         if handle := attempt.handle if attempt.launcher == "tmux" else None:
             print(f"watch {attempt.skill}: tmux -L {handle['server']} attach -t '={handle['session']}'")
     if not is_held(options.graph_path) and store.skills("waiting", "running"):
-        print(f"no scheduler runs; go on with: {resume_command(options.graph_path)}")
-
-
-def resume_command(folder: Path) -> str:
-    """What goes on with a folder, as it can be typed; the other options are kept in its config.yaml."""
-    return f"{program()} skills train --resume --out {shlex.quote(str(folder))}"
+        print(f"no scheduler runs; go on with: {resume_command(options.graph_path, 'skills train')}")
 
 
 def retry(options: RetryOptions, store: Store) -> None:
@@ -199,7 +195,7 @@ def retry(options: RetryOptions, store: Store) -> None:
     if budget is not None:
         print(f"{store.skill(options.name).name}: may use {budget:,} env steps in all")
     if opened and not is_held(options.graph_path):
-        print(f"start it with: {resume_command(options.graph_path)}")
+        print(f"start it with: {resume_command(options.graph_path, 'skills train')}")
 
 
 def cancel(options: CancelOptions, store: Store) -> None:
@@ -232,12 +228,12 @@ def stop(options: StopOptions, store: Store) -> None:
         if options.wait and not asked:
             raise ConfigError(
                 f"no scheduler runs {store.root}, so nobody would merge what is in training ({', '.join(going)}): "
-                f"wait for it with {resume_command(options.graph_path)}, or end it without --wait"
+                f"wait for it with {resume_command(options.graph_path, 'skills train')}, or end it without --wait"
             )
         if not options.wait:
             _alone(options.graph_path).settle(kill=True)
     print(f"stopped: {', '.join(going) or 'nothing was in training'}")
-    print(f"go on with: {resume_command(options.graph_path)}")
+    print(f"go on with: {resume_command(options.graph_path, 'skills train')}")
 
 
 def _alone(folder: Path) -> SkillScheduler:

@@ -18,7 +18,8 @@ from cyclopts import Parameter
 from shoal.cli.command import Command
 from shoal.cli.grammar import HEARTBEAT, Progress, count_of, print_json, refuse_below, show_warnings, tracking
 from shoal.cli.output import harmless, program
-from shoal.cli.skills import DEFAULT, resume_command, table, training_seconds
+from shoal.cli.runs import resume_command
+from shoal.cli.skills import DEFAULT, table, training_seconds
 from shoal.core.configuration import from_mapping, read_settings
 from shoal.core.errors import ConfigError, MissingExtraError
 from shoal.core.files import write_text
@@ -216,11 +217,10 @@ def train(options: TrainOptions) -> int:
     except KeyboardInterrupt:
         going = ", ".join(scheduler.get_running_skills())
         run.finish(_counts(scheduler, began), "interrupted")
-        words = [*options.said, *([] if options.resume else ["--resume"])]
         folder = shlex.quote(str(options.graph_path))
         print(f"shoal: interrupted; still in training: {going or 'nothing'}", file=sys.stderr)
         print(f"shoal: end them with: {program()} skills stop --out {folder}", file=sys.stderr)
-        print(f"shoal: go on with: {program()} skills train {shlex.join(words)}", file=sys.stderr)
+        print(f"shoal: go on with: {resume_command(options.graph_path, 'skills train')}", file=sys.stderr)
         return 130
     except Exception as error:
         run.fail(error)
@@ -302,7 +302,10 @@ def _conclude(
             f"see {options.graph_path}"
         )
     if stopped:
-        print(f"shoal: stopped; go on with: {resume_command(options.graph_path)}", file=sys.stderr)
+        print(
+            f"shoal: stopped; go on with: {resume_command(options.graph_path, 'skills train')}",
+            file=sys.stderr,
+        )
     for name, reason in scheduler.get_failed_skills().items():
         print(f"shoal: {name}: {scheduler.get_status(name)}: {harmless(reason)}", file=sys.stderr)
     scheduler.close()

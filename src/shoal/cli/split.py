@@ -202,7 +202,7 @@ def _write_page(place: Path, tokenizer: Any) -> None:
     from shoal.viewer.runs import Run
 
     run = Run(place)
-    run.spell = lambda ids: [tokenizer.decode([token]) for token in ids]
+    run.spell = lambda ids: [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in ids]
     write_text(place / "samples.html", export([run], SHOWN))
     print(f"look at {place / 'samples.html'}")
 
@@ -214,7 +214,7 @@ def _prepared(options: SplitOptions) -> tuple[Any, list[str], list[float] | None
     from shoal.splitting.splitters import SPLITTERS
 
     if options.imports:
-        from shoal.train.agent.config import import_extensions
+        from shoal.core.extensions import import_extensions
 
         import_extensions(options.imports)
     reader = reader_of(options.root, options.reader, recorded_tokens=options.use_vllm_logp)

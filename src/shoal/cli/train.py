@@ -30,6 +30,7 @@ from shoal.cli.grammar import (
     tracking,
 )
 from shoal.cli.output import program
+from shoal.cli.runs import how_to_go_on
 from shoal.core.errors import ConfigError, EnvError, ShoalError
 from shoal.core.run_folder import read_summary
 
@@ -112,21 +113,21 @@ def train(options: TrainOptions) -> int:
     config = composed(options, RECORDED)
     if options.cfg:
         from shoal.core.configuration import as_commented_yaml
-        from shoal.train.agent.presets import reasons
+        from shoal.train.agent.algorithms.presets import reasons
 
         print(as_commented_yaml(config, reasons(config)), end="")
         return 0
     show_warnings()
     import torch
 
-    from shoal.train.agent.distributed import Processes
-    from shoal.train.agent.records import refuse_taken
+    from shoal.train.agent.processes.distributed import Processes
+    from shoal.train.agent.run.records import refuse_taken
     from shoal.train.agent.trainer import AgentTrainer
 
     processes = Processes.join(config.engine.device)
-    run_dir = processes.together(lambda: str(run_folder(config.run_dir, options.config_name, config.resume)))[
-        0
-    ]
+    run_dir = processes.all_gather(
+        lambda: str(run_folder(config.run_dir, options.config_name, config.resume))
+    )[0]
     config = replace(config, run_dir=run_dir)
     if config.resume and (done := _finished(Path(run_dir))) is not None and done >= config.trainer.iterations:
         _refuse_other_settings(Path(run_dir), config)
@@ -140,7 +141,7 @@ def train(options: TrainOptions) -> int:
         return 0
     refuse_taken(config)
     if config.trainer.check_envs:
-        processes.together(lambda: _check_envs(config) if processes.first else None)
+        processes.all_gather(lambda: _check_envs(config) if processes.first else None)
     torch.set_num_threads(config.engine.threads)
     if config.engine.name == "huggingface":
         hide_loading()
@@ -168,7 +169,7 @@ def train(options: TrainOptions) -> int:
     except KeyboardInterrupt:
         if not begun:
             raise
-        print(f"\ninterrupted; go on with: {_resuming(options, run_dir)}")  # the last line: all has ended
+        print(f"\ninterrupted; {how_to_go_on(Path(run_dir))}")  # the last line: all has ended
         return 130
     _say_results(Path(run_dir), config)
     if options.json:
@@ -180,13 +181,13 @@ COMMAND = Command(TrainOptions, train, MORE, MOST_USED)
 
 
 def _list_configs() -> int:
-    from shoal.train.agent.config import config_purposes
-    from shoal.train.agent.presets import preset_purposes
+    from shoal.train.agent.algorithms.presets import GROUP, purposes
 
-    rows = [list(row) for row in config_purposes().items()]
+    rows = [list(row) for row in purposes().items()]
     table("", ["config", "what it is for"], rows, text=(0, 1))
     print("shoal train --config-name CONFIG trains by one; with --cfg it prints all settings and stops.\n")
-    table("", ["algorithm", "what it is"], [list(row) for row in preset_purposes().items()], text=(0, 1))
+    presets = [[name, purpose.partition(": ")[0]] for name, purpose in purposes(GROUP).items()]
+    table("", ["algorithm", "what it is"], presets, text=(0, 1))
     print(
         "algorithm=NAME sets what the algorithm's paper sets; docs/algorithms.md says what depends on your sizes."
     )
@@ -221,15 +222,6 @@ def _check_envs(config: AgentConfig) -> None:
             raise EnvError(f"custom_envs.{tag}: {error}\n{off}") from error
         except (ShoalError, ImportError, AttributeError) as error:
             raise ConfigError(f"custom_envs.{tag}: {error}") from error
-
-
-def _resuming(options: TrainOptions, run_dir: str) -> str:
-    """The command that goes on: with the same settings, since others are refused."""
-    words = ["train", "--config-name", options.config_name]
-    if options.config_dir is not None:
-        words += ["--config-dir", str(options.config_dir)]
-    words += [word for word in options.settings() if word.partition("=")[0] not in ("run_dir", "resume")]
-    return f"{program()} {shlex.join([*words, f'run_dir={run_dir}', 'resume=true'])}"
 
 
 def _finished(run: Path) -> int | None:
@@ -317,13 +309,22 @@ def _line(row: dict[str, Any], iterations: int, played: int) -> str:
     ):
         if row.get(key) is not None:
             parts.append(f"{label} {row[key]:{form}}")
+    if truncated := _rounded(row.get("truncated")):
+        parts.append(f"truncated {truncated:.2f}")
     if row.get("program_errors"):
         parts.append(f"program errors {row['program_errors']:.2f}")
     if row.get("failed_episodes"):
         parts.append(f"failed {row['failed_episodes']:.0f}/{played}")
     if row.get("heldout_success") is not None:
         parts.append(f"| held-out {row['heldout_success']:.2f}")
+        if truncated := _rounded(row.get("heldout_truncated")):
+            parts.append(f"truncated {truncated:.2f}")
     return "  ".join(parts)
+
+
+def _rounded(share: float | None) -> float:
+    """A share as it is shown: 0 for one of which 0.00 would be seen."""
+    return round(share or 0.0, 2)
 
 
 def _say_results(run: Path, config: AgentConfig) -> None:

@@ -6,9 +6,9 @@ import argparse
 import contextlib
 import json
 import math
-import shlex
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,9 @@ from shoal.cli.grammar import (
     show_warnings,
     tracking,
 )
-from shoal.cli.output import program
+from shoal.cli.runs import how_to_go_on, resume_command
 from shoal.core.run_folder import refuse_foreign
-from shoal.train.ppo.checkpoint import list_checkpoints
-from shoal.train.ppo.compiled.network import kernels_cached
+from shoal.train.ppo.compiled.network import when_compiling
 from shoal.train.ppo.config import PPOConfig
 from shoal.train.ppo.presets import preset_for
 from shoal.train.ppo.run import PPORun, RunOptions, safe_name, saved_options
@@ -87,7 +86,7 @@ def train(call: Call) -> int:
             with contextlib.closing(run.rows()) as rows:  # type: ignore[type-var]
                 _watch(rows, run, call.progress)
         except KeyboardInterrupt:
-            print(f"\ninterrupted; {_how_to_go_on(run)}", flush=True)
+            print(f"\ninterrupted; {how_to_go_on(run.path)}", flush=True)
             return 130
         _say_results(run)
         if call.json:
@@ -133,6 +132,9 @@ def _name(env: str) -> str:
     return f"ppo-{safe_name(env)}"
 
 
+COMPILING = "   compiling the kernels, once on this machine: ten seconds, or minutes on a busy machine"
+
+
 COMMAND = Command(Call, train, MORE, WANTED, _defaults)
 
 
@@ -145,10 +147,6 @@ def _greet(run: PPORun) -> None:
         lines.append(f"   Settings: preset {preset.name} ({preset.source}), where not given otherwise")
     how = "compiled kernels" if ppo.path == "compiled" else f"torch on {ppo.device}"
     lines.append(f"   {options.env}, {how}, run folder {run.path}")
-    if ppo.path == "compiled" and not kernels_cached():
-        lines.append(
-            "   compiling the kernels, once on this machine: ten seconds, or a minute on a busy machine"
-        )
     if options.resume_from:
         lines.append(f"   continuing after {ppo.log.n_steps} steps from {options.resume_from}")
     print("\n".join(lines), flush=True)
@@ -157,7 +155,10 @@ def _greet(run: PPORun) -> None:
 def _watch(rows: Iterator[dict[str, float]], run: PPORun, progress: bool) -> None:
     """A progress bar on a terminal; elsewhere a block of lines, at most one every two seconds."""
     said, since = 0.0, Since()
-    with Progress("training", bar=progress) as shown:
+    with ExitStack() as ending:
+        shown = ending.enter_context(Progress("training", bar=progress))
+        if run.ppo.path == "compiled":
+            ending.enter_context(when_compiling(lambda: shown.say(COMPILING)))
         for row in rows:
             since.add(row)
             share = run.ppo.progress(run.options.total_timesteps, run.options.num_episodes)
@@ -215,16 +216,6 @@ def _number(value: float) -> str:
     return f"{value:.2f}" if math.isfinite(value) else "-"
 
 
-def _how_to_go_on(run: PPORun) -> str:
-    if not list_checkpoints(run.checkpoints):
-        return "there is no checkpoint yet: start again"
-    return f"go on with: {program()} train-ppo --resume-from {shlex.quote(str(_kept_in(run)))}"
-
-
-def _kept_in(run: PPORun) -> Path:
-    return run.path if run.options.checkpoint_dir is None else run.checkpoints
-
-
 def _say_results(run: PPORun) -> None:
     metrics = run.summary["metrics"]
     limits = {
@@ -240,7 +231,7 @@ def _say_results(run: PPORun) -> None:
         f"{run.summary['seconds']:.1f} s",
         f"curves      {run.path / 'curves.png'}",
         f"checkpoint  {run.checkpoints}",
-        f"go on with  {program()} train-ppo --resume-from {shlex.quote(str(_kept_in(run)))} {further}",
+        f"go on with  {resume_command(run.path, 'train-ppo')} {further}",
     ]
     print("\n".join(lines), flush=True)
 

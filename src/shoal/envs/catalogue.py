@@ -37,6 +37,7 @@ from shoal.core.errors import (
     format_error,
     user_frames,
 )
+from shoal.core.extensions import package_of
 from shoal.core.registry import SAFE_NAME, Registry
 from shoal.envs.text import TextEnv
 
@@ -96,11 +97,6 @@ class Installed(NamedTuple):
 
     package: str
     where: str  # module:Class
-
-
-def package_of(entry: importlib.metadata.EntryPoint) -> str:
-    """The name of the package that an entry point is of."""
-    return "(unknown)" if entry.dist is None else entry.dist.name
 
 
 def installed() -> dict[str, Installed]:

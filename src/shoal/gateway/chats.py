@@ -1,6 +1,6 @@
 """What a program says and what a model answers, in one form for all wires: turns of text, tools among them.
 
-Tools are written as Hermes and Qwen write them, see `shoal.samplers.calls`. Two messages that mean the same have
+Tools are written as Hermes and Qwen write them, see `shoal.envs.calls`. Two messages that mean the same have
 the same text here, in whatever order a tool's arguments stand, so a program that sends an answer back is recognised.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from shoal.core.errors import ShoalError
 from shoal.envs.actions import ToolCall
-from shoal.samplers.calls import (
+from shoal.envs.calls import (
     in_order_of_calls,
     tagged_calls,
     with_tools,

@@ -13,7 +13,7 @@ from shoal.core.ports import listening
 from shoal.gateway.server import Gateway, make_app
 from shoal.gateway.sessions import Recorded, Session
 from shoal.rollout.programs import Exchanged
-from shoal.samplers.batching import Asked
+from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import ChatTokenizer, Key, Sampling
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ STARTED_SECONDS = 0.005
 """Between two looks at whether the server has started."""
 
 
-def sessions_of(sampler: Asked, tokenizer: ChatTokenizer) -> GatewaySessions:
+def sessions_of(sampler: SamplerClient, tokenizer: ChatTokenizer) -> GatewaySessions:
     """Sessions in front of the sampler of a rollout."""
     return GatewaySessions(sampler, tokenizer)
 
@@ -34,7 +34,7 @@ class GatewaySessions:
         tokenizer: of the model.
     """
 
-    def __init__(self, sampler: Asked, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, sampler: SamplerClient, tokenizer: ChatTokenizer) -> None:
         self._sampler, self._tokenizer = sampler, tokenizer
         self._starting = asyncio.Lock()
         self._server: Any = None

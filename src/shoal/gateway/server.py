@@ -28,7 +28,7 @@ from shoal.gateway import anthropic, openai, responses
 from shoal.gateway.chats import PICKING, Asked, RefusedError, from_json
 from shoal.gateway.sessions import Answer, ClosedError, Recorded, Session
 from shoal.rollout.prompts import PromptConfig, Prompter
-from shoal.samplers.loops import LoopThread
+from shoal.samplers.asking import Loop
 from shoal.samplers.sampler import ChatTokenizer, Key
 
 logger = logging.getLogger(__name__)
@@ -298,7 +298,7 @@ def make_app(gateway: Gateway) -> Any:
 
 
 class GatewayServer(Closing):
-    """A gateway that answers on 127.0.0.1 in a thread of its own, as long as it is open.
+    """A gateway that answers on 127.0.0.1 in the event loop of the process, as long as it is open.
 
     Args:
         gateway: what answers.
@@ -315,7 +315,7 @@ class GatewayServer(Closing):
             make_app(gateway), log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=1
         )  # fmt: skip
         self._server = uvicorn.Server(config)
-        self._loop = LoopThread("shoal-gateway")
+        self._loop = Loop()
         self._serving = self._loop.submit(self._server.serve(sockets=[self._listener]))
 
     def variables(self, session: str) -> dict[str, str]:

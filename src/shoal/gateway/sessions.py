@@ -16,7 +16,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -24,27 +24,18 @@ from shoal.core.data import Call, Counted, Requests
 from shoal.core.errors import EngineError
 from shoal.gateway.chats import PICKING, Asked, RefusedError, Said, Turn, read_answer
 from shoal.rollout.prompts import Prompter
+from shoal.rollout.tools.template import TemplateTools
 from shoal.samplers.sampler import ChatTokenizer, Completion, Key, Message, Request
 from shoal.samplers.sampler import Sampling as Picking
+from shoal.samplers.tokenizers import TemplateTokenizer
 
 logger = logging.getLogger(__name__)
 Turns = tuple[tuple[str, str], ...]
 Budget = Literal["calls", "context"]
 MOST_REASONS = 20
 """Different refusals of a session that are recorded in full."""
-MOST_BEYOND = 1000
+MOST_BEYOND = 50
 """Requests beyond its budget after which a program is taken to ask for ever."""
-
-
-@runtime_checkable
-class ShowsResults(Protocol):
-    """A tokenizer that shows results of tools as the chat template of its model has them."""
-
-    def extend_tools(self, response_ids: tuple[int, ...], results: Sequence[str]) -> tuple[int, ...]:
-        """What follows a response with calls: its end, the results in order, the next header."""
-
-    def tool_messages(self, results: Sequence[str]) -> list[Message]:
-        """Results as messages of a chat."""
 
 
 class Answers(Protocol):
@@ -130,8 +121,10 @@ class Session:
         self.closed = False
         self._fixed, self._most, self._prompter = fixed, most_calls, prompter
         self._tokenizer, self._sampler, self._write = tokenizer, sampler, write
+        self._template = TemplateTools(tokenizer) if isinstance(tokenizer, TemplateTokenizer) else None
         self._ends: dict[Turns, list[int]] = {}  # what a continuation begins with, and the calls that end so
         self._prompts: dict[int, tuple[int, ...]] = {}  # of each call
+        self._chats: dict[int, tuple[int, ...]] = {}  # of each call: the path of the noise of its first one
         self._asked: defaultdict[str, set[int]] = defaultdict(set)  # by prompt: which of its noises were used
         self._failed: dict[str, EngineError] = {}  # by prompt, until it is answered
         self._begun = self._under_way = 0
@@ -217,8 +210,12 @@ class Session:
         free = (nth for nth in itertools.count() if nth not in used)
         places = list(itertools.islice(free, asked.choices))
         used.update(places)
-        path = (*self.key.path, int(digest, 16) >> 1)
-        requests = [Request(prompt, Key(self.key.seed, (*path, nth)), sampling) for nth in places]
+        paths = [(*self.key.path, int(digest, 16) >> 1, nth) for nth in places]
+        chats = paths if parent is None else [self._chats[parent]] * len(paths)
+        requests = [
+            Request(prompt, Key(self.key.seed, path), sampling, chat=chat)
+            for path, chat in zip(paths, chats, strict=True)
+        ]
         try:
             done = await asyncio.gather(*map(self._sampler.sample, requests))
             if self.closed:
@@ -239,6 +236,7 @@ class Session:
             self._record(asked, prompt, parent, digest, nth, one)
             for nth, one in zip(places, done, strict=True)
         ]
+        self._chats |= {answer.number: chat for answer, chat in zip(answers, chats, strict=True)}
         self._overridden.update(self._not_taken(asked))
         if self._write is not None:
             await asyncio.gather(*(self._write(self.calls[answer.number]) for answer in answers))
@@ -285,17 +283,17 @@ class Session:
     def _continued(self, parent: int, turn: Turn) -> tuple[int, ...]:
         """The tokens of a prompt that goes on from a call by one turn."""
         said, tokenizer = self.calls[parent].call.response_ids, self._tokenizer
-        if turn.results and isinstance(tokenizer, ShowsResults):
-            new = tokenizer.extend_tools(said, turn.results)
+        if turn.results and self._template is not None:
+            new = self._template.extend(said, turn.results)
         else:
             new = tokenizer.extend(said, {"role": "user", "content": turn.text})
         return self._prompts[parent] + said + new
 
     def _messages(self, turn: Turn) -> list[Message]:
         """A turn as the messages of a chat."""
-        if turn.results and isinstance(self._tokenizer, ShowsResults):
+        if turn.results and self._template is not None:
             with contextlib.suppress(EngineError):  # a template that has no place for results
-                return self._tokenizer.tool_messages(turn.results)
+                return self._template.messages(turn.results)
         return [{"role": turn.role, "content": turn.text}]
 
     def _check_drift(self, parent: int, chat: Sequence[Turn], prompt: tuple[int, ...]) -> None:

@@ -1,7 +1,7 @@
 """What other trainers train on: prompt, response and a mask of what the model wrote, as plain numbers.
 
-A row is a stretch of context in which every prompt extends the tokens before it (`shoal.train.agent.batch`): a whole
-episode when prompts grow (`prompt.mode: append`), a turn when each is a fresh chat (`window`).
+A row is a stretch of context in which every prompt extends the tokens before it (`shoal.train.agent.batch.samples`): a
+whole episode when prompts grow (`prompt.mode: append`), a turn when each is a fresh chat (`window`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from shoal.core.data import Trajectory
 from shoal.core.errors import ConfigError
 from shoal.rollout.settings import RolloutConfig, rollout_config
-from shoal.train.agent.batch import make_samples
+from shoal.train.agent.batch.samples import make_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,18 @@ def token_rows(trajectory: Trajectory) -> Iterator[TokenRow]:
     """The rows of a trajectory; every token that the model wrote is in exactly one of them."""
     taken = 0
     for sample in make_samples(trajectory):
-        start = int(sample.places[0])
+        start = int(sample.trained[0])
         rest = len(sample.ids) - start
         mask, logprobs, rewards = [0] * rest, [0.0] * rest, [0.0] * rest
-        for place, logprob in zip(sample.places, sample.columns["rollout_logprobs"], strict=True):
+        for place, logprob in zip(sample.trained, sample.columns["rollout_logprobs"], strict=True):
             mask[place - start], logprobs[place - start] = 1, float(logprob)
         first, written = taken, 0
         for turn in trajectory.turns[first:]:
             length = len(trajectory.call_of(turn).response_ids)
-            if written == len(sample.places) and length:
+            if written == len(sample.trained) and length:
                 break
             written += length
-            rewards[int(sample.places[max(written - 1, 0)]) - start] += turn.reward
+            rewards[int(sample.trained[max(written - 1, 0)]) - start] += turn.reward
             taken += 1
         lengths = tuple(trajectory.response_lengths[first:taken])
         ids = list(sample.ids)

@@ -206,7 +206,7 @@ def episode_reward(
 
 
 def _engine(model: Any, tokenizer: Any, max_batch: int) -> Sampler:
-    from shoal.samplers.huggingface import HuggingFaceEngine
+    from shoal.samplers.huggingface.engine import HuggingFaceEngine
 
     return HuggingFaceEngine(model, tokenizer, max_batch=max_batch)
 

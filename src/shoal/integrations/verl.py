@@ -41,8 +41,8 @@ def to_dataproto(
         pad_id: the tokenizer's padding token.
         prompt_length: tokens that prompts are padded to; the longest if not given.
         response_length: tokens that responses are padded to.
-        advantages: per trajectory one number a turn (`shoal.train.agent.advantages.turn_advantages`); they become
-            `advantages` and `returns`.
+        advantages: per trajectory one number a turn, see `shoal.train.agent.algorithms.advantages.turn_advantages`;
+            they become `advantages` and `returns`.
         meta_info: goes along as it is.
     """
     with needs_extra("to_dataproto", "verl"):

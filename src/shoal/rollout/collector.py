@@ -20,8 +20,7 @@ from shoal.rollout.plan import Assignment, assignments_of, group_numbers, slot_o
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.rewards.judge import Judge, Judging
 from shoal.rollout.tools.toolbox import Toolbox
-from shoal.samplers.batching import Asking, as_sampler
-from shoal.samplers.loops import run_here
+from shoal.samplers.asking import SamplerClient, run_here
 from shoal.samplers.sampler import Sampler, Sampling
 
 
@@ -119,7 +118,7 @@ class TrajectoryCollector:
             self.journal.add(ended.trajectory)
             judging.ended(index)
 
-        sampler = as_sampler(self.engine, Asking(retries=0), inline=True)
+        sampler = SamplerClient(self.engine, retries=0, inline=True)
         hosts = LocalHosts(lambda: self._host)
         driver = Driver(hosts, sampler, sampling, finished, toolbox=self._toolbox, own_slots=True)
         with Judging(self._judge, episodes, played) as judging:

@@ -24,7 +24,7 @@ from shoal.rollout.plan import Assignment
 from shoal.rollout.settings import ParallelConfig
 from shoal.rollout.tools.mcp import ToolsFailedError
 from shoal.rollout.tools.toolbox import Toolbox
-from shoal.samplers.batching import Asked, within
+from shoal.samplers.asking import SamplerClient
 from shoal.samplers.sampler import Request, Sampling
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Driver:
     def __init__(
         self,
         hosts: Hosts,
-        sampler: Asked,
+        sampler: SamplerClient,
         sampling: Sampling,
         finished: Callable[[int, Ended], None],
         limits: ParallelConfig = NO_LIMITS,
@@ -293,7 +293,7 @@ class Driver:
                     reply = Refused(slot, "timeout", f"the episode did not end within {limit:g} s")
                 else:
                     try:
-                        completion = await within(self._limits.request_timeout, self._sampler, request)
+                        completion = await self._sampler.sample(request)
                         reply = Answer(slot, completion)
                     except (EngineError, TimeoutError) as error:
                         status: Status = "timeout" if isinstance(error, TimeoutError) else "engine_error"

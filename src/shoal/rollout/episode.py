@@ -27,8 +27,8 @@ from shoal.core.data import (
 )
 from shoal.core.errors import EngineError, EnvError, format_error, whole_characters
 from shoal.envs.actions import Projected, Projection, ToolCall
+from shoal.rollout.images import picture_url
 from shoal.rollout.prompts import PastTurn, Prompter, Scene
-from shoal.samplers.images import picture_url
 from shoal.samplers.sampler import Completion, Key, Message, Request, Sampling
 from shoal.samplers.tokenizers import first_difference
 
@@ -117,18 +117,18 @@ class Episode:
         words = self._words or role.projection.words()
         scene = Scene(role.instructions, self._text, words, self._past, role.max_turns, int(shown))
         before = () if self._before is None else self._before[0] + self._before[1]
-        if self._used:
-            assert self._before is not None
-            self._prompt = before + prompter.tools.extend_results(self._before[1], self._used)
+        tools = prompter.tools
+        if self._used and tools is not None and self._before is not None:
+            self._prompt = before + tools.extend_results(self._before[1], self._used)
         else:
             self._prompt = prompter.prompt(scene, self._before)
         self._known = len(before) if before and self._prompt[: len(before)] == before else 0
-        if prompter.config.mode == "append" or prompter.tools is not None:
+        if prompter.config.mode == "append" or tools is not None:
             said: Message = {"role": "user", "content": prompter.message(scene)}
             if prompter.config.mode == "window" and not self._used:
                 self._chat = [said]
             else:
-                self._check_append(prompter.tools.messages(self._used) if self._used else [said])
+                self._check_append(tools.messages(self._used) if tools is not None and self._used else [said])
         if self._used:
             pass  # the pictures are those of the turn before
         elif prompter.shows_images:
@@ -252,7 +252,7 @@ class Episode:
         )
         self._chat.append({"role": "assistant", "content": self._response})
         self._before = (self._prompt, completion.token_ids)
-        if used:
+        if used and self._prompter.tools is not None:
             self._truncated = len(self._turns) - len(self._past) >= self._prompter.tools.max_turns
         else:
             self._past.append(PastTurn(self._text_before, self._response, words, self._reward))

@@ -9,13 +9,11 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from shoal.core.data import Trajectory
 
 EPSILON = 1e-6
 """Groups whose rewards have a smaller standard deviation count as equal."""
-FilterType = Literal["std", "max_mean"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,48 +97,3 @@ def next_refill(wanted: int, with_signal: int, played: int) -> int:
     """
     missing = wanted - with_signal
     return min(wanted, math.ceil(missing * played / max(1, with_signal)))
-
-
-class Filtered(NamedTuple):
-    """The kept trajectories and the report."""
-
-    kept: list[Trajectory]
-    metrics: dict[str, float]
-
-
-def group_scores(trajectories: Sequence[Trajectory], how: FilterType, gamma: float = 1.0) -> dict[int, float]:
-    """Per group the spread of its members' returns: population standard deviation, or maximum less mean."""
-    rewards: dict[int, list[float]] = {}
-    for trajectory in trajectories:
-        if trajectory.status == "ok":
-            rewards.setdefault(trajectory.group, []).append(discounted(trajectory, gamma))
-    if how == "std":
-        return {group: statistics.pstdev(values) for group, values in sorted(rewards.items())}
-    return {group: max(values) - statistics.fmean(values) for group, values in sorted(rewards.items())}
-
-
-def filter_rollouts(
-    played: Sequence[Trajectory],
-    candidates: Sequence[Trajectory],
-    ratio: float,
-    how: FilterType,
-    gamma: float = 1.0,
-) -> Filtered:
-    """Those of `candidates` that are of their best groups: as many as `ratio` of the groups played.
-
-    Args:
-        played: all trajectories of the iteration.
-        candidates: those that may be learned from.
-        ratio: share of the groups played, rounded down, at least one; of equal scores the lower group number wins.
-        how: the score of a group.
-        gamma: discount a turn.
-    """
-    scores = group_scores(played, how, gamma)
-    n_kept = max(1, int(ratio * len(scores) + 1e-9))
-    before = {t.group for t in candidates}
-    best = set(sorted(before, key=lambda group: (-scores[group], group))[:n_kept])
-    mean = statistics.fmean(scores.values()) if scores else 0.0
-    mean_kept = statistics.fmean(scores[group] for group in best) if best else 0.0
-    metrics = {"rollout_filter_dropped": float(len(before - best)), "rollout_filter_score": mean}
-    metrics["rollout_filter_score_kept"] = mean_kept
-    return Filtered([t for t in candidates if t.group in best], metrics)

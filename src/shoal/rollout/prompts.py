@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.core.configuration import check_settings
 from shoal.core.errors import ConfigError, EngineError, did_you_mean
+from shoal.rollout.tools.chat import ToolChat
 from shoal.samplers.sampler import ChatTokenizer, Message
 from shoal.samplers.tokenizers import first_difference
 
@@ -107,8 +108,8 @@ class Prompter:
     def __init__(self, config: PromptConfig, tokenizer: ChatTokenizer) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.tools: Any = tokenizer if hasattr(tokenizer, "extend_results") else None
-        """What shows tools and reads calls of them, a `ToolChat`; None where there are none."""
+        self.tools = tokenizer if isinstance(tokenizer, ToolChat) else None
+        """What shows tools and reads calls of them; None where there are none."""
         if self.tools is not None and (config.prefill or config.closing):
             raise ConfigError(
                 "tools work without agent_proxy.prompt.prefill and closing, which say how each answer begins and ends: "

@@ -31,8 +31,7 @@ from shoal.rollout.rewards.judge import Judge, Judging
 from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.settings import Backend, ParallelConfig, check_jobs, rollout_config
 from shoal.rollout.tools.toolbox import Toolbox
-from shoal.samplers.batching import Asked, Asking, SharedLLMInferenceManager, as_sampler
-from shoal.samplers.loops import run_here
+from shoal.samplers.asking import SamplerClient, run_here
 from shoal.samplers.sampler import ChatTokenizer, Sampler, Sampling
 
 logger = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ class ParallelRolloutManager(Closing):
         backend: Backend | None = None,
         journal: Journal | None = None,
         failures: FailureLog | None = None,
-        sessions: Callable[[Asked, ChatTokenizer], Sessions] | None = None,
+        sessions: Callable[[SamplerClient, ChatTokenizer], Sessions] | None = None,
         judge: Judge | None = None,
         tools: Sequence[Any] | Toolbox | None = None,
     ) -> None:
@@ -131,7 +130,7 @@ class ParallelRolloutManager(Closing):
             self.settings.step_timeout,
             self.settings.make_timeout,
         )
-        self._inference: SharedLLMInferenceManager | None = None
+        self._inference: SamplerClient | None = None
         self._hosts: Hosts | None = None
         self._here: Hosts | None = None  # the caller's thread
         self._ahead: _Begun | None = None  # what `prepare` has begun
@@ -173,16 +172,15 @@ class ParallelRolloutManager(Closing):
             run_here(here.close())
 
     @property
-    def inference(self) -> SharedLLMInferenceManager:
+    def inference(self) -> SamplerClient:
         """The shared engine, started when first needed."""
         if self._inference is None:
             settings = self.settings
-            self._inference = SharedLLMInferenceManager(
+            self._inference = SamplerClient(
                 self.engine,
                 schedule=settings.schedule,
                 max_batch=settings.max_batch,
                 engine_timeout=settings.engine_timeout,
-                request_timeout=settings.request_timeout,
                 retries=settings.engine_retries,
                 max_restarts=settings.engine_restarts,
             )
@@ -306,8 +304,7 @@ class ParallelRolloutManager(Closing):
         self, assignments: list[Assignment], sampling: Sampling, finished: Callable[[int, Ended], None]
     ) -> None:
         """One episode after another in the caller: the reference that the others equal."""
-        asking = Asking(retries=self.settings.engine_retries)
-        sampler = as_sampler(self.engine, asking, inline=True)
+        sampler = SamplerClient(self.engine, retries=self.settings.engine_retries, inline=True)
         hosts = self._here = self._here or LocalHosts(partial(InlineHost, self._setup))
         driver = Driver(hosts, sampler, sampling, finished, ONE_AT_ONCE, toolbox=self.toolbox)
 
@@ -329,7 +326,7 @@ class ParallelRolloutManager(Closing):
     def _make_hosts(self) -> Hosts:
         if not self._programs or self._sessions is None:
             return make_hosts(self.backend, self._setup, self.n_jobs, self.settings.ray_options)
-        sessions = self._sessions(self.inference.sampler, self.engine.tokenizer)
+        sessions = self._sessions(self.inference, self.engine.tokenizer)
         count = 1 if self.backend == "serial" else self.n_jobs
         return ProgramHosts(self._programs, sessions, count, self.settings.env_retries)
 
@@ -377,7 +374,7 @@ class ParallelRolloutManager(Closing):
         news = queue.SimpleQueue[tuple[int, Ended] | None]()
         limits = replace(self.settings, episodes_at_once=1) if self._programs else self.settings
         driver = Driver(
-            self._own_hosts(), self.inference.sampler, sampling, lambda *item: news.put(item), limits,
+            self._own_hosts(), self.inference, sampling, lambda *item: news.put(item), limits,
             self.failures, self.toolbox, held=held,
         )  # fmt: skip
         playing = self.inference.loop.submit(driver.play(assignments))

@@ -14,7 +14,7 @@ from shoal.rollout.prompts import PromptConfig
 from shoal.rollout.rewards.settings import RewardConfig
 from shoal.rollout.tools.chat import MAX_TURNS
 from shoal.rollout.tools.toolbox import ToolConfig
-from shoal.samplers.batching import Schedule
+from shoal.samplers.asking import Schedule
 from shoal.samplers.sampler import Sampling
 
 Backend = Literal["auto", "serial", "threads", "processes", "loky", "threading", "multiprocessing", "ray"]
@@ -28,8 +28,8 @@ class ParallelConfig:
     backend: Backend = "auto"
     """Where episodes are played; "auto" is "processes"."""
     schedule: Schedule = "adaptive"
-    """When an engine that works in batches runs: "adaptive" or "greedy", whenever it is free and something waits, or
-    "barrier", when all episodes at play have asked (lockstep)."""
+    """When an engine that works in batches runs: "adaptive", whenever it is free and something waits, or "barrier",
+    when all episodes at play have asked (lockstep)."""
     episodes_at_once: int | None = None
     """Of one host; its whole share if not given."""
     max_batch: int = 4096
@@ -41,12 +41,11 @@ class ParallelConfig:
     """Seconds that the constructor of an env may take; `step_timeout` if not given."""
     episode_timeout: float | None = None
     """Seconds after which an episode ends as "timeout"."""
-    request_timeout: float | None = None
-    """Seconds within which the engine must answer a request."""
     engine_timeout: float | None = None
-    """Seconds of one call of the engine, after which it counts as hung."""
+    """Seconds of one call of an engine in this process, after which it counts as hung."""
     engine_retries: int = 1
-    """Further attempts for a request that the engine failed to answer."""
+    """Further attempts for a request that an engine in this process failed to answer; servers and replicas have
+    `retries` of their own."""
     engine_restarts: int = 3
     """Times that an engine which crashed or hangs begins anew, where it can (vllm, ray)."""
     env_retries: int = 1
@@ -62,7 +61,7 @@ class ParallelConfig:
     processes and ray). False for envs whose reset reads what the update does, or that must not wait after it."""
 
     def __post_init__(self) -> None:
-        limits = ("step_timeout", "make_timeout", "episode_timeout", "request_timeout", "engine_timeout")
+        limits = ("step_timeout", "make_timeout", "episode_timeout", "engine_timeout")
         retries = dict.fromkeys(("engine_retries", "engine_restarts", "env_retries"), 0)
         check_settings(self, limits, **retries, max_batch=1, max_deaths=1, episodes_at_once=1)
 

@@ -41,7 +41,7 @@ KNOWN = {
 
 
 INVARIANT = "shoal_invariant"
-"""The attention of batch-invariant networks (`shoal.samplers.invariant`), among those of transformers."""
+"""The attention of batch-invariant networks (`shoal.samplers.huggingface.invariant`), among those of transformers."""
 
 
 def models_folder() -> Path:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.core.errors import EngineError, needs_extra
-from shoal.samplers.batching import as_sampler
+from shoal.core.executors import Closing
+from shoal.samplers.asking import RejectedError, RetryPolicy, SamplerClient, generate
 from shoal.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
     Completion,
-    ContinuousSampler,
     Level,
     Request,
     Sampler,
@@ -61,7 +61,7 @@ class _Replica:
 
     def __init__(self, make: Callable[[], Sampler], *loaded: tuple[Any, ...]) -> None:
         self.inner: Any = make()
-        self._sampler = as_sampler(self.inner)
+        self._client = SamplerClient(self.inner, retries=0)
         for method, what, version in loaded:
             self.load(method, ray.get(what), version)
 
@@ -80,10 +80,10 @@ class _Replica:
             self.inner.load_adapter(Path(folder), version)
 
     async def sample(self, request: Request) -> Completion:
-        return await self._sampler.sample(request)
+        return await self._client.sample(request)
 
 
-class RayEngine(ContinuousSampler):
+class RayEngine(Closing):
     """Completes prompts on replicas of a sampler; Ray must be running (`ray.init`).
 
     A replica that dies is replaced by one with the last weights, and its requests are asked again.
@@ -109,9 +109,9 @@ class RayEngine(ContinuousSampler):
             raise ValueError(f"replicas must be at least 1, got {replicas}")
         if not ray.is_initialized():
             raise EngineError("Ray is not running: call ray.init() first, with the address of your cluster")
-        super().__init__("shoal-ray")
         self._actor = ray.remote(**(resources or {"num_cpus": 1}))(_Replica)
-        self._make, self.timeout, self.retries = make, timeout, retries
+        self._make, self.timeout = make, timeout
+        self.retry_policy = RetryPolicy(timeout, retries, 0.0, 0.0)
         self._loaded: tuple[tuple[Any, ...], ...] = ()  # weights, and the adapter on them
         self.weights_version = 0
         self._actors = [self._actor.remote(make) for _ in range(replicas)]
@@ -137,27 +137,23 @@ class RayEngine(ContinuousSampler):
         except LOST as error:
             raise EngineError(f"a replica could not start: {str(error).strip().splitlines()[-1]}") from error
 
-    async def _answer(self, request: Request) -> Completion:
-        """The completion of a request from the replica of its episode, whose prefixes it can use."""
-        for attempt in range(self.retries + 1):
-            actors = self._open()
-            place = sum(request.key.path[1:-1]) % len(actors)
-            actor = actors[place]
-            try:
-                async with asyncio.timeout(self.timeout):
-                    return await actor.sample.remote(request)  # type: ignore[no-any-return]
-            except LOST as error:
-                self._replace(place, actor, error)
-                if attempt == self.retries:
-                    last = f"{type(error).__name__}: {error}"
-                    raise EngineError(
-                        f"replica {place} failed {attempt + 1} times; the last: {last}"
-                    ) from error
-            except RayError as error:
-                cause = getattr(error, "cause", None)
-                said = cause if isinstance(cause, EngineError) else error
-                raise EngineError(f"replica {place}: {said}") from error
-        raise AssertionError
+    generate = generate
+
+    async def sample(self, request: Request) -> Completion:
+        """The answer of the replica of its chat, which keeps its prefixes; one that is gone is replaced."""
+        actors = self._open()
+        number = sum(request.chat or request.key.path[:-1]) % len(actors)
+        actor = actors[number]
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await actor.sample.remote(request)  # type: ignore[no-any-return]
+        except LOST as error:
+            self._replace(number, actor, error)
+            raise EngineError(f"replica {number} failed: {type(error).__name__}: {error}") from error
+        except RayError as error:
+            cause = getattr(error, "cause", None)
+            said = cause if isinstance(cause, EngineError) else error
+            raise EngineError(f"replica {number}: {said}") from error
 
     # --- weights
     def load_weights(self, weights: Any, version: int) -> None:
@@ -176,11 +172,11 @@ class RayEngine(ContinuousSampler):
         actors = list(self._open())
         loading = [actor.load.remote(*loaded[-1]) for actor in actors]
         try:
-            for place, done in enumerate(loading):
+            for number, done in enumerate(loading):
                 try:
                     ray.get(done, timeout=self.timeout)
                 except LOST as error:
-                    self._replace(place, actors[place], error)
+                    self._replace(number, actors[number], error)
         except BaseException as error:
             self._loaded = before
             self.restart()
@@ -192,32 +188,31 @@ class RayEngine(ContinuousSampler):
     # --- the end
     def restart(self) -> None:
         """Replace all replicas by new ones with the last weights."""
-        for place, actor in enumerate(list(self._open())):
-            self._replace(place, actor)
+        for number, actor in enumerate(list(self._open())):
+            self._replace(number, actor)
 
     def close(self) -> None:
         """End the replicas."""
-        super().close()
         actors, self._actors = self._actors, []
         for actor in actors if ray.is_initialized() else ():
             ray.kill(actor)
 
     def _open(self) -> list[Any]:
         if not (actors := self._actors):
-            raise EngineError("the replicas have ended: this sampler was closed")
+            raise RejectedError("the replicas have ended: this sampler was closed")
         if not ray.is_initialized():
-            raise EngineError("the replicas have ended: their session of Ray was shut down")
+            raise RejectedError("the replicas have ended: their session of Ray was shut down")
         return actors
 
-    def _replace(self, place: int, failed: Any, why: Exception | None = None) -> None:
+    def _replace(self, number: int, failed: Any, why: Exception | None = None) -> None:
         """Put a new replica in the place of `failed`, if nobody else has."""
         actors = self._open()
-        if actors[place] is not failed:
+        if actors[number] is not failed:
             return
         if why is not None:
-            logger.warning("replica %d failed (%s); it is replaced", place, type(why).__name__)
+            logger.warning("replica %d failed (%s); it is replaced", number, type(why).__name__)
         ray.kill(failed)
-        actors[place] = self._actor.remote(self._make, *self._loaded)
+        actors[number] = self._actor.remote(self._make, *self._loaded)
 
 
 def _room() -> str:

@@ -178,7 +178,7 @@ def _tiny(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
 
 @sampler("huggingface")
 def _huggingface(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
-    from shoal.samplers.huggingface import HuggingFaceEngine
+    from shoal.samplers.huggingface.engine import HuggingFaceEngine
 
     options = {"max_batch": config.max_batch, "cache_tokens": config.cache_tokens, **config.template}
     options["batch_invariant"] = config.batch_invariant
@@ -219,8 +219,8 @@ def _replica(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
 
 @sampler("openai")
 def _openai(config: EngineConfig, words: Sequence[str], seed: int) -> Sampler:
-    from shoal.samplers.http import RetryPolicy
-    from shoal.samplers.openai import OpenAIEngine
+    from shoal.samplers.asking import RetryPolicy
+    from shoal.samplers.servers.openai import OpenAIEngine
 
     server = config.server
     if server.url is None:

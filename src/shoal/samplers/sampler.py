@@ -6,10 +6,7 @@ not depend on what else is in the batch, on order, padding, or the number of wor
 
 from __future__ import annotations
 
-import asyncio
 import math
-import weakref
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, index
@@ -19,8 +16,6 @@ import msgspec
 import numpy as np
 
 from shoal.core.errors import ConfigError, DataError, EngineError
-from shoal.core.executors import Closing
-from shoal.samplers.loops import LoopThread
 
 Level = Literal["L0", "L1", "L2"]
 """L0 no promise; L1 the same tokens whatever the batching (up to float ties); L2 bit-equal log-probs too."""
@@ -93,6 +88,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     key: Key
     sampling: Sampling = Sampling()
     images: tuple[str, ...] = ()  # data URLs or files, in the order in which the prompt shows them
+    chat: tuple[int, ...] = ()
+    """Names the chat that it goes on, whose prefixes a replica keeps; the path of its key but the last if empty."""
 
 
 class Completion(msgspec.Struct, frozen=True, array_like=True):
@@ -155,7 +152,7 @@ class ChatTokenizer(Protocol):
     def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt for a chat, up to where the assistant begins to write."""
 
-    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
+    def extend(self, response_ids: tuple[int, ...], message: Message, /) -> tuple[int, ...]:
         """What follows `response_ids` in the context: the end of that turn, `message`, the next header."""
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -167,14 +164,15 @@ class ChatTokenizer(Protocol):
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Anything that completes prompts.
+    """Anything that completes prompts: by `async sample(request) -> Completion`, or in batches.
 
-    One with `async sample(request) -> Completion` is asked for each request at once; `generate` is for whole batches.
+    One that works in batches has `generate(requests)` alone, which gives one completion a request, in order.
+
     It may have more: `context`, the longest prompt and response together, in tokens, with which `max_tokens` is capped
     to the room that is left, and a prompt that leaves none is answered by no tokens and finish "context"; `vocabulary`,
-    how many tokens its network knows; `load_weights(weights, version)`, by name, and `load_adapter(folder, version)`,
-    of LoRA, where `version` marks the completions that they produce; `restart()`, called from another thread, which
-    begins anew with the last weights after a crash; `close()`.
+    how many tokens its network knows; `retry_policy`, if it has time limits of its own; `load_weights(weights,
+    version)`, by name, and `load_adapter(folder, version)`, of LoRA, where `version` marks the completions that they
+    produce; `restart()`, called from another thread, which begins anew with the last weights after a crash; `close()`.
     """
 
     @property
@@ -188,61 +186,6 @@ class Sampler(Protocol):
     @property
     def weights_version(self) -> int:
         """The version of the weights that it samples by."""
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in order."""
-
-
-class ContinuousSampler(Closing):
-    """Answers each request by itself, as soon as it is asked: servers, vLLM, replicas on Ray.
-
-    It has an event loop of its own, in a thread; callers may be in any thread or event loop.
-
-    Args:
-        name: of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._loop = LoopThread(name)
-        self._end_loop = weakref.finalize(self, self._loop.close)
-
-    @abstractmethod
-    async def _answer(self, request: Request) -> Completion:
-        """The completion of a request, in the sampler's event loop.
-
-        Raises:
-            EngineError: there is none.
-        """
-
-    async def sample(self, request: Request) -> Completion:
-        """The completion of a request, which waits for no other one.
-
-        Raises:
-            EngineError: there is none.
-        """
-        return await self._loop.within(self._answer(request))
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in order; raises the first failure after all have ended."""
-        results = self.generate_each(requests)
-        failed = [result for result in results if isinstance(result, BaseException)]
-        if failed:
-            raise EngineError(
-                f"{len(failed)} of {len(results)} requests failed; the first: {failed[0]}"
-            ) from failed[0]
-        return [result for result in results if isinstance(result, Completion)]
-
-    def generate_each(self, requests: Sequence[Request]) -> list[Completion | BaseException]:
-        """Like `generate`, with an exception in the place of each request that has no completion."""
-
-        async def all_of_them() -> list[Completion | BaseException]:
-            return await asyncio.gather(*map(self._answer, requests), return_exceptions=True)
-
-        return self._loop.run(all_of_them())
-
-    def close(self) -> None:
-        """Give up requests that are under way; nothing is answered any more."""
-        self._end_loop()
 
 
 def room_left(sampler: Any, request: Request) -> int:

@@ -11,21 +11,18 @@ import json
 import re
 import string
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from shoal.core.errors import ConfigError, DataError, EngineError, needs_extra, reading
+from shoal.core.errors import DataError, EngineError, needs_extra, reading
 from shoal.core.files import read_json
-from shoal.envs.actions import ToolCall
-from shoal.samplers.calls import Grammar, read_calls, written_result
+from shoal.envs.calls import written_result
 from shoal.samplers.sampler import Message
 
 _MARK = re.compile("\ue000(\\d+)\ue001")
 _AS_IT_IS = {"clean_up_tokenization_spaces": False}
 """How ids are decoded: tokenizers may be set to take spaces away before punctuation."""
-_ROLES_OF_RESULTS: tuple[Literal["user", "tool"], ...] = ("user", "tool")
-"""In which results of tools may be shown, the first choice first."""
 ANY = "\ufdd1"
 """A noncharacter: text that others go on from."""
 
@@ -100,9 +97,6 @@ class TemplateTokenizer:
         ends = ends_of_model(model) + ends_in_folder(getattr(tokenizer, "name_or_path", ""))
         self._begin(tokenizer, template_settings, copy.deepcopy(tokenizer), ends)
 
-    grammar: Grammar | None = None
-    """In which it calls tools, where it knows some."""
-
     def _begin(self, tokenizer: Any, settings: dict[str, Any], own: Any, ends: tuple[int, ...]) -> None:
         self.tokenizer = tokenizer
         self._settings, self._ends = settings, ends
@@ -110,22 +104,18 @@ class TemplateTokenizer:
         self._spaced = puts_spaces(self._ids)
         self._marks = self._marks_of_turns()
         self._starts: dict[tuple[str, ...], list[_Part]] = {}
-        self._between: list[_Part] | None = None
-        self._results: dict[int, list[_Part]] = {}  # what follows an answer, by the number of results
-        self._role: Literal["tool", "user"] | None = None  # of results
+        self._behind: dict[Any, list[_Part]] = {}  # what follows an answer, by roles and kinds
         self._quoted: bool | None = None  # whether results of role tool are JSON strings
-        asked = self._written([{"role": "user", "content": "\ue0000\ue001"}], add_generation_prompt=True)
+        asked = self.written([{"role": "user", "content": "\ue0000\ue001"}], add_generation_prompt=True)
         self._header = self._before(ANY + asked.split("\ue001")[-1])
         self.end_ids = self._end_of_turn()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"tokenizer": self.tokenizer, "settings": self._settings, "ends": self._ends}
-        return own | {"grammar": self.grammar}
+        return {"tokenizer": self.tokenizer, "settings": self._settings, "ends": self._ends}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # what was unpickled is nobody else's
         self._begin(state["tokenizer"], state["settings"], state["tokenizer"], state["ends"])
-        self.grammar = state["grammar"]
 
     @property
     def size(self) -> int:
@@ -155,129 +145,32 @@ class TemplateTokenizer:
         """The prompt for a chat, up to where the assistant begins to write."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._starts:
-            self._starts[roles] = self._cut(self._render(roles))
+            self._starts[roles] = self._cut(self.around(roles))
         return self._join(self._starts[roles], [self._as_shown(m["role"], m["content"]) for m in messages])
 
-    def extend(self, response_ids: tuple[int, ...], message: Message) -> tuple[int, ...]:
-        """The end of the response's turn, `message`, and the next assistant header.
+    def extend(self, response_ids: tuple[int, ...], *messages: Message) -> tuple[int, ...]:
+        """The end of the response's turn, these messages, and the next assistant header.
 
         Raises:
             EngineError: the template is not append-only: a later turn changes what was written before it.
         """
-        if self._between is None:
-            self._between = self._cut(self._continuation(), ANY)
-        return self._behind(response_ids, self._join(self._between, ["", "", message["content"]]))
-
-    def _behind(self, response_ids: tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
-        """What goes on from a response, which may hold the end of its turn already."""
+        kinds = tuple((message["role"], _is_result(message)) for message in messages)
+        if kinds not in self._behind:
+            self._behind[kinds] = self._cut(self._continuation(kinds), ANY)
+        contents = [self._as_shown(message["role"], message["content"]) for message in messages]
+        ids = self._join(self._behind[kinds], ["", "", *contents])
         ended = response_ids[-1:] and response_ids[-1] in self.end_ids and ids[0] in self.end_ids
         return ids[1:] if ended else ids
 
-    # --- tools
-    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TemplateTokenizer | None:
-        """One whose template writes these tools; None where it writes none, or calls in a form that is not read here.
-
-        Args:
-            tools: name, description and parameters (JSON Schema) of each.
-
-        Raises:
-            ConfigError: a control token of the model stands in what a tool says of itself.
-        """
-        for tool in tools:
-            text = json.dumps(tool, ensure_ascii=False)
-            if self._ids(text) != self._ids(text, split_special_tokens=True):
-                raise ConfigError(
-                    f"the description of the tool {tool['name']} holds a control token of this model: leave it out"
-                )
+    def with_settings(self, **settings: Any) -> TemplateTokenizer:
+        """One whose template gets these settings too, such as `tools`."""
         twin = TemplateTokenizer.__new__(TemplateTokenizer)
-        listed = [{"type": "function", "function": dict(tool)} for tool in tools]
-        user: Any = {"role": "user", "content": "\ue0000\ue001"}
-        call = {"name": tools[0]["name"], "arguments": {"x": "1"}}
-        function = {"id": "call00000", "type": "function", "function": call}
-        answer: Any = {"role": "assistant", "content": "", "tool_calls": [function]}
-        try:
-            twin._begin(
-                self.tokenizer, {**self._settings, "tools": listed}, copy.deepcopy(self.tokenizer), self._ends
-            )
-            asked, whole = twin.render([user]), twin._written([user, answer])
-        except EngineError:
-            return None
-        behind = whole[len(asked) if whole.startswith(asked) else first_difference(whole, asked) :]
-        said = twin.decode(twin._control(behind))
-        wanted = [ToolCall(call["name"], call["arguments"])]
-        read = (kind for kind in get_args(Grammar) if read_calls(said, kind) == wanted)
-        twin.grammar = next(read, None)
-        return twin if twin.grammar and all(tool["name"] in asked for tool in tools) else None
+        twin._begin(self.tokenizer, {**self._settings, **settings}, copy.deepcopy(self.tokenizer), self._ends)
+        return twin
 
-    def extend_tools(self, response_ids: tuple[int, ...], results: Sequence[str]) -> tuple[int, ...]:
-        """The end of the response's turn, the results of its calls in order, and the next assistant header.
-
-        Raises:
-            EngineError: the template shows no results, or rewrites the answer before them.
-        """
-        chat = self.tool_messages(results)
-        if len(chat) not in self._results:
-            self._results[len(chat)] = self._cut(self._behind_answer(chat[0]["role"], len(chat)), ANY)
-        contents = [self._as_shown(message["role"], message["content"]) for message in chat]
-        return self._behind(response_ids, self._join(self._results[len(chat)], ["", "", *contents]))
-
-    def tool_messages(self, results: Sequence[str]) -> list[Message]:
-        """The results of an answer's calls as messages: one of the user, as Hermes has them, or each of role tool.
-
-        A template that writes calls as they are read has role tool for them. Of others the user's turn is taken, unless
-        the template takes it for a new question and rewrites the answers before, as those do that show the thoughts
-        behind the last question only.
-
-        Raises:
-            EngineError: the template shows no results, or rewrites the answer before them.
-        """
-        if self._role is None:
-            self._role = "tool" if self.grammar else self._role_of_results()
-        if self._role == "tool":
-            return [{"role": "tool", "content": text} for text in results]
-        return [{"role": "user", "content": "\n".join(map(written_result, results))}]
-
-    def _role_of_results(self) -> Literal["tool", "user"]:
-        """The role of results before which answers stay as they are, at best those with thoughts too."""
-        reason: EngineError | None = None
-        for thoughts in (("", "<think>\nwhy\n</think>\n\n"), ("",)):
-            for role in _ROLES_OF_RESULTS:
-                try:
-                    for thought in thoughts:
-                        self._check_answer_stays(role, thought)
-                except EngineError as error:
-                    reason = reason or error
-                else:
-                    return role
-        raise EngineError(f"tools cannot be used with this model: {reason}; use another one") from reason
-
-    def _check_answer_stays(self, role: str, thought: str) -> None:
-        """Raise if the template writes an answer otherwise when a result of this role follows it."""
-        answer = f"{thought}\ue0001\ue001"
-        contents = ["\ue0000\ue001", answer, self._result(role, 2)]
-        followed = self._render(("user", "assistant", role), contents)
-        chat = [{"role": "user", "content": contents[0]}, {"role": "assistant", "content": answer}]
-        alone = "".join(self._written(chat).rpartition("\ue001")[:2])
-        if not followed.startswith((alone, self._render(("user",)) + answer)):
-            same = first_difference(alone, followed)
-            shown = slice(max(0, same - 20), same + 30)
-            raise EngineError(
-                f"when a result of a tool follows in role {role}, the chat template writes {followed[shown]!r} "
-                f"where it had {alone[shown]!r}"
-            )
-
-    def _behind_answer(self, role: str, n_messages: int) -> str:
-        """What the template writes behind an answer whose results are messages of a role, around the marks of these."""
-        places = range(2, 2 + n_messages)
-        contents = ["\ue0000\ue001", "\ue0001\ue001", *(self._result(role, place) for place in places)]
-        text = self._render(("user", "assistant", *[role] * n_messages), contents).split("\ue0001\ue001")[1]
-        for place in places:  # what stands around a result of the user's is a part of its content
-            text = text.replace(self._result(role, place), f"\ue000{place}\ue001")
-        return text
-
-    def _result(self, role: str, place: int) -> str:
-        """What a template is given in the place of a result."""
-        return written_result(f"\ue000{place}\ue001") if role == "user" else f"\ue000{place}\ue001"
+    def holds_control(self, text: str) -> bool:
+        """Whether a control token stands in a text."""
+        return self._ids(text) != self._ids(text, split_special_tokens=True)
 
     def _as_shown(self, role: str, content: str) -> str:
         """A content as the template writes it: there are some that write results as JSON strings."""
@@ -285,12 +178,12 @@ class TemplateTokenizer:
             return content
         if self._quoted is None:
             asked: list[Any] = [{"role": role, "content": role} for role in ("user", "assistant")]
-            self._quoted = '\\"\ue000' in self._written([*asked, {"role": "tool", "content": '"\ue000'}])
+            self._quoted = '\\"\ue000' in self.written([*asked, {"role": "tool", "content": '"\ue000'}])
         return json.dumps(content, ensure_ascii=False)[1:-1] if self._quoted else content
 
     def render(self, messages: Sequence[Message]) -> str:
         """The chat as the template writes it, contents and all, up to where the assistant begins."""
-        return self._written(messages, add_generation_prompt=True)
+        return self.written(messages, add_generation_prompt=True)
 
     def spell(self, ids: Sequence[int]) -> str:
         """Tokens as text, control tokens included."""
@@ -301,13 +194,13 @@ class TemplateTokenizer:
         """Rendered text that goes on from another one as tokens, and as a content where a mark stands."""
         pieces, cut = _MARK.split(rendered), list[_Part]()
         for header, number in zip(pieces[::2], [*pieces[1::2], None], strict=True):
-            cut.append(self._control(header, behind))
+            cut.append(self.tokens(header, behind))
             if number is not None:
                 cut.append(_Content(int(number), self._before(behind + header)))
             behind = ANY
         return cut
 
-    def _control(self, piece: str, behind: str = "") -> tuple[int, ...]:
+    def tokens(self, piece: str, behind: str = "") -> tuple[int, ...]:
         """A piece of the template as tokens, control tokens among them."""
         if not piece:
             return ()
@@ -318,8 +211,8 @@ class TemplateTokenizer:
         """What a content goes on from behind a text; nothing where the tokenizer's space is to stand before it."""
         if not self._spaced or not text:
             return ""
-        said = self._control("a")
-        put = not text[-1].isspace() and self._control(f"{text}a")[-len(said) :] == said
+        said = self.tokens("a")
+        put = not text[-1].isspace() and self.tokens(f"{text}a")[-len(said) :] == said
         return "" if put else ANY
 
     def _join(self, pieces: Sequence[_Part], contents: Sequence[str]) -> tuple[int, ...]:
@@ -332,7 +225,12 @@ class TemplateTokenizer:
                 ids += piece
         return tuple(ids)
 
-    def _written(self, messages: Sequence[Any], **settings: bool) -> str:
+    def written(self, messages: Sequence[Any], **settings: bool) -> str:
+        """A chat as the template writes it, contents and all.
+
+        Raises:
+            EngineError: the template refuses it.
+        """
         from jinja2 import TemplateError  # transformers writes chats with it
 
         how = {"tokenize": False, **settings, **self._settings}
@@ -345,11 +243,11 @@ class TemplateTokenizer:
                 f"without the role that it does not take, or a model made for such chats"
             ) from error
 
-    def _render(self, roles: Sequence[str], contents: Sequence[str] = ()) -> str:
+    def around(self, roles: Sequence[str], contents: Sequence[str] = ()) -> str:
         """A chat of these roles with a mark in each content, up to where the assistant begins."""
         contents = contents or [f"\ue000{place}\ue001" for place in range(len(roles))]
         chat = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-        text = self._written(chat, add_generation_prompt=True)
+        text = self.written(chat, add_generation_prompt=True)
         shown = [int(number) for number in _MARK.findall(text)]
         if shown != list(range(len(roles))):
             raise EngineError(
@@ -358,24 +256,37 @@ class TemplateTokenizer:
             )
         return text
 
-    def _continuation(self) -> str:
-        before, after = self._render(("user",)), self._render(("user", "assistant", "user"))
-        written = "\ue0001\ue001"
-        if not after.startswith(before + written):
+    def _continuation(self, kinds: Sequence[tuple[str, bool]]) -> str:
+        """What the template writes behind an answer, with marks in the place of what these messages say."""
+        roles, written = [role for role, _ in kinds], "\ue0001\ue001"
+        marks = [f"\ue000{number}\ue001" for number in range(2, 2 + len(kinds))]
+        shaped = [
+            written_result(m) if r == "user" and result else m
+            for (r, result), m in zip(kinds, marks, strict=True)
+        ]
+        before = self.around(("user",))
+        after = self.around(("user", "assistant", *roles), ["\ue0000\ue001", written, *shaped])
+        results = any(result for _, result in kinds)  # before these a template may write an answer otherwise
+        if not results and not after.startswith(before + written):
             same = first_difference(before, after)
             raise EngineError(
                 "the chat template is not append-only, a later turn rewrites the ones before: after "
                 f"{before[max(0, same - 20) : same]!r} it has {after[same : same + 30]!r} instead of "
                 f"{(before + written)[same : same + 30]!r}"
             )
-        return after[len(before + written) :]
+        text = after.split(written)[1]
+        for shape, mark in zip(
+            shaped, marks, strict=True
+        ):  # what stands around a result is a part of its content
+            text = text.replace(shape, mark)
+        return text
 
     def _end_of_turn(self) -> tuple[int, ...]:
         """Ids that end a turn: of the tokenizer, of the template, and all that the model or its folder declares."""
         ids = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         answer = {"role": "assistant", "content": "\ue0001\ue001"}
-        written = self._written([{"role": "user", "content": "u"}, answer])
-        tail = self._control(written.split("\ue001")[-1], ANY)
+        written = self.written([{"role": "user", "content": "u"}, answer])
+        tail = self.tokens(written.split("\ue001")[-1], ANY)
         if tail and (tail[0] in self.tokenizer.all_special_ids or tail[0] in self._marks):
             ids.append(tail[0])
         ids += (token for token in self._ends if 0 <= token < self.size)
@@ -388,18 +299,25 @@ class TemplateTokenizer:
         header of its turn (`<think>`) stays text, and so do spaces.
         """
         user, answer = ({"role": role, "content": "\ue0000\ue001"} for role in ("user", "assistant"))
-        alone, asked = self._written([user]), self._written([user], add_generation_prompt=True)
-        ids = list(self._control(asked.removeprefix(alone), ANY)[:1])
-        ids += self._control(self._written([user, answer]).split("\ue001")[-1], ANY)[:1]
+        alone, asked = self.written([user]), self.written([user], add_generation_prompt=True)
+        ids = list(self.tokens(asked.removeprefix(alone), ANY)[:1])
+        ids += self.tokens(self.written([user, answer]).split("\ue001")[-1], ANY)[:1]
         with contextlib.suppress(Exception):  # there are templates that refuse a system message
-            alone += self._written([{**user, "role": "system"}, user])
-        ids += (token for piece in _MARK.split(alone)[::2] for token in self._control(piece))
+            alone += self.written([{**user, "role": "system"}, user])
+        ids += (token for piece in _MARK.split(alone)[::2] for token in self.tokens(piece))
         added = getattr(self._own, "added_tokens_decoder", {})  # not all are transformers' own
         marks = {token for token in ids if token in added and not added[token].content.isspace()}
         untold = [added[token] for token in sorted(marks) if not added[token].special]
         if untold and self._own.is_fast:  # others take no added token out of contents
             self._own.backend_tokenizer.add_special_tokens(untold)
         return frozenset(marks)
+
+
+def _is_result(message: Message) -> bool:
+    """Whether a message holds results of tools; there are templates that look for the tags of Hermes."""
+    content = message["content"]
+    tagged = content.startswith("<tool_response>") and content.endswith("</tool_response>")
+    return message["role"] == "tool" or (message["role"] == "user" and tagged)
 
 
 def _whole(message: Any) -> Any:

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.core.errors import DataError, EngineError, format_error, needs_extra
-from shoal.samplers.huggingface import as_in_files
+from shoal.core.executors import Closing
+from shoal.samplers.asking import Loop, generate
+from shoal.samplers.huggingface.engine import as_in_files
 from shoal.samplers.sampler import (
     Capabilities,
     ChatTokenizer,
     Completion,
-    ContinuousSampler,
     Level,
     Request,
     room_left,
@@ -54,7 +55,7 @@ class InUse(NamedTuple):
     """The copy of the adapter, which vLLM may read at any time."""
 
 
-class VllmEngine(ContinuousSampler):
+class VllmEngine(Closing):
     """Completes prompts with vLLM.
 
     Args:
@@ -81,7 +82,7 @@ class VllmEngine(ContinuousSampler):
     ) -> None:
         if not (Path(model) / "config.json").is_file():
             raise DataError(f"{model} is not a model folder: it has no config.json")
-        super().__init__("shoal-vllm")
+        self._loop = Loop("shoal-vllm")
         self._folder, self._gpu, self._batch_invariant = Path(model), gpu, batch_invariant
         self._options = {"logprobs_mode": "processed_logprobs", "disable_log_stats": True, **options}
         self._weights: tempfile.TemporaryDirectory[str] | None = None  # the last that were loaded
@@ -125,6 +126,12 @@ class VllmEngine(ContinuousSampler):
         return Capabilities("L0", token_ids=True, logprobs=True, weights=True, adapters=adapters)
 
     # --- rollouts
+    generate = generate
+
+    async def sample(self, request: Request) -> Completion:
+        """What vLLM answers, which other requests do not hold up; from any event loop."""
+        return await self._loop.within(self._answer(request))
+
     async def _answer(self, request: Request) -> Completion:
         if request.images:
             raise EngineError("vLLM in process takes no pictures: use a server with messages (OpenAIEngine)")
@@ -259,7 +266,7 @@ class VllmEngine(ContinuousSampler):
     def close(self) -> None:
         """End vLLM's processes; they also end with this one."""
         self._closed = True
-        super().close()
+        self._loop.close()
         self._end()
         for folder in (self._weights, self._in_use.folder):
             if folder is not None:

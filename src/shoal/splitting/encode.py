@@ -366,7 +366,8 @@ class Encoder:
     ) -> None:
         recorded = plan.use_rollout and all(step.prompt_ids for step in recording.steps or ())
         tools = () if recorded else recording.tools  # a prompt that was recorded is not written again
-        self.template = plan.template.with_tools(tools, recording.source)
+        named = f"trajectory {recording.dataset_id!r}: {recording.source}"
+        self.template = plan.template.with_tools(tools, named)
         self.rows, self.tokens = plan.images.rows, tokens
         self.recording, self.image_of = recording, image_of
         self._texts = self.template.texts(recording.messages) if self.template.concatenates else []

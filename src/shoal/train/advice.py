@@ -13,7 +13,7 @@ from statistics import mean, variance
 from typing import Any, Literal, NamedTuple
 
 from shoal.core.run_folder import is_number
-from shoal.train.agent.advantages import ESTIMATORS
+from shoal.train.agent.algorithms.advantages import ESTIMATORS
 
 RECENT = 5
 """Rows at the end that a judgement looks at."""

@@ -18,7 +18,7 @@ from shoal.core.data import Call, Trajectory, Turn
 from shoal.core.errors import DataError
 from shoal.core.files import read_json
 from shoal.envs.pictures import THEMES, picture_of
-from shoal.samplers.images import picture_url
+from shoal.rollout.images import picture_url
 from shoal.viewer.episode_lists import ended, steps, within_list
 from shoal.viewer.index import Episode
 from shoal.viewer.markup import ACTION, Html, counted, fold, join, number, tag

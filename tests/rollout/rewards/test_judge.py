@@ -22,7 +22,7 @@ from shoal.rollout.rewards.scorers import Answers
 from shoal.rollout.rewards.settings import reward
 from shoal.rollout.rollouts import ParallelRolloutManager
 from shoal.samplers.sampler import Sampling
-from shoal.train.agent.evaluation import rollout_metrics
+from shoal.train.agent.run.metrics import rollout_metrics
 
 SAMPLING = Sampling(16, 1.0, ("</action>",))
 COMMAND = """\

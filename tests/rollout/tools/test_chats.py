@@ -14,7 +14,7 @@ from shoal.rollout.tools.chat import ToolChat
 from shoal.rollout.tools.functions import function_tool
 from shoal.samplers.sampler import Completion
 from shoal.samplers.tokenizers import TemplateTokenizer
-from shoal.train.agent.batch import make_samples
+from shoal.train.agent.batch.samples import make_samples
 
 HEAD = "{% set ns = namespace(tool=false) %}"
 ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -143,7 +143,7 @@ def test_what_tools_said_is_shown_as_the_template_writes_it_and_never_trained(ki
         assert whole.startswith(seen)
         assert whole.removeprefix(seen).strip() == ""
         trained = [[]]
-        places = set(sample.places.tolist())
+        places = set(sample.trained.tolist())
         for place, token in enumerate(sample.ids):  # token by token: answers with their end, and nothing else
             if place in places:
                 trained[-1].append(token)

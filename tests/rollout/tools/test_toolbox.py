@@ -118,10 +118,14 @@ PLACE = ("e", 0, 0, 0, 0, 0, 0)
 @pytest.fixture(scope="module")
 def box():
     pytest.importorskip("mcp")
-    before = psutil.Process().children(recursive=True)
     with Toolbox([{"mcp": {"command": ["{python}", SERVER]}, "timeout": 15}]) as toolbox:
         yield toolbox
-    assert set(psutil.Process().children(recursive=True)) <= set(before)
+    assert not servers()
+
+
+def servers():
+    """Processes below this one that run the server; Python's own for multiprocessing stay as long as this one."""
+    return [child for child in psutil.Process().children(recursive=True) if SERVER in child.cmdline()]
 
 
 def use(toolbox, *calls):
@@ -185,7 +189,7 @@ def test_a_server_that_freezes_is_replaced(box, monkeypatch):
 def test_a_call_in_which_the_server_died_is_made_once_more(box, tmp_path):
     calls = ("once", {"file": str(tmp_path / "died")}), ("double", {"number": 5})
     assert [each.result for each in use(box, *calls)] == ["alive", "10"]
-    [server] = [child for child in psutil.Process().children() if SERVER in child.cmdline()]
+    [server] = servers()
     server.kill()
     assert use(box, ("double", {"number": 6}))[0].result == "12"
 
@@ -199,13 +203,14 @@ def test_a_server_that_dies_in_each_try_fails_the_episode_which_is_counted(box):
 
 def test_servers_that_do_not_start_are_named_with_their_last_words():
     pytest.importorskip("mcp")
+    before = servers()
     with pytest.raises(ToolsFailedError, match="nobody here"):
         Toolbox([{"mcp": {"command": ["{python}", "-c", "raise SystemExit('nobody here')"]}}])
     with pytest.raises(ToolsFailedError, match="/no/such/program"):
         Toolbox([{"mcp": {"command": ["/no/such/program"]}}])
     with pytest.raises(ConfigError, match=r"has no tool 'triple'; it has double"):
         Toolbox([{"mcp": {"command": ["{python}", SERVER], "names": ["triple"]}}])
-    assert not [child for child in psutil.Process().children(recursive=True) if SERVER in child.cmdline()]
+    assert set(servers()) <= set(before)
 
 
 def test_a_server_at_an_address_is_called_over_http_without_the_proxy_of_the_environment(monkeypatch):

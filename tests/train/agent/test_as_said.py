@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.samplers.test_huggingface import make_engine
-from tests.train.agent.test_crash_points import SMALL
+from tests.samplers.huggingface.test_huggingface import make_engine
+from tests.train.agent.run.test_crash_points import SMALL
 
 from shoal.core.data import read_trajectories
 from shoal.core.errors import ConfigError
 from shoal.core.files import read_json
-from shoal.train.agent.checkpoint import list_checkpoints
+from shoal.train.agent.algorithms.losses import LOSSES, PolicyLoss, policy_loss
 from shoal.train.agent.config import Lora, compose_config
-from shoal.train.agent.lora import add_lora
-from shoal.train.agent.losses import LOSSES, PolicyLoss, policy_loss
-from shoal.train.agent.policy import policy_of, weights_sha256
+from shoal.train.agent.policies.loading import policy_of
+from shoal.train.agent.policies.lora import add_lora
+from shoal.train.agent.policies.policy import weights_sha256
+from shoal.train.agent.run.checkpoint import list_checkpoints
 from shoal.train.agent.trainer import AgentTrainer
 
 FILTERED = "algorithm.filter_groups={enable: true, scale_by_share: true}"

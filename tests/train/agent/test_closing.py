@@ -1,13 +1,13 @@
 """A trainer ends what it began: envs, rollout workers and engines, also when it cannot begin."""
 
 import pytest
-from tests.train.agent.test_crash_points import SMALL
+from tests.train.agent.run.test_crash_points import SMALL
 
 from shoal.core.errors import ConfigError
 from shoal.samplers.tiny import TinyEngine
 from shoal.train.agent import trainer as agent
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.policy import policy_of
+from shoal.train.agent.policies.loading import policy_of
 from shoal.train.agent.trainer import AgentTrainer
 
 
@@ -46,7 +46,7 @@ def apart(config, words, seed):
 
 @pytest.mark.parametrize("parallel", ["false", "true"])
 def test_a_closed_trainer_has_ended_its_engine_and_its_envs(tmp_path, monkeypatch, pools, parallel):
-    monkeypatch.setattr("shoal.train.agent.networks.make_policy", apart)
+    monkeypatch.setattr("shoal.train.agent.policies.loading.make_policy", apart)
     settings = [f"run_dir={tmp_path}", f"agent_proxy.use_parallel_rollout={parallel}"]
     trainer = AgentTrainer(compose_config("demo", [*SMALL, *settings]))
     assert not ENDED
@@ -59,7 +59,7 @@ def test_a_closed_trainer_has_ended_its_engine_and_its_envs(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("part", ["safe_batching", "make_networks", "Records", "TrajectoryCollector"])
 def test_a_trainer_that_cannot_begin_leaves_nothing_behind(tmp_path, monkeypatch, pools, part):
-    monkeypatch.setattr("shoal.train.agent.networks.make_policy", apart)
+    monkeypatch.setattr("shoal.train.agent.policies.loading.make_policy", apart)
 
     def failing(*_, **__):
         raise ConfigError("not today")
@@ -82,7 +82,7 @@ def test_gradient_checkpointing_that_a_model_cannot_do_is_refused_and_its_engine
             del block.gradient_checkpointing
         return policy, sampler
 
-    monkeypatch.setattr("shoal.train.agent.networks.make_policy", simple)
+    monkeypatch.setattr("shoal.train.agent.policies.loading.make_policy", simple)
     settings = ["algorithm.gradient_checkpointing=true", f"run_dir={tmp_path}"]
     with pytest.raises(ConfigError, match="gradient_checkpointing=true has no effect on this model"):
         AgentTrainer(compose_config("demo", [*SMALL, *settings]))

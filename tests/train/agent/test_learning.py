@@ -3,11 +3,16 @@
 import pytest
 
 from shoal.core.files import read_json
+from shoal.maths.statistics import wilson
 from shoal.train.agent.config import compose_config
-from shoal.train.agent.evaluation import success_rate
 from shoal.train.agent.trainer import AgentTrainer
 
 pytestmark = pytest.mark.slow
+
+
+def success_rate(trajectories):
+    whole = [t for t in trajectories if t.status == "ok"]
+    return wilson(sum(t.success for t in whole), len(whole))
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gigpo", "rloo", "reinforce_pp", "gae"])

@@ -7,16 +7,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tests.train.agent.test_crash_points import SMALL
+from tests.train.agent.run.test_crash_points import SMALL
 from tests.train.agent.tiny_model import write_tiny_model
 
 import shoal.train.agent.trainer as trainer_module
 from shoal.core.errors import ConfigError, DataError
+from shoal.core.extensions import import_extensions
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.advantages import ESTIMATORS
-from shoal.train.agent.config import AgentConfig, Algorithm, compose_config, import_extensions
-from shoal.train.agent.losses import LOSSES
-from shoal.train.agent.policy import load_policy, load_teacher, policy_of
+from shoal.train.agent.algorithms.advantages import ESTIMATORS
+from shoal.train.agent.algorithms.losses import LOSSES
+from shoal.train.agent.config import AgentConfig, Algorithm, compose_config
+from shoal.train.agent.policies.loading import load_policy, load_teacher, policy_of
 from shoal.train.agent.trainer import AgentTrainer
 from shoal.train.agent.update import prepare_samples
 
@@ -75,15 +76,16 @@ def test_a_run_does_not_go_on_with_other_results(change):
 
 OWN = """
 import numpy as np
-from shoal.train.agent.advantages import advantage
-from shoal.train.agent.losses import PolicyLoss, policy_loss
+from shoal.train.agent.algorithms.advantages import advantage
+from shoal.train.agent.algorithms.losses import PolicyLoss, policy_loss
 
 @advantage("best_of", grouped=True)
 def best_of(played):
     best = {}
-    for group, value in zip(played.cells, played.episode_returns, strict=True):
+    for group, value in zip(played.baseline_groups, played.episode_returns, strict=True):
         best[group] = max(best.get(group, -np.inf), value)
-    return np.array([float(value == best[group]) for group, value in zip(played.cells, played.episode_returns)])
+    pairs = zip(played.baseline_groups, played.episode_returns)
+    return np.array([float(value == best[group]) for group, value in pairs])
 
 @policy_loss("plain")
 def plain(tokens, config):
@@ -289,7 +291,7 @@ def test_a_file_that_was_changed_is_run_again(tmp_path):
     try:
         for number in (1, 2):
             code = f'@advantage("mine")\ndef mine(played):\n    return {number}\n'
-            file.write_text(f"from shoal.train.agent.advantages import advantage\n{code}\n")
+            file.write_text(f"from shoal.train.agent.algorithms.advantages import advantage\n{code}\n")
             import_extensions([str(file)])
             assert ESTIMATORS["mine"].compute(0) == number
     finally:

@@ -13,11 +13,12 @@ from shoal.core.data import read_advantages, read_trajectories
 from shoal.core.errors import ConfigError, DataError
 from shoal.envs.frozen_lake import FrozenLakeEnv
 from shoal.envs.text import Outcome
-from shoal.train.agent import records
-from shoal.train.agent.checkpoint import list_checkpoints
 from shoal.train.agent.config import AgentConfig, compose_config
-from shoal.train.agent.evaluation import checkpoint_of
-from shoal.train.agent.trainer import AgentTrainer, warmed_up
+from shoal.train.agent.run import records
+from shoal.train.agent.run.checkpoint import list_checkpoints
+from shoal.train.agent.supervised.warmup import warm_up
+from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.records.checkpoints import checkpoint_of
 
 CLOCKS = (
     "seconds",
@@ -81,12 +82,12 @@ def calm(calm_folder):
 def test_who_watches_a_training_is_told_what_it_is_at(tmp_path, parallel, monkeypatch):
     told = []
 
-    def warming(*args):
-        for loss in warmed_up(*args):
+    def warming(*args, **settings):
+        for loss in warm_up(*args, **settings):
             told.append(trainer.doing())
             yield loss
 
-    monkeypatch.setattr("shoal.train.agent.trainer.warmed_up", warming)
+    monkeypatch.setattr("shoal.train.agent.trainer.warm_up", warming)
 
     class Watched(AgentTrainer):
         def _make_collector(self, which, seed):

@@ -9,20 +9,15 @@ from hypothesis import strategies as st
 from tests.records import Exchange, trajectory_of
 
 from shoal.samplers.tiny import TinyEngine, TinyShape
-from shoal.train.agent.batch import Sample, make_samples, micro_batches, token_values
+from shoal.train.agent.algorithms.losses import aggregation_weights
+from shoal.train.agent.batch.packing import micro_batches, token_values
+from shoal.train.agent.batch.samples import Sample, make_samples
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, RolloutCorrection
 from shoal.train.agent.config import Critic as Settings
-from shoal.train.agent.losses import aggregation_weights
-from shoal.train.agent.policy import Critic, policy_of, score, trained_parameters
-from shoal.train.agent.update import (
-    Learner,
-    MasterAdamW,
-    Totals,
-    critic_loss,
-    gradient_step,
-    token_loss,
-    update,
-)
+from shoal.train.agent.optimizer import MasterAdamW, trained_parameters
+from shoal.train.agent.policies.loading import policy_of
+from shoal.train.agent.policies.policy import Critic, score
+from shoal.train.agent.update import Learner, Totals, critic_loss, gradient_step, token_loss, update
 
 ENGINE = policy_of(TinyEngine(["Up"], TinyShape(width=16, layers=1, heads=2, context=64), seed=1))
 CRITIC = Critic(ENGINE)
@@ -63,7 +58,7 @@ def gradient(samples, config, max_tokens, batching="padded"):
     CRITIC.zero_grad()
     totals = Totals()
     weights = aggregation_weights(
-        [len(s.places) for s in samples], config.loss_aggregation, config.loss_constant
+        [len(s.trained) for s in samples], config.loss_aggregation, config.loss_constant
     )
     weighted = [s.with_column("weights", w) for s, w in zip(samples, weights, strict=True)]
     for micro in micro_batches(weighted, max_tokens, ENGINE.pad_id, "cpu", batching):
@@ -89,7 +84,7 @@ def test_the_gradient_does_not_depend_on_micro_batches_order_padding_or_packing(
     order = np.random.default_rng(seed).permutation(n)
     split, split_totals = gradient([samples[i] for i in order], config, max_tokens, batching)
     torch.testing.assert_close(split, whole, atol=2e-6, rtol=1e-4)
-    assert split_totals.tokens == totals.tokens == sum(len(s.places) for s in samples)
+    assert split_totals.tokens == totals.tokens == sum(len(s.trained) for s in samples)
     assert split_totals.loss == pytest.approx(totals.loss, abs=1e-5)
     assert split_totals.kl_to_reference == pytest.approx(totals.kl_to_reference, abs=1e-3)
 
@@ -105,11 +100,11 @@ def test_the_loss_and_what_is_told_are_those_of_a_loop_over_tokens():
         clip_ratio_high=0.28,
         critic=Settings(value_clip=0.5),
     )
-    expected, n_tokens = Counter(), sum(len(s.places) for s in samples)
+    expected, n_tokens = Counter(), sum(len(s.trained) for s in samples)
     for sample in samples:
         hidden = ENGINE.module.hidden(torch.tensor([sample.ids]), torch.zeros(1, dtype=torch.int64))
         scores = ENGINE.module.head(hidden)[0].log_softmax(-1).detach()
-        for k, place in enumerate(sample.places):
+        for k, place in enumerate(sample.trained):
             row = scores[place - 1]
             column = {name: float(values[k]) for name, values in sample.columns.items()}
             gap = float(row[sample.ids[place]]) - column["old_logprobs"]
@@ -144,7 +139,7 @@ def turn(prompt, response):
 def test_turns_that_extend_each_other_are_one_sample_and_others_are_their_own():
     turns = (turn((1, 2), (3,)), turn((1, 2, 3, 4), (5, 6)), turn((9,), (7,)))
     samples = make_samples(trajectory_of("e", 0, 0, 0, 0, turns, False, True, False))
-    assert [(s.ids, s.places.tolist()) for s in samples] == [((1, 2, 3, 4, 5, 6), [2, 4, 5]), ((9, 7), [1])]
+    assert [(s.ids, s.trained.tolist()) for s in samples] == [((1, 2, 3, 4, 5, 6), [2, 4, 5]), ((9, 7), [1])]
 
 
 @given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), max_size=6), st.booleans())
@@ -157,7 +152,7 @@ def test_every_token_that_was_written_is_learned_from_exactly_once(lengths, appe
             context = (*context, *response, 8) if append else (7,)
             written += n
     samples = make_samples(trajectory_of("e", 0, 0, 0, 0, tuple(turns), False, True, False))
-    assert [s.ids[place] for s in samples for place in s.places] == list(range(100, 100 + written))
+    assert [s.ids[place] for s in samples for place in s.trained] == list(range(100, 100 + written))
 
 
 @given(st.integers(1, 300), st.sampled_from(["padded", "packed"]))
@@ -165,7 +160,7 @@ def test_every_token_that_was_written_is_learned_from_exactly_once(lengths, appe
 def test_values_of_tokens_come_back_to_their_samples(max_tokens, batching):
     samples = random_samples(9, 1)
     found = token_values(samples, lambda micro: micro.targets * 1.0, max_tokens, 0, "cpu", batching)
-    assert [values.tolist() for values in found] == [[s.ids[p] for p in s.places] for s in samples]
+    assert [values.tolist() for values in found] == [[s.ids[p] for p in s.trained] for s in samples]
 
 
 def test_a_fresh_critic_says_zero_and_learns_a_value():
@@ -173,7 +168,7 @@ def test_a_fresh_critic_says_zero_and_learns_a_value():
     sample = random_samples(1, 5)[0]
     ids, length = torch.tensor([sample.ids]), torch.tensor([len(sample.ids)])
     where = torch.zeros(ids.shape, dtype=torch.bool)
-    where[0, sample.places] = True
+    where[0, sample.trained] = True
     assert not critic(ids, length, where).any()
     optimizer = torch.optim.AdamW(critic.parameters(), lr=0.01)
     for _ in range(60):
@@ -181,7 +176,7 @@ def test_a_fresh_critic_says_zero_and_learns_a_value():
         ((critic(ids, length, where) - 0.7) ** 2).mean().backward()
         optimizer.step()
     torch.testing.assert_close(
-        critic(ids, length, where), torch.full((len(sample.places),), 0.7), atol=0.1, rtol=0
+        critic(ids, length, where), torch.full((len(sample.trained),), 0.7), atol=0.1, rtol=0
     )
     assert torch.equal(critic.model.head.weight, ENGINE.module.head.weight)  # only the hidden states are used
 
@@ -205,7 +200,7 @@ def contrast(engine):
 
 @pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
 def test_an_update_moves_towards_what_was_good(loss):
-    engine = ENGINE.twin()
+    engine = ENGINE.copy()
     before = preference(engine)
     optimizer = MasterAdamW([{"params": trained_parameters(engine.module), "lr": 0.01}])
     learner = Learner(engine, optimizer, Algorithm(policy_loss=loss, kl=NO_KL), AgentProxy())
@@ -217,7 +212,7 @@ def test_an_update_moves_towards_what_was_good(loss):
 
 
 def test_frozen_parameters_stay_as_they_are():
-    engine = ENGINE.twin()
+    engine = ENGINE.copy()
     engine.module.embedding.requires_grad_(False)
     before = engine.module.embedding.weight.clone()
     optimizer = MasterAdamW([{"params": trained_parameters(engine.module), "lr": 0.1}])

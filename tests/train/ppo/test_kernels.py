@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.maths.updates import gae
 from shoal.train.ppo.arrays.spaces import ActionRows
-from shoal.train.ppo.compiled.network import NO_MASKS, UpdateBatch, UpdateRates
+from shoal.train.ppo.compiled.network import NO_MASKS, UpdateBatch, UpdateRates, when_compiling
 from shoal.train.ppo.learner import CompiledLearner, TorchLearner
 from shoal.train.ppo.networks import MLPActorCritic
 
@@ -235,3 +237,22 @@ def test_target_kl_stops_both_paths_at_the_same_minibatch():
     ours, theirs = fast.update(batch, rates), slow.update(batch, rates)
     assert 1 < ours.n_minibatches < 80
     assert ours.n_minibatches == theirs.n_minibatches
+
+
+def test_who_waits_for_numba_is_told_once_and_only_while_something_is_compiled(tmp_path):
+    kernels = tmp_path / "kernels.py"
+    kernels.write_text(
+        "import numba\n"
+        "@numba.njit(cache=True)\ndef one(x): return x + 1\n"
+        "@numba.njit(cache=True)\ndef other(x): return one(x) + 2\n"
+        "answers = one(1), other(1), other(2)\n"
+    )
+    told = []
+    for times in (1, 1):  # the second time from the cache
+        with when_compiling(lambda: told.append("compiling")):
+            assert runpy.run_path(str(kernels))["answers"] == (2, 4, 5)
+        assert len(told) == times
+    kernels.write_text(kernels.read_text().replace("+ 2", "+ 20"))  # what is cached is of an older version
+    with when_compiling(lambda: told.append("compiling")):
+        assert runpy.run_path(str(kernels))["answers"] == (2, 22, 23)
+    assert len(told) == 2

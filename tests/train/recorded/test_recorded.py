@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.train.agent.test_packing_check import MIXING, OWN_WAYS, engine_of
+from tests.train.agent.policies.test_packing_check import MIXING, OWN_WAYS, engine_of
 from transformers import LlamaConfig
 
 from shoal.core.errors import ConfigError, DataError
@@ -21,8 +21,10 @@ from shoal.splitting import (
     load_processor,
 )
 from shoal.splitting.synthetic import write_button_recordings, write_gui_recordings
-from shoal.train.agent.batch import Sample, micro_batches, token_values
-from shoal.train.agent.policy import HuggingFacePolicy, score
+from shoal.train.agent.batch.packing import micro_batches, token_values
+from shoal.train.agent.batch.samples import Sample
+from shoal.train.agent.policies.huggingface import HuggingFacePolicy
+from shoal.train.agent.policies.policy import score
 from shoal.train.recorded.run import RecordedConfig, tiny_model, train_recorded
 from shoal.train.recorded.training import RecordedTrainer, RecordedTraining, likeliest, recorded_samples
 
@@ -76,7 +78,7 @@ def test_log_probs_in_packed_rows_are_those_of_the_models_own_forward(processor,
                 **sample.inputs,
             )
         scores = made.logits[0].log_softmax(-1)
-        own = [float(scores[place - 1, sample.ids[place]]) for place in sample.places.tolist()]
+        own = [float(scores[place - 1, sample.ids[place]]) for place in sample.trained.tolist()]
         np.testing.assert_allclose(found, own, atol=2e-6, rtol=1e-5)
         count += len(own)
     assert count > 40
@@ -212,10 +214,10 @@ def test_a_sample_without_a_prompt_is_trained_from_its_second_token_on(batch):
     [sample] = batch.samples()[:1]
     sample.logprobs = np.linspace(-2, -1, len(sample.response_ids), dtype=np.float32)
     [before], border = recorded_samples([sample], "supervised"), len(sample.prompt_ids)
-    assert before.places[0] == border
+    assert before.trained[0] == border
     sample.prompt_ids, sample.prompt_positions = sample.prompt_ids[:0], sample.prompt_positions[:, :0]
     [found] = recorded_samples([sample], "supervised")
-    assert found.places.tolist() == (before.places[1:] - border).tolist()
+    assert found.trained.tolist() == (before.trained[1:] - border).tolist()
     assert found.columns["old_logprobs"].tolist() == before.columns["old_logprobs"][1:].tolist()
 
 

@@ -190,7 +190,7 @@ def _turns(slot: int, episode: Episode, prompter: Prompter) -> Generator[Ask | U
         for action in episode.respond(reply.completion):
             if (yield Step(episode, action)):
                 break
-        if episode.calls:
+        if episode.calls and prompter.tools is not None:
             uses, left = run_functions(prompter.tools.tools, episode.calls)
             came = (yield Use(slot, episode.turn, left)) if left else Used(slot, ())
             if isinstance(came, Refused):

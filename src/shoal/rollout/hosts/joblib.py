@@ -46,13 +46,14 @@ class JoblibHosts(ProcessHosts):
         arrives = self._coming.pop(number, None)
         if arrives is None:  # a spare host, or a second one of that number
             return await super()._start(next(self._spares))
-        limit = self._setup.make_timeout or START_SECONDS
-        await asyncio.wait([arrives, self._pool], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([arrives, self._pool], timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         if arrives.done():
             return arrives.result()
         arrives.cancel()
         broke = self._pool.exception() if self._pool.done() else None
-        why = f"did not start within {limit:g} s" if broke is None else f"broke: {format_error(broke)}"
+        why = (
+            f"did not start within {START_SECONDS:g} s" if broke is None else f"broke: {format_error(broke)}"
+        )
         logger.warning("a worker of joblib's %s %s; a process takes its place", self._backend, why)
         return await super()._start(next(self._spares))
 

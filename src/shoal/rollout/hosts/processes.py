@@ -14,7 +14,7 @@ from shoal.rollout.hosts.host import Host, Hosts, HostsFailedError
 from shoal.rollout.hosts.sockets import Listener, SocketHost, serve
 
 START_SECONDS = 120.0
-"""Seconds within which a process must connect, without a `make_timeout`."""
+"""Seconds within which a process must have imported what its envs need, whatever their limits."""
 
 
 class ProcessHosts(Hosts):
@@ -42,15 +42,16 @@ class ProcessHosts(Hosts):
             raise HostsFailedError(f"no worker process can be started: {error}") from error
         loop = asyncio.get_running_loop()
         loop.add_reader(process.sentinel, _fail, arrives, process)
-        limit = self._setup.make_timeout or START_SECONDS
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(START_SECONDS):
                 host = await arrives
         except BaseException as error:
             loop.remove_reader(process.sentinel)
             process.close()
             if isinstance(error, TimeoutError):
-                raise HostsFailedError(f"a worker process did not start within {limit:g} s") from error
+                raise HostsFailedError(
+                    f"a worker process did not start within {START_SECONDS:g} s"
+                ) from error
             raise
         self._processes[host] = process
         host.ended = lambda: _end(process)

@@ -1,6 +1,7 @@
 """Hosts in other processes: frames of msgpack over a Unix socket that only this user's processes can use.
 
-The host connects, gets its setup (pickled by the driver that started it), and answers until the socket ends.
+The host connects, gets its setup (pickled by the driver that started it), reads it, which may import much, says that it
+is there, and answers until the socket ends.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class SocketHost(WorkerHost, asyncio.Protocol):
         """The other side is there."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
+        self._listener.hosts.add(self)
+        self.send(self._listener.data)
 
     def data_received(self, data: bytes) -> None:
         """Handle the frames that are whole."""
@@ -170,7 +173,7 @@ class Listener:
         self.path = ""
         self.hosts: set[SocketHost] = set()
         self._expected: dict[int, asyncio.Future[SocketHost]] = {}
-        self._data = b""
+        self.data = b""
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
         self._folder = ""
@@ -180,7 +183,7 @@ class Listener:
         async with self._starting:
             if self._server is not None:
                 return
-            self._data = pickled(self.setup)
+            self.data = pickled(self.setup)
             self._folder = tempfile.mkdtemp(prefix="shoal-")
             self.path = f"{self._folder}/hosts"
             loop = asyncio.get_running_loop()
@@ -199,10 +202,8 @@ class Listener:
         future = self._expected.pop(number, None)
         if future is None or future.done():
             host.end()
-            return
-        host.send(self._data)
-        self.hosts.add(host)
-        future.set_result(host)
+        else:
+            future.set_result(host)
 
     def close(self) -> None:
         """End all connections and remove the socket."""
@@ -249,13 +250,13 @@ def serve(path: str, number: int) -> None:
             with lock, contextlib.suppress(OSError):  # the driver is gone, which the loop below sees
                 connection.sendall(data)
 
-        send(Hello(number, os.getpid()))
         frames = _frames(connection)
         first = next(frames, None)
         if first is None:
             return
-        sys.setswitchinterval(5e-4)  # many short turns of many threads: none may hold the others up for 5 ms
         threads = SlotThreads(unpickled(first), send)
+        send(Hello(number, os.getpid()))  # from here on limits of envs count, imports of their modules do not
+        sys.setswitchinterval(5e-4)  # many short turns of many threads: none may hold the others up for 5 ms
         for frame in frames:
             message = _to_host.decode(frame)
             if isinstance(message, Look):

@@ -1,6 +1,6 @@
 """Scores the groups of a rollout while others are played, and puts the weighted sum into their rewards.
 
-It has an event loop in a thread of its own. Results have the order of the plan, whoever answers first.
+It runs in the event loop of the process. Results have the order of the plan, whoever answers first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.rollout.failures import LEFT_OUT, FailureLog
 from shoal.rollout.plan import Assignment
 from shoal.rollout.rewards.scorers import Answers, Scored, Scorer, function_of, key_of, scorer_of
 from shoal.rollout.rewards.settings import Given, RewardConfig, reward_list
-from shoal.samplers.loops import LoopThread
+from shoal.samplers.asking import Loop, RejectedError
 
 
 class Judge(Closing):
@@ -43,7 +43,7 @@ class Judge(Closing):
                 key_of(config.model)
             elif not config.command:
                 function_of(config)
-        self._loop: LoopThread | None = None
+        self._loop: Loop | None = None
         self._scorers: list[Scorer] = []
 
     def judge(self, episodes: Sequence[Trajectory], task: Any = None) -> Future[list[Trajectory]]:
@@ -51,10 +51,14 @@ class Judge(Closing):
 
         Those that are not whole stay as they are. One that a reward gives no score has `status` "reward_error".
         """
-        if self._loop is None:
-            self._loop = loop = LoopThread("shoal-judge")
-            self._scorers = [scorer_of(config, loop, self._answers) for config in self.rewards]
-        return self._loop.submit(self._judge(episodes, task))
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = Loop()
+            self._scorers = [scorer_of(config, self._answers) for config in self.rewards]
+        try:
+            return loop.submit(self._judge(episodes, task))
+        except RejectedError as error:  # another thread closes it now
+            raise WorkerError("the rollout was ended: its judge was closed") from error
 
     async def _judge(self, episodes: Sequence[Trajectory], task: Any) -> list[Trajectory]:
         whole = [n for n, episode in enumerate(episodes) if episode.status == "ok" and episode.turns]

@@ -34,8 +34,8 @@ from shoal.envs.catalogue import function_named
 from shoal.rollout.functions import FunctionFailedError, FunctionProcesses
 from shoal.rollout.prompts import fill
 from shoal.rollout.rewards.settings import PROMPT, REWARDS, JudgeConfig, RewardConfig
-from shoal.samplers.http import HttpClient, RetryPolicy
-from shoal.samplers.loops import LoopThread
+from shoal.samplers.asking import RetryPolicy
+from shoal.samplers.servers.http import HttpClient
 
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)", re.ASCII)
 MOST_OUTPUT = 1 << 20
@@ -82,10 +82,10 @@ class Answers:
             append_line(self._path, msgspec.json.encode([key, answer]) + b"\n")
 
 
-def scorer_of(config: RewardConfig, loop: LoopThread, answers: Answers) -> Scorer:
-    """The scorer of a reward; not to be called in its loop."""
+def scorer_of(config: RewardConfig, answers: Answers) -> Scorer:
+    """The scorer of a reward; not to be called in the loop of the process."""
     if config.model is not None:
-        return ModelScorer(config, config.model, loop, answers)
+        return ModelScorer(config, config.model, answers)
     return CommandScorer(config, answers) if config.command else FunctionScorer(config)
 
 
@@ -231,10 +231,10 @@ def key_of(model: JudgeConfig) -> str | None:
 class ModelScorer:
     """Asks a model about each episode; one prompt has one answer, however often it comes."""
 
-    def __init__(self, config: RewardConfig, model: JudgeConfig, loop: LoopThread, answers: Answers) -> None:
+    def __init__(self, config: RewardConfig, model: JudgeConfig, answers: Answers) -> None:
         self._config, self._model, self._answers = config, model, answers
         policy = RetryPolicy(config.timeout, backoff=0.5, max_backoff=30.0, patience=model.patience)
-        self._client = HttpClient(model.base_url, loop, policy, key_of(model))
+        self._client = HttpClient(model.base_url, policy, key_of(model))
         self._free = asyncio.Semaphore(config.concurrency)
         self._asked: dict[str, asyncio.Task[str]] = {}
         self._heard = -math.inf  # when it last answered
@@ -255,7 +255,7 @@ class ModelScorer:
         key = digest_of(body)
         if (answer := self._answers.get(key)) is None:
             if (asked := self._asked.get(key)) is None:
-                asked = self._asked[key] = asyncio.ensure_future(self._ask(key, body))
+                asked = self._asked[key] = self._client.loop.spawn(self._ask(key, body))
                 asked.add_done_callback(lambda _: self._asked.pop(key, None))
             try:
                 answer = await asked
@@ -291,7 +291,8 @@ class ModelScorer:
         return value if value is not None and self._model.lowest <= value <= self._model.highest else None
 
     def close(self) -> None:
-        """Its connections end with the loop."""
+        """Give up what is asked, and end its connections."""
+        self._client.close()
 
 
 Scorer = FunctionScorer | CommandScorer | ModelScorer

@@ -13,9 +13,11 @@ from typing import Any
 
 from shoal.core.data import ToolUse
 from shoal.envs.actions import Projected, Reader, ToolCall
+from shoal.envs.calls import Grammar, read_calls, with_tools, written_call, written_result
 from shoal.rollout.tools.functions import Tool
-from shoal.samplers.calls import Grammar, read_calls, with_tools, written_call, written_result
+from shoal.rollout.tools.template import TemplateTools
 from shoal.samplers.sampler import ChatTokenizer, Message
+from shoal.samplers.tokenizers import TemplateTokenizer
 
 MAX_TURNS = 8
 """Default of `agent_proxy.max_tool_turns`."""
@@ -34,11 +36,14 @@ class ToolChat:
         self.max_turns = max_turns
         self.tools = {tool.name: tool for tool in tools}
         schemas = [tool.schema for tool in tools]
-        own = tokenizer.with_tools(schemas) if hasattr(tokenizer, "with_tools") else None
-        self.inner: Any = own or tokenizer
-        self.grammar: Grammar = own.grammar if own else "tags"
+        own = None
+        self._template: TemplateTools | None = None
+        if isinstance(tokenizer, TemplateTokenizer):
+            own = TemplateTools.writing(tokenizer, schemas)
+            self._template = own or TemplateTools(tokenizer)
+        self.inner: Any = own.tokenizer if own else tokenizer
+        self.grammar: Grammar = (own.grammar if own else None) or "tags"
         self._own, self._brief = own is not None, bool(getattr(tokenizer, "brief", False))
-        self._by_template = hasattr(self.inner, "extend_tools")
         self._told = " ".join(map(_signature, tools)) if self._brief else with_tools("", schemas)
 
     def __getattr__(self, name: str) -> Any:
@@ -59,14 +64,14 @@ class ToolChat:
 
     def extend_results(self, response_ids: tuple[int, ...], uses: Sequence[ToolUse]) -> tuple[int, ...]:
         """What follows a response with calls: its end, the results in the order of the calls, the next header."""
-        if self._by_template:
-            return tuple(self.inner.extend_tools(response_ids, [use.shown for use in uses]))
+        if self._template is not None:
+            return self._template.extend(response_ids, [use.shown for use in uses])
         return tuple(self.inner.extend(response_ids, *self.messages(uses)))
 
     def messages(self, uses: Sequence[ToolUse]) -> list[Message]:
         """The results as messages of the chat."""
-        if self._by_template:
-            return list(self.inner.tool_messages([use.shown for use in uses]))
+        if self._template is not None:
+            return self._template.messages([use.shown for use in uses])
         if self._brief:
             return [{"role": "user", "content": "".join(map(_brief_result, uses))}]
         return [{"role": "user", "content": "\n".join(written_result(use.shown) for use in uses)}]

@@ -25,7 +25,7 @@ from shoal.envs.catalogue import function_named
 from shoal.rollout.tools.chat import MAX_TURNS, ToolChat
 from shoal.rollout.tools.functions import NAME, Tool, came_of, function_tool, late
 from shoal.rollout.tools.mcp import STOP_SECONDS, McpConfig, McpServer, ToolsFailedError
-from shoal.samplers.loops import LoopThread
+from shoal.samplers.asking import Loop
 from shoal.samplers.sampler import ChatTokenizer
 
 FILE = "tools.json"
@@ -79,7 +79,7 @@ class Toolbox(Closing):
         self._servers: dict[str, McpServer] = {}  # by the names of their tools
         self._answers: dict[_Place, tuple[ToolUse, ...]] | None = None
         self._record: Path | None = None
-        self._loop = LoopThread("shoal-tools") if items else None
+        self._loop = Loop("shoal-tools") if items else None
         try:
             for item in items:
                 self._add(item)

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from shoal.core.errors import ConfigError, EngineError
 from shoal.core.files import append_line
 from shoal.core.run_folder import whole_rows
-from shoal.samplers.http import HttpClient, RetryPolicy
-from shoal.samplers.loops import LoopThread
+from shoal.samplers.asking import RetryPolicy
+from shoal.samplers.servers.http import HttpClient
 from shoal.skills.learning.plan import covering_plan, dependencies, plan_for
 from shoal.skills.learning.spec import (
     Features,
@@ -212,8 +212,8 @@ class LanguageModel:
             "response_format": {"type": "json_object"},
         }
         patience = RetryPolicy(self.timeout, self.tries - 1, self.patience, max(self.patience, 60.0))
-        with LoopThread("proposer") as loop:
-            answer = HttpClient(self.base_url, loop, patience, self.api_key).post("/chat/completions", body)
+        with HttpClient(self.base_url, patience, self.api_key) as client:
+            answer = client.post("/chat/completions", body)
         try:
             return str(answer["choices"][0]["message"]["content"])
         except (LookupError, TypeError) as error:

@@ -26,7 +26,7 @@ from shoal.core.data import MOST_REWARD
 from shoal.core.errors import DataError, reading
 from shoal.core.files import from_json, read_json, write_bytes
 from shoal.core.registry import SAFE_NAME, check_name
-from shoal.samplers.calls import in_order_of_calls
+from shoal.envs.calls import in_order_of_calls
 from shoal.splitting.readers.keys import (
     MESSAGE,
     REFUSED_IN_PARTS,

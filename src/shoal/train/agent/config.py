@@ -5,44 +5,34 @@ Unknown keys are errors, and so are settings that would have no effect beside ea
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import json
 import math
-import os
 import shlex
-import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import partial
-from importlib import resources
-from itertools import takewhile
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 from shoal.core.configuration import check_fields, from_mapping, read_settings, to_mapping
 from shoal.core.errors import ConfigError, UnknownNameError, unknown_name
+from shoal.core.extensions import import_extensions
 from shoal.core.registry import Registry
-from shoal.envs.catalogue import package_of
 from shoal.maths.updates import Decay
 from shoal.rollout.factory import EnvTag, EsManager, VectorConfig
-from shoal.rollout.filters import FilterType
 from shoal.rollout.rewards.settings import ENV, FORMAT, RewardConfig
 from shoal.rollout.settings import RolloutSettings
 from shoal.samplers.registry import EngineConfig as EngineConfig
-from shoal.train.agent.advantages import ESTIMATORS, Method
-from shoal.train.agent.batch import Batching
-from shoal.train.agent.conflicts import conflicts_of
-from shoal.train.agent.losses import LOSSES, Aggregation, KLEstimator
-from shoal.train.agent.presets import preset_words, settle, settled_mapping
+from shoal.train.agent.algorithms.advantages import ESTIMATORS, Method
+from shoal.train.agent.algorithms.conflicts import conflicts_of
+from shoal.train.agent.algorithms.losses import LOSSES, Aggregation, KLEstimator
+from shoal.train.agent.algorithms.presets import free_answers, preset_words, purposes, settle
+from shoal.train.agent.batch.packing import Batching
 
 T = TypeVar("T")
-GROUP = "shoal.extensions"
-"""The group of entry points in which installed packages name modules that register what is theirs."""
-_IMPORTS, _COMPOSING = threading.RLock(), threading.Lock()
+FilterType = Literal["std", "max_mean"]
+_COMPOSING = threading.Lock()
 
 
 def refuse_not_positive(settings: Any, *names: str) -> None:
@@ -175,7 +165,7 @@ class Algorithm:
     """How trajectories change the weights."""
 
     adv_estimator: str = "grpo"
-    """A registered estimator, see `shoal.train.agent.advantages`."""
+    """A registered estimator, see `shoal.train.agent.algorithms.advantages`."""
     gamma: float = 1.0
     """Discount per turn; below 1, shorter solutions are worth more."""
     step_advantage_weight: float = 1.0
@@ -184,7 +174,7 @@ class Algorithm:
     teacher: str | None = None
     """Distillation: the folder of a model, or of a checkpoint's engine, that scores the tokens (same vocabulary)."""
     policy_loss: str = "clip"
-    """A registered loss, see `shoal.train.agent.losses`."""
+    """A registered loss, see `shoal.train.agent.algorithms.losses`."""
     loss_aggregation: Aggregation = "sequence_mean"
     """`token_mean`: every token counts the same; `sequence_mean`: every sample, and its tokens share; `constant`: the
     sum over tokens, divided by the number of samples and by `loss_constant`."""
@@ -288,8 +278,8 @@ class Lora:
     target_modules: str | list[str] = "all-linear"
     """Names of layers, such as `[q_proj, v_proj]`, or `all-linear`."""
     dropout: float = 0.0
-    """Share of the adapters' inputs that is set to 0 in supervised steps: the warm-up, `policy_loss: likelihood`. Other
-    losses compare log-probabilities with those of the rollout, and nothing is dropped there."""
+    """Share of the adapters' inputs that is set to 0 in updates by `policy_loss: likelihood`. Other losses compare
+    log-probabilities with those of the rollout, and nothing is dropped there."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -471,7 +461,7 @@ class AgentConfig:
             ConfigError: an unknown key, a value that does not fit, or an import that fails.
         """
         import_extensions(values.get("imports") or ())
-        return from_mapping(cls, settled_mapping(values))
+        return from_mapping(cls, free_answers(values))
 
     @property
     def paid(self) -> tuple[str | RewardConfig, ...]:
@@ -511,7 +501,7 @@ def comparable(values: Mapping[str, Any]) -> dict[str, Any]:
     known["engine"]["replicas"] = {"engine": replicas["engine"]}
     if (
         values["algorithm"]["lr_schedule"] != "constant"
-    ):  # the rate of an iteration depends on how many there are
+    ):  # by which a rate depends on how many iterations there are
         known["trainer"] = {"iterations": values["trainer"]["iterations"]}
     rewards = known.pop("rewards", [])
     known_rewards = [_without(one, _FREE_OF_REWARDS) if isinstance(one, Mapping) else one for one in rewards]
@@ -532,74 +522,10 @@ _FREE_OF_REWARDS = {
 """Where a judge runs, and how long it is waited for."""
 
 
-def import_extensions(names: Sequence[str]) -> None:
-    """Import modules and files of the user (`imports:`), and what installed packages name, so that they register.
-
-    One that fails can be imported again, and registers its names again. Threads import one after the other.
-
-    Raises:
-        ConfigError: there is no such module or file, or it fails.
-    """
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"imports must be a list of modules and files, got {names!r}")
-    with _IMPORTS:
-        for entry in importlib.metadata.entry_points(group=GROUP):
-            source = f"the entry point {entry.name!r} of {package_of(entry)}"
-            _import(source, entry.load)
-        for name in names:
-            if is_folder(name):
-                if os.path.isdir(name) and (folder := os.path.abspath(name)) not in sys.path:
-                    sys.path.append(folder)
-            elif name.endswith(".py"):
-                _import(f"imports: {name}", partial(_import_file, Path(name).resolve()))
-            else:
-                _import(f"imports: {name}", partial(importlib.import_module, name))
-
-
-def is_folder(name: str) -> bool:
-    """Whether a name of `imports:` is that of a folder to find modules in."""
-    return "/" in name.replace(os.sep, "/") and not name.endswith(".py")
-
-
-def _import(source: str, work: Callable[[], Any]) -> None:
-    try:
-        work()
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{source} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def _import_file(path: Path) -> None:
-    """Run a file once in this process, and again when it says something else."""
-    source = path.read_bytes()
-    name = f"shoal_imports.{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules and sys.modules[name].__dict__["source"] == source:
-        return
-    sys.modules[name] = module = ModuleType(name)
-    module.__dict__.update(__file__=str(path), source=source)
-    try:
-        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
-    except BaseException:
-        del sys.modules[name]
-        raise
-
-
 # --- from YAML and the command line
 def config_names() -> list[str]:
     """The configs that come with shoal."""
-    folder = resources.files("shoal.configs")
-    return sorted(item.name.removesuffix(".yaml") for item in folder.iterdir() if item.name.endswith(".yaml"))
-
-
-def config_purposes() -> dict[str, str]:
-    """What each of `config_names()` is for: the first sentence of its file."""
-    purposes = {}
-    for name in config_names():
-        lines = (resources.files("shoal.configs") / f"{name}.yaml").read_text("utf-8").splitlines()
-        comment = " ".join(
-            line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("#"), lines)
-        )
-        purposes[name] = comment.partition(". ")[0].rstrip(".")
-    return purposes
+    return list(purposes())
 
 
 def refuse_unknown_config(name: str, folder: Path | None = None, further: Sequence[str] = ()) -> None:

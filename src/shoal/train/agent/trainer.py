@@ -23,9 +23,8 @@ from shoal.core.run_folder import Event
 from shoal.core.seeding import derive_seed
 from shoal.envs.catalogue import resolve_text
 from shoal.gateway.programs import sessions_of
-from shoal.rollout.answers import with_room
+from shoal.maths.updates import decayed
 from shoal.rollout.collector import TrajectoryCollector
-from shoal.rollout.episode import Role
 from shoal.rollout.factory import host_of, make_environments, make_roles
 from shoal.rollout.failures import FailureLog
 from shoal.rollout.prompts import Prompter
@@ -37,43 +36,32 @@ from shoal.rollout.tools.toolbox import Toolbox
 from shoal.samplers.registry import close_engine
 from shoal.samplers.sampler import Sampler
 from shoal.train.advice import Rejected
-from shoal.train.agent.batch import Sample
-from shoal.train.agent.checkpoint import Progress, load_checkpoint, newest_checkpoint
+from shoal.train.agent.algorithms.conflicts import refuse_without_signal
+from shoal.train.agent.batch.samples import Sample
 from shoal.train.agent.config import AgentConfig
-from shoal.train.agent.conflicts import refuse_without_signal
-from shoal.train.agent.determinism import applies, deterministic, threads
-from shoal.train.agent.distributed import Processes
-from shoal.train.agent.evaluation import (
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters
+from shoal.train.agent.policies.huggingface import safe_batching
+from shoal.train.agent.policies.loading import load_teacher, make_networked, policy_of, refuse_stranger
+from shoal.train.agent.policies.policy import Policy, checkpointed_layers, weights_sha256
+from shoal.train.agent.policies.reference import make_networks
+from shoal.train.agent.policies.sharding import ShardedPolicy
+from shoal.train.agent.policies.sync import WeightSync
+from shoal.train.agent.processes.determinism import applies, deterministic, threads
+from shoal.train.agent.processes.distributed import Processes
+from shoal.train.agent.run.answers import with_room
+from shoal.train.agent.run.checkpoint import Progress, load_checkpoint, newest_checkpoint
+from shoal.train.agent.run.metrics import (
     heldout_metrics,
     iteration_times,
     rejected_answer,
     rollout_metrics,
     signal_metrics,
 )
-from shoal.train.agent.networks import make_networked, make_networks, make_optimizer, set_rates
-from shoal.train.agent.playing import SharedCollector, play_groups, refuse_all_failed
-from shoal.train.agent.policy import (
-    Policy,
-    checkpointed_layers,
-    load_teacher,
-    policy_of,
-    refuse_stranger,
-    safe_batching,
-    weights_sha256,
-)
-from shoal.train.agent.records import Records, refuse_taken
-from shoal.train.agent.rehearsal import rehearse
-from shoal.train.agent.sharding import ShardedPolicy
-from shoal.train.agent.update import (
-    Learner,
-    advantages_of,
-    prepare_samples,
-    sampled_entropy,
-    scaled,
-    update,
-)
-from shoal.train.agent.warmup import refuse_without_actions, warm_up, warmup_steps
-from shoal.train.agent.weights import WeightSync
+from shoal.train.agent.run.playing import SharedCollector, play_groups, refuse_all_failed
+from shoal.train.agent.run.records import Records, refuse_taken
+from shoal.train.agent.supervised.rehearsal import rehearse
+from shoal.train.agent.supervised.warmup import refuse_without_actions, warm_up, warmup_steps
+from shoal.train.agent.update import Learner, advantages_of, prepare_samples, sampled_entropy, scaled, update
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +141,7 @@ class AgentTrainer(Closing):
         if config.model.lora.rank and not hasattr(policy, "without_adapters"):
             raise ConfigError(
                 f"model.lora.rank={config.model.lora.rank} has no effect on a policy that is given without adapters: "
-                f"give shoal.train.agent.lora.add_lora(policy, ...), or set it to 0"
+                f"give shoal.train.agent.policies.lora.add_lora(policy, ...), or set it to 0"
             )
         if algorithm.gradient_checkpointing and not checkpointed_layers(policy.module):
             raise ConfigError(
@@ -176,16 +164,13 @@ class AgentTrainer(Closing):
         begun.callback(self.records.close)
         kept = self.records.folder.path / "reference"
         self.policy, self.critic, self._reference = make_networks(config, policy, kept, self.processes)
-        self.optimizer = make_optimizer(config, self.policy, self.critic)
+        trained, weight_decay = trained_parameters(self.policy.module), algorithm.weight_decay
+        self.optimizer = split_optimizer(trained, self.critic, *algorithm.rates, weight_decay)
         self._sync = WeightSync(self.policy, sampler)
-        reference, budget = (
-            self._reference,
-            token_budget(config, self.train_envs.tags, with_tools=bool(self.toolbox.tools)),
-        )
+        reference = self._reference.policy if self._reference else None
         self._learner = Learner(
-            self.policy, self.optimizer, algorithm, config.agent_proxy, self.critic,
-            reference.policy if reference else None, teacher, config.seed, self.processes, budget,
-            config.trainer.log_entropy,
+            self.policy, self.optimizer, algorithm, config.agent_proxy, self.critic, reference, teacher, config.seed,
+            self.processes, self._token_budget(), config.trainer.log_entropy,
         )  # fmt: skip
         self.progress = Progress(0, 0.0, 0, 0)
         self._failures = FailureLog()
@@ -204,6 +189,17 @@ class AgentTrainer(Closing):
         self.kept_episodes = 0
         """Episodes of a resumed run that ended after its checkpoint, and are not played again."""
         self._doing: tuple[str, SharedCollector | None] = "starting", None
+
+    def _token_budget(self) -> int:
+        """Tokens that the model may write in a sample: in a turn, or in append mode in an episode of the longest env.
+
+        Turns with calls of tools come before.
+        """
+        proxy, tags, turns = self.config.agent_proxy, self.train_envs.tags, 1
+        if proxy.prompt.mode == "append":
+            roles = make_roles(self.config.custom_envs, tags, proxy.max_turn)
+            turns = max(role.max_turns for role in roles.values())
+        return proxy.token_limit * (turns + proxy.max_tool_turns * bool(self.toolbox.tools))
 
     def close(self) -> None:
         """End env workers, and what the engine started; may be called twice."""
@@ -239,7 +235,7 @@ class AgentTrainer(Closing):
     # --- the loop
     def train(self) -> Iterator[dict[str, Any]]:
         """Run to the end, yielding one row of metrics an iteration (row 0 is the start); resumes if asked to."""
-        if self.config.resume and not self.processes.together(self.records.only_begun)[0]:
+        if self.config.resume and not self.processes.all_gather(self.records.only_begun)[0]:
             yield from self._resume()
         else:
             with threads(self.config.engine.threads):
@@ -278,6 +274,9 @@ class AgentTrainer(Closing):
         if not self._may_end_after(iteration + 1):
             self._collector.prepare(iteration + 1, config.agent_proxy.sampling())
         row: dict[str, Any] = {"iteration": iteration + 1, **rollout_metrics(trajectories), **rollouts}
+        row |= signal_metrics(trajectories, learned, config)
+        for group, rate in zip(self.optimizer.param_groups, config.algorithm.rates, strict=False):
+            group["lr"] = decayed(rate, config.algorithm.lr_schedule, iteration / config.trainer.iterations)
         self._doing = f"iteration {iteration + 1}, learning from {len(learned)} episodes", None
         with deterministic(self._deterministic):
             learning, samples = self._learn(trajectories, learned, share, iteration)
@@ -287,12 +286,9 @@ class AgentTrainer(Closing):
             row["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         self._rejected = rejected_answer(trajectories, self.train_envs.roles)
         tokens = sum(t.n_tokens for t in trajectories)
-        self.progress = Progress(
-            iteration + 1,
-            self.progress.best_success,
-            self.progress.episodes + len(trajectories),
-            self.progress.tokens + tokens,
-        )
+        done = self.progress
+        episodes, tokens = done.episodes + len(trajectories), done.tokens + tokens
+        self.progress = Progress(iteration + 1, done.best_success, episodes, tokens)
         row |= {"episodes": self.progress.episodes, "tokens": self.progress.tokens}
         written = sum(t.n_tokens for t in trajectories if t not in self._collector.collector.journal)
         row |= iteration_times(row, rollout_seconds, time.perf_counter() - clock, written)
@@ -316,26 +312,23 @@ class AgentTrainer(Closing):
     def _learn(
         self, trajectories: list[Trajectory], learned: list[Trajectory], share: float, iteration: int
     ) -> tuple[dict[str, float], list[Sample]]:
-        """Advantages of the groups to learn from, and one update from them; its metrics, and what it read."""
-        config, samples = self.config, []
-        row = signal_metrics(trajectories, learned, config)
-        set_rates(self.optimizer, config.algorithm, iteration, config.trainer.iterations)
-        if learned:
-            samples = prepare_samples(learned, self._learner)
-            if share < 1 and config.algorithm.filter_groups.scale_by_share:
-                samples = scaled(samples, share)
+        """One update from the groups to learn from; its metrics, and the samples that it read."""
+        config, learner = self.config, self._learner
+        row: dict[str, float] = {}
+        samples = prepare_samples(learned, learner)
+        if share < 1 and config.algorithm.filter_groups.scale_by_share:
+            samples = scaled(samples, share)
         if samples:
-            row |= update(self._learner, samples, iteration, entropy=sampled_entropy(trajectories))
+            row = update(learner, samples, iteration, entropy=sampled_entropy(trajectories))
         if config.warmup.rehearsal and iteration >= config.algorithm.critic.warmup:
-            row |= rehearse(
-                self._learner, trajectories, self.train_envs.roles, self._prompter, config.agent_proxy.sampling(),
-                config.warmup.rehearsal, iteration,
-            )  # fmt: skip
+            sampling, weight = config.agent_proxy.sampling(), config.warmup.rehearsal
+            roles = self.train_envs.roles
+            row |= rehearse(learner, trajectories, roles, self._prompter, sampling, weight, iteration)
         return row, samples
 
     # --- beginnings and ends
     def _start(self) -> dict[str, Any]:
-        self.processes.together(self.records.begin)
+        self.processes.all_gather(self.records.begin)
         self.toolbox.keep(self.records.folder.path)
         self._doing = "a probe of the model's answers", self._collector
         steps, probed = warmup_steps(self.config, self._collector, self.train_envs.roles)
@@ -343,18 +336,8 @@ class AgentTrainer(Closing):
         self._doing = f"warm-up, 0 of {steps} steps", None
         if self._reference is not None and self.config.algorithm.kl.anchor == "start":
             self._reference.keep(self.policy)
-        config = replace(self.config, warmup=replace(self.config.warmup, steps=steps))
-        warming = warmed_up(
-            config,
-            self.policy,
-            self.train_envs.roles,
-            self.processes,
-            self._failures,
-            self._prompter,
-            self.toolbox,
-        )
         with deterministic(self._deterministic):
-            for done, loss in enumerate(warming, start=1):
+            for done, loss in enumerate(self._warm_up(steps) if steps else (), start=1):
                 self._doing = f"warm-up, {done} of {steps} steps", None
                 row["warmup_loss"] = loss
         self.processes.share_weights(self.policy.module.state_dict().values())
@@ -372,9 +355,22 @@ class AgentTrainer(Closing):
         self._save(best=True)
         return row
 
+    def _warm_up(self, steps: int) -> Iterator[float]:
+        config, roles = self.config, self.train_envs.roles
+        kinds = {tag: config.custom_envs[tag] for tag in roles}
+        makers = {tag: resolve_text(kind.env_type, kind.env_config) for tag, kind in kinds.items()}
+        return warm_up(
+            self.policy, makers, roles, self._prompter, replace(config.warmup, steps=steps),
+            config.algorithm.micro_batch_tokens, config.seed, vector=host_of(config), failures=self._failures,
+            sampling=config.agent_proxy.sampling(), toolbox=self.toolbox, batching=config.algorithm.batching,
+            processes=self.processes,
+        )  # fmt: skip
+
     def _resume(self) -> Iterator[dict[str, Any]]:
         folder = self.records.folder.path / "checkpoints"  # the first process puts it in order for all
-        newest = self.processes.together(lambda: newest_checkpoint(folder) if self.processes.first else None)
+        newest = self.processes.all_gather(
+            lambda: newest_checkpoint(folder) if self.processes.first else None
+        )
         assert newest[0] is not None
         self.progress = load_checkpoint(
             newest[0], self.policy, self.critic, self.optimizer, self._settings, self.config.rates
@@ -384,7 +380,7 @@ class AgentTrainer(Closing):
         self._sync.changed()
         if self._reference is not None:
             self._reference.load()
-        rows = self.processes.together(lambda: self.records.go_on(self.progress.iteration))[0]
+        rows = self.processes.all_gather(lambda: self.records.go_on(self.progress.iteration))[0]
         self._keep_episodes()
         last = rows[-1] if rows else {}
         at_end = last.get("iteration") == self.progress.iteration  # else its row was lost: the best is known
@@ -408,7 +404,7 @@ class AgentTrainer(Closing):
         networks = (self.policy, self.critic, self.optimizer)
         self._doing = "writing a checkpoint", None
         save = partial(self.records.save, *networks, self.progress, self._settings, self.processes, best=best)
-        self.processes.together(save)
+        self.processes.all_gather(save)
         self._journal.begin_anew()
 
     def _make_collector(self, which: Literal["train", "val"], seed: int) -> SharedCollector:
@@ -416,15 +412,8 @@ class AgentTrainer(Closing):
         judged: dict[str, Any] = {"failures": self._failures, "judge": self._judge}
         collector: ParallelRolloutManager | TrajectoryCollector
         if proxy.use_parallel_rollout:
-            collector = ParallelRolloutManager(
-                config,
-                self.sampler,
-                side=which,
-                seed=seed,
-                sessions=sessions_of,
-                tools=self.toolbox,
-                **judged,
-            )
+            judged |= {"sessions": sessions_of, "tools": self.toolbox}
+            collector = ParallelRolloutManager(config, self.sampler, side=which, seed=seed, **judged)
         else:
             side = self.train_envs if which == "train" else self.val_envs
             roles = make_roles(config.custom_envs, side.tags, proxy.max_turn)
@@ -441,32 +430,3 @@ class AgentTrainer(Closing):
         with self.policy.whole() if shards else nullcontext():  # type: ignore[attr-defined]
             self._sync.carry()
             yield
-
-
-def token_budget(config: AgentConfig, tags: Sequence[str], *, with_tools: bool) -> int:
-    """Tokens that the model may write in a sample: in a turn, or in append mode in an episode of the longest env.
-
-    Turns with calls of tools come before.
-    """
-    proxy, turns = config.agent_proxy, 1
-    if proxy.prompt.mode == "append":
-        turns = max(role.max_turns for role in make_roles(config.custom_envs, tags, proxy.max_turn).values())
-    return proxy.token_limit * (turns + proxy.max_tool_turns * with_tools)
-
-
-def warmed_up(
-    config: AgentConfig, policy: Policy, roles: dict[str, Role], processes: Processes, failures: FailureLog,
-    prompter: Prompter, toolbox: Toolbox,
-) -> Iterator[float]:  # fmt: skip
-    """The supervised steps of a config, which every process takes; yields the loss of each."""
-    if not config.warmup.steps:
-        return
-    kinds = {tag: config.custom_envs[tag] for tag in roles}
-    makers = {tag: resolve_text(kind.env_type, kind.env_config) for tag, kind in kinds.items()}
-    tokens = config.algorithm.micro_batch_tokens
-    share = 1 / processes.count if processes.sharded else 1.0
-    vector = host_of(config)
-    yield from warm_up(
-        policy, makers, roles, prompter, config.warmup, tokens, config.seed, share, vector, failures,
-        config.agent_proxy.sampling(), toolbox, config.algorithm.batching,
-    )  # fmt: skip

@@ -9,32 +9,18 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.core.data import Trajectory
-from shoal.core.errors import ConfigError, DivergedError
+from shoal.core.errors import ConfigError
 from shoal.core.seeding import derive_seed, stream
-from shoal.train.agent.advantages import Array, critic_advantages, teacher_advantages, turn_advantages
-from shoal.train.agent.batch import (
-    Column,
-    MicroBatch,
-    Sample,
-    make_samples,
-    micro_batches,
-    split_tokens,
-    token_values,
-    turns_in_samples,
-    was_cut,
-)
-from shoal.train.agent.config import AgentProxy, Algorithm
-from shoal.train.agent.distributed import ALONE, Processes
-from shoal.train.agent.losses import (
+from shoal.train.agent.algorithms.advantages import critic_advantages, teacher_advantages, turn_advantages
+from shoal.train.agent.algorithms.losses import (
     Tokens,
     aggregation_weights,
     entropy_bonus,
@@ -44,89 +30,12 @@ from shoal.train.agent.losses import (
     rollout_correction,
     value_loss,
 )
-from shoal.train.agent.policy import Critic, Policy, autocast, score, training_mode
-from shoal.train.optimizers import AdamW
-
-LOWER = (
-    "Go on from the last checkpoint with a lower learning rate (resume=true algorithm.learning_rate=…), or begin anew "
-    "in another run_dir"
-)
-"""The remedy for a run that diverged."""
-
-
-class MasterAdamW(AdamW):
-    """AdamW that steps float32 masters of parameters with fewer bits, and rounds them into the network after.
-
-    A small step is lost when it is added to a bfloat16 weight; in the master it adds up with the next ones. Float32
-    parameters are their own masters.
-
-    Args:
-        groups: as of `torch.optim.AdamW`, each with `params` and `lr`.
-        weight_decay: of all groups.
-    """
-
-    def __init__(self, groups: Sequence[dict[str, Any]], weight_decay: float = 0.0) -> None:
-        self._rounded: list[tuple[Tensor, nn.Parameter]] = []  # parameter of the network, its master
-        mastered = [{**group, "params": [self._master(p) for p in group["params"]]} for group in groups]
-        super().__init__(mastered, weight_decay=weight_decay, fused=True)
-
-    def _master(self, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter.dtype in (torch.float32, torch.float64):
-            return parameter
-        master = nn.Parameter(parameter.detach().float())
-        self._rounded.append((parameter, master))
-        return master
-
-    @torch.no_grad()
-    def take_weights(self) -> None:
-        """Begin anew from the network's weights, which something else has set."""
-        for parameter, master in self._rounded:
-            master.copy_(parameter)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
-        super().zero_grad(set_to_none)
-        for parameter, _ in self._rounded:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Add the network's gradients to the masters', in float32: call it after each backward pass.
-
-        Left in the network, those of several passes would be summed, and rounded, in as few bits as its weights have.
-        """
-        for parameter, master in self._rounded:
-            if parameter.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad += parameter.grad
-            parameter.grad = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Step the masters by the network's gradients, and round them into the network."""
-        self.take_gradients()
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        result = super().step(closure)
-        # the fused kernel leaves versions as they are, by which samplers know that what they kept is out of date
-        torch.autograd.graph.increment_version([p for p in stepped if not hasattr(p, "full_tensor")])
-        for parameter, master in self._rounded:
-            parameter.copy_(master)
-            master.grad = None
-        return result
-
-    @property
-    def stepped(self) -> list[list[nn.Parameter]]:
-        """By group, what is stepped and has the gradients: masters, and parameters that need none."""
-        return [group["params"] for group in self.param_groups]
-
-    def masters(self) -> dict[str, Tensor]:
-        """Those that are no parameters of the network themselves, as `<number of the parameter>.master`."""
-        own = {id(master) for _, master in self._rounded}
-        every = [parameter for group in self.param_groups for parameter in group["params"]]
-        return {f"{i}.master": master.detach() for i, master in enumerate(every) if id(master) in own}
+from shoal.train.agent.batch.packing import MicroBatch, micro_batches, token_values
+from shoal.train.agent.batch.samples import Column, Floats, Sample, by_sample, by_turn, make_samples, was_cut
+from shoal.train.agent.config import AgentProxy, Algorithm
+from shoal.train.agent.optimizer import MasterAdamW, shorten
+from shoal.train.agent.policies.policy import Critic, Policy, autocast, score, training_mode
+from shoal.train.agent.processes.distributed import ALONE, Processes
 
 
 @dataclass
@@ -149,8 +58,11 @@ class Learner:
     """Tokens that a sample may have, for `algorithm.loss_constant=budget`."""
     log_entropy: bool = True
     """Compute the entropy also where it is not trained."""
-    entropy_coef: float | None = None
-    """Of this update; that of `algorithm` if not given."""
+
+    @property
+    def device(self) -> str:
+        """Where the policy's network is."""
+        return str(next(self.policy.module.parameters()).device)
 
 
 @dataclass
@@ -172,7 +84,7 @@ class Totals:
 
     def over(self, processes: Processes) -> Totals:
         """Those of all processes; what every one of them counted alike is not counted again."""
-        everyone = processes.together(lambda: self)
+        everyone = processes.all_gather(lambda: self)
         added = {item.name for item in fields(self)} - {"largest_gap", "grad_norm", "steps"}
         summed = {name: sum(getattr(one, name) for one in everyone) for name in added}
         return replace(self, largest_gap=max(one.largest_gap for one in everyone), **summed)
@@ -182,227 +94,23 @@ class Totals:
     ) -> dict[str, float]:
         """Means a token, and means a step for loss and gradient, of what was trained: `policy`, `critic` or both."""
         tokens, steps = max(self.tokens, 1), max(self.steps, 1)
+        row: dict[str, float] = {"gradient_steps": self.steps, "trained_tokens": self.tokens}
+        if critic or not policy:
+            row["value_loss"] = self.value_loss / tokens
         if not policy:
-            counts = {"gradient_steps": self.steps, "trained_tokens": self.tokens}
-            return {"value_loss": self.value_loss / tokens, **counts}
-        row = {
-            "loss": self.loss / steps,
-            "entropy": self.entropy / tokens,
-            "clip_fraction": self.clipped / tokens,
-            "kl_to_rollout": self.kl / tokens,
-            "logprob_gap_max": self.largest_gap,
-            "grad_norm": self.grad_norm / steps,
-            "gradient_steps": self.steps,
-            "trained_tokens": self.tokens,
-        }
-        if not entropy:
-            del row["entropy"]
+            return row
+        row["loss"] = self.loss / steps
+        row["clip_fraction"] = self.clipped / tokens
+        row["kl_to_rollout"] = self.kl / tokens
+        row["logprob_gap_max"] = self.largest_gap
+        row["grad_norm"] = self.grad_norm / steps
+        if entropy:
+            row["entropy"] = self.entropy / tokens
         if config.kl.coef:
             row["kl_to_reference"] = self.kl_to_reference / tokens
-        if critic:
-            row["value_loss"] = self.value_loss / tokens
         if config.rollout_correction.method != "none":
             row["rollout_correction_mean"] = self.correction / tokens
         return row
-
-
-def update(
-    learner: Learner,
-    samples: Sequence[Sample],
-    iteration: int,
-    *,
-    entropy: float | None = None,
-) -> dict[str, float]:
-    """Train on samples; the order of minibatches depends on (seed, iteration, epoch) alone.
-
-    Several processes give the same samples and each work on a part of every minibatch. In the first
-    `algorithm.critic.warmup` iterations the critic learns alone, and the policy stays exactly as it is. Where nothing
-    pulls (no advantage, critic, KL penalty or entropy bonus), nothing is computed.
-
-    Args:
-        learner: what is trained.
-        samples: of `prepare_samples`.
-        iteration: names the order of minibatches.
-        entropy: nats a token of the answers that were played, for `algorithm.entropy_target`; None leaves
-            `algorithm.entropy_coef` as it is.
-
-    Returns:
-        Metrics of the update, see `docs/metrics.md`.
-    """
-    algorithm, seed, rank = learner.algorithm, learner.seed, learner.processes.rank
-    totals, learns_policy = Totals(), iteration >= algorithm.critic.warmup
-    has_signal = any(sample.columns["advantages"].any() for sample in samples)
-    coef = bonus_of(algorithm, entropy, has_signal)
-    if learner.critic is not None and algorithm.critic.shrink_bonus:
-        coef *= min(1.0, float(np.concatenate([sample.columns["advantages"] for sample in samples]).std()))
-    pulls = algorithm.kl.coef and algorithm.kl.place == "loss"
-    if not (has_signal or coef or pulls or learner.critic is not None):
-        return {"gradient_steps": 0, "trained_tokens": 0}
-    if coef != algorithm.entropy_coef:
-        learner = replace(learner, entropy_coef=coef)
-    noise = None
-    if (
-        algorithm.policy_loss == "likelihood"
-    ):  # the other losses compare log-probabilities with those of the rollout
-        noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
-    models = [learner.policy.module, *([] if learner.critic is None else [learner.critic.model])]
-    with contextlib.ExitStack() as modes:
-        for model in models:
-            modes.enter_context(training_mode(model, algorithm.gradient_checkpointing, noise))
-        for epoch in range(algorithm.epochs):
-            order = stream(seed, "minibatch", iteration, epoch).permutation(len(samples))
-            for part in minibatches(order, algorithm.minibatch_size or len(order)):
-                gradient_step(learner, [samples[i] for i in part], totals, learns_policy)
-    summed = totals.over(learner.processes)
-    critic, tells_entropy = learner.critic is not None, learner.log_entropy or bool(coef)
-    row = summed.metrics(algorithm, policy=learns_policy, critic=critic, entropy=tells_entropy)
-    if algorithm.entropy_coef and learns_policy:
-        row["entropy_bonus"] = coef
-    return row
-
-
-def bonus_of(algorithm: Algorithm, entropy: float | None, has_signal: bool = True) -> float:
-    """The coefficient of the entropy bonus in an update, see `entropy_bonus`.
-
-    Without a target there is none where no rewards differ: alone it would make the policy ever more random.
-    """
-    if entropy is None or algorithm.entropy_target is None:
-        return algorithm.entropy_coef if has_signal else 0.0
-    return entropy_bonus(algorithm.entropy_coef, entropy, algorithm.entropy_target)
-
-
-def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Nats a token, estimated by the log-probabilities of all tokens that were sampled; 0 where there are none."""
-    logprobs = [logprob for t in trajectories for call in t.calls for logprob in call.logprobs]
-    return -math.fsum(logprobs) / max(1, len(logprobs))
-
-
-def minibatches(order: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
-    """`order` cut into as few parts of at most `size` as possible, of nearly equal length.
-
-    Each part makes one step of the optimizer, so a short rest would count as much as all others.
-
-    >>> [len(part) for part in minibatches(np.arange(257), 128)]
-    [86, 86, 85]
-    """
-    return np.array_split(order, math.ceil(len(order) / size))
-
-
-def gradient_step(
-    learner: Learner, minibatch: Sequence[Sample], totals: Totals, learns_policy: bool = True
-) -> None:
-    """One step of the optimizer; the weights of all tokens of the minibatch sum to 1, over all processes.
-
-    Raises:
-        DivergedError: a gradient is NaN or infinite; the weights are those from before this step.
-    """
-    policy, critic, config, processes = learner.policy, learner.critic, learner.algorithm, learner.processes
-    lengths = [len(sample.places) for sample in minibatch]
-    budget = learner.token_budget if config.loss_constant == "budget" else config.loss_constant
-    weights = aggregation_weights(lengths, config.loss_aggregation, budget)
-    weighted = [s.with_column("weights", w) for s, w in zip(minibatch, weights, strict=True)]
-    learner.optimizer.zero_grad(set_to_none=True)
-    device = str(next(policy.module.parameters()).device)
-    own = [weighted[i] for i in processes.parts([len(sample.ids) for sample in weighted])[processes.rank]]
-    size, shared = config.micro_batch_tokens, policy.shares_prefixes
-    micros = list(micro_batches(own, size, policy.pad_id, device, config.batching, shared))
-    for micro in processes.in_step(micros):
-        counted = totals
-        if micro is None:  # others still have some, and need this one's shards: a pass that counts nothing
-            shortest = min(weighted, key=lambda sample: len(sample.ids))
-            shortest = shortest.with_column("weights", np.zeros(len(shortest.places), np.float32))
-            micro, counted = next(micro_batches([shortest], size, policy.pad_id, device)), Totals(steps=1)
-        if learns_policy:
-            temperature, log_entropy = learner.proxy.temperature, learner.log_entropy
-            loss = token_loss(policy, micro, config, temperature, counted, log_entropy, learner.entropy_coef)
-            if critic is not None:
-                loss = loss + critic_loss(critic, micro, config, counted)
-        else:
-            assert critic is not None
-            loss = critic_loss(critic, micro, config, counted)
-            counted.tokens += len(micro.samples)
-        loss.backward()  # type: ignore[no-untyped-call]
-        learner.optimizer.take_gradients()
-    of_policy, *of_critic = learner.optimizer.stepped
-    summed = of_policy if learns_policy else []
-    processes.sum_gradients([*summed, *(p for group in of_critic for p in group)])
-    if learns_policy:
-        totals.grad_norm += shorten(of_policy, config.max_grad_norm, "policy")
-    for group in of_critic:
-        shorten(group, config.max_grad_norm, "critic")
-    totals.steps += 1
-    learner.optimizer.step()
-
-
-def shorten(parameters: Sequence[nn.Parameter], limit: float | None, of: str) -> float:
-    """The norm of a gradient, which is no longer than `limit` after; 0 and None are no limit.
-
-    Raises:
-        DivergedError: it is NaN or infinite; no step was made with it.
-    """
-    norm = nn.utils.clip_grad_norm_(parameters, limit or math.inf)
-    size = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # the former of shards
-    if not math.isfinite(size):
-        raise DivergedError(
-            f"the gradient of the {of} is {size} (its norm): training diverged, and the weights are those from before "
-            f"it. {LOWER}"
-        )
-    return size
-
-
-def token_loss(
-    policy: Policy,
-    micro: MicroBatch,
-    config: Algorithm,
-    temperature: float,
-    totals: Totals,
-    log_entropy: bool = True,
-    entropy_coef: float | None = None,
-) -> Tensor:
-    """The weighted sum of the policy's loss over a micro-batch; adds to `totals`, the entropy if it is logged."""
-    coef = config.entropy_coef if entropy_coef is None else entropy_coef
-    how: Literal["none", "reported", "trained"] = "trained" if coef else "reported" if log_entropy else "none"
-    logprobs, entropy = score(policy, micro, temperature, config.precision, how)
-    columns = micro.columns
-    tokens = Tokens(logprobs, columns["old_logprobs"], columns["advantages"], micro.samples)
-    losses, clipped = policy_losses(tokens, config)
-    if "correction" in columns:
-        losses = losses * columns["correction"]
-        totals.correction += float(columns["correction"].sum())
-    if coef and entropy is not None:
-        losses = losses - coef * entropy
-    if config.kl.coef:
-        reference = columns["reference_logprobs"]
-        if config.kl.place == "loss":
-            losses = losses + config.kl.coef * kl_penalty(logprobs, reference, config.kl.estimator)
-        totals.kl_to_reference += float(
-            kl_penalty(logprobs.detach(), reference, "k3").sum()
-        )  # whose mean is the KL
-    loss = (losses * columns["weights"]).sum()
-    with torch.no_grad():
-        gap = logprobs - columns["old_logprobs"]
-        ratio = ratio_of(gap)
-        totals.tokens += len(micro.samples)
-        totals.loss += float(loss)
-        totals.logprob += float(logprobs.sum())
-        if entropy is not None:
-            totals.entropy += float(entropy.sum())
-        totals.clipped += float(clipped.sum())
-        totals.kl += float((ratio - 1 - gap).sum())
-        if totals.steps == 0:
-            rollout_gap = logprobs - columns["rollout_logprobs"]
-            totals.largest_gap = max(totals.largest_gap, float(rollout_gap.abs().max()))
-    return loss
-
-
-def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: Totals) -> Tensor:
-    """The weighted sum of the critic's loss over a micro-batch."""
-    with autocast(critic.model, config.precision):
-        values = critic(micro.ids, micro.lengths, micro.where, micro.begins)
-    columns = micro.columns
-    losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
-    totals.value_loss += float(losses.detach().sum())
-    return (losses * columns["weights"]).sum()
 
 
 # --- what an update reads
@@ -412,58 +120,83 @@ def prepare_samples(trajectories: Sequence[Trajectory], learner: Learner) -> lis
     Networks are asked about each sample by one of the processes; all of them get all samples. With
     `algorithm.overlong_filter`, episodes in which a response was cut off count in advantages and give no samples.
     """
-    algorithm, proxy, policy = learner.algorithm, learner.proxy, learner.policy
-    of_trajectories = [make_samples(trajectory) for trajectory in trajectories]
-    samples = [sample for of_trajectory in of_trajectories for sample in of_trajectory]
+    algorithm, proxy = learner.algorithm, learner.proxy
+    owners = [(trajectory, sample) for trajectory in trajectories for sample in make_samples(trajectory)]
+    samples = [sample for _, sample in owners]
     if not samples:
         return []
-    columns: dict[Column, Sequence[np.ndarray]] = {}
-    old: Sequence[np.ndarray] = [sample.columns["rollout_logprobs"] for sample in samples]
+    sampled = [sample.columns["rollout_logprobs"] for sample in samples]
+    columns: dict[Column, Sequence[Floats]] = {"old_logprobs": sampled}
     if algorithm.rollout_correction.method != "none":
-        sampled, old = old, _ask(policy, samples, learner)
-        pairs = zip(map(torch.from_numpy, old), map(torch.from_numpy, sampled), strict=True)
-        wanted = algorithm.rollout_correction
-        also: dict[str, Any] = {"level": wanted.level, "floor": wanted.floor}
-        columns["correction"] = [
-            rollout_correction(o, s, wanted.cap, wanted.method, **also).numpy() for o, s in pairs
-        ]
-    columns["old_logprobs"] = old
-    penalties = None
+        columns["old_logprobs"] = old = _ask(learner.policy, samples, learner)
+        columns["correction"] = [_correction(algorithm, *pair) for pair in zip(old, sampled, strict=True)]
+    penalties = None  # what each token costs
     if learner.reference is not None:
-        columns["reference_logprobs"] = _ask(learner.reference, samples, learner)
+        columns["reference_logprobs"] = held = _ask(learner.reference, samples, learner)
         if algorithm.kl.place == "reward":
-            kls = map(partial(_kl, algorithm), old, columns["reference_logprobs"])
-            penalties = _by_turn(trajectories, [algorithm.kl.coef * kl for kl in kls])
+            pairs = zip(columns["old_logprobs"], held, strict=True)
+            penalties = by_turn(trajectories, [algorithm.kl.coef * _kl(algorithm, *pair) for pair in pairs])
     if learner.critic is not None:
         columns["values"] = values = _ask(learner.critic, samples, learner)
-        of_turns = _by_turn(trajectories, values)
-        nested, targets = critic_advantages(trajectories, of_turns, algorithm, proxy, penalties)
-        columns["returns"] = split_tokens(samples, _flatten(trajectories, targets))
-        advantages = _flatten(trajectories, nested)
+        of_turns = by_turn(trajectories, values)
+        advantages, returns = critic_advantages(trajectories, of_turns, algorithm, proxy, penalties)
+        columns["returns"] = by_sample(trajectories, samples, returns)
     elif learner.teacher is not None:
-        known = _by_turn(trajectories, old)
-        of_teacher = _by_turn(trajectories, _ask(learner.teacher, samples, learner))
-        advantages = _flatten(trajectories, teacher_advantages(known, of_teacher, algorithm))
+        known = by_turn(trajectories, columns["old_logprobs"])
+        of_teacher = by_turn(trajectories, _ask(learner.teacher, samples, learner))
+        advantages = teacher_advantages(known, of_teacher, algorithm)
     else:
-        given = turn_advantages(trajectories, algorithm, proxy, penalties)
-        # one number of a turn is that of each token of its response
-        of_tokens = [
-            [np.broadcast_to(one, (length,)) for one, length in zip(own, t.response_lengths, strict=True)]
-            for t, own in zip(trajectories, given, strict=True)
-        ]
-        advantages = _flatten(trajectories, of_tokens)
-    columns["advantages"] = split_tokens(samples, advantages)
+        advantages = turn_advantages(trajectories, algorithm, proxy, penalties)
+    columns["advantages"] = by_sample(trajectories, samples, advantages)
     for name, of_samples in columns.items():
         samples = [s.with_column(name, column) for s, column in zip(samples, of_samples, strict=True)]
     if not algorithm.overlong_filter:
         return samples
-    cut = [was_cut(t) for t, own in zip(trajectories, of_trajectories, strict=True) for _ in own]
-    return [sample for sample, left_out in zip(samples, cut, strict=True) if not left_out]
+    return [s for s, (trajectory, _) in zip(samples, owners, strict=True) if not was_cut(trajectory)]
 
 
-def _kl(algorithm: Algorithm, logprobs: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """What the estimator of the config says of the tokens of a sample."""
-    return kl_penalty(torch.from_numpy(logprobs), torch.from_numpy(reference), algorithm.kl.estimator).numpy()
+def _correction(algorithm: Algorithm, old: Floats, sampled: Floats) -> Floats:
+    wanted, pair = algorithm.rollout_correction, (torch.from_numpy(old), torch.from_numpy(sampled))
+    weights = rollout_correction(*pair, wanted.cap, wanted.method, level=wanted.level, floor=wanted.floor)
+    return weights.numpy()  # type: ignore[no-any-return]
+
+
+def _kl(algorithm: Algorithm, logprobs: Floats, reference: Floats) -> Floats:
+    pair = torch.from_numpy(logprobs), torch.from_numpy(reference)
+    return kl_penalty(*pair, algorithm.kl.estimator).numpy()  # type: ignore[no-any-return]
+
+
+def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> list[Floats]:
+    """One number a trained token of each sample: a critic's values, or log-probabilities.
+
+    Raises:
+        ConfigError: a sample is longer than a teacher can read.
+    """
+    algorithm, policy, processes = learner.algorithm, learner.policy, learner.processes
+    shortest = min(samples, key=lambda sample: len(sample.ids))
+    # a critic has the policy's shape, a teacher its own
+    read = policy if isinstance(network, Critic) else network
+    longest = max(len(sample.ids) for sample in samples)
+    if read.context is not None and longest > read.context:
+        raise ConfigError(
+            f"an episode has {longest} tokens together, and the {'teacher' if read is learner.teacher else 'policy'} "
+            f"reads at most {read.context}: give one with a longer context"
+        )
+
+    def compute(micro: MicroBatch) -> Tensor:
+        if isinstance(network, Critic):
+            with autocast(network.model, algorithm.precision):
+                return network(micro.ids, micro.lengths, micro.where, micro.starts)  # type: ignore[no-any-return]
+        return score(network, micro, learner.proxy.temperature, algorithm.precision).logprobs
+
+    def of(numbers: list[int]) -> list[Floats]:
+        own, size = [samples[i] for i in numbers], algorithm.micro_batch_tokens
+        layout = (algorithm.batching, read.shares_prefixes)
+        return token_values(
+            own, compute, size, policy.pad_id, learner.device, *layout, processes.even_out, shortest
+        )
+
+    return processes.share_out([len(sample.ids) for sample in samples], of)
 
 
 def scaled(samples: Sequence[Sample], factor: float) -> list[Sample]:
@@ -484,64 +217,195 @@ def advantages_of(
     """
     overlong = learner.algorithm.overlong_filter
     trained = [t for t in learned if samples and not (overlong and was_cut(t))]
-    nested = _by_turn(trained, [sample.columns["advantages"] for sample in samples])
+    nested = by_turn(trained, [sample.columns["advantages"] for sample in samples])
     shortest = [[list(map(float, turn.astype("float32").astype("U"))) for turn in turns] for turns in nested]
     found = {id(t): turns for t, turns in zip(trained, shortest, strict=True)}
     return [found.get(id(t)) for t in played]
 
 
-def _ask(network: Policy | Critic, samples: list[Sample], learner: Learner) -> list[np.ndarray]:
-    """One number a trained token of each sample: a critic's values, or log-probabilities.
+# --- the update
+def update(
+    learner: Learner, samples: Sequence[Sample], iteration: int, *, entropy: float | None = None
+) -> dict[str, float]:
+    """Train on samples; the order of minibatches depends on (seed, iteration, epoch) alone.
+
+    Several processes give the same samples and each work on a part of every minibatch. In the first
+    `algorithm.critic.warmup` iterations the critic learns alone, and the policy stays exactly as it is. Where nothing
+    pulls (no advantage, critic, KL penalty or entropy bonus), nothing is computed.
+
+    Args:
+        learner: what is trained.
+        samples: of `prepare_samples`.
+        iteration: names the order of minibatches.
+        entropy: nats a token of the answers that were played, for `algorithm.entropy_target`; None leaves
+            `algorithm.entropy_coef` as it is.
+
+    Returns:
+        Metrics of the update, see `docs/metrics.md`.
+    """
+    algorithm, seed, rank = learner.algorithm, learner.seed, learner.processes.rank
+    totals, learns_policy = Totals(), iteration >= algorithm.critic.warmup
+    has_signal = any(sample.columns["advantages"].any() for sample in samples)
+    coef = _entropy_coef(learner, samples, entropy, has_signal)
+    pulls = algorithm.kl.coef and algorithm.kl.place == "loss"
+    if not (has_signal or coef or pulls or learner.critic is not None):
+        return {"gradient_steps": 0, "trained_tokens": 0}
+    if coef != algorithm.entropy_coef:
+        learner = replace(learner, algorithm=replace(algorithm, entropy_coef=coef))
+    noise = None  # the losses with ratios compare log-probabilities with those of the rollout
+    if algorithm.policy_loss == "likelihood":
+        noise = derive_seed(seed, "dropout", iteration, *([rank] if rank else []))
+    models = [learner.policy.module, *([] if learner.critic is None else [learner.critic.model])]
+    with contextlib.ExitStack() as modes:
+        for model in models:
+            modes.enter_context(training_mode(model, algorithm.gradient_checkpointing, noise))
+        for epoch in range(algorithm.epochs):
+            order = stream(seed, "minibatch", iteration, epoch).permutation(len(samples))
+            for part in minibatches(order, algorithm.minibatch_size or len(order)):
+                gradient_step(learner, [samples[i] for i in part], totals, learns_policy)
+    critic, tells_entropy = learner.critic is not None, learner.log_entropy or bool(coef)
+    summed = totals.over(learner.processes)
+    row = summed.metrics(algorithm, policy=learns_policy, critic=critic, entropy=tells_entropy)
+    if algorithm.entropy_coef and learns_policy:
+        row["entropy_bonus"] = coef
+    return row
+
+
+def _entropy_coef(
+    learner: Learner, samples: Sequence[Sample], entropy: float | None, has_signal: bool
+) -> float:
+    """The coefficient of the entropy bonus in an update.
+
+    Without a target there is none where no rewards differ: alone it would make the policy ever more random.
+    """
+    algorithm = learner.algorithm
+    coef = algorithm.entropy_coef if has_signal else 0.0
+    if entropy is not None and algorithm.entropy_target is not None:
+        coef = entropy_bonus(algorithm.entropy_coef, entropy, algorithm.entropy_target)
+    if learner.critic is not None and algorithm.critic.shrink_bonus:
+        coef *= min(1.0, float(np.concatenate([sample.columns["advantages"] for sample in samples]).std()))
+    return coef
+
+
+def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
+    """Nats a token, estimated by the log-probabilities of all tokens that were sampled; 0 where there are none."""
+    logprobs = [logprob for t in trajectories for call in t.calls for logprob in call.logprobs]
+    return -math.fsum(logprobs) / max(1, len(logprobs))
+
+
+def minibatches(order: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
+    """`order` cut into as few parts of at most `size` as possible, of nearly equal length.
+
+    Each part makes one step of the optimizer, so a short rest would count as much as all others.
+
+    >>> [len(part) for part in minibatches(np.arange(257), 128)]
+    [86, 86, 85]
+    """
+    return np.array_split(order, math.ceil(len(order) / size))
+
+
+def gradient_step(
+    learner: Learner, minibatch: Sequence[Sample], totals: Totals, learns_policy: bool = True, what: str = ""
+) -> None:
+    """One step of the optimizer; the weights of all tokens of the minibatch sum to 1, over all processes.
+
+    Args:
+        learner: what is trained.
+        minibatch: samples with the columns of `prepare_samples`.
+        totals: what the step was like is added to them.
+        learns_policy: False trains the critic alone.
+        what: names the step in an error.
 
     Raises:
-        ConfigError: a sample is longer than a teacher can read.
+        DivergedError: a gradient is NaN or infinite; the weights are those from before this step.
     """
-    algorithm, policy, processes = learner.algorithm, learner.policy, learner.processes
-    device = str(next(policy.module.parameters()).device)
-    shortest = min(samples, key=lambda sample: len(sample.ids))
-    # a critic has the policy's shape, a teacher its own
-    read = policy if isinstance(network, Critic) else network
-    longest = max(len(sample.ids) for sample in samples)
-    if read.context is not None and longest > read.context:
-        raise ConfigError(
-            f"an episode has {longest} tokens together, and the {'teacher' if read is learner.teacher else 'policy'} "
-            f"reads at most {read.context}: give one with a longer context"
-        )
-
-    def compute(micro: MicroBatch) -> Tensor:
-        if isinstance(network, Critic):
-            with autocast(network.model, algorithm.precision):
-                return network(micro.ids, micro.lengths, micro.where, micro.begins)  # type: ignore[no-any-return]
-        return score(network, micro, learner.proxy.temperature, algorithm.precision).logprobs
-
-    def of(numbers: list[int]) -> list[np.ndarray]:
-        return token_values(  # type: ignore[return-value]
-            [samples[i] for i in numbers],
-            compute,
-            algorithm.micro_batch_tokens,
-            policy.pad_id,
-            device,
-            algorithm.batching,
-            read.shares_prefixes,
-            processes.in_step,
-            shortest,
-        )
-
-    return processes.spread([len(sample.ids) for sample in samples], of)
-
-
-def _by_turn(trajectories: Sequence[Trajectory], of_samples: Sequence[np.ndarray]) -> list[list[Array]]:
-    """Values of the tokens of samples, in the order of the trajectories, cut by trajectory and turn."""
-    if not of_samples:
-        return []
-    orders = [(t.response_lengths, turns_in_samples(t)) for t in trajectories]
-    cuts = np.cumsum([lengths[turn] for lengths, order in orders for turn in order])[:-1]
-    parts = iter(np.split(np.concatenate(of_samples).astype(np.float64), cuts))
-    found = [{turn: next(parts) for turn in order} for _, order in orders]
-    return [[of_turns[turn] for turn in range(len(of_turns))] for of_turns in found]
+    policy, critic, config, processes = learner.policy, learner.critic, learner.algorithm, learner.processes
+    budget = learner.token_budget if config.loss_constant == "budget" else config.loss_constant
+    lengths = [len(sample.trained) for sample in minibatch]
+    weights = aggregation_weights(lengths, config.loss_aggregation, budget)
+    weighted = [s.with_column("weights", w) for s, w in zip(minibatch, weights, strict=True)]
+    learner.optimizer.zero_grad(set_to_none=True)
+    own = [weighted[i] for i in processes.partition([len(sample.ids) for sample in weighted])[processes.rank]]
+    size, layout = config.micro_batch_tokens, (config.batching, policy.shares_prefixes)
+    micros = list(micro_batches(own, size, policy.pad_id, learner.device, *layout))
+    for micro in processes.even_out(micros):
+        counted = totals
+        if micro is None:  # others still have some, and need this one's shards: a pass that counts nothing
+            shortest = min(weighted, key=lambda sample: len(sample.ids))
+            shortest = shortest.with_column("weights", np.zeros(len(shortest.trained), np.float32))
+            micro, counted = (
+                next(micro_batches([shortest], size, policy.pad_id, learner.device)),
+                Totals(steps=1),
+            )
+        if learns_policy:
+            loss = token_loss(policy, micro, config, learner.proxy.temperature, counted, learner.log_entropy)
+            if critic is not None:
+                loss = loss + critic_loss(critic, micro, config, counted)
+        else:
+            assert critic is not None
+            loss = critic_loss(critic, micro, config, counted)
+            counted.tokens += len(micro.samples)
+        loss.backward()  # type: ignore[no-untyped-call]
+        learner.optimizer.take_gradients()
+    of_policy, *of_critic = learner.optimizer.stepped
+    summed = of_policy if learns_policy else []
+    processes.sum_gradients([*summed, *(p for group in of_critic for p in group)])
+    if learns_policy:
+        totals.grad_norm += shorten(of_policy, config.max_grad_norm, f"policy{what}")
+    for group in of_critic:
+        shorten(group, config.max_grad_norm, "critic")
+    totals.steps += 1
+    learner.optimizer.step()
 
 
-def _flatten(trajectories: Sequence[Trajectory], nested: Sequence[Sequence[Array]]) -> np.ndarray:
-    """Values of tokens by trajectory and turn, in the order in which samples hold them."""
-    pairs = zip(trajectories, nested, strict=True)
-    return np.concatenate([turns[turn] for t, turns in pairs for turn in turns_in_samples(t)])
+def token_loss(
+    policy: Policy,
+    micro: MicroBatch,
+    config: Algorithm,
+    temperature: float,
+    totals: Totals,
+    log_entropy: bool = True,
+) -> Tensor:
+    """The weighted sum of the policy's loss over a micro-batch; adds to `totals`, the entropy if it is logged."""
+    how: Literal["none", "reported", "trained"] = "reported" if log_entropy else "none"
+    if config.entropy_coef:
+        how = "trained"
+    logprobs, entropy = score(policy, micro, temperature, config.precision, how)
+    columns = micro.columns
+    tokens = Tokens(logprobs, columns["old_logprobs"], columns["advantages"], micro.samples)
+    losses, clipped = policy_losses(tokens, config)
+    if "correction" in columns:
+        losses = losses * columns["correction"]
+        totals.correction += float(columns["correction"].sum())
+    if config.entropy_coef and entropy is not None:
+        losses = losses - config.entropy_coef * entropy
+    if config.kl.coef:
+        reference = columns["reference_logprobs"]
+        if config.kl.place == "loss":
+            losses = losses + config.kl.coef * kl_penalty(logprobs, reference, config.kl.estimator)
+        known = kl_penalty(logprobs.detach(), reference, "k3")  # whose mean is the KL
+        totals.kl_to_reference += float(known.sum())
+    loss = (losses * columns["weights"]).sum()
+    with torch.no_grad():
+        gap = logprobs - columns["old_logprobs"]
+        totals.tokens += len(micro.samples)
+        totals.loss += float(loss)
+        totals.logprob += float(logprobs.sum())
+        if entropy is not None:
+            totals.entropy += float(entropy.sum())
+        totals.clipped += float(clipped.sum())
+        totals.kl += float((ratio_of(gap) - 1 - gap).sum())
+        if totals.steps == 0:
+            rollout_gap = logprobs - columns["rollout_logprobs"]
+            totals.largest_gap = max(totals.largest_gap, float(rollout_gap.abs().max()))
+    return loss
+
+
+def critic_loss(critic: Critic, micro: MicroBatch, config: Algorithm, totals: Totals) -> Tensor:
+    """The weighted sum of the critic's loss over a micro-batch."""
+    with autocast(critic.model, config.precision):
+        values = critic(micro.ids, micro.lengths, micro.where, micro.starts)
+    columns = micro.columns
+    losses = value_loss(values, columns["values"], columns["returns"], config.critic.value_clip)
+    totals.value_loss += float(losses.detach().sum())
+    return (losses * columns["weights"]).sum()

@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 from shoal.core.configuration import from_mapping
 from shoal.core.errors import ConfigError, DataError
+from shoal.core.extensions import import_extensions
 from shoal.core.files import remove_leftovers
 from shoal.core.run_folder import RunFolder
 from shoal.core.seeding import derive_seed, stream
 from shoal.maths.noise import torch_noise
-from shoal.samplers.huggingface import read_model
+from shoal.samplers.huggingface.engine import read_model
 from shoal.splitting.processors import processor_in
 from shoal.splitting.readers import reader_of
 from shoal.splitting.splitters import SPLITTERS
-from shoal.train.agent.config import import_extensions
 from shoal.train.recorded.training import RecordedTrainer, RecordedTraining, likeliest, recorded_samples
 
 logger = logging.getLogger(__name__)

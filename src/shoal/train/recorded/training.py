@@ -25,13 +25,15 @@ from shoal.core.files import read_json, verify_folder, write_folder, write_json
 from shoal.core.seeding import stream
 from shoal.samplers.models import looks_back
 from shoal.samplers.sampler import ROUNDING
-from shoal.train.agent.advantages import group_relative
-from shoal.train.agent.batch import Batching, Column, Floats, MicroBatch, Sample, token_values
+from shoal.train.agent.algorithms.advantages import group_relative
+from shoal.train.agent.algorithms.losses import LOSSES, Aggregation
+from shoal.train.agent.batch.packing import Batching, MicroBatch, token_values
+from shoal.train.agent.batch.samples import Column, Floats, Sample
 from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty, refuse_negative, refuse_not_positive
-from shoal.train.agent.losses import LOSSES, Aggregation
-from shoal.train.agent.policy import HuggingFacePolicy, safe_batching, trained_parameters
-from shoal.train.agent.update import Learner, MasterAdamW, Totals, gradient_step, minibatches
-from shoal.train.agent.weights import fill_optimizer, optimizer_tensors
+from shoal.train.agent.optimizer import MasterAdamW, trained_parameters
+from shoal.train.agent.policies.huggingface import HuggingFacePolicy, safe_batching
+from shoal.train.agent.processes.weights import fill_optimizer, optimizer_tensors
+from shoal.train.agent.update import Learner, Totals, gradient_step, minibatches
 
 Objective = Literal["supervised", "grpo"]
 
@@ -271,7 +273,7 @@ class RecordedTrainer:
         """What must be equal for a run to go on; of the samples a sum, in their order, but for their images."""
         found = hashlib.sha256()
         for sample in self.samples:
-            for array in (np.array(sample.ids), sample.places, sample.positions, *sample.columns.values()):
+            for array in (np.array(sample.ids), sample.trained, sample.positions, *sample.columns.values()):
                 found.update(b"-" if array is None else repr(array.shape).encode() + array.tobytes())
         return {**self.config.comparable(), "seed": self.seed, "samples": found.hexdigest()}
 

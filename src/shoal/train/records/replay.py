@@ -27,6 +27,7 @@ from shoal.rollout.factory import make_roles, words_of
 from shoal.rollout.prompts import PromptConfig, Prompter
 from shoal.rollout.tools.chat import ToolChat
 from shoal.rollout.tools.toolbox import recorded_tools
+from shoal.samplers.asking import generate
 from shoal.samplers.sampler import ChatTokenizer, Completion, Request, Sampling
 from shoal.train.records.compare import Difference, difference_of, same_turn
 from shoal.train.records.read import Recording, agent_config_of, recordings_of
@@ -286,7 +287,7 @@ class Replay(Closing):
         import torch
 
         from shoal.core.files import read_json, verify_folder
-        from shoal.train.agent.policy import load_engine
+        from shoal.train.agent.policies.loading import load_engine
 
         if folder not in self._loaded:
             torch.set_num_threads(self.config.engine.threads)
@@ -347,7 +348,7 @@ class _Writer:
             return self._recorded(number)
         if self.sampler is None:
             return self._recorded(number)
-        answer = self.sampler.generate([request])[0]
+        answer = generate(self.sampler, [request])[0]
         if not isinstance(answer, Completion):
             raise EngineError(f"the sampler answered with {answer!r}")
         return answer

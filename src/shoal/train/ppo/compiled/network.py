@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,12 +75,24 @@ def kernels_available() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-def kernels_cached() -> bool:
-    """Whether compiled kernels of this version lie in numba's cache, so that the first use is quick."""
-    from shoal.train.ppo.compiled import kernels
+@contextlib.contextmanager
+def when_compiling(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` at the first kernel that numba compiles while this lasts; one from its cache is not compiled."""
+    from numba.core import event
 
-    folder = Path(kernels.update.stats.cache_path)
-    return any(folder.glob("kernels.update-*.nbi"))
+    class Told(event.Listener):  # type: ignore[misc]
+        told = False
+
+        def on_start(self, event: Any) -> None:
+            if not self.told:
+                self.told = True
+                tell()
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    with event.install_listener("numba:compile", Told()):
+        yield
 
 
 class CompiledNetwork:

@@ -1,0 +1,264 @@
+"""Samples in rows: micro-batches that go through a network at once.
+
+How samples share rows decides speed and memory, never results: attention stays within a sample, and every token's
+weight in the loss is fixed before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.train.agent.batch.samples import Column, Floats, Sample, split_tokens
+
+Batching = Literal["packed", "padded"]
+ROW = 512
+"""Tokens of a row of several samples, unless one sample is longer: attention grows with the square of a row."""
+WORTH = 0.75
+"""Share of the tokens below which prefixes are shared: rows with them need a mask, which costs time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Samples, by number, that share their first `prefix` tokens; a sample of its own has no prefix."""
+
+    members: tuple[int, ...]
+    prefix: int = 0
+
+
+Row = list[Segment]
+"""What stands behind each other in one row; a list of rows is a micro-batch."""
+
+
+def plan_rows(
+    ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int, batching: Batching, prefixes: bool
+) -> list[list[Row]]:
+    """Micro-batches of rows of segments; each sample is in exactly one segment.
+
+    Args:
+        ids: the tokens of each sample.
+        firsts: where the first trained token of each sample stands.
+        max_tokens: of a micro-batch, padding included; a segment that is longer is alone in its micro-batch.
+        batching: `padded` takes one sample a row, rows of like length together; `packed` as many a row as fit into
+            the length of the longest segment.
+        prefixes: whether the network can read samples that go on from what they share. They are shared where `packed`
+            saves a quarter of the tokens by it.
+    """
+    lengths = [len(sample) for sample in ids]
+    alone = [Segment((i,)) for i in range(len(ids))]
+    if batching == "padded":
+        by_length = sorted(alone, key=lambda segment: lengths[segment.members[0]])
+        return _cut([[segment] for segment in by_length], lengths, max_tokens)
+    segments = share_prefixes(ids, firsts, max_tokens) if prefixes else alone
+    if sum(length_of(segment, lengths) for segment in segments) > WORTH * sum(lengths):
+        segments = alone
+    return _cut(_fill_rows(segments, lengths), lengths, max_tokens)
+
+
+def share_prefixes(ids: Sequence[Sequence[int]], firsts: Sequence[int], max_tokens: int) -> list[Segment]:
+    """Pieces of neighbours in the order of the tokens that have half of their tokens in common, or more."""
+    lengths = [len(sample) for sample in ids]
+    most = min(max_tokens, max(ROW, *lengths)) if lengths else 0
+    segments: list[Segment] = []
+    for i in sorted(range(len(ids)), key=lambda i: tuple(ids[i])):
+        if segments:
+            last = segments[-1]
+            joined = Segment((*last.members, i), _prefix(last, i, ids, firsts))
+            half = 2 * joined.prefix >= max(lengths[member] for member in joined.members)
+            if joined.prefix and half and length_of(joined, lengths) <= most:
+                segments[-1] = joined
+                continue
+        segments.append(Segment((i,)))
+    return segments
+
+
+def length_of(segment: Segment, lengths: Sequence[int]) -> int:
+    """Tokens that go through the network for a segment.
+
+    >>> length_of(Segment((0, 2), prefix=3), [5, 9, 4])
+    6
+    """
+    return segment.prefix + sum(lengths[i] - segment.prefix for i in segment.members)
+
+
+def _prefix(segment: Segment, i: int, ids: Sequence[Sequence[int]], firsts: Sequence[int]) -> int:
+    """How many tokens `i` has in common with a segment, up to the token before its first trained one.
+
+    That token stands in the branch itself, because what it predicts must stand behind it in the row.
+    """
+    first = segment.members[0]
+    known = segment.prefix if len(segment.members) > 1 else firsts[first] - 1
+    limit = max(0, min(known, firsts[i] - 1))
+    ours, theirs = ids[i], ids[first]
+    if ours[:limit] == theirs[:limit]:
+        return limit
+    return next(place for place in range(limit) if ours[place] != theirs[place])
+
+
+def _fill_rows(segments: Sequence[Segment], lengths: Sequence[int]) -> list[Row]:
+    """Best-fit decreasing: each segment goes to the fullest row that has room for it."""
+    order = sorted(segments, key=lambda segment: -length_of(segment, lengths))
+    rows: list[Row] = []
+    room: list[tuple[int, int]] = []  # what is left in each row, ascending, with its number
+    for segment in order:
+        length = length_of(segment, lengths)
+        place = bisect_left(room, (length, -1))
+        if place == len(room):
+            rows.append([segment])
+            insort(room, (length_of(order[0], lengths) - length, len(rows) - 1))
+        else:
+            left, number = room.pop(place)
+            rows[number].append(segment)
+            insort(room, (left - length, number))
+    return rows
+
+
+def _cut(rows: Sequence[Row], lengths: Sequence[int], max_tokens: int) -> list[list[Row]]:
+    """Rows in order, as many at once as `max_tokens` allow, padding included."""
+    batches: list[list[Row]] = []
+    widest = 0
+    for row in rows:
+        length = sum(length_of(segment, lengths) for segment in row)
+        widest = max(widest, length)
+        if batches and (len(batches[-1]) + 1) * widest <= max_tokens:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+            widest = length
+    return batches
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows padded on the right to one length `T`; `N` tokens of it are trained, in row-major order."""
+
+    ids: Tensor  # [B, T] int64
+    lengths: Tensor  # [B] int64, without the padding
+    where: Tensor  # [B, T] bool, N of them true
+    targets: Tensor  # [N] int64
+    samples: Tensor  # [N] int64, which sample each trained token is of
+    columns: Mapping[Column, Tensor]  # [N] float32 each
+    starts: Tensor | None = None
+    """Where the sample of each token starts, `[B, T]` int64; None: each row is one sample. With prefixes `[3, B, T]`:
+    where the branch of each token starts, and the first place and end of the prefix that it continues (equal: none)."""
+    inputs: Mapping[str, Tensor] | None = None
+    """What the network reads besides, where samples have positions of their own: `position_ids [rows, B, T]` (`[B, T]`
+    of one row) and what it knows of images."""
+
+    @property
+    def read(self) -> tuple[Any, ...]:
+        """What `Policy.logits` takes."""
+        rest = () if self.inputs is None else (self.inputs,)
+        return (self.ids, self.lengths, self.where, self.starts, *rest)
+
+
+def micro_batches(
+    samples: Sequence[Sample],
+    max_tokens: int,
+    pad: int,
+    device: str,
+    batching: Batching = "padded",
+    prefixes: bool = False,
+) -> Iterator[MicroBatch]:
+    """Samples in rows, see `plan_rows`; each batch at most `max_tokens` with padding (or one segment)."""
+    for plan in _plan(samples, max_tokens, batching, prefixes):
+        yield _fill(plan, samples, pad, device)
+
+
+def _plan(samples: Sequence[Sample], max_tokens: int, batching: Batching, prefixes: bool) -> list[list[Row]]:
+    plain = all(sample.positions is None for sample in samples)  # else ids do not say all
+    firsts = [int(sample.trained[0]) for sample in samples]
+    return plan_rows([sample.ids for sample in samples], firsts, max_tokens, batching, prefixes and plain)
+
+
+def token_values(
+    samples: Sequence[Sample],
+    compute: Callable[[MicroBatch], Tensor],
+    max_tokens: int,
+    pad: int,
+    device: str,
+    batching: Batching = "padded",
+    prefixes: bool = False,
+    even_out: Callable[[list[list[Row]]], Iterable[list[Row] | None]] = list,
+    idle: Sample | None = None,
+) -> list[Floats]:
+    """`compute` over all samples without gradients: per sample one number a trained token.
+
+    Where `even_out` gives None (see `Processes.even_out`), the pass is one over `idle`, and its result is dropped.
+    """
+    found: list[Floats] = [np.empty(0, dtype=np.float32)] * len(samples)
+    with torch.no_grad():
+        for plan in even_out(_plan(samples, max_tokens, batching, prefixes)):
+            if plan is None:
+                if idle is not None:
+                    compute(_fill([[Segment((0,))]], [idle], pad, device))
+                continue
+            flat = compute(_fill(plan, samples, pad, device))
+            members = [i for row in plan for segment in row for i in segment.members]
+            parts = split_tokens([samples[i] for i in members], flat.float().cpu().numpy())
+            for i, part in zip(members, parts, strict=True):
+                found[i] = part
+    return found
+
+
+def _fill(rows: list[Row], samples: Sequence[Sample], pad: int, device: str) -> MicroBatch:
+    """Lay segments out behind each other in their rows: prefixes, and behind each its branches."""
+    sizes = [len(sample.ids) for sample in samples]
+    lengths = [sum(length_of(segment, sizes) for segment in row) for row in rows]
+    ids = np.full((len(rows), max(lengths)), pad, dtype=np.int64)
+    starts = np.tile(np.arange(max(lengths)), (len(rows), 1))  # padding sees itself alone
+    prefixes = np.zeros((2, *ids.shape), dtype=np.int64)
+    where = np.zeros(ids.shape, dtype=bool)
+    members: list[Sample] = []
+    for place, row in enumerate(rows):
+        end = 0
+        for segment in row:
+            prefix, first = end, end + segment.prefix
+            ids[place, prefix:first] = samples[segment.members[0]].ids[: segment.prefix]
+            starts[place, prefix:first] = prefix
+            end = first
+            for sample in (samples[i] for i in segment.members):
+                first, end = end, end + len(sample.ids) - segment.prefix
+                ids[place, first:end] = sample.ids[segment.prefix :]
+                starts[place, first:end] = first
+                prefixes[0, place, first:end], prefixes[1, place, first:end] = prefix, prefix + segment.prefix
+                where[place, first - segment.prefix + sample.trained] = True
+                members.append(sample)
+    columns = {
+        name: torch.from_numpy(np.concatenate([sample.columns[name] for sample in members])).to(device)
+        for name in members[0].columns
+    }
+    tokens = [len(sample.trained) for sample in members]
+    if (prefixes[1] > prefixes[0]).any():
+        starts = np.concatenate([starts[None], prefixes])
+    return MicroBatch(
+        ids=torch.from_numpy(ids).to(device),
+        lengths=torch.tensor(lengths, device=device),
+        where=torch.from_numpy(where).to(device),
+        targets=torch.from_numpy(ids[where]).to(device),
+        samples=torch.from_numpy(np.repeat(np.arange(len(members)), tokens)).to(device),
+        columns=columns,
+        starts=torch.from_numpy(starts).to(device) if len(members) > len(rows) else None,
+        inputs=None if members[0].positions is None else _inputs(rows, samples, max(lengths), device),
+    )
+
+
+def _inputs(rows: list[Row], samples: Sequence[Sample], width: int, device: str) -> dict[str, Tensor]:
+    """Positions of samples in rows, and what belongs to their images, in the same order."""
+    placed = [[samples[i] for segment in row for i in segment.members] for row in rows]
+    positions = []
+    for row in placed:
+        joined = np.concatenate([sample.positions for sample in row if sample.positions is not None], axis=1)
+        positions.append(np.pad(joined, ((0, 0), (0, width - joined.shape[1]))))
+    laid = np.stack(positions, axis=1)
+    found = {"position_ids": torch.from_numpy(laid if len(laid) > 1 else laid[0]).to(device)}
+    every = [sample.inputs for row in placed for sample in row]
+    for name in dict.fromkeys(name for inputs in every for name in inputs):
+        found[name] = torch.cat([inputs[name] for inputs in every if name in inputs]).to(device)
+    return found

@@ -1,0 +1,1 @@
+"""The networks of a run, and how their weights reach what samples."""

@@ -1,0 +1,1 @@
+"""Several processes as one run, and arithmetic that gives the same bits."""

@@ -1,0 +1,1 @@
+"""A run: playing its groups, its numbers, and what it leaves on disk."""

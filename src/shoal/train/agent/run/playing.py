@@ -1,0 +1,193 @@
+"""Playing the groups of an iteration with all processes of a run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from shoal.core.data import Trajectory
+from shoal.core.errors import DivergedError, EngineError, EnvError
+from shoal.rollout.collector import TrajectoryCollector, collect_with_signal
+from shoal.rollout.driver import RolloutReport
+from shoal.rollout.filters import discounted
+from shoal.rollout.rollouts import ParallelRolloutManager
+from shoal.samplers.sampler import NO_NUMBERS, Sampling
+from shoal.train.agent.config import AgentConfig, FilterType
+from shoal.train.agent.optimizer import LOWER
+from shoal.train.agent.processes.distributed import Processes
+
+logger = logging.getLogger(__name__)
+
+
+def play_groups(
+    collector: SharedCollector, iteration: int, config: AgentConfig
+) -> tuple[list[Trajectory], list[Trajectory], float, dict[str, float]]:
+    """Play the groups of an iteration, with dynamic sampling until enough have different rewards.
+
+    Returns:
+        All episodes; those to learn from; what share of the groups that were asked for have different rewards (1 where
+        all are learned from); metrics.
+    """
+    algorithm, settings = config.algorithm, config.algorithm.filter_groups
+    collector.take_metrics()
+    sampling, most = config.agent_proxy.sampling(), settings.max_num_gen_batches if settings.enable else 1
+    played, kept, report = collect_with_signal(
+        collector, iteration, sampling, max_batches=most, gamma=algorithm.gamma
+    )
+    refuse_all_failed(played, f"iteration {iteration + 1}")
+    if settings.max_num_gen_batches > 1 and report.with_signal < len(collector.tags):
+        logger.info("iteration %d: %s", iteration + 1, report)
+    row = report.metrics() | collector.take_metrics()
+    learned, share = [t for t in played if t.status == "ok"], 1.0
+    if settings.enable:
+        learned, share = kept, report.kept / len(collector.tags)
+    if algorithm.rollout_filter_ratio < 1:
+        learned, filtered = best_groups(
+            played, learned, algorithm.rollout_filter_ratio, algorithm.rollout_filter_type, algorithm.gamma
+        )
+        row |= filtered
+    return played, learned, share, row
+
+
+def group_scores(trajectories: Sequence[Trajectory], how: FilterType, gamma: float = 1.0) -> dict[int, float]:
+    """Per group the spread of its members' returns: population standard deviation, or maximum less mean."""
+    returns: dict[int, list[float]] = {}
+    for trajectory in trajectories:
+        if trajectory.status == "ok":
+            returns.setdefault(trajectory.group, []).append(discounted(trajectory, gamma))
+    if how == "std":
+        return {group: statistics.pstdev(values) for group, values in sorted(returns.items())}
+    return {group: max(values) - statistics.fmean(values) for group, values in sorted(returns.items())}
+
+
+def best_groups(
+    played: Sequence[Trajectory],
+    candidates: Sequence[Trajectory],
+    ratio: float,
+    how: FilterType,
+    gamma: float = 1.0,
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """Those of `candidates` that are of their best groups, as many as `ratio` of the groups played; and metrics.
+
+    Args:
+        played: all trajectories of the iteration.
+        candidates: those that may be learned from.
+        ratio: share of the groups played, rounded down, at least one; of equal scores the lower group number wins.
+        how: the score of a group.
+        gamma: discount a turn.
+    """
+    scores = group_scores(played, how, gamma)
+    n_kept = max(1, int(ratio * len(scores) + 1e-9))
+    before = {t.group for t in candidates}
+    best = set(sorted(before, key=lambda group: (-scores[group], group))[:n_kept])
+    metrics = {
+        "rollout_filter_dropped": float(len(before - best)),
+        "rollout_filter_score": statistics.fmean(scores.values()) if scores else 0.0,
+        "rollout_filter_score_kept": statistics.fmean(scores[group] for group in best) if best else 0.0,
+    }
+    return [t for t in candidates if t.group in best], metrics
+
+
+class SharedCollector:
+    """A collector whose groups are played by all processes, each a share; everyone gets all trajectories.
+
+    Args:
+        collector: plays this process's share.
+        processes: who takes part.
+        ready: entered for as long as they play.
+    """
+
+    def __init__(
+        self,
+        collector: TrajectoryCollector | ParallelRolloutManager,
+        processes: Processes,
+        ready: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.collector = collector
+        self._ready = ready
+        self.tags = collector.tags
+        self._processes = processes
+        # Since `take_metrics`: of each call, one a process that played.
+        self._reports: list[list[RolloutReport]] = []
+
+    def collect(
+        self, iteration: int, sampling: Sampling, *, first_group: int = 0, n_groups: int | None = None
+    ) -> list[Trajectory]:
+        """Play groups once; trajectories come group by group, member by member, as from one process."""
+        processes, own = self._processes, self._own_groups(first_group, n_groups)
+
+        def play() -> tuple[list[Trajectory], RolloutReport | None]:
+            if not own:
+                return [], None
+            played = self.collector.collect(iteration, sampling, first_group=own.start, n_groups=len(own))
+            refuse_no_numbers(played)
+            return played, self.collector.report
+
+        with self._ready():
+            everyone = processes.all_gather(play)
+        self._reports.append([report for _, report in everyone if report is not None])
+        return [trajectory for part, _ in everyone for trajectory in part]
+
+    def prepare(self, iteration: int, sampling: Sampling) -> None:
+        """Let this process's hosts begin its share of an iteration that is played next; none others have any."""
+        own = self._own_groups()
+        if own and isinstance(self.collector, ParallelRolloutManager):
+            self.collector.prepare(iteration, sampling, first_group=own.start, n_groups=len(own))
+
+    def _own_groups(self, first: int = 0, count: int | None = None) -> range:
+        """The groups of `count` from `first` on that this process plays."""
+        count = len(self.tags) if count is None else count
+        rank, n = self._processes.rank, self._processes.count
+        return range(first + count * rank // n, first + count * (rank + 1) // n)
+
+    def take_metrics(self) -> dict[str, float]:
+        """How parallel rollouts went since the last call, all calls and processes together; nothing for others."""
+        calls, self._reports = self._reports, []
+        reports = [report for call in calls for report in call]
+        if not reports:
+            return {}
+        added = ("seconds", "engine_seconds", "batches", "worker_deaths", "replayed_episodes")
+        sums = {name: sum(getattr(report, name) for report in reports) for name in added}
+        workers = max(sum(report.workers for report in call) for call in calls)
+        return RolloutReport(workers=workers, **sums).metrics()
+
+    def close(self) -> None:
+        """End this process's envs and workers."""
+        self.collector.close()
+
+
+def refuse_no_numbers(trajectories: Sequence[Trajectory]) -> None:
+    """Check what the engine said of its own tokens.
+
+    Raises:
+        DivergedError: NaN or infinity, as from weights that a too large step has spoiled.
+    """
+    for trajectory in trajectories:
+        if not all(math.isfinite(logprob) for call in trajectory.calls for logprob in call.logprobs):
+            raise _spoiled(trajectory)
+
+
+def refuse_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
+    """Check that something can be said and learned of these episodes.
+
+    Raises:
+        EngineError: not one was played to its end (`EnvError` if it was the env that failed first).
+        DivergedError: the same, because the engine's log-probabilities are no numbers.
+    """
+    if any(trajectory.status == "ok" for trajectory in trajectories):
+        return
+    first = trajectories[0]
+    if first.status == "engine_error" and NO_NUMBERS in (first.error or ""):
+        raise _spoiled(first)
+    kind = EnvError if first.status == "env_error" else EngineError
+    raise kind(f"all {len(trajectories)} episodes of {what} failed; the first: {first.error or first.status}")
+
+
+def _spoiled(trajectory: Trajectory) -> DivergedError:
+    return DivergedError(
+        f"the engine gave log-probabilities that are no numbers (group {trajectory.group}, member "
+        f"{trajectory.member}): its weights are spoiled. {LOWER}"
+    )

@@ -1,0 +1,227 @@
+"""What a run of agent training leaves on disk: metrics, curves, trajectories, checkpoints and a summary."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shoal.core.configuration import as_yaml, to_mapping
+from shoal.core.data import Trajectory, write_advantages, write_trajectories
+from shoal.core.errors import ConfigError, DataError
+from shoal.core.files import remove_leftovers, replacing, write_text
+from shoal.core.run_folder import UNFINISHED, Event, RunFolder, finite
+from shoal.rollout.journal import Journal
+from shoal.train.advice import Advice, Rejected, advise
+from shoal.train.agent.config import AgentConfig
+from shoal.train.agent.policies.policy import Critic, Policy
+from shoal.train.agent.processes.distributed import Processes
+from shoal.train.agent.run.checkpoint import (
+    Progress,
+    drop_old,
+    list_checkpoints,
+    refuse_other_settings,
+    save_checkpoint,
+)
+from shoal.train.boards import TensorBoard, WandB, draw_curves
+
+logger = logging.getLogger(__name__)
+DEFAULT_FOLDER = "runs/agent"
+"""Of a run whose config names none."""
+REDRAW = 10.0
+"""Seconds between two drawings of the curves: one takes 0.3, which short iterations would wait for."""
+
+
+def refuse_taken(config: AgentConfig) -> None:
+    """Check, before a model is loaded, that the run folder is free, or holds what is to be gone on with.
+
+    Raises:
+        ConfigError: the folder holds a run, and `resume` is off.
+        DataError: there is no run to go on with, or its newest checkpoint was made with other settings.
+    """
+    run = Path(config.run_dir or DEFAULT_FOLDER)
+    if not config.resume:
+        if (run / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"{run} holds a run already: pass resume=true to go on with it, or another run_dir"
+            )
+        return
+    if not run.is_dir():
+        raise DataError(f"there is no run {run} to go on with: start without resume")
+    if checkpoints := list_checkpoints(run / "checkpoints"):
+        refuse_other_settings(checkpoints[-1], config)
+
+
+class Records:
+    """Writes the run folder.
+
+    Args:
+        config: of the run.
+        on_event: called at durable moments.
+        writes: False makes every method that writes do nothing (further processes of one run).
+    """
+
+    def __init__(self, config: AgentConfig, on_event: Event | None, writes: bool = True) -> None:
+        self._config = config
+        self._writes = writes
+        self.folder = RunFolder(config.run_dir or DEFAULT_FOLDER, "train", config.seed, on_event, lock=writes)
+        self._checkpoints = self.folder.path / "checkpoints"
+        self._rows: list[dict[str, Any]] = []
+        self._advice: list[Advice] = []  # of the rows so far
+        self._warned: set[str] = set()  # titles of advice that was logged
+        self._drawn, self._is_drawn = time.monotonic(), True
+        settings = config.trainer
+        self._board = TensorBoard(self.folder.path / "tensorboard", writes and settings.tensorboard)
+        wandb, self._settings = writes and settings.wandb, to_mapping(config)
+        self._wandb = WandB(self.folder.path, settings.wandb_project, self._settings, wandb)
+
+    def only_begun(self) -> bool:
+        """Whether the folder holds a run that ended before its first checkpoint: there is nothing to go on from."""
+        if not (self.folder.path / "config.yaml").exists() or list_checkpoints(self._checkpoints):
+            return False
+        return all(row.get("iteration") == 0 for row in self.folder.read_metrics())
+
+    def begin(self) -> None:
+        """Write the config of a new run, or of one that was only begun and is asked to go on.
+
+        Raises:
+            ConfigError: the folder holds a run.
+        """
+        if not self._writes:
+            return
+        refuse_taken(self._config)
+        if self._config.resume:
+            self.go_on(-1)
+        self._drop_episodes()
+        write_text(self.folder.path / "config.yaml", as_yaml(to_mapping(self._config)))
+
+    def go_on(self, iteration: int) -> list[dict[str, Any]]:
+        """Drop what was reported after `iteration` and what was half written, and give the rows before."""
+        if not self._writes:
+            return []
+        kept = self.folder.keep_metrics("iteration", iteration)
+        for part in ("", "checkpoints", "trajectories", "advantages"):
+            remove_leftovers(self.folder.path / part)
+        drop_old(self._checkpoints, self._config.trainer.keep_checkpoints)
+        self._rows = list(kept)
+        if kept:
+            self.folder.add_clocks(kept[-1])
+        return kept
+
+    def report(self, row: dict[str, Any], rejected: Rejected | None = None) -> None:
+        """Add a row of metrics, and warn of what it shows; at an evaluation, draw the curves if that is long ago.
+
+        Args:
+            row: of one iteration; the clocks of the run are added to it.
+            rejected: an answer of this iteration without a valid action.
+        """
+        if not self._writes:
+            return
+        row |= self.folder.clocks()
+        self.folder.append_metrics(row)
+        self._rows.append(finite(row))
+        self._warn(rejected)
+        self._board.add(row, row["iteration"])
+        self._wandb.add(row, row["iteration"])
+        self._is_drawn = self._is_drawn and "heldout_success" not in row
+        if time.monotonic() - self._drawn >= REDRAW:
+            self._draw()
+
+    def _warn(self, rejected: Rejected | None) -> None:
+        """Log what keeps the run from learning, each cause once."""
+        run = shlex.quote(str(self._config.run_dir or DEFAULT_FOLDER))
+        found = advise(self._rows, self._settings, rejected, run)
+        self._advice = [advice for advice in found if advice.level == "bad"]
+        for advice in self._advice:
+            if advice.title not in self._warned:
+                self._warned.add(advice.title)
+                logger.warning("iteration %d: %s. %s", self._rows[-1]["iteration"], advice.title, advice.text)
+
+    def _draw(self) -> None:
+        if not self._is_drawn:
+            write_curves(self.folder.read_metrics(), self.folder.path / "curves.png")
+            self._drawn, self._is_drawn = time.monotonic(), True
+
+    def journal(self, settings: Mapping[str, Any], rank: int) -> Journal:
+        """Where a process of the run writes episodes down as they end, until a checkpoint holds what they taught."""
+        name = UNFINISHED if not rank else f"{UNFINISHED}-{rank}"
+        return Journal(self.folder.path / name, settings, self.folder.hold)
+
+    def keep_trajectories(
+        self, name: str, trajectories: Sequence[Trajectory], advantages: Sequence[Any] | None = None
+    ) -> None:
+        """Write `trajectories/<name>.jsonl`, and before it `advantages/<name>.jsonl` if an update computed some."""
+        if not self._writes:
+            return
+        self.folder.hold()
+        if advantages is not None:
+            write_advantages(self.folder.path / "advantages" / f"{name}.jsonl", advantages)
+        write_trajectories(self.folder.path / "trajectories" / f"{name}.jsonl", trajectories)
+
+    def save(
+        self,
+        policy: Policy,
+        critic: Critic | None,
+        optimizer: Optimizer,
+        progress: Progress,
+        settings: dict[str, Any],
+        processes: Processes,
+        *,
+        best: bool = False,
+    ) -> None:
+        """Commit a checkpoint with all `processes`, as the best one too if it is the best so far."""
+        networks, keep = (policy, critic, optimizer), self._config.trainer.keep_checkpoints
+        given = *networks, progress, settings, keep
+        rates = self._config.rates
+        path = save_checkpoint(self._checkpoints, *given, rates=rates, best=best, processes=processes)
+        if self._writes:
+            self.folder.event("checkpoint", step=progress.iteration, path=str(path))
+
+    def finish(self, progress: Progress) -> None:
+        """Draw the last curves and write the summary."""
+        if not self._writes:
+            return
+        self._draw()
+        held_out = [row for row in self.folder.read_metrics() if "heldout_success" in row]
+        last = held_out[-1] if held_out else {}  # somebody may have emptied the file
+        final = {k: v for k, v in last.items() if k not in ("iteration", "seconds", "cpu_seconds")}
+        final |= {"best_heldout_success": progress.best_success, "iterations": progress.iteration}
+        self.folder.finish(final, advice=[advice._asdict() for advice in self._advice])
+        self._drop_episodes()
+
+    def _drop_episodes(self) -> None:
+        """Remove what `journal` wrote, of all processes."""
+        for path in self.folder.path.glob(f"{UNFINISHED}*"):
+            path.unlink()
+
+    def close(self) -> None:
+        """Close what is open, the curves of a run that was cut short too; may be called twice."""
+        with contextlib.suppress(Exception):  # of a full disk, or of matplotlib that Ctrl-C half imported
+            self._draw()
+        self._board.close()
+        self._wandb.close()
+        self.folder.close()
+
+
+PANELS = (
+    ("success rate", (("success", "training, sampled"), ("heldout_success", "held out, greedy"))),
+    ("reward per episode", (("reward", "training, sampled"), ("heldout_reward", "held out, greedy"))),
+    ("valid actions, groups with different rewards",
+     (("valid_actions", "valid actions"), ("groups_with_signal", "groups with different rewards"))),
+    ("entropy per token (nats)", (("entropy", "entropy"),)),
+)  # fmt: skip
+
+
+def write_curves(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the metrics rows of a run into a PNG."""
+    figure, axes = draw_curves(rows, PANELS, "iteration", "iteration")
+    for shares in (axes[0], axes[2]):
+        shares.set_ylim(-0.02, 1.02)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", pil_kwargs={"compress_level": 1})

@@ -1,0 +1,1 @@
+"""Supervised steps on play without a model: the warm-up and rehearsal."""

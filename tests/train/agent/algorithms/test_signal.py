@@ -1,0 +1,140 @@
+"""Steps that fit the signal: what an update does where few groups differ, or none."""
+
+import numpy as np
+import pytest
+import torch
+from tests.records import Exchange, trajectory_of
+from tests.train.agent.test_update import ENGINE, contrast, random_samples
+
+from shoal.train.agent.algorithms.advantages import turn_advantages
+from shoal.train.agent.algorithms.losses import PolicyLoss, policy_loss
+from shoal.train.agent.batch.samples import Sample
+from shoal.train.agent.config import AgentProxy, Algorithm, KLPenalty
+from shoal.train.agent.config import Critic as Settings
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters
+from shoal.train.agent.policies.policy import Critic
+from shoal.train.agent.update import Learner, scaled, update
+
+
+def learner(network=None, **settings):
+    engine = ENGINE.copy()
+    optimizer = split_optimizer(trained_parameters(engine.module), network, 0.01, 0.01, 0.0)
+    algorithm = Algorithm(**{"kl": KLPenalty(0.0), "loss_aggregation": "token_mean"} | settings)
+    return Learner(engine, optimizer, algorithm, AgentProxy(), network)
+
+
+def weights_of(one):
+    return torch.cat([p.detach().flatten() for p in one.policy.module.parameters()])
+
+
+def times(factor, samples):
+    return [s.with_column("advantages", factor * s.columns["advantages"]) for s in samples]
+
+
+# --- minibatches
+@pytest.mark.parametrize(
+    ("n", "parts"), [(257, [86, 86, 85]), (256, [128, 128]), (129, [65, 64]), (100, [100])]
+)
+def test_minibatches_are_nearly_equal_and_the_tokens_of_each_share_a_weight_of_1(n, parts):
+    weights_seen = []
+
+    @policy_loss("test_linear", replace=True)
+    def linear(tokens, config):  # whose gradient is the weight of each token
+        tokens.logprobs.register_hook(lambda gradient: weights_seen.append(gradient.tolist()))
+        return PolicyLoss(tokens.logprobs, tokens.logprobs > 0)
+
+    one = learner(policy_loss="test_linear", minibatch_size=128, batching="padded", entropy_coef=0.0)
+    assert update(one, single_tokens(n), 0)["gradient_steps"] == len(parts)
+    assert [len(weights) for weights in weights_seen] == parts
+    for weights, size in zip(weights_seen, parts, strict=True):
+        assert weights == pytest.approx([1 / size] * size)
+
+
+def single_tokens(n):
+    """Samples of one trained token each."""
+    names = "rollout_logprobs", "old_logprobs", "advantages"
+    return [Sample(s.ids, s.trained[:1], {k: s.columns[k][:1] for k in names}) for s in random_samples(n, 7)]
+
+
+# --- the share of groups that differ
+def test_where_half_of_the_groups_differ_advantages_count_by_half():
+    by_share, by_hand, whole = learner(), learner(), learner()
+    for one in (by_share, by_hand, whole):  # Adam divides the first gradient by its own size
+        update(one, contrast(one.policy), 0)
+    update(by_share, scaled(contrast(by_share.policy), 0.5), 1)
+    update(by_hand, times(0.5, contrast(by_hand.policy)), 1)
+    update(whole, contrast(whole.policy), 1)
+    assert torch.equal(weights_of(by_share), weights_of(by_hand))
+    assert not torch.equal(weights_of(by_share), weights_of(whole))
+
+
+# --- nothing pulls
+BONUS = {"entropy_coef": 0.03, "entropy_target": 0.4}
+PULLS = [
+    ({}, 1.0, None, 1),  # an advantage
+    (BONUS, 0.0, 0.1, 1),  # the bonus, below its target
+    ({"kl": KLPenalty(0.1)}, 0.0, 5.0, 1),
+    (BONUS, 0.0, 5.0, 0),  # above the target
+    ({"kl": KLPenalty(0.1, "k1", "reward")}, 0.0, 5.0, 0),  # which is in the advantages, if anywhere
+    ({"entropy_coef": 0.0}, 0.0, 0.1, 0),
+    ({"entropy_target": None, "entropy_coef": 0.05}, 0.0, 0.1, 0),  # alone it would lift the entropy for ever
+    ({"entropy_target": None, "entropy_coef": 0.05}, 1.0, 0.1, 1),
+]
+
+
+@pytest.mark.parametrize(("settings", "advantages", "entropy", "steps"), PULLS)
+def test_without_anything_that_pulls_there_is_no_step_and_the_weights_are_those_of_before(
+    settings, advantages, entropy, steps
+):
+    one = learner(**settings)
+    samples = [s.with_column("reference_logprobs", s.columns["old_logprobs"] - 1) for s in contrast(ENGINE)]
+    update(one, samples, 0)  # which Adam's momentum would go on with
+    before = weights_of(one)
+    row = update(one, times(advantages, samples), 1, entropy=entropy)
+    assert row["gradient_steps"] == steps
+    assert torch.equal(weights_of(one), before) == (steps == 0)
+
+
+def test_a_critic_learns_where_no_token_has_an_advantage():
+    critic = Critic(ENGINE)
+    one = learner(critic, adv_estimator="gae", entropy_coef=0.0)
+    before = torch.cat([p.detach().flatten() for p in critic.parameters()])
+    assert update(one, times(0, random_samples(4, 2)), 0)["gradient_steps"] == 1
+    assert not torch.equal(torch.cat([p.detach().flatten() for p in critic.parameters()]), before)
+
+
+# --- the entropy bonus
+@pytest.mark.parametrize(
+    ("entropy", "bonus"), [(0.0, 0.04), (0.1, 0.03), (0.2, 0.02), (0.4, 0.0), (2.0, 0.0), (None, 0.04)]
+)
+def test_the_bonus_falls_evenly_to_0_at_the_target_and_is_what_the_update_uses(entropy, bonus):
+    one = learner(entropy_coef=0.04, entropy_target=0.4)
+    constant = learner(entropy_coef=bonus, entropy_target=None)
+    row = update(one, contrast(ENGINE), 0, entropy=entropy)
+    update(constant, contrast(ENGINE), 0)
+    assert row["entropy_bonus"] == pytest.approx(bonus)
+    torch.testing.assert_close(weights_of(one), weights_of(constant), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("size", "share"), [(0.25, 0.25), (1.0, 1.0), (3.0, 1.0)])
+def test_with_a_critic_the_bonus_may_shrink_with_the_advantages(size, share):
+    samples = times(size, contrast(ENGINE))  # advantages of 1 and -1
+    samples = [s.with_column("values", np.zeros(1)).with_column("returns", np.zeros(1)) for s in samples]
+    bonus = {"entropy_coef": 0.04, "entropy_target": 0.4}
+    as_published = learner(Critic(ENGINE), adv_estimator="gae", **bonus)
+    assert update(as_published, samples, 0, entropy=0.1)["entropy_bonus"] == pytest.approx(0.03)
+    one = learner(Critic(ENGINE), adv_estimator="gae", critic=Settings(shrink_bonus=True), **bonus)
+    assert update(one, samples, 0, entropy=0.1)["entropy_bonus"] == pytest.approx(0.03 * share)
+
+
+# --- reinforce
+def test_reinforce_learns_nothing_from_episodes_of_equal_rewards():
+    def paid(*rewards):
+        turns = [(Exchange("", (1,), (2,), (-1.0,), "", "a", True, reward, ""),) for reward in rewards]
+        return [trajectory_of("e", 0, i, 0, 0, own, True, True, False) for i, own in enumerate(turns)]
+
+    algorithm = Algorithm(adv_estimator="reinforce")
+    equal = turn_advantages(paid(1.0, 1.0, 1.0), algorithm, AgentProxy())
+    assert [turns.tolist() for turns in equal] == [[0.0], [0.0], [0.0]]
+    unequal = turn_advantages(paid(1.0, 0.0, 0.5), algorithm, AgentProxy())
+    assert [turns.tolist() for turns in unequal] == [[0.5], [-0.5], [0.0]]

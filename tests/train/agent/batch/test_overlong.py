@@ -1,0 +1,124 @@
+"""Responses that were cut off: their episodes can be left out of the loss, and a budget divides what is left."""
+
+import numpy as np
+import pytest
+import torch
+from tests.records import Exchange, trajectory_of
+from tests.train.agent.test_update import ENGINE
+
+from shoal.core.errors import ConfigError
+from shoal.train.agent.algorithms.losses import aggregation_weights
+from shoal.train.agent.config import AgentConfig, AgentProxy, Algorithm, KLPenalty, compose_config
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters
+from shoal.train.agent.trainer import AgentTrainer
+from shoal.train.agent.update import Learner, Totals, advantages_of, gradient_step, prepare_samples
+
+
+def episode(member, reward, finishes, group=0):
+    turns = [
+        Exchange(
+            "", (7, 8, 10 + member), (20 + i, 30 + i), (-1.0, -1.0), "", None, True, reward, "", finish=how
+        )
+        for i, how in enumerate(finishes)
+    ]
+    return trajectory_of("e", 0, group, member, 0, tuple(turns), reward > 0, True, False)
+
+
+def learner(**settings):
+    engine = ENGINE.copy()
+    optimizer = split_optimizer(trained_parameters(engine.module), None, 0.01, 0.01, 0.0)
+    return Learner(engine, optimizer, Algorithm(kl=KLPenalty(0.0), **settings), AgentProxy())
+
+
+EPISODES = [
+    episode(0, 1.0, ["stop"]),
+    episode(1, 0.0, ["stop", "length", "stop"]),
+    episode(2, 0.0, ["stop", "stop"]),
+    episode(3, 0.0, ["length"]),
+    episode(4, 0.0, [None]),  # of an older file, which did not note it
+]
+
+
+def test_episodes_with_a_response_that_was_cut_off_are_learned_from_unless_filtered():
+    kept = prepare_samples(EPISODES, learner(overlong_filter=True))
+    assert sorted({sample.ids[2] - 10 for sample in kept}) == [0, 2, 4]
+    everyone = prepare_samples(EPISODES, learner())
+    assert sorted({sample.ids[2] - 10 for sample in everyone}) == [0, 1, 2, 3, 4]
+
+
+def test_what_is_filtered_still_counts_in_the_mean_of_its_group():
+    every = {s.ids: s.columns for s in prepare_samples(EPISODES, learner())}
+    for sample in prepare_samples(EPISODES, learner(overlong_filter=True)):
+        for name, column in sample.columns.items():
+            assert np.array_equal(column, every[sample.ids][name])
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_the_advantages_that_are_kept_are_those_of_the_samples_by_episode_and_turn(filtered):
+    own = learner(overlong_filter=filtered)
+    other = episode(9, 1.0, ["stop"], group=5)  # played, and not learned from
+    found = advantages_of([other, *EPISODES], EPISODES, prepare_samples(EPISODES, own), own)
+    # rewards 1, 0, 0, 0, 0: mean 0.2, variance (0.64 + 4 * 0.04) / 4 = 0.2
+    high, low = 0.8 / 0.2**0.5, -0.2 / 0.2**0.5
+    lengths = [1, 3, 2, 1, 1]
+    expected = [[[value] * 2] * n for value, n in zip([high, low, low, low, low], lengths, strict=True)]
+    if filtered:
+        expected[1] = expected[3] = None
+    assert found[0] is None
+    for one, wanted in zip(found[1:], expected, strict=True):
+        assert (one is None) == (wanted is None)
+        assert one is None or np.allclose(np.concatenate(one), np.concatenate(wanted), atol=1e-4)
+        assert one is None or [len(turn) for turn in one] == [len(turn) for turn in wanted]
+
+
+def test_a_batch_in_which_all_were_cut_off_changes_nothing(tmp_path):
+    overrides = [
+        f"run_dir={tmp_path}", "use_parallel_envs=false", "trainer.iterations=2", "warmup.steps=0",
+        "es_manager.train.env_groups=2",
+        "es_manager.train.group_size=2", "es_manager.val.env_groups=1", "trainer.tensorboard=false",
+        "agent_proxy.max_tokens=1", "algorithm.overlong_filter=true", "algorithm.filter_groups.enable=false",
+        "agent_proxy.prompt.prefill='<action>'", "agent_proxy.prompt.closing='</action>'",
+    ]  # fmt: skip
+    with AgentTrainer(compose_config("demo", overrides)) as trainer:
+        before = [p.clone() for p in trainer.policy.module.parameters()]
+        rows = list(trainer.train())
+        assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.module.parameters(), strict=True))
+    assert [row.get("gradient_steps", 0) for row in rows] == [0, 0, 0]
+    assert rows[-1]["overlong_episodes"] == 1.0
+
+
+# --- the budget
+def test_dr_grpo_divides_by_the_tokens_that_a_sample_may_have():
+    algorithm = compose_config("demo", ["algorithm=dr_grpo"]).algorithm
+    assert (algorithm.loss_aggregation, algorithm.loss_constant) == ("constant", "budget")
+    assert Algorithm(loss_aggregation="constant").loss_constant == 1
+
+
+def test_the_budget_needs_constant_aggregation_as_a_number_does():
+    with pytest.raises(ConfigError, match="loss_constant=budget has no effect"):
+        AgentConfig(algorithm=Algorithm(loss_constant="budget"))
+    with pytest.raises(ConfigError, match="loss_constant"):
+        compose_config("demo", ["algorithm.loss_constant=bugdet", "algorithm.loss_aggregation=constant"])
+
+
+@pytest.mark.parametrize(("mode", "turns"), [("window", 1), ("append", 3)])
+def test_the_budget_is_that_of_a_response_or_of_a_whole_episode(tmp_path, mode, turns):
+    overrides = [
+        "agent_proxy.max_tokens=5", "agent_proxy.max_turn=3", f"agent_proxy.prompt.mode={mode}", f"run_dir={tmp_path}",
+        "algorithm=dr_grpo", "es_manager.train.env_groups=1", "use_parallel_envs=false",
+    ]  # fmt: skip
+    with AgentTrainer(compose_config("demo", overrides)) as trainer:
+        assert trainer._learner.token_budget == 5 * turns
+
+
+def test_a_minibatch_divides_the_sum_by_its_samples_times_the_budget():
+    """The gradient norm of the same samples is that of constant 1, over the budget."""
+    norms = {}
+    for constant in (1.0, 8.0, "budget"):
+        one = learner(adv_estimator="dr_grpo", loss_aggregation="constant", loss_constant=constant)
+        one.token_budget = 8
+        totals = Totals()
+        gradient_step(one, prepare_samples(EPISODES, one), totals)
+        norms[constant] = totals.grad_norm
+    assert norms["budget"] == norms[8.0] == pytest.approx(norms[1.0] / 8, rel=1e-5)
+    assert [float(w.sum()) for w in aggregation_weights([2, 4], "constant", 8)] == [2 / 16, 4 / 16]

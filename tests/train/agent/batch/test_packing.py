@@ -1,0 +1,189 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.samplers.huggingface.test_huggingface import make_engine
+
+from shoal.samplers.tiny import TinyEngine, TinyShape
+from shoal.train.agent.batch.packing import (
+    ROW,
+    Segment,
+    length_of,
+    micro_batches,
+    plan_rows,
+    share_prefixes,
+    token_values,
+)
+from shoal.train.agent.batch.samples import Sample
+from shoal.train.agent.policies.loading import policy_of
+from shoal.train.agent.policies.policy import score
+
+BATCHINGS = ["padded", "packed"]
+lengths_of = st.lists(st.integers(2, 60), min_size=1, max_size=40)
+
+
+def make_samples_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    samples = []
+    for length in lengths:
+        places = np.sort(rng.choice(np.arange(1, length), max(1, length // 3), replace=False))
+        ids = tuple(rng.integers(6, 200, length).tolist())
+        samples.append(Sample(ids, places, {"advantages": np.ones(len(places), np.float32)}))
+    return samples
+
+
+def numbers_of(lengths, max_tokens, batching):
+    """The rows of samples that have nothing in common, as numbers."""
+    ids = [tuple(range(1000 * i, 1000 * i + n)) for i, n in enumerate(lengths)]
+    plan = plan_rows(ids, [1] * len(ids), max_tokens, batching, True)
+    return [[[i for segment in row for i in segment.members] for row in batch] for batch in plan]
+
+
+@given(lengths_of, st.integers(1, 400), st.sampled_from(BATCHINGS))
+def test_every_sample_is_in_one_row_of_one_micro_batch_that_fits(lengths, max_tokens, batching):
+    plan = numbers_of(lengths, max_tokens, batching)
+    assert sorted(i for batch in plan for row in batch for i in row) == list(range(len(lengths)))
+    for batch in plan:
+        widest = max(sum(lengths[i] for i in row) for row in batch)
+        assert widest <= max(lengths)
+        assert len(batch) * widest <= max_tokens or len(batch) == 1
+
+
+@given(lengths_of, st.integers(60, 400))
+def test_packing_never_costs_more_rows_and_padded_rows_of_like_length_lie_together(lengths, max_tokens):
+    packed, padded = (numbers_of(lengths, max_tokens, name) for name in ("packed", "padded"))
+    assert sum(map(len, packed)) <= sum(map(len, padded)) == len(lengths)
+    in_order = [lengths[i] for batch in padded for (i,) in batch]
+    assert in_order == sorted(lengths)
+
+
+def test_packing_fills_the_gaps_of_long_rows():
+    # rows of 10: 10 | 7 + 3 | 6 + 4 | 5 + 5, all full
+    assert numbers_of([3, 10, 7, 4, 5, 6, 5], 1000, "packed") == [[[1], [2, 0], [5, 3], [4, 6]]]
+
+
+def test_no_samples_are_no_batches():
+    assert numbers_of([], 10, "packed") == numbers_of([], 10, "padded") == []
+
+
+@pytest.fixture(scope="module", params=["tiny", "huggingface"])
+def engine(request):
+    if request.param == "tiny":
+        shape = TinyShape(width=16, layers=2, heads=2, context=64)
+        return policy_of(TinyEngine(["Up"] * 3 + ["b"] * 200, shape, seed=1))
+    return policy_of(make_engine())
+
+
+def test_packed_samples_do_not_see_each_other(engine):
+    samples = make_samples_of([9, 5, 2, 7, 12, 3], seed=4)
+    vocabulary = engine.logits(
+        torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
+    ).shape[1]
+    samples = [Sample(tuple(i % vocabulary for i in s.ids), s.trained, s.columns) for s in samples]
+
+    def ask(chosen, batching):
+        return token_values(chosen, lambda m: score(engine, m, 1.0).logprobs, 1000, 0, "cpu", batching)
+
+    packed = ask(samples, "packed")
+    starts = [m.starts for m in micro_batches(samples, 1000, 0, "cpu", "packed", prefixes=True)]
+    assert all(b is not None and b.ndim == 2 for b in starts)
+    for sample, found in zip(samples, packed, strict=True):
+        np.testing.assert_allclose(found, ask([sample], "padded")[0], atol=1e-5)
+    changed = [Sample(tuple(7 for _ in samples[0].ids), samples[0].trained, samples[0].columns), *samples[1:]]
+    for before, after in zip(packed[1:], ask(changed, "packed")[1:], strict=True):
+        np.testing.assert_allclose(after, before, atol=1e-6)
+
+
+def make_families(families, seed=0):
+    """Per family: how many tokens its members share, and how many each has for itself; (shared, trained from)."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for shared, own in families:
+        prefix = tuple(rng.integers(6, 200, shared).tolist())
+        for length in own:
+            ids = prefix + tuple(rng.integers(6, 200, length).tolist())
+            first = int(rng.integers(max(1, shared - 1), len(ids)))
+            places = np.unique([first, *rng.integers(first, len(ids), 3).tolist()])
+            samples.append(Sample(ids, places, {"advantages": np.ones(len(places), np.float32)}))
+    return [samples[i] for i in rng.permutation(len(samples))]
+
+
+families = st.lists(
+    st.tuples(st.integers(1, 30), st.lists(st.integers(1, 8), min_size=1, max_size=5)), min_size=1, max_size=5
+)
+
+
+@given(families, st.integers(1, 200), st.integers(0, 9))
+def test_pieces_share_only_what_stands_before_the_first_trained_token(families, max_tokens, seed):
+    samples = make_families(families, seed)
+    ids, firsts = [s.ids for s in samples], [int(s.trained[0]) for s in samples]
+    lengths = [len(i) for i in ids]
+    segments = share_prefixes(ids, firsts, max_tokens)
+    assert sorted(i for segment in segments for i in segment.members) == list(range(len(samples)))
+    for segment in segments:
+        assert (segment.prefix > 0) == (len(segment.members) > 1)
+        assert len({ids[i][: segment.prefix] for i in segment.members}) == 1
+        assert all(segment.prefix < firsts[i] for i in segment.members)
+        assert len(segment.members) == 1 or length_of(segment, lengths) <= min(max_tokens, max(ROW, *lengths))
+        assert len(segment.members) == 1 or all(2 * segment.prefix >= lengths[i] for i in segment.members)
+    plan = plan_rows(ids, firsts, max_tokens, "packed", True)
+    assert sorted(i for b in plan for row in b for p in row for i in p.members) == list(range(len(samples)))
+    for batching, prefixes in (("padded", True), ("packed", False)):
+        rows = [row for batch in plan_rows(ids, firsts, max_tokens, batching, prefixes) for row in batch]
+        assert not any(segment.prefix for row in rows for segment in row)
+
+
+def test_members_of_a_group_are_one_piece_of_half_the_tokens():
+    prompt = tuple(range(10, 60))
+    ids = [(*prompt, 100 + i, 7, 8) for i in range(4)] + [(1, 2, 3)]
+    segments = share_prefixes(ids, [50, 50, 50, 50, 1], 1000)
+    assert segments == [Segment((4,)), Segment((0, 1, 2, 3), 49)]
+    assert length_of(segments[1], [53, 53, 53, 53, 3]) == 49 + 4 * 4
+
+
+def test_a_prefix_of_less_than_half_of_a_sample_is_not_shared_and_few_tokens_are_not_worth_a_mask():
+    short = [(*range(10, 50), *range(i, i + 50)) for i in (200, 400)]
+    assert share_prefixes(short, [41] * 2, 1000) == [Segment((0,)), Segment((1,))]
+    rest = [tuple(range(1000 * i, 1000 * i + 90)) for i in range(2, 9)]
+    pair = [(*range(10, 60), *range(i, i + 40)) for i in (200, 400)]
+    firsts = [51] * 9
+    assert share_prefixes(pair + rest, firsts, 1000)[0] == Segment((0, 1), 50)
+    rows = [row for batch in plan_rows(pair + rest, firsts, 1000, "packed", True) for row in batch]
+    assert not any(segment.prefix for row in rows for segment in row)  # 50 of 810 tokens would be saved
+
+
+def test_samples_that_share_a_stem_are_to_the_network_as_if_they_were_alone(engine):
+    assert engine.shares_prefixes
+    samples = make_families([(20, [3, 5, 1, 4]), (9, [2, 2]), (1, [6])], seed=3)
+    vocabulary = engine.logits(
+        torch.tensor([[1, 2]]), torch.tensor([2]), torch.tensor([[False, True]])
+    ).shape[1]
+    samples = [Sample(tuple(i % vocabulary for i in s.ids), s.trained, s.columns) for s in samples]
+    samples += [
+        s.with_column("advantages", -0.3 * s.columns["advantages"]) for s in samples[::2]
+    ]  # written twice
+    again = samples[3]  # the same tokens, others of them trained
+    samples.append(Sample(again.ids, again.trained[-1:], {"advantages": np.ones(1, np.float32)}))
+    micros = list(micro_batches(samples, 1000, 0, "cpu", "packed", prefixes=True))
+    assert any(m.starts is not None and m.starts.ndim == 3 for m in micros)
+    assert sum(m.ids.numel() for m in micros) < sum(len(s.ids) for s in samples)
+    assert sum(len(m.samples) for m in micros) == sum(len(s.trained) for s in samples)
+    assert sorted({int(n) for m in micros for n in m.samples}) == list(range(len(samples))), "one micro-batch"
+
+    def ask(batching, max_tokens, prefixes):
+        def compute(micro):
+            return score(engine, micro, 1.0).logprobs
+
+        engine.module.zero_grad()
+        for micro in micro_batches(samples, max_tokens, 0, "cpu", batching, prefixes):
+            (compute(micro) * micro.columns["advantages"]).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in engine.module.parameters()])
+        return token_values(samples, compute, max_tokens, 0, "cpu", batching, prefixes), gradient
+
+    values, gradient = ask("padded", 1, False)
+    for max_tokens in (1000, 45):
+        found, shared_gradient = ask("packed", max_tokens, True)
+        for one, other in zip(found, values, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
+        torch.testing.assert_close(shared_gradient, gradient, atol=1e-4, rtol=1e-4)
