@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # `make bench-… QUICK=1`: a first look within two minutes, which changes no file of results.
 HASTE := $(if $(QUICK),--quick)
 
-.PHONY: help setup demo demo-llm test test-slow test-portable test-browser test-gpu check docs settings package wheel-test format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-trl-curves bench-llm bench-gpu bench-viewer bench-gateway test-integrations bench-learning bench-real-model
+.PHONY: help setup demo demo-llm test test-slow test-portable test-browser test-gpu check docs settings package wheel-test format clean bench-envs bench-text-envs bench-split bench-skills bench-craftax bench-ppo bench-scores bench-vector bench-rollout bench-update bench-trl-curves bench-stabilisers bench-llm bench-gpu bench-viewer bench-gateway test-integrations bench-learning bench-real-model
 
 help:             ## this list (every bench-… takes QUICK=1: a table within two minutes, nothing is saved)
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -133,8 +133,11 @@ bench-gpu:        ## one GPU in eight minutes with $(PYTHON), no network: exactn
 bench-update: .venv-trl/.installed  ## one update of the weights beside TRL's GRPOTrainer, about five minutes
 	.venv-trl/bin/python benchmarks/trl_update.py $(HASTE)
 
-bench-trl-curves: .venv-trl/.installed  ## GRPO learns one task in shoal and in TRL's GRPOTrainer, four seeds, about three CPU minutes
+bench-trl-curves: .venv-trl/.installed  ## GRPO learns one task in shoal and in TRL's GRPOTrainer, six seeds, about four CPU minutes
 	.venv-trl/bin/python benchmarks/trl_curves.py $(HASTE)
+
+bench-stabilisers: setup  ## what settings that no algorithm has do: runs without each and without all, about two hours, goes on where it was
+	$(BIN)/python benchmarks/stabilisers.py $(HASTE)
 
 # Packages that other trainers and servers pin differently; each environment has exact versions of all it needs.
 .venv-%/.installed: requirements/integrations-%.txt requirements/torch.txt

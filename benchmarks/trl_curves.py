@@ -1,6 +1,6 @@
 """Learning curves of GRPO: shoal's trainer beside TRL's GRPOTrainer, each with its own sampler, loss and optimizer.
 
-    python benchmarks/trl_curves.py [--seeds 0 1 2 3] [--quick]
+    python benchmarks/trl_curves.py [--seeds 0 1 2 3 4 5] [--quick]
 
 The task has one turn: the prompt is one of four signs, and the answer shall be the three words that a fixed table has
 for it, and no more. Both trainers load the same fresh Llama, see the same prompts at the same step, are paid by the
@@ -61,8 +61,9 @@ SETTINGS = {
     "kl_coef": 0.04,
     "max_grad_norm": 1.0,
 }
+ANSWERS = SETTINGS["groups"] * SETTINGS["group_size"]
 STEPS = 150
-SEEDS = range(4)
+SEEDS = range(6)
 SAME_NOISE_SEEDS = range(3)
 SMOOTHED = 10
 """Steps that a point of the comparison is the mean of."""
@@ -182,6 +183,7 @@ def run_shoal(model: Path, folder: Path, seed: int, steps: int) -> Run:
         "engine.name=huggingface",
         f"engine.model={model}",
         "engine.threads=1",
+        f"engine.max_batch={ANSWERS}",  # all at once, as TRL
         f"es_manager.train={side}",
         f"es_manager.val={side}",
         "use_parallel_envs=false",
@@ -234,7 +236,7 @@ def shoals_answers(seed: int) -> Callable[[list[Any], Any], dict[str, Any]]:
             ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
             requests.append(Request(tuple(ids), Key(seed, (step, i // size, i % size, 0)), sampling))
         training = trainer.model.training  # which a sampler ends
-        written = HuggingFaceEngine(trainer.model, tokenizer).generate(requests)
+        written = HuggingFaceEngine(trainer.model, tokenizer, max_batch=ANSWERS).generate(requests)
         trainer.model.train(training)
         return {
             "prompt_ids": [list(request.prompt_ids) for request in requests],
@@ -268,7 +270,7 @@ def run_trl(model: Path, folder: Path, seed: int, steps: int, *, same_noise: boo
     arguments = GRPOConfig(
         output_dir=str(folder),
         seed=seed,
-        per_device_train_batch_size=SETTINGS["groups"] * SETTINGS["group_size"],
+        per_device_train_batch_size=ANSWERS,
         gradient_accumulation_steps=1,
         num_generations=SETTINGS["group_size"],
         num_iterations=1,

@@ -93,7 +93,7 @@ BENCHMARKS = {
         "Learning beside TRL",
         "bench-trl-curves",
         "GRPO on one task of one turn: a fresh Llama of 0.1 million weights learns three words for each of four signs. "
-        "Both trainers have the same first weights, prompts, rewards and settings, and four seeds; each samples, "
+        "Both trainers have the same first weights, prompts, rewards and settings, and six seeds; each samples, "
         "computes its loss and steps by itself. [The curves](algorithms-compared.md#beside-the-libraries-themselves).",
     ),
     "environments": (

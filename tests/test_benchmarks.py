@@ -51,3 +51,40 @@ def test_the_pages_of_results_show_the_last_results(monkeypatch):
             page,
             name,
         )
+
+
+@pytest.fixture
+def stabilisers(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("benchmarks.stabilisers")
+
+
+def test_the_page_of_learning_shows_the_runs_of_stabilisers(stabilisers):
+    shown = f"<!-- stabilisers -->\n{stabilisers.tables(stabilisers.read_runs())}\n<!-- /stabilisers -->"
+    assert shown in (ROOT / "docs" / "learning.md").read_text()
+
+
+def test_a_stabiliser_is_judged_by_pairs_of_runs_and_by_collapses(stabilisers):
+    """By hand: 1.0 - 0.8, 1.0 - 0.9 and 0.9 - 0.9 are 0.1 in the mean; the fourth run has no partner."""
+
+    def run(arm, seed, heldout, success=(0.5, 1.0), entropy=0.5, task="demo"):
+        return stabilisers.Run(
+            task, "grpo", arm, seed, 2, heldout, list(success), [1.0, entropy], 1.0, "2026-11-30"
+        )
+
+    fell, certain = (0.96, 0.84, 0.97), (0.2, 0.1)
+    runs = [
+        run("all on", 0, 1.0), run("all on", 1, 1.0), run("all on", 2, 0.9), run("rehearsal", 0, 0.8, fell),
+        run("rehearsal", 1, 0.9, certain, 0.05), run("rehearsal", 2, 0.9), run("rehearsal", 0, 0.0, task="maze"),
+    ]  # fmt: skip
+    found = stabilisers.compare(runs, "rehearsal")
+    assert (found.pairs, found.wanted, found.complete) == (3, 32, False)
+    assert found.gain == pytest.approx(0.1)
+    assert found.collapses == (0, 2)
+    assert (found.low, found.high) == pytest.approx(
+        (0.0, 0.2)
+    )  # 1 of 27 draws is thrice the least, or the most
+    assert found.stays  # it prevents collapses, though the interval has 0
+    assert not stabilisers.compare([one for one in runs if one.seed == 2], "rehearsal").stays
+    assert stabilisers.compare(runs, "target").pairs == 0
+    assert "| grpo | `warmup.rehearsal` off | 0.87 (3) | · | · | 0.00 (1) |" in stabilisers.tables(runs)

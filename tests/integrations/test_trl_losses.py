@@ -18,6 +18,7 @@ from tests.integrations.hand_made import (
     GROUP,
     assert_same,
     gradients_of,
+    logprobs_of,
     make_answers,
     moved,
     padded,
@@ -25,12 +26,16 @@ from tests.integrations.hand_made import (
     relative,
     shoals,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
+from shoal.samplers.huggingface.engine import HuggingFaceEngine
 from shoal.train.agent.algorithms.advantages import turn_advantages
 from shoal.train.agent.config import compose_config
+from shoal.train.agent.optimizer import split_optimizer, trained_parameters
+from shoal.train.agent.policies.loading import policy_of
+from shoal.train.agent.update import Learner, prepare_samples, update
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -182,6 +187,61 @@ def test_the_reference_and_the_masks_are_those_of_trl(models, tokenizer, tmp_pat
     assert [int(n) for n in batch["completion_mask"].sum(1)] == [
         0 if answer.cut else len(answer.response) for answer in answers
     ]
+
+
+class Kept(TrainerCallback):
+    """The weights after each step, as one vector, and what was logged of it."""
+
+    def __init__(self):
+        self.weights, self.logged = [], []
+
+    def on_step_end(self, args, state, control, model, **rest):
+        self.weights.append(flat(model))
+
+    def on_log(self, args, state, control, logs, **rest):
+        self.logged.append(logs)
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in trained_parameters(model)])
+
+
+@pytest.mark.parametrize("preset", ["grpo", "dr_grpo"])
+def test_weights_after_several_steps_are_those_of_trl(preset, models, tokenizer, tmp_path):
+    """Both take 5 steps of Adam, each with its own weights, on answers to which the rewards are given.
+
+    Rewards are large, so that the 1e-4 that TRL adds to their deviation is nothing. A weight whose gradient is only
+    rounding moves up or down by chance, by a whole learning rate as all others do in the first step: such are few.
+    """
+    rate, steps = 1e-3, 5
+    model, reference = copy.deepcopy(models[0]), models[1]
+    answers = [a._replace(reward=1e3 * a.reward) for a in make_answers(model, len(tokenizer), 0.0)]
+    kept = Kept()
+    trainer = make_trainer(
+        model, tokenizer, answers, tmp_path, learning_rate=rate, lr_scheduler_type="constant", max_steps=steps,
+        max_grad_norm=0.5, logging_steps=1, save_strategy="no", shuffle_dataset=False, disable_tqdm=True,
+        **PAPERS[preset],
+    )  # fmt: skip
+    trainer.add_callback(kept)
+    trainer.train()
+    words = [f"algorithm={preset}", f"algorithm.learning_rate={rate}", "algorithm.max_grad_norm=0.5"]
+    config = compose_config("base", [*words, f"agent_proxy.max_tokens={BUDGET}"])
+    optimizer = split_optimizer(trained_parameters(model), None, rate, rate, 0.0)
+    networks = [policy_of(HuggingFaceEngine(one, tokenizer)) for one in (model, reference)]
+    held = networks[1] if config.algorithm.kl.coef else None
+    learner = Learner(
+        networks[0], optimizer, config.algorithm, config.agent_proxy, reference=held, token_budget=BUDGET
+    )
+    begin = flat(model)
+    for step in range(steps):
+        with torch.no_grad():
+            now = [a._replace(old=logprobs_of(model, a.prompt, a.response)) for a in answers]
+        metrics = update(learner, prepare_samples([record(a) for a in now], learner), step)
+        assert metrics["grad_norm"] == pytest.approx(kept.logged[step]["grad_norm"], rel=1e-4)
+        gaps = (flat(model) - kept.weights[step]).abs()
+        assert float((flat(model) - begin).abs().mean()) > 0.5 * rate
+        assert float(gaps.quantile(0.99)) <= 1e-6, step
+        assert float(gaps.mean()) <= 1e-6, step
 
 
 def spread(rewards):
